@@ -19,6 +19,7 @@ _WHERE = {
     "nn": "distnb.strategies.nn:",
     "metrics": "distnb.metrics:",
     "estimator": "distnb.estimator:",
+    "coordinator": "distnb.coordinator:",
     "cluster_resolver": "distnb.cluster_resolver:",
     "keras": "distnb.keras:",
     "partitioners": "distnb.partitioners:",

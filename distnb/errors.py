@@ -11,6 +11,8 @@
     │   ├── ContextError      (RuntimeError)   called in the wrong context, or strategies mixed
     │   ├── StructureError    (ValueError)     replicas returned, or were given, unlike structures
     │   ├── OptionError       (ValueError)     an option that is unknown or cannot be honoured
+    │   ├── ClosureCancelled               a scheduled closure was ended before it had a result
+    │   ├── EndOfDataset                   a closure asked a finite dataset for more than it has
     │   ├── DistributedValueError (TypeError)  a PerReplica used as if it were one plain value
     │   ├── OutOfSyncError    (AssertionError) replicas hold different bits of what should be equal
     │   └── UnknownNameError  (AttributeError) distnb, a strategy or a PerReplica has nothing of that name
@@ -39,12 +41,14 @@ from collections.abc import Iterable
 __all__ = [
     "CannotTravelError",
     "CheckpointError",
+    "ClosureCancelled",
     "ClusterError",
     "CollectiveError",
     "CollectiveMismatchError",
     "ContextError",
     "DistnbError",
     "DistributedValueError",
+    "EndOfDataset",
     "EngineDied",
     "GradientError",
     "MeanLossError",
@@ -117,6 +121,14 @@ class StructureError(ProgramError, ValueError):
 
 class OptionError(ProgramError, ValueError):
     """An option that is unknown, malformed, or that this strategy cannot honour."""
+
+
+class ClosureCancelled(ProgramError):
+    """A scheduled closure was ended before it had a result: another one failed, or the user interrupted."""
+
+
+class EndOfDataset(ProgramError):
+    """A closure asked a worker's dataset, which is finite, for more than it has."""
 
 
 class DistributedValueError(ProgramError, TypeError):

@@ -75,7 +75,7 @@ class Task(NamedTuple):
     """
 
     job: str
-    index: int
+    index: int  # type: ignore[assignment]
 
     def __str__(self) -> str:
         return f"{self.job} {self.index}"

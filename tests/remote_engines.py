@@ -142,6 +142,23 @@ dist.barrier()
     assert f"(on {host}) was killed by SIGKILL" in ended.error_text
 
 
+def check_roles(notebook: Notebook, start: str, placed: dict[str, str], workers: list[str]) -> None:
+    """A cluster with parameter servers.
+
+    Args:
+        notebook: It has no cluster, and gets none.
+        start: The cell that starts it.
+        placed: The machine of each task.
+        workers: The workers' machines.
+    """
+    notebook.run(start, timeout_s=150)
+    notebook.run("cluster = distnb.notebook.compose.current()")
+    assert notebook.value("{row.task: row.host for row in cluster.status()}") == placed
+    notebook.run("%%distribute mirrored\nimport os\nwhere = strategy.run(lambda: os.uname().nodename)")
+    assert list(notebook.value("strategy.local_results(where)")) == workers
+    check_stop(notebook)
+
+
 def check_stop(notebook: Notebook) -> None:
     """After a stop there is no process on any machine, and no file."""
     notebook.run("%distnb stop", timeout_s=60)

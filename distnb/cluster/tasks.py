@@ -43,23 +43,14 @@ def tasks_of(workers: int | None, ps: int | None, n: int | None = None) -> tuple
     return tuple(Task(job, index) for job, count in ((WORKER, workers), (PS, ps)) for index in range(count))
 
 
-def tasks_told(resolver: ClusterResolver | None) -> dict[Task, str]:
+def tasks_told(resolver: ClusterResolver) -> dict[Task, str]:
     """The workers and servers that a resolver tells of, and their addresses; none where it tells of no server.
 
     Raises:
-        OptionError: The cluster is not one with parameter servers that this process could be the coordinator of.
+        OptionError: The cluster has a server, and is malformed: see `tasks_in`.
     """
-    spec = None if resolver is None else resolver.cluster_spec()
-    if resolver is None or spec is None or PS not in spec.jobs or not spec.task_indices(PS):
-        return {}
-    tasks = tasks_in(spec)
-    if resolver.task_type in _JOBS:
-        raise OptionError(
-            f"This process is {resolver.task_type} {resolver.task_id} of its cluster, and the one that starts it is "
-            'the coordinator: the task "chief", or a process that is no task. On a worker and a server run '
-            "`distnb worker`."
-        )
-    return tasks
+    spec = resolver.cluster_spec()
+    return tasks_in(spec) if PS in spec.jobs and spec.task_indices(PS) else {}
 
 
 def tasks_in(spec: ClusterSpec) -> dict[Task, str]:

@@ -1,51 +1,42 @@
 """Closures on their way: a function and its arguments packed on the coordinator, opened and called on a worker.
 
 What belongs to the coordinator and has an object of its own on each worker is a *resource*: a model, an optimizer, a
-metric, a per-worker value, the result of another closure; also each function, which thousands of closures share. A
-closure refers to resources by number. A worker is sent what it lacks of them, once.
+metric, a per-worker value; also a function that is scheduled again and again. A closure refers to resources by number,
+and a worker is sent what it lacks of them, once. What may change of them later (whether a model trains, a learning
+rate) goes with each closure.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import pickle
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 import xxhash
 
-from distnb.errors import CannotTravelError
+from distnb.coordinator.libraries import libraries, library_of, parts_of
+from distnb.coordinator.per_worker import PerWorkerValues
+from distnb.coordinator.remote_values import RemoteValue
+from distnb.errors import CannotTravelError, EndOfDataset
 from distnb.objects.packing import out_of_band
 from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ClosureRun, ServerAccess
 from distnb.runtime.servers.placement import Stored
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
+from distnb.wire.messages import RunClosure
 
-__all__ = [
-    "ClosureResult",
-    "Later",
-    "Library",
-    "Packed",
-    "PackedClosure",
-    "Packer",
-    "Resource",
-    "Runner",
-    "WorkerContext",
-    "libraries",
-    "open_packed",
-    "open_resource",
-    "running",
-]
+__all__ = ["ClosureResult", "Packed", "PackedClosure", "Packer", "Runner", "current_worker", "open_value"]
 
-_numbers = itertools.count(1)
+_numbers = itertools.count(1)  # a worker may serve several coordinators
 _FUNCTIONS = 256  # that are remembered, to be known when they are scheduled again
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class Packed(NamedTuple):
@@ -54,123 +45,41 @@ class Packed(NamedTuple):
     data: bytes
     buffers: tuple[Any, ...] = ()
 
+
+class PackedClosure(NamedTuple):
+    """A closure as it is queued.
+
+    Attributes:
+        data, buffers: The function, or its number; the arguments; and what is set of resources.
+        needs: The resources that a worker must know.
+        inputs: Results of other closures that are among the arguments.
+        holds: What these resources are of: they are there as long as the closure is.
+    """
+
+    data: bytes
+    buffers: tuple[Any, ...]
+    needs: tuple[int, ...]
+    inputs: tuple[RemoteValue, ...]
+    holds: tuple[Any, ...]
+
     @property
     def nbytes(self) -> int:
         """Its size in bytes."""
         return len(self.data) + sum(memoryview(each).nbytes for each in self.buffers)
 
 
-class PackedClosure(NamedTuple):
-    """A closure as it is queued.
-
-    Attributes:
-        name: The function's, for people.
-        packed: The function, or its number, and the arguments.
-        needs: The resources that a worker must know, in an order in which they can be opened.
-        waits_for: Those among them that are results of closures which have not ended.
-        holds: What these resources are of: they are there as long as the closure is.
-    """
-
-    name: str
-    packed: Packed
-    needs: tuple[int, ...]
-    waits_for: tuple[Later, ...] = ()
-    holds: tuple[Any, ...] = ()
-
-
 class ClosureResult(NamedTuple):
-    """What a closure did on its worker.
+    """How a closure ended well on a worker.
 
     Attributes:
-        packed: What it returned.
+        value: What the function returned, to be opened by `open_value`.
         contributions: What it added to the coordinator's metrics, by resource.
-        staleness: Of each optimizer step: how many updates of others its copies had missed.
+        staleness: Of each optimizer step, how many updates its copies had missed.
     """
 
-    packed: Packed
-    contributions: Mapping[int, Any] = {}
+    value: Any
+    contributions: Mapping[int, Any] | None = None
     staleness: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class WorkerContext:
-    """Where a resource is made: worker `index` of `count`."""
-
-    index: int
-    count: int
-
-
-class Resource(ABC):
-    """Something of the coordinator's of which each worker has its own."""
-
-    @abstractmethod
-    def maker(self) -> Callable[[WorkerContext], Any]:
-        """What makes a worker's own; it is pickled, and called on each worker once."""
-
-
-class Later:
-    """A resource that is not there yet: what a closure will return."""
-
-
-class Library(ABC):
-    """Another library's objects in closures: how they are pickled, and what is a metric."""
-
-    def parts(self, root: Any) -> Iterable[Any]:
-        """The objects in a model that belong to its description, and are no modules of its own to torch."""
-        return ()
-
-    def reduced(self, obj: Any) -> Any:
-        """How an object is pickled, as `__reduce__` gives it; None: as ever."""
-        return None
-
-    def reference(self, obj: Any, packer: Packer, needs: dict[int, Any]) -> Any:
-        """How an object is pickled that is a resource; None: it is none."""
-        return None
-
-    @abstractmethod
-    def is_metric(self, obj: Any) -> bool:
-        """Whether workers count something by it that is added up here."""
-
-    @abstractmethod
-    def reset(self, metric: Any) -> None:
-        """A closure begins, on a worker."""
-
-    @abstractmethod
-    def contribution(self, metric: Any) -> Any:
-        """What the closure has added; None: nothing."""
-
-    @abstractmethod
-    def merge(self, metric: Any, contribution: Any) -> None:
-        """Add it on the coordinator."""
-
-
-class _Torchmetrics(Library):
-    def is_metric(self, obj: Any) -> bool:
-        return isinstance(obj, torch.nn.Module) and hasattr(obj, "merge_state") and hasattr(obj, "metric_state")
-
-    def reset(self, metric: Any) -> None:
-        metric.reset()
-
-    def contribution(self, metric: Any) -> Any:
-        return (metric._update_count, metric.metric_state) if metric._update_count else None
-
-    def merge(self, metric: Any, contribution: tuple[int, dict[str, Any]]) -> None:
-        count, state = contribution
-        metric._update_count += count
-        metric._computed = None
-        if metric._update_count == count:  # nothing was in it: what came is all
-            for name, value in state.items():
-                setattr(metric, name, value)
-        else:
-            metric.merge_state(state)
-
-
-libraries: list[Library] = [_Torchmetrics()]
-"""Those that are known; one that is loaded later adds its own."""
-
-
-def _library_of(metric: Any) -> Library | None:
-    return next((each for each in libraries if each.is_metric(metric)), None)
 
 
 # -- pickling ----------------------------------------------------------------------------------------------------------
@@ -202,52 +111,62 @@ def _open_sparse(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, 
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Objects by value, and of resources their numbers, which `needs` keeps.
+    """Objects by value, and of resources their numbers.
 
-    `number_of` gives the number of an object that is a resource, else None.
+    Attributes:
+        needs: The resources that were met, by number.
+        settings: What may change of them, by number.
+        inputs: Results of other closures.
     """
 
     def __init__(self, file: io.BytesIO, buffers: list[Any], packer: Packer | None, root: Any = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=out_of_band(buffers))
         self.needs: dict[int, Any] = {}
+        self.settings: dict[int, Any] = {}
+        self.inputs: dict[int, RemoteValue] = {}
         self._packer = packer
         # A resource that is described itself, with all parts of a model.
-        self._own = {id(each) for each in _parts_of(root)}
+        self._own = {id(each) for each in parts_of(root)}
 
     def reducer_override(self, obj: Any) -> Any:
-        packer = self._packer
-        if packer is not None and id(obj) not in self._own:
-            found = packer.reference(obj, self.needs)
+        if self._packer is not None and id(obj) not in self._own:
+            found = self._packer.reference(obj, self)
             if found is not None:
                 return found
-        if isinstance(obj, torch.Tensor) and type(obj) in (torch.Tensor, torch.nn.Parameter):
-            if type(obj) is torch.nn.Parameter:
-                return torch.nn.Parameter, (obj.detach(), obj.requires_grad)
+        if type(obj) is torch.nn.Parameter:
+            return torch.nn.Parameter, (obj.detach(), obj.requires_grad)
+        if type(obj) is torch.Tensor:
             return _tensor(obj)
         for library in libraries:
-            found = library.reduced(obj)
-            if found is not None:
-                return found
+            reduced = library.reduced(obj)
+            if reduced is not None:
+                return reduced
         return super().reducer_override(obj)
 
 
-def _parts_of(root: Any) -> list[Any]:
-    """An object, and, of a model, all modules in it, in one order in every process."""
-    modules = root.modules() if isinstance(root, torch.nn.Module) else (root,)
-    return [*modules, *(part for library in libraries for part in library.parts(root))]
-
-
-def _dump(value: Any, packer: Packer | None = None, root: Any = None) -> tuple[Packed, dict[int, Any]]:
+def _dump(value: Any, what: str, packer: Packer | None = None, root: Any = None) -> tuple[Packed, _Pickler]:
     file, buffers = io.BytesIO(), list[Any]()
     pickler = _Pickler(file, buffers, packer, root)
-    pickler.dump(value)
+    try:
+        pickler.dump(value)
+    except CannotTravelError:
+        raise
+    except Exception as error:
+        raise CannotTravelError(
+            f"{what} cannot be sent: {type(error).__name__}: {error}. What workers need of that kind they can make "
+            "themselves: coordinator.create_per_worker_value(fn)."
+        ) from error
     # A buffer is the caller's memory, which may change while the closure waits.
-    return Packed(file.getvalue(), tuple(bytearray(each) for each in buffers)), pickler.needs
+    return Packed(file.getvalue(), tuple(bytearray(each) for each in buffers)), pickler
 
 
-def open_packed(packed: Packed) -> Any:
-    """What was packed."""
+def _open(packed: Packed) -> Any:
     return pickle.loads(packed.data, buffers=packed.buffers)
+
+
+def open_value(value: Any) -> Any:
+    """What `ClosureResult.value` stands for."""
+    return _open(value) if type(value) is Packed else value
 
 
 # -- the coordinator ---------------------------------------------------------------------------------------------------
@@ -255,23 +174,28 @@ def open_packed(packed: Packed) -> Any:
 
 class _Known(NamedTuple):
     packed: Packed
-    needs: Mapping[int, Any] = {}
+    needs: Mapping[int, Any]
+    settings: Mapping[int, Any]
 
 
 class Packer:
-    """Packs closures, and knows the resources that they refer to.
+    """Packs closures by value, and knows the resources that they refer to.
 
     Args:
         roots: Gives the models that scopes of the strategy made.
         access: The variables on the servers.
+
+    Attributes:
+        forgotten: How many resources are gone: workers that know them may forget them, too.
     """
 
     def __init__(self, roots: Callable[[], Sequence[torch.nn.Module]], access: ServerAccess) -> None:
+        self.forgotten = 0
         self._roots = roots
         self._access = access
         self._known: dict[int, _Known] = {}
-        self._functions: dict[bytes, int] = {}
-        self._numbers: dict[int, tuple[Any, int]] = {}  # by identity: a weak reference, and the number
+        self._functions: dict[bytes, int] = {}  # by digest; 0: met once
+        self._objects: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity: it, and its number
         self._metrics: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
 
@@ -281,193 +205,171 @@ class Packer:
         Raises:
             CannotTravelError: Something in it cannot be sent to a worker.
         """
-        name = getattr(function, "__qualname__", type(function).__name__)
         with self._lock:
-            shown, needs = self._function(function, name)
-            packed, more = self._packed((shown, tuple(args), dict(kwargs)), name)
-            every = self._with_needs({**needs, **more})
-            waits = tuple(obj for number, obj in every.items() if number not in self._known and isinstance(obj, Later))
-        return PackedClosure(name, packed, tuple(every), waits, tuple(every.values()))
-
-    def pack_value(self, value: Any) -> Packed:
-        """A value by itself, in which no resource is."""
-        return _dump(value)[0]
+            self._access.send_changes()
+            shown, found = self._function(function)
+            if args or kwargs:
+                arguments, more = _dump((args, kwargs), "An argument of a closure", self)
+                needs, settings = {**found.needs, **more.needs}, {**found.settings, **more.settings}
+                inputs = {**found.inputs, **more.inputs}
+            else:
+                arguments, needs, settings, inputs = _NO_ARGUMENTS, found.needs, found.settings, found.inputs
+            every = self._with_needs(needs, settings)
+            own = shown.buffers if isinstance(shown, Packed) else ()
+            named = shown.data if isinstance(shown, Packed) else shown
+            data = pickle.dumps((named, arguments.data, settings), protocol=5)
+        buffers = (*own, *arguments.buffers)
+        return PackedClosure(data, buffers, tuple(every), tuple(inputs.values()), tuple(every.values()))
 
     def definition(self, number: int) -> Packed:
         """What a worker is sent that lacks a resource."""
         return self._known[number].packed
 
     def knows(self, number: int) -> bool:
-        """Whether a resource is still there: workers may forget others."""
+        """Whether a resource is still there."""
         return number in self._known
-
-    def supply(self, later: Later, packed: Packed) -> int | None:
-        """A result is there. Returns its number, if closures were given it."""
-        with self._lock:
-            found = self._numbers.get(id(later))
-            if found is None:
-                return None
-            self._known[found[1]] = _Known(packed)
-            return found[1]
 
     def merge(self, contributions: Mapping[int, Any]) -> None:
         """Add what a closure added to metrics."""
         for number, contribution in contributions.items():
             metric = self._metrics.get(number)
-            library = _library_of(metric)
+            library = library_of(metric)
             if library is not None:
                 library.merge(metric, contribution)
 
-    def metric(self, metric: Any, needs: dict[int, Any]) -> tuple[Any, ...]:
-        """How a metric is pickled: each worker has its own, and what closures add to it is added up here."""
-        number = self._number(metric, lambda: metric)
-        self._metrics[number] = metric
-        needs[number] = metric
-        return open_resource, (number,)
-
-    def made_by(self, obj: Any, maker: Callable[[], Callable[[WorkerContext], Any]], needs: dict[int, Any]) -> int:
-        """The number of an object of which each worker makes its own, by a function that is sent to it once."""
-        number = self._number(obj, lambda: _Made(maker()))
-        needs[number] = obj
-        return number
-
     def forget(self, obj: Any) -> None:
-        """An object has changed, and no closure that uses it is under way: workers get it anew."""
+        """An object has changed, and no closure that uses it is under way: workers are sent it anew."""
         with self._lock:
-            found = self._numbers.get(id(obj))
+            found = self._objects.get(id(obj))
             if found is not None:
                 self._forget(id(obj), found[1])
 
-    def _packed(self, value: Any, name: str, root: Any = None) -> tuple[Packed, dict[int, Any]]:
-        try:
-            return _dump(value, self, root)
-        except CannotTravelError:
-            raise
-        except Exception as error:
-            raise CannotTravelError(
-                f"{name} cannot be sent to a worker: {type(error).__name__}: {error}. Make what it needs of that kind "
-                "on the workers: coordinator.create_per_worker_value(fn)."
-            ) from error
-
-    def _function(self, function: Callable[..., Any], name: str) -> tuple[int | Packed, dict[int, Any]]:
+    def _function(self, function: Callable[..., Any]) -> tuple[int | Packed, Any]:
         """A function; its number, if it has been met before: then it is a resource, which workers are sent once."""
-        packed, needs = self._packed(function, name)
-        digest = xxhash.xxh3_128()
-        for each in (packed.data, *packed.buffers):
+        packed, found = _dump(function, "The function", self)
+        digest = xxhash.xxh3_128(packed.data)
+        for each in packed.buffers:
             digest.update(each)
         content = digest.digest()
         number = self._functions.pop(content, None)
         self._functions[content] = 0 if number is None else number or next(_numbers)
         while len(self._functions) > _FUNCTIONS:
-            self._known.pop(self._functions.pop(next(iter(self._functions))), None)
-        if number is None:
-            return packed, needs
+            self._drop(self._functions.pop(next(iter(self._functions))))
+        if number is None or found.inputs:
+            return packed, found
         number = self._functions[content]
-        self._known.setdefault(number, _Known(packed, needs))
-        return number, {number: None}
+        if number not in self._known:
+            self._known[number] = _Known(packed, found.needs, {})
+        found.needs = {number: None, **found.needs}
+        return number, found
 
-    def _with_needs(self, numbers: Mapping[int, Any]) -> dict[int, Any]:
-        """These resources, and all that they need, what is needed first."""
-        found: dict[int, Any] = {}
-
-        def add(number: int, obj: Any) -> None:
-            if number not in found:
-                known = self._known.get(number)
-                for each, its in known.needs.items() if known is not None else ():
-                    add(each, its)
-                found[number] = obj
-
-        for number, obj in numbers.items():
-            add(number, obj)
-        return found
+    def _with_needs(self, numbers: Mapping[int, Any], settings: dict[int, Any]) -> dict[int, Any]:
+        """These resources and all that they need; `settings` gets what is set of these."""
+        every = dict(numbers)
+        pending = list(numbers)
+        while pending:
+            known = self._known.get(pending.pop())
+            if known is None:
+                continue
+            for number, obj in known.needs.items():
+                if number not in every:
+                    every[number] = obj
+                    pending.append(number)
+            for number, its in known.settings.items():
+                settings.setdefault(number, its)
+        return every
 
     # What is no plain value -----------------------------------------------------------------------------------------
 
-    def reference(self, obj: Any, needs: dict[int, Any]) -> tuple[Any, ...] | None:
+    def reference(self, obj: Any, pickler: _Pickler) -> tuple[Any, ...] | None:
         """How an object is pickled that is a resource, or a variable on the servers; None for others."""
         if isinstance(obj, torch.Tensor):
             stored = self._access.stored_of(obj)
             if stored is None:
                 return None
             if isinstance(obj, ServerVariable):
-                settings = (
-                    obj._settings,
-                    obj.distribute_strategy,
-                    type(obj) is not ServerVariable,
-                    obj.sparse_gradients,
-                )
-                return _open_stand_in, (stored, *settings)
+                more = (obj._settings, obj.distribute_strategy, type(obj) is not ServerVariable, obj.sparse_gradients)
+                return _open_stand_in, (stored, *more)
             return _open_copy, (stored, isinstance(obj, torch.nn.Parameter), obj.requires_grad)
         if isinstance(obj, torch.nn.Module):
-            return self._module(obj, needs)
+            return self._module(obj, pickler)
+        if isinstance(obj, RemoteValue):
+            pickler.inputs[obj.number] = obj
+            return _open_input, (obj.number,)
+        if isinstance(obj, PerWorkerValues):
+            return self._resource(obj, pickler, lambda: obj.maker)
         if remote_optimizer.is_remote(obj):
-            number = self._number(obj, lambda: _OpenOptimizer(*remote_optimizer.described(obj)))
             options = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
-            needs[number] = obj
-            return _open_optimizer, (number, options)
-        if isinstance(obj, Resource):
-            return open_resource, (self.made_by(obj, obj.maker, needs),)
-        if isinstance(obj, Later):
-            number = self._identify(obj)
-            needs[number] = obj
-            return open_resource, (number,)
-        return next((found for library in libraries if (found := library.reference(obj, self, needs))), None)
+            return self._resource(obj, pickler, lambda: _OpenOptimizer(*remote_optimizer.described(obj)), options)
+        if library_of(obj) is not None:
+            return self._metric(obj, pickler)
+        described = next((found for library in libraries if (found := library.described(obj)) is not None), None)
+        return None if described is None else self._resource(obj, pickler, *described)
 
-    def _module(self, module: torch.nn.Module, needs: dict[int, Any]) -> tuple[Any, ...] | None:
-        if _library_of(module) is not None:
-            return self.metric(module, needs)
-        roots = list(reversed(self._roots()))
-        candidates = [each for each in roots if each is module] or roots
-        root, place = next(
-            ((each, place) for each in candidates for place, part in enumerate(_parts_of(each)) if part is module),
-            (None, 0),
-        )
-        if root is None:
-            if any(each.requires_grad for each in module.parameters()):
-                raise CannotTravelError(
-                    f"A {type(module).__name__} that was made outside strategy.scope() is used in a function that is "
-                    "scheduled: each worker would train a copy of its own. Make it within `with strategy.scope():`."
-                )
-            return None
-        number = self._number(root, lambda: root)
-        needs[number] = root
-        modes = tuple(each.training for each in root.modules())
-        return _open_module, (number, place, modes[0] if len(set(modes)) == 1 else modes)
+    def _metric(self, metric: Any, pickler: _Pickler) -> tuple[Any, ...]:
+        found = self._resource(metric, pickler, functools.partial(_itself, metric))
+        self._metrics[found[1][0]] = metric
+        return found
 
-    def _identify(self, obj: Any) -> int:
-        """The number of an object that is a resource."""
-        found = self._numbers.get(id(obj))
+    def _module(self, module: torch.nn.Module, pickler: _Pickler) -> tuple[Any, ...] | None:
+        if library_of(module) is not None:
+            return self._metric(module, pickler)
+        for root in reversed(self._roots()):
+            place = next((place for place, part in enumerate(parts_of(root)) if part is module), None)
+            if place is not None:
+                modes = [each.training for each in root.modules()]
+                opened = self._resource(root, pickler, functools.partial(_itself, root), modes)
+                return (_open_module, (*opened[1], place)) if place else opened
+        if any(each.requires_grad for each in module.parameters()):
+            raise CannotTravelError(
+                f"A {type(module).__name__} that was made outside strategy.scope() is used in a function that is "
+                "scheduled: each worker would train a copy of its own. Make it within `with strategy.scope():`."
+            )
+        return None
+
+    def _resource(
+        self, obj: Any, pickler: _Pickler, describe: Callable[[], Any], settings: Any = None
+    ) -> tuple[Any, tuple[int]]:
+        """Refer to a resource, which is described when it is first met."""
+        found = self._objects.get(id(obj))
         if found is not None and found[0]() is obj:
-            return found[1]
-        number, identity = next(_numbers), id(obj)
-        self._numbers[identity] = (weakref.ref(obj, lambda _: self._forget(identity, number)), number)
-        return number
+            number = found[1]
+        else:
+            number, identity = next(_numbers), id(obj)
+            self._objects[identity] = (weakref.ref(obj, lambda _: self._forget(identity, number)), number)
+            self._known[number] = _Known(Packed(b""), {}, {})  # it may refer to itself
+            packed, within = _dump(describe(), f"A {type(obj).__name__}", self, root=obj)
+            if within.inputs:
+                raise CannotTravelError(
+                    f"A {type(obj).__name__} refers to a RemoteValue. Use the value: coordinator.fetch(...)."
+                )
+            within.needs.pop(number, None)
+            # Nothing is held of what it refers to: an optimizer holds its parameters, and not their model.
+            self._known[number] = _Known(packed, dict.fromkeys(within.needs), within.settings)
+        pickler.needs[number] = obj
+        if settings is not None:
+            pickler.settings[number] = settings
+        return _open_resource, (number,)
 
     def _forget(self, identity: int, number: int) -> None:
-        known = self._numbers.get(identity)
-        if known is not None and known[1] == number:
-            del self._numbers[identity]
-        self._known.pop(number, None)
+        found = self._objects.get(identity)
+        if found is not None and found[1] == number:
+            del self._objects[identity]
+        self._drop(number)
 
-    def _number(self, obj: Any, describe: Callable[[], Any]) -> int:
-        """The number of a resource, which is described when it is first met."""
-        number = self._identify(obj)
-        if number not in self._known:
-            self._known[number] = _Known(Packed(b""))  # it may refer to itself
-            packed, needs = self._packed(describe(), type(obj).__name__, root=obj)
-            needs.pop(number, None)
-            # Of what it refers to nothing is held but by itself: an optimizer holds its parameters, not their model.
-            self._known[number] = _Known(packed, dict.fromkeys(needs))
-        return number
+    def _drop(self, number: int) -> None:
+        if self._known.pop(number, None) is not None:
+            self.forgotten += 1
+
+
+def _itself(obj: Any) -> Any:
+    return obj
+
+
+_NO_ARGUMENTS = Packed(pickle.dumps(((), {}), protocol=5))
 
 
 # -- a worker ----------------------------------------------------------------------------------------------------------
-
-
-class _Made(NamedTuple):
-    """The definition of a resource that each worker makes."""
-
-    maker: Callable[[WorkerContext], Any]
 
 
 class _OpenOptimizer(NamedTuple):
@@ -477,117 +379,132 @@ class _OpenOptimizer(NamedTuple):
     params: Any
 
 
+class _Reach(NamedTuple):
+    """What is opened with something: resources, and variables on the servers."""
+
+    resources: set[int]
+    variables: set[int]
+
+
 class Runner:
-    """Calls closures on a worker.
+    """Runs closures on a worker.
 
     Args:
         access: The variables on the servers.
-        context: Which worker this is.
+        worker: Which worker this is.
     """
 
-    def __init__(self, access: ServerAccess, context: WorkerContext) -> None:
+    def __init__(self, access: ServerAccess, worker: int) -> None:
         self.access = access
-        self.context = context
-        self.variables: set[int] = set()  # that were opened since this was last emptied
+        self.worker = worker
+        self.reach = _Reach(set(), set())
         self._packed: dict[int, Packed] = {}
-        self._objects: dict[int, Any] = {}
-        self._variables_of: dict[int, frozenset[int]] = {}
+        self._resources: dict[int, Any] = {}
+        self._reaches: dict[int, _Reach] = {}
+        self._inputs: dict[int, Any] = {}
 
-    def run(
-        self,
-        closure: int,
-        oldest: int,
-        packed: Packed,
-        needs: Sequence[int],
-        definitions: Mapping[int, Packed],
-        forget: Sequence[int] = (),
-    ) -> ClosureResult:
-        """Call a closure.
-
-        Args:
-            closure, oldest: Its number, and the smallest one that is unfinished.
-            packed, needs: As `PackedClosure` has them.
-            definitions: Those of the resources that this worker has not been sent yet.
-            forget: Resources that are gone.
-        """
+    def run(self, message: RunClosure) -> ClosureResult:
+        """Run a closure; raises what it does."""
         global _runner
         _runner = self
-        for number in forget:
-            self._packed.pop(number, None)
-            self._objects.pop(number, None)
-        self._packed.update(definitions)
-        for number in needs:
-            self.open(number)
-        before, self.variables = self.variables, set()
-        shown, args, kwargs = open_packed(packed)
-        function = self._objects[shown] if isinstance(shown, int) else open_packed(shown)
-        variables = self.variables.union(*(self._variables_of[each] for each in needs))
-        self.variables = before
-        metrics = {each: (kind, obj) for each in needs if (kind := _library_of(obj := self._objects[each])) is not None}
+        for number in message.forget:
+            for each in (self._packed, self._resources, self._reaches):
+                each.pop(number, None)
+        self._packed.update(message.definitions)
+        self._inputs = dict(message.inputs)
+        self.reach = _Reach(set(), set())
+        shown, arguments, settings = pickle.loads(message.data)
+        buffers = iter(message.buffers)  # each pickle takes as many as it has
+        function = self.resource(shown) if isinstance(shown, int) else pickle.loads(shown, buffers=buffers)
+        args, kwargs = pickle.loads(arguments, buffers=buffers)
+        for number, its in settings.items():
+            _set(self.resource(number), its)
+        reached = {each: self._resources[each] for each in self.reach.resources}
+        metrics = {each: (kind, obj) for each, obj in reached.items() if (kind := library_of(obj)) is not None}
         for kind, metric in metrics.values():
             kind.reset(metric)
-        with self.access.running(ClosureRun(closure, oldest), variables) as running:
-            value = function(*args, **kwargs)
-        contributions = {each: kind.contribution(metric) for each, (kind, metric) in metrics.items()}
-        contributions = {each: found for each, found in contributions.items() if found is not None}
-        return ClosureResult(_dump(value)[0], contributions, tuple(running.staleness))
+        with self.access.running(ClosureRun(message.closure, message.oldest), self.reach.variables) as running:
+            try:
+                value = function(*args, **kwargs)
+            except StopIteration as end:
+                raise EndOfDataset(
+                    "A closure took the next element of an iterator that has no more, and StopIteration left it. "
+                    "Datasets of workers are best endless: let the dataset function repeat its data (`while True: "
+                    "yield from …`), or catch StopIteration."
+                ) from end
+        counted = {each: kind.contribution(metric) for each, (kind, metric) in metrics.items()}
+        contributions = {each: found for each, found in counted.items() if found is not None}
+        packed = value if type(value) in _PLAIN else _dump(value, "The result of a closure")[0]
+        return ClosureResult(packed, contributions or None, tuple(running.staleness))
 
-    def open(self, number: int) -> Any:
-        """This worker's object of a resource."""
-        if number not in self._objects:
-            before, self.variables = self.variables, set()
-            found = open_packed(self._packed.pop(number))
-            self._variables_of[number] = frozenset(self.variables)
-            self.variables = before
-            if isinstance(found, _Made):
-                found = found.maker(self.context)
-            elif isinstance(found, _OpenOptimizer):
-                found = remote_optimizer.opened(*found)
-            self._objects[number] = found
-        self.variables |= self._variables_of[number]
-        return self._objects[number]
+    def resource(self, number: int) -> Any:
+        """This worker's own object, made at its first use."""
+        if number not in self._resources:
+            before, self.reach = self.reach, _Reach(set(), set())
+            try:
+                found = _open(self._packed[number])
+                make = getattr(found, "make_for_worker", None)
+                if make is not None:
+                    found = make(self.worker)
+                elif isinstance(found, _OpenOptimizer):
+                    found = remote_optimizer.opened(*found)
+                self._reaches[number] = self.reach
+                self._resources[number] = found
+                del self._packed[number]
+            finally:
+                self.reach = before
+        self.reach.resources.add(number)
+        self.reach.resources.update(self._reaches[number].resources)
+        self.reach.variables.update(self._reaches[number].variables)
+        return self._resources[number]
+
+    def input(self, number: int) -> Any:
+        """Another closure's result."""
+        return open_value(self._inputs[number])
 
 
 _runner: Runner
 
 
-def running() -> Runner:
-    """What runs closures in this process, a worker."""
-    return _runner
+def current_worker() -> int:
+    """Which worker this process is, in which a closure is opened or runs."""
+    return _runner.worker
 
 
-def open_resource(number: int) -> Any:
-    """This worker's object of a resource, for what is unpickled."""
-    return _runner.open(number)
-
-
-def _open_module(number: int, place: int, modes: bool | tuple[bool, ...]) -> Any:
-    root: torch.nn.Module = _runner.open(number)
-    if isinstance(modes, bool):
-        if root.training is not modes:
-            root.train(modes)
+def _set(resource: Any, settings: list[Any]) -> None:
+    """Let a model train or not, as the coordinator's does; give an optimizer's groups their options."""
+    if any(library.set(resource, settings) for library in libraries):
+        return
+    if isinstance(resource, torch.nn.Module):
+        for module, training in zip(resource.modules(), settings, strict=True):
+            if module.training is not training:  # to set an attribute of a module costs some microseconds
+                module.training = training
     else:
-        for each, training in zip(root.modules(), modes, strict=True):
-            each.training = training
-    return root if place == 0 else _parts_of(root)[place]
+        for group, options in zip(resource.param_groups, settings, strict=True):
+            group.update(options)
 
 
-def _open_optimizer(number: int, options: list[dict[str, Any]]) -> Any:
-    optimizer = _runner.open(number)
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)
-    return optimizer
+def _open_resource(number: int) -> Any:
+    return _runner.resource(number)
+
+
+def _open_input(number: int) -> Any:
+    return _runner.input(number)
+
+
+def _open_module(number: int, place: int) -> Any:
+    return parts_of(_runner.resource(number))[place]
 
 
 def _open_copy(stored: Stored, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
     """This worker's copy of a parameter or buffer."""
-    _runner.variables.add(stored.number)
+    _runner.reach.variables.add(stored.number)
     return _runner.access.opened_copy(stored, is_parameter=is_parameter).requires_grad_(requires_grad)
 
 
 def _open_stand_in(stored: Stored, settings: Any, strategy: Any, rows_apart: bool, sparse: bool) -> ServerVariable:
     access = _runner.access
-    _runner.variables.add(stored.number)  # only if it has a copy here
+    _runner.reach.variables.add(stored.number)  # it is read with others if it has a copy here
     variable = access.stand_ins.get(stored)
     if variable is None:
         variable = access.stand_ins[stored] = stand_in(stored, settings, strategy, rows_apart=rows_apart)

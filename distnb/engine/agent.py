@@ -37,21 +37,32 @@ from distnb.input import dataset as datasets
 from distnb.input.sources import workers
 from distnb.runtime import spmd, step_count
 from distnb.runtime.this_process import this_process
-from distnb.topology import Device, Team
+from distnb.topology import PS, Device, Team
 from distnb.values.structure import select
 from distnb.wire import codec, unix_socket
 from distnb.wire.channel import Link, ProgramLink
 from distnb.wire.exchange import Result
-from distnb.wire.messages import Apply, CallFunction, Hello, ProgramEnded, Reply, RunCell, Unread
+from distnb.wire.messages import (
+    Apply,
+    CallFunction,
+    Hello,
+    ProgramEnded,
+    Reply,
+    RunCell,
+    RunClosure,
+    TakeTask,
+    Unread,
+)
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from distnb.cluster.connection import Connection
+    from distnb.engine.closures import ServerTask, WorkerTask
 
 __all__ = ["Agent", "install"]
 
-Program = RunCell | CallFunction | Apply
+Program = RunCell | CallFunction | Apply | TakeTask | RunClosure
 
 _DRAWING_S = 0.7  # where several replicas fail, each may still tell why; longer than that, nobody waits
 _DESCRIBING_S = 1.0  # what a program did that was told to end: the notebook waits no longer
@@ -66,6 +77,7 @@ class Agent:
 
     def __init__(self, shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> None:
         self._shell = shell
+        self._connection = connection
         self._engine = engine
         self._device = device
         self._process: spmd.SpmdProcess  # from the first program on
@@ -84,6 +96,9 @@ class Agent:
         near = unix_socket.connect(connection.listener_name, connection.listener_token, engine)
         self._near = near is not None
         self._programs: ProgramLink = near or Link(context, engine, connection.program_url, **keys)
+        self._links = [self._programs]
+        self._worker: WorkerTask | None = None
+        self._server: ServerTask | None = None
         pipes = {}
         logs = {}
         streams: tuple[tuple[int, Literal["stdout", "stderr"]], ...] = ((1, "stdout"), (2, "stderr"))
@@ -105,6 +120,8 @@ class Agent:
             RunCell: self._run_cell,
             CallFunction: self._call,
             Apply: self._apply,
+            TakeTask: self._take_task,
+            RunClosure: self._run_closure,
         }
         self._adapt_shell(logs)
         here = str(torch_device(device))
@@ -136,7 +153,8 @@ class Agent:
     def _listen(self) -> None:
         # No ZMQStream: its bookkeeping costs as much as a small program.
         loop = IOLoop.current()
-        loop.add_handler(self._programs.fileno(), self._serve_programs, loop.READ)
+        for link in self._links:
+            loop.add_handler(link.fileno(), self._serve_programs, loop.READ)
         self._listening = True
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
@@ -160,19 +178,22 @@ class Agent:
         if self._serving:  # user code runs the event loop: what has arrived is for the loop below, after that program
             self._ignore()
             return
-        self._serving, served = True, False
+        self._serving = True
+        latest = None
         try:
             while True:
-                message = None
-                try:
-                    message = self._programs.receive(_LINGER_MS if served else 0)
-                except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for replies
-                    self._programs.send(Unread(error_reports.report(error)))
-                    continue
-                if message is None:
+                for link in self._by_turns(latest):
+                    try:
+                        message = link.receive(_LINGER_MS if link is latest else 0)
+                    except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for replies
+                        link.send(Unread(error_reports.report(error)))
+                        break
+                    if message is not None:
+                        latest = link
+                        link.send(self.perform(message))
+                        break
+                else:
                     return
-                served = True
-                self._programs.send(self.perform(message))
                 # Only now: what a failed cell held may take seconds to end (a DataLoader waits for its workers).
                 if self._failure is not None:
                     self._guard.release(self._forget_failure)
@@ -181,14 +202,22 @@ class Agent:
             raise
         finally:
             self._serving, self._served = False, time.monotonic()
-            if self._programs.ended:
+            if any(link.ended for link in self._links):
                 self._ignore()
-            elif not self._listening:
+                self._links = [link for link in self._links if not link.ended]
+            if not self._listening and not self._programs.ended:
                 self._listen()
+
+    def _by_turns(self, latest: ProgramLink | None) -> list[ProgramLink]:
+        """Where to look for the next program: last where the latest came from, which is waited for a while."""
+        if latest is None or len(self._links) == 1:
+            return self._links
+        return [*(link for link in self._links if link is not latest), latest]
 
     def _ignore(self) -> None:
         if self._listening:
-            IOLoop.current().remove_handler(self._programs.fileno())
+            for link in self._links:
+                IOLoop.current().remove_handler(link.fileno())
             self._listening = False
 
     def _forget_failure(self) -> None:
@@ -196,10 +225,10 @@ class Agent:
 
     def perform(self, message: Program) -> Reply:
         """Run one program to its end and describe how it ended. Never raises."""
-        replica = message.team.rank_of(self._engine)
+        replica = self._replica(message)
         step_count.watch_optimizers()
         datasets.program_began()
-        self._control.program_began(message.program, replica, measured=not isinstance(message, Apply))
+        self._control.program_began(message.program, replica, measured=not isinstance(message, Apply | TakeTask))
         try:
             reply = self._handlers[type(message)](message, replica)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
@@ -213,7 +242,15 @@ class Agent:
         self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary, where))
         return reply
 
-    def _failed(self, program: int, error: BaseException, value: Any = None) -> Reply:
+    def _replica(self, message: Program) -> int:
+        if isinstance(message, RunClosure):
+            assert self._worker is not None
+            return self._worker.index
+        if self._worker is not None:
+            self._worker.suspend()
+        return message.team.rank_of(self._engine)
+
+    def _failed(self, program: int, error: BaseException, value: Any = None, *, alone: bool = False) -> Reply:
         datasets.program_failed()
         ended = groups.failure()
         if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:
@@ -223,9 +260,8 @@ class Agent:
         report = None
         if not self._guard.aborted:
             try:
-                report = self._guard.call(
-                    program, lambda: error_reports.report(error, self._namespace.pack_error), _DRAWING_S
-                )
+                pack = None if alone else self._namespace.pack_error  # closures know nothing of the namespace
+                report = self._guard.call(program, lambda: error_reports.report(error, pack), _DRAWING_S)
             except (KeyboardInterrupt, ProgramAborted):
                 pass  # its __str__ was the user's code, too, and was told to end
         if report is None or self._guard.interrupted:
@@ -320,6 +356,46 @@ class Agent:
             results, _ = self._described(program, self._namespace.give_up_call)
             return self._failed(program, error, results)
         return Reply(program, "ok", value=value, renew=groups.program_ended(False))
+
+    # -- closures --------------------------------------------------------------------------------------------------
+
+    def _take_task(self, message: TakeTask, replica: int) -> Reply:
+        from distnb.engine.closures import ServerTask, WorkerTask  # what few engines need
+
+        value = None
+        if message.tasks[self._engine].job == PS:
+            self._server = self._server or ServerTask(self._connection, spread=message.spread)
+            value = self._server.address
+        elif self._worker is not None:
+            self._worker.renew(message)
+        else:
+            self._worker = WorkerTask(message, self._connection, self._engine, self._device, self._near)
+            self._ignore()  # what is listened to at the end
+            self._links = [*self._links, self._worker.link]
+            self._worker.link.send(Hello(self._engine, os.getpid(), socket.gethostname(), self._near))
+        return Reply(message.program, "ok", value=value)
+
+    def _run_closure(self, message: RunClosure, replica: int) -> Reply:
+        worker, program = self._worker, message.program
+        assert worker is not None
+        worker.take_in(message)
+
+        def body() -> Any:
+            self._join(worker.alone, 0)
+            groups.program_began(program)
+            return worker.run(message)
+
+        try:
+            value = self._guard.call(program, body)
+            disturbed = groups.program_ended(False)
+        except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
+            groups.program_ended(True)
+            reply = self._failed(program, error, alone=True)
+            groups.leave()
+            return reply
+        if disturbed:
+            groups.leave()
+        return Reply(program, "ok", value=value)
 
     # -- the shell of the engine -----------------------------------------------------------------------------------
 

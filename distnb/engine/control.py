@@ -29,10 +29,12 @@ from distnb.wire.messages import (
     DumpStacks,
     Flush,
     Flushed,
+    GivenBack,
     Live,
     Output,
     ProgramEnded,
     Stacks,
+    TakeBack,
     TelemetrySample,
 )
 
@@ -149,6 +151,9 @@ class Control:
         if isinstance(order, Abort):
             # The guard first: it remembers why, so that whatever the freed collective raises is told as an abort.
             self._guard.abort(order.program, order.reason, order.interrupted, self._free_collectives)
+        elif isinstance(order, TakeBack):
+            if self._guard.forestall(order.program):
+                self.emit(GivenBack(self._engine, order.program))
         elif isinstance(order, DumpStacks):
             self.emit(Stacks(self._engine, _program_stack()))
         elif isinstance(order, Flush):

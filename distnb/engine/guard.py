@@ -191,6 +191,14 @@ class Guard:
                 free(reason)
         return ordered
 
+    def forestall(self, program: int) -> bool:
+        """Let a program end as it begins, if it has not begun; from another thread. False if it has."""
+        with self._beginning:
+            begun = self._run is not None and program <= self._run.program
+            if not begun:
+                self._early[program] = ("taken back", False)
+            return not begun
+
     def _order(self, program: int, reason: str, interrupted: bool) -> bool:
         run = self._run
         if run is None or program > run.program:

@@ -13,10 +13,11 @@ from typing import Any
 import keras
 import torch
 
-from distnb.coordinator import closures
+from distnb.coordinator.closures import current_worker
+from distnb.coordinator.libraries import Described, Library
 from distnb.errors import OptionError
 from distnb.keras import compat
-from distnb.keras.server_optimizer import reference_to
+from distnb.keras.server_optimizer import RemoteApply, described, set_options
 
 __all__ = ["OfKeras", "own_methods"]
 
@@ -26,7 +27,7 @@ own_methods: set[str] = set()
 _SEEDS_APART = 0x9E3779B1  # each worker draws other noise; the first one what one process draws
 
 
-class OfKeras(closures.Library):
+class OfKeras(Library):
     """What closures know of Keras."""
 
     def parts(self, root: Any) -> Iterable[Any]:
@@ -46,12 +47,14 @@ class OfKeras(closures.Library):
             return _new_tracked, (type(obj),), None, *items
         return None
 
-    def reference(self, obj: Any, packer: closures.Packer, needs: dict[int, Any]) -> Any:
-        if isinstance(obj, keras.optimizers.Optimizer):
-            return reference_to(obj, packer, needs)
-        if isinstance(obj, keras.metrics.Metric):
-            return packer.metric(obj, needs)
-        return None
+    def described(self, obj: Any) -> Described | None:
+        return described(obj) if isinstance(obj, keras.optimizers.Optimizer) else None
+
+    def set(self, resource: Any, settings: Any) -> bool:
+        if not isinstance(resource, RemoteApply):
+            return False
+        set_options(resource, settings)
+        return True
 
     # Metrics --------------------------------------------------------------------------------------------------------
 
@@ -113,7 +116,7 @@ def _set_tracker(tracker: Any, state: dict[str, Any]) -> None:
 
 def _set_seeds(generator: Any, state: dict[str, Any]) -> None:
     vars(generator).update(state)
-    worker = closures.running().context.index
+    worker = current_worker()
     if worker:
         generator.next = functools.partial(_next, generator, worker)
 

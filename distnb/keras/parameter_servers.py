@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +14,14 @@ import keras
 import numpy as np
 import torch
 
-from distnb.coordinator import closures
+from distnb.coordinator.coordinator import ClusterCoordinator
+from distnb.coordinator.libraries import libraries
+from distnb.coordinator.per_worker import PerWorkerDataset, is_function
 from distnb.errors import OptionError
 from distnb.keras import compat
 from distnb.keras.by_state import OfKeras, own_methods
 from distnb.keras.server_optimizer import RemoteApply, make_remote
-from distnb.options import InputContext, InputOptions
+from distnb.options import InputOptions
 from distnb.runtime.this_process import this_process
 from distnb.strategies.live import live
 
@@ -29,7 +31,7 @@ _AHEAD = 8  # steps for each worker that the loop may be ahead of them
 _READS = ("save", "save_weights", "export", "get_weights", "predict")
 _OWN = ("fit", "evaluate", "train_on_batch", "make_train_function", "make_test_function", *_READS)
 
-closures.libraries.append(OfKeras())
+libraries.append(OfKeras())
 own_methods.update(
     (*_OWN, "test_on_batch", "predict_on_batch", "make_predict_function", "_symbolic_build", "_get_metrics_result_or_logs")
 )
@@ -118,19 +120,22 @@ class _Loop:
     taken: int = 0
     logs: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def what(self) -> str:
+        """Keras's word for it."""
+        return "training" if self.kind == "train" else "evaluating"
+
 
 class ModelOnServers:
     """What stands behind the methods of a model whose variables are on servers, by which the model keeps it."""
 
     def __init__(self, strategy: Any, model: Any) -> None:
-        from distnb.coordinator.coordinator import ClusterCoordinator
-
         self._model = model
         self._registration = strategy.runtime.registration
         self._access = strategy.runtime.access
         self._coordinator = ClusterCoordinator(strategy)
+        self._ahead = _AHEAD * len(this_process.cluster_link().workers)  # type: ignore[misc]
         self._loops: list[_Loop] = []
-        self._datasets: list[tuple[Any, Any]] = []
         compat.keep_ddp_away(model)
         own = {
             "fit": self._fit,
@@ -157,27 +162,21 @@ class ModelOnServers:
 
     def _build_for(self, source: Any) -> None:
         """Have the model built, for batches that workers will make: one is made here, if that takes one."""
-        model, batch = self._model, None
-        if not compat.is_built(model):
-            dataset = source.dataset_fn
-            context = InputContext(len(self._workers()), 0, 1)
-            batch = next(iter(dataset(context) if _takes_context(dataset) else dataset()))
-            batch = keras.tree.map_structure(_tensor, batch, none_is_leaf=False)
-        model._symbolic_build(data_batch=batch)
-
-    def _workers(self) -> Sequence[int]:
-        return this_process.cluster_link().workers  # type: ignore[misc,no-any-return]
+        batch = None
+        if not compat.is_built(self._model):
+            batch = keras.tree.map_structure(_tensor, next(iter(source.maker.make_for_worker(0))), none_is_leaf=False)
+        self._model._symbolic_build(data_batch=batch)
 
     def _shown(self, data: Any) -> Any:
         """What Keras's loop is to read: the data themselves, or what stands for those that workers make."""
-        if isinstance(data, _PerWorker):
-            return data
-        if inspect.isfunction(data) or inspect.ismethod(data) or isinstance(data, functools.partial):
-            data = DatasetCreator(data)
-        if not isinstance(data, DatasetCreator):
+        if isinstance(data, DatasetCreator):
+            data = data.dataset_fn
+        if data is not None and not isinstance(data, type) and is_function(data):
+            data = self._coordinator.create_per_worker_dataset(data)
+        if not isinstance(data, PerWorkerDataset):
             return data
         self._build_for(data)
-        return _PerWorker(iter(self._coordinator.create_per_worker_dataset(data.dataset_fn)))
+        return _PerWorker(iter(data))
 
     # fit and evaluate -----------------------------------------------------------------------------------------------
 
@@ -243,7 +242,8 @@ class ModelOnServers:
     def _schedule(self, data: list[Any]) -> dict[str, Any]:
         """Have a worker take the next steps, as many as there are data. Returns logs of what has ended."""
         loop, model = self._loops[-1], self._model
-        self._send_changes()
+        if isinstance(model.optimizer, RemoteApply):
+            model.optimizer.send_changes()
         source = list(data) if loop.source is None else loop.source
         optimizer = model.optimizer if loop.kind == "train" else None
         loop.under_way.append(
@@ -251,39 +251,30 @@ class ModelOnServers:
         )
         loop.taken += len(data)
         ends = loop.steps is not None and loop.taken % loop.steps == 0
-        self._look(loop, 0 if ends else _AHEAD * len(self._workers()) - 1)
+        self._look(loop, 0 if ends else self._ahead)
         return self._logs(loop)
 
     def _look(self, loop: _Loop, left: int) -> None:
-        """Wait until only so many steps are under way, and take over what the others told."""
-        while loop.under_way:
-            ended = [each for each in loop.under_way if each.ended]
-            if not ended:
-                if len(loop.under_way) <= left:
-                    return
-                ended = loop.under_way[:1]
-            loop.under_way = [each for each in loop.under_way if all(each is not other for other in ended)]
-            for each in ended:
-                logs = self._fetched(each)
-                if logs is not None:
-                    loop.logs = logs
-                elif not (self._model.stop_training if loop.kind == "train" else self._model.stop_evaluating):
-                    self._run_out(loop)
-
-    def _fetched(self, step: Any) -> Any:
-        try:
-            return step.fetch()
-        except BaseException:
-            self._coordinator.join()  # raises it as well, and so nobody does later
-            raise
+        """Wait until only so many closures are under way, and take over what the others told."""
+        self._coordinator.wait(loop.under_way, left)
+        ended = [each for each in loop.under_way if each.ended]
+        loop.under_way = [each for each in loop.under_way if each not in ended]
+        for each in ended:
+            if each.state != "done":
+                self._coordinator.join()  # raises what it raised, once
+            logs = each.fetch()
+            if logs is not None:
+                loop.logs = logs
+            elif not getattr(self._model, f"stop_{loop.what}"):
+                self._run_out(loop)
 
     def _run_out(self, loop: _Loop) -> None:
         warnings.warn(
-            "A worker's dataset ran out of data, which ends the training: a dataset for a ParameterServerStrategy has "
-            "to go on for epochs * steps_per_epoch steps on each worker. Repeat it without end.",
+            f"A worker's dataset ran out of data, which ends the {loop.what}: with a ParameterServerStrategy any worker "
+            "may take any number of the steps. Let the dataset function repeat its data without end.",
             stacklevel=2,
         )
-        setattr(self._model, "stop_training" if loop.kind == "train" else "stop_evaluating", True)
+        setattr(self._model, f"stop_{loop.what}", True)
 
     def _logs(self, loop: _Loop) -> dict[str, Any]:
         """What all steps that have ended have told: the metrics' values; else the last one's own logs."""
@@ -303,7 +294,7 @@ class ModelOnServers:
     # What is done here ----------------------------------------------------------------------------------------------
 
     def _send_changes(self) -> None:
-        """What was changed here, such as by callbacks, is the servers' before a worker reads."""
+        """What was changed here, such as by callbacks, is the servers' before anybody reads."""
         self._access.send_changes()
         if isinstance(self._model.optimizer, RemoteApply):
             self._model.optimizer.send_changes()
@@ -319,11 +310,6 @@ class ModelOnServers:
         result = plain(*args, **kwargs)
         self._access.refresh()
         return result
-
-
-def _takes_context(function: Callable[..., Any]) -> bool:
-    """Whether a dataset function takes an InputContext."""
-    return bool(inspect.signature(function).parameters)
 
 
 class _Live(keras.callbacks.Callback):  # type: ignore[misc]

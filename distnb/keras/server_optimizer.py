@@ -12,7 +12,7 @@ import cloudpickle
 import keras
 import torch
 
-from distnb.coordinator import closures
+from distnb.coordinator.libraries import Described
 from distnb.errors import CannotTravelError, ContextError, OptionError
 from distnb.keras import compat
 from distnb.runtime.servers import remote_optimizer
@@ -20,7 +20,7 @@ from distnb.runtime.servers.messages import Gradient, SetOptimizer, Shard, Step
 from distnb.runtime.servers.placement import Stored
 from distnb.runtime.this_process import this_process
 
-__all__ = ["RemoteApply", "make_remote", "reference_to"]
+__all__ = ["RemoteApply", "described", "make_remote", "set_options"]
 
 _ITERATION = "iteration"
 _PLAIN = (bool, int, float, type(None))
@@ -352,8 +352,28 @@ def _config(optimizer: Any) -> dict[str, Any]:
 # -- closures ----------------------------------------------------------------------------------------------------------
 
 
-def reference_to(optimizer: Any, packer: closures.Packer, needs: dict[int, Any]) -> tuple[Any, ...]:
-    """How an optimizer is pickled in a scheduled function: each worker's sends gradients to the servers."""
+class _Opener(NamedTuple):
+    """What a worker makes its optimizer of."""
+
+    cls: Any
+    config: dict[str, Any]
+    remote: _Remote
+    trained: list[Any]
+
+    def make_for_worker(self, _worker: int) -> Any:
+        """An optimizer that sends gradients."""
+        optimizer = self.cls.from_config(self.config)
+        optimizer.__class__ = _remote_class(self.cls)
+        vars(optimizer).update(_remote=self.remote, _seen=[], _trained=self.trained, built=True)
+        return optimizer
+
+
+def described(optimizer: Any) -> Described:
+    """An optimizer in a scheduled function.
+
+    Raises:
+        CannotTravelError: It has not been built.
+    """
     if not isinstance(optimizer, RemoteApply):
         if not optimizer.built:
             raise CannotTravelError(
@@ -361,23 +381,13 @@ def reference_to(optimizer: Any, packer: closures.Packer, needs: dict[int, Any])
                 "optimizer.build(model.trainable_variables) first, on the coordinator."
             )
         make_remote(optimizer)
-    cls, remote, trained = type(optimizer).of, optimizer._remote, optimizer._trained  # type: ignore[attr-defined]
-    config = _config(optimizer)
-    number = packer.made_by(optimizer, lambda: functools.partial(_opened, cls, config, remote, trained), needs)
-    return _with_options, (number, _options(optimizer))
+    shown: Any = optimizer
+    return Described(
+        lambda: _Opener(type(shown).of, _config(shown), shown._remote, shown._trained), _options(optimizer)
+    )
 
 
-def _opened(cls: Any, config: dict[str, Any], remote: _Remote, trained: list[Any], _context: Any) -> Any:
-    """An optimizer of the coordinator's on a worker."""
-    optimizer = cls.from_config(config)
-    optimizer.__class__ = _remote_class(cls)
-    vars(optimizer).update(_remote=remote, _seen=[], _trained=trained, built=True)
-    return optimizer
-
-
-def _with_options(number: int, options: Mapping[str, Any]) -> Any:
-    optimizer = closures.open_resource(number)
+def set_options(optimizer: Any, options: Mapping[str, Any]) -> None:
+    """Give a worker's optimizer the numbers that the coordinator's has."""
     for name, value in options.items():
         setattr(optimizer, name, value)
-    return optimizer
-

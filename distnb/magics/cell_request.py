@@ -12,6 +12,7 @@ from distnb.errors import OptionError, closest
 from distnb.magics.commands import DISTRIBUTE
 from distnb.options import StrategySpec
 from distnb.runtime import script_worker
+from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.central import setup
 from distnb.runtime.this_process import this_process
 from distnb.topology import parse_device
@@ -19,9 +20,8 @@ from distnb.values import DistributedValues
 
 __all__ = ["WORDS", "CellRequest", "is_strategy", "read_request"]
 
-WORDS = ("default", "one_device", "mirrored", "multi_worker", "central_storage", "tpu")
-_LOCAL = ("default", "one_device")  # their only replica is the notebook itself
-_PLANNED = ("parameter_server",)
+WORDS = ("default", "one_device", "mirrored", "multi_worker", "central_storage", "tpu", PARAMETER_SERVER)
+_LOCAL = ("default", "one_device", PARAMETER_SERVER)  # the notebook is their only replica, or the coordinator
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,6 @@ def _check_chips(found: Namespace, spec: StrategySpec) -> None:
 
 
 def _spec_of_object(word: str, user_ns: Mapping[str, Any]) -> StrategySpec:
-    if word in _PLANNED:
-        raise OptionError(f"%%distribute {word}: this strategy is not in this version. There are {', '.join(WORDS)}.")
     if word not in user_ns:
         known = [*WORDS, *(name for name in user_ns if not name.startswith("_"))]
         raise OptionError(

@@ -23,6 +23,7 @@ from distnb.notebook import compose as sessions
 from distnb.notebook.output.wording import html_table
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.options import StrategySpec
+from distnb.runtime.base import PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -66,7 +67,17 @@ class ClusterMagic:
     def ensure(self, spec: StrategySpec = _ANY) -> Session:
         """The running session; without one a cluster is started that suits a strategy, and it is said so."""
         session = sessions.current()
-        if session is None:
+        if spec.kind == PARAMETER_SERVER:
+            if session is None:
+                workers = available_gpus() or 2
+                print(
+                    f"No cluster is running: starting one of {_count(workers, 'worker')} and 1 parameter server. "
+                    "%distnb start --workers N --ps N chooses another size.",
+                    flush=True,
+                )
+                session = self._start(None, None, workers=workers, ps=1)
+            sessions.require_tasks()
+        elif session is None:
             count = spec.num_replicas or None
             devices = spec.devices or ((spec.device_type,) if spec.device_type else None)
             what = "the default one. %distnb start -n N chooses another size"
@@ -79,7 +90,7 @@ class ClusterMagic:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def start(self, found: Namespace) -> None:
-        """`%distnb start [-n N] [--devices …] [--oversubscribe] [--hosts a,b [--per-host N] …]`."""
+        """`%distnb start [-n N | --workers N --ps N] [--devices …] [--oversubscribe] [--hosts a,b …] …`."""
         options = vars(found)
         resolver = options.pop("resolver")
         if resolver is not None:
@@ -91,7 +102,7 @@ class ClusterMagic:
         session = sessions.start(count, devices, on_progress=tell, **options)
         rows = session.status()
         several = len({row.host for row in rows}) > 1
-        places = (f"{row.engine} on {row.device}" + (f" of {row.host}" if several else "") for row in rows)
+        places = (f"{row.task or row.engine} on {row.device}" + (f" of {row.host}" if several else "") for row in rows)
         tell(f"{_count(len(rows), 'engine')} ready: {', '.join(places)}.")
         return session
 
@@ -118,8 +129,10 @@ class ClusterMagic:
         if sessions.current() is None:
             print("No cluster is running. %distnb start begins one.")
             return
-        rows = [(row.engine, row.device, row.state, row.pid, row.host) for row in sessions.require().status()]
-        self._table(("engine", "device", "state", "pid", "host"), rows, numeric=("engine", "pid"))
+        status = sessions.require().status()
+        header = ("engine", *["task"] * any(row.task for row in status), "device", "state", "pid", "host")
+        rows = [tuple(getattr(row, name) for name in header) for row in status]
+        self._table(header, rows, numeric=("engine", "pid"))
 
     def devices(self, found: Namespace) -> None:
         """`%distnb devices`."""
@@ -128,7 +141,7 @@ class ClusterMagic:
         there = gpus + [f"tpu:{index}" for index in range(tpu_chips.chips())] or ["cpu:0"]
         by_device: dict[str, list[str]] = {device: [] for device in there}
         for row in session.status() if session is not None else ():
-            by_device.setdefault(row.device, []).append(f"engine {row.engine}")
+            by_device.setdefault(row.device, []).append(row.task or f"engine {row.engine}")
         self._table(
             ("device", "used by"), [(device, ", ".join(users) or "–") for device, users in sorted(by_device.items())]
         )

@@ -107,6 +107,8 @@ def _commands() -> dict[str, LineParser]:
 def _start(parser: LineParser) -> None:
     add = parser.add_argument
     add("-n", dest="count", metavar="N", type=_count, help="how many")
+    add("--workers", metavar="N", type=_count, help="in place of -n, with --ps: how many that compute")
+    add("--ps", metavar="N", type=_count, help="how many parameter servers, which keep the variables")
     add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1, or tpu for all TPU chips")
     add(
         "--oversubscribe",
@@ -127,7 +129,8 @@ def _distribute() -> LineParser:
     parser = LineParser(
         "%%distribute",
         "run the cell on every replica of a strategy: default, one_device, mirrored, multi_worker, central_storage, "
-        "tpu, or a strategy object by its name. In the cell, `strategy` is the strategy.",
+        "tpu, or a strategy object by its name. In the cell, `strategy` is the strategy. Under parameter_server "
+        "it runs here, and `coordinator` hands out work to the workers.",
     )
     add = parser.add_argument
     add("word", metavar="STRATEGY", nargs="?", default="", help="one of these words, or the name of a variable")

@@ -24,6 +24,7 @@ from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
 from distnb.notebook.output.wording import cell_name
 from distnb.options import StrategySpec
+from distnb.runtime.base import PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -40,7 +41,7 @@ _ENTER = "get_ipython()._distnb_local"
 class DistributeMagic(ast.NodeTransformer):
     """Runs `%%distribute` cells of one shell; `ensure` gives the running session, or starts one that suits a strategy.
 
-    The name `strategy` stays bound after the cell, unless it was the user's own before.
+    The name `strategy`, and `coordinator`, stays bound after the cell, unless it was the user's own before.
     """
 
     has_side_effects = False  # IPython's question to a transformer
@@ -51,8 +52,8 @@ class DistributeMagic(ast.NodeTransformer):
         self._ensure = ensure
         self._raw_cell = ""
         self._copies = ExitStack()
-        self._strategy: Any = None  # what the name was bound to
-        self._users: tuple[Any, ...] = ()  # what it was before
+        self._ours: dict[str, Any] = {}  # what the names were bound to
+        self._users: dict[str, Any] = {}  # what they were before
 
     def cell_begins(self, raw_cell: str) -> None:
         """IPython begins to run this cell."""
@@ -61,20 +62,26 @@ class DistributeMagic(ast.NodeTransformer):
     def _names(self, request: CellRequest) -> None:
         from distnb.strategies import resolve
 
-        user_ns = self._shell.user_ns
-        before = user_ns.get("strategy")
-        if "strategy" in user_ns and before is not self._strategy:
-            self._users = (before,)
-        self._strategy = user_ns["strategy"] = resolve(request.spec)
+        user_ns, strategy = self._shell.user_ns, resolve(request.spec)
+        names: dict[str, Any] = {"strategy": strategy}
+        if request.spec.kind == PARAMETER_SERVER:
+            from distnb.coordinator import ClusterCoordinator
+
+            names["coordinator"] = ClusterCoordinator(strategy)
+        for name, value in names.items():
+            if name in user_ns and (name not in self._ours or user_ns[name] is not self._ours[name]):
+                self._users[name] = user_ns[name]
+            self._ours[name] = user_ns[name] = value
         self._front.name_cell(request.word)
 
     def leave(self) -> None:
-        """The cell ended: what the user had called `strategy` is called so again."""
+        """The cell ended: what the user had called by our names is called so again."""
         self._copies.close()
-        if self._users and self._shell.user_ns.get("strategy") is self._strategy:
-            self._shell.user_ns["strategy"] = self._users[0]
-            self._strategy = None  # the very object may be the user's own, and is not ours in the next cell
-        self._users = ()
+        for name, value in self._users.items():
+            if self._shell.user_ns.get(name) is self._ours[name]:
+                self._shell.user_ns[name] = value
+                del self._ours[name]  # the very object may be the user's own, and is not ours in the next cell
+        self._users.clear()
 
     # -- on replicas -----------------------------------------------------------------------------------------------
 
@@ -179,6 +186,8 @@ class DistributeMagic(ast.NodeTransformer):
         with presented():
             check_no_nested_magic(text)
             request = read_request(line, self._shell.user_ns)
+            if request.spec.kind == PARAMETER_SERVER:
+                self._ensure(request.spec)
             self._names(request)
             session = sessions.current()
             if session is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from distnb.cluster.connection import Connection, make_keys
+from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.lifecycle import Cluster
 from distnb.cluster.remote.heartbeat import LOST_AFTER_S
 from distnb.cluster.remote.hosts import HostPlan
@@ -21,7 +21,7 @@ from distnb.notebook.supervisor import Supervisor
 from distnb.notebook.teams import Teams
 from distnb.options import StrategySpec
 from distnb.topology import PS, Task, Team
-from distnb.wire.channel import Switchboard
+from distnb.wire.channel import Peers, Switchboard
 
 __all__ = ["EngineStatus", "Engines"]
 
@@ -74,6 +74,15 @@ class Engines:
         self.teams = Teams(self._store, self._servers)
         self._cluster: Cluster | None = None
         self._closed = False
+
+    @property
+    def keys(self) -> Keys:
+        """The cluster's keys."""
+        return self._keys
+
+    def open_peers(self) -> tuple[Peers, str]:
+        """One more way to engines, and its address for those of other machines."""
+        return self._switchboard.open_peers()
 
     # -- coming up -------------------------------------------------------------------------------------------------
 
@@ -156,8 +165,10 @@ class Engines:
         return tuple(rows)
 
     def hosts(self) -> tuple[str, ...]:
-        """The other machines where engines were started, those that are lost among them; empty for this one."""
-        return tuple(dict.fromkeys(filter(None, map(self.cluster.launcher.host, self.ids))))
+        """The other machines where engines were started, those that are lost among them; empty for this one. Those of
+        parameter servers do not count."""
+        replicas = (engine for engine in self.ids if engine not in self._servers)
+        return tuple(dict.fromkeys(filter(None, map(self.cluster.launcher.host, replicas))))
 
     def team(self, spec: StrategySpec) -> Team:
         """The engines that a strategy runs on, as `Teams.of` chooses them. Who calls it has the turn."""

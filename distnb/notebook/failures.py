@@ -15,7 +15,7 @@ from distnb.objects.placeholder import Placeholder
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport
 
-__all__ = ["raise_failure", "warn_of_drift"]
+__all__ = ["raise_failure", "reported", "warn_of_drift"]
 
 _DRIFTED_SHOWN = 4
 _BUSY = "still busy: it did not end in time (%distnb status tells when it has, %distnb stacks where it is{cure})"
@@ -117,12 +117,29 @@ def _raise(
     callers_lines: Callable[[BaseException], list[str]] | None,
     opened: Callable[[Any], Any],
 ) -> None:
-    error, *notes = _revive(report, opened)
     rank = team.rank_of(engine)
     who = f"{rank} of {team.size} ({team.devices[rank]})"
-    title = f"Replica {who} raised:"
+    raise reported(report, f"Replica {who}", f"replica {who}", others, callers_lines, opened)
+
+
+def reported(
+    report: ErrorReport,
+    who: str,
+    within: str,
+    others: str = "",
+    callers_lines: Callable[[BaseException], list[str]] | None = None,
+    opened: Callable[[Any], Any] = pickle.loads,
+) -> BaseException:
+    """The exception that was reported, which shows the traceback that it had there.
+
+    Args:
+        who: Who raised it, at the beginning of a sentence; `within`: in the midst of one.
+        others: What else is to be told.
+    """
+    error, *notes = _revive(report, opened)
+    title = f"{who} raised:"
     if isinstance(error, SystemExit):  # of which IPython shows no more than this
-        others = f"replica {who} ended by it" + (f"; {others}" if others else "")
+        others = f"{within} ended by it" + (f"; {others}" if others else "")
     notes = [f"({note})" for note in (*notes, others) if note]
     rendered = [title, *report.rendered, *notes]
 
@@ -136,7 +153,8 @@ def _raise(
         pass  # a class with slots; the cause below tells the same
     for note in notes:
         error.add_note(note)
-    raise error from ReplicaTraceback("\n" + "\n".join([title, *report.traceback]))
+    error.__cause__ = ReplicaTraceback("\n" + "\n".join([title, *report.traceback]))
+    return error
 
 
 def _revive(report: ErrorReport, opened: Callable[[Any], Any]) -> tuple[BaseException, str]:

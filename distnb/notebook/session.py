@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
+from distnb.notebook.closure_channel import ClosureChannel
 from distnb.notebook.dispatch import Outcome
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.failures import raise_failure, warn_of_drift
@@ -56,6 +57,7 @@ class Session:
         self._supervisor = self._engines.supervisor
         self.events = self._supervisor.events
         self._dispatch = self._engines.dispatch
+        self._closures: ClosureChannel | None = None
         self._unsettled = Unsettled()
         self._besides: list[BesideCall] = []
         self._lookers = threading.local()
@@ -96,6 +98,8 @@ class Session:
     def stop(self) -> None:
         """End every process of the cluster and free what it held. Calling it again does nothing."""
         if os.getpid() == self._owner:  # a forked child must not end its parent's engines
+            if self._closures is not None:
+                self._closures.close()
             self._engines.stop()
 
     @property
@@ -132,7 +136,11 @@ class Session:
         with self._dispatch.turn:
             chosen = self._engines.choose(engines, missing=missing)
             if chosen:
+                if self._closures is not None:
+                    self._closures.leave(chosen)
                 self._engines.replace(chosen, on_progress, awaited=bool(self._unsettled))
+                if self._closures is not None:
+                    self._closures.enlist(chosen)
         return chosen
 
     def status(self) -> tuple[EngineStatus, ...]:
@@ -373,6 +381,19 @@ class Session:
         Raises:
             BaseException: What the operation raised there; KeyboardInterrupt when the user ended it.
         """
+        return self._ask(
+            engines, lambda program, team: Apply(program, operation, target, team, payload), give_up, called=True
+        )
+
+    def _ask(
+        self,
+        engines: Sequence[int],
+        message_of: Callable[[int, Team], Any],
+        give_up: Callable[[dict[int, Any]], None] = lambda results: None,
+        *,
+        called: bool = False,
+    ) -> dict[int, Any]:
+        """Run a program, of which a number and a team make a message, on some engines. The replies by engine."""
         with self._dispatch.turn:
             program = self._dispatch.number()
             if getattr(self._lookers, "deep", 0):
@@ -380,7 +401,7 @@ class Session:
             team = self._engines.team_of(engines)
             with self._dispatch.interrupts as interrupts:
                 try:
-                    message = Apply(program, operation, target, team, payload)
+                    message = message_of(program, team)
                     outcome = self._dispatch.post(program, team.engines, message)
                     self._wait(outcome, team)
                 except BaseException:
@@ -389,8 +410,21 @@ class Session:
                 if not outcome.ok or outcome.interrupted:
                     with interrupts.brief():
                         give_up({} if outcome.stuck else outcome.done(team))
-        self._raise_failure(outcome, team, called=True)
+        self._raise_failure(outcome, team, called=called)
         return {engine: reply.value for engine, reply in outcome.replies.items()}
+
+    def cluster_link(self) -> ClosureChannel:
+        """The coordinator's way to workers and parameter servers, which take their tasks when it is first asked for."""
+        with self._dispatch.turn:
+            if self._closures is None:
+                closures = ClosureChannel(self._engines, self._ask, lambda: self.front, self.namespace.open_error)
+                try:
+                    closures.enlist(self._engines.left)
+                except BaseException:
+                    closures.close()
+                    raise
+                self._closures = closures
+            return self._closures
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -402,5 +436,9 @@ class Session:
             self._lookers.deep -= 1
 
     def interrupt(self) -> bool:
-        """End the program that runs, as the notebook's stop button does; from any thread. False if none runs."""
-        return self._dispatch.interrupt()
+        """End the program that runs, as the notebook's stop button does; from any thread. False if none runs.
+
+        Closures end, too.
+        """
+        closures = self._closures is not None and self._closures.user_interrupts()
+        return self._dispatch.interrupt() or closures

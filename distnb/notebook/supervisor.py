@@ -18,11 +18,11 @@ from typing import Any
 
 import zmq
 
-from distnb.notebook.interrupts import drain
 from distnb.notebook.supervision import EndProgram, GiveUpOn, Order, Supervision
+from distnb.runtime.interrupts import drain
 from distnb.wire.channel import receive_from, send_frames
 from distnb.wire.codec import encode
-from distnb.wire.messages import Abort, Died, DumpStacks, Flush, Flushed, Hello, ProgramEnded, Stacks
+from distnb.wire.messages import Abort, Died, DumpStacks, Flush, Flushed, Hello, ProgramEnded, Stacks, TakeBack
 
 __all__ = ["EventHub", "Supervisor"]
 
@@ -113,6 +113,10 @@ class Supervisor:
     def interrupt(self, program: int) -> None:
         """The user asks for a program's end."""
         self._do(lambda: self._advance(lambda now: self._state.interrupted(program, now)))
+
+    def take_back(self, engine: int, program: int) -> None:
+        """Ask an engine for a program that it may not have begun."""
+        self._do(lambda: self._send(engine, TakeBack(program)))
 
     def engine_died(self, engine: int, pid: int, exit_status: str) -> None:
         """The cluster's watcher saw a process end."""
@@ -241,6 +245,7 @@ class Supervisor:
                 self._send(order.engine, Abort(order.program, order.reason, order.interrupted))
             else:
                 self._lose(order)
+                self.events.publish(order)
 
     def _send(self, engine: int, message: Any) -> None:
         try:

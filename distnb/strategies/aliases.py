@@ -33,6 +33,7 @@ _EXPERIMENTAL = {
         "ParameterServerStrategy",
         "TPUStrategy",
         "ValueContext",
+        "coordinator",
         "partitioners",
         "set_strategy",
     )

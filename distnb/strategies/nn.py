@@ -102,7 +102,7 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> to
     rows: torch.Tensor = lookup(params, ids)
     if max_norm is None:
         return rows
-    norms = torch.linalg.vector_norm(rows.flatten(torch.as_tensor(ids).dim()), dim=-1)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows.flatten(torch.as_tensor(ids).dim()), dim=-1)
     scale = (max_norm / norms.clamp_min(max_norm)).reshape(*norms.shape, *[1] * (rows.dim() - norms.dim()))
     return rows * scale
 

@@ -67,7 +67,7 @@ class ParameterServerStrategy(Strategy):
         if cluster_resolver is not None:
             strategy._resolver = cluster_resolver
         if this_process.servers is None or not this_process.servers.is_worker:
-            _ensure_cluster(strategy._resolver)
+            this_process.require_tasks(strategy._resolver)
             _ = strategy.runtime
         return strategy
 
@@ -75,11 +75,3 @@ class ParameterServerStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver | None:
         """What tells of the cluster, as given or by TF_CONFIG; None for one that a notebook started."""
         return self._resolver or (TFConfigClusterResolver() if TFConfigClusterResolver().cluster_spec() else None)
-
-
-def _ensure_cluster(resolver: ClusterResolver | None) -> None:
-    """Start the cluster that a resolver, or TF_CONFIG, tells of, where none runs."""
-    if this_process.cluster_link is None:
-        import distnb  # its front knows the rooms above, where clusters are started
-
-        distnb.start(cluster_resolver=resolver or TFConfigClusterResolver())

@@ -73,7 +73,13 @@ class Switchboard:
         keys = {"secret": server_secret, "public": server_public}
         remote, self.program_url = bind_router(self._context, host, **keys)
         self.programs = Programs(remote)
+        self._host, self._keys = host, keys
         self.control, self.control_url = bind_router(self._context, host, **keys)
+
+    def open_peers(self) -> tuple[Peers, str]:
+        """One more way, to engines that connect to it, and its address for those of other machines."""
+        remote, url = bind_router(self._context, self._host, **self._keys)
+        return Peers(remote), url
 
     def close(self) -> None:
         """Close both ways and stop the authenticator. Waiting messages are dropped."""
@@ -192,6 +198,19 @@ class Peers:
         if self._heard is not None:
             for peer, frames in _arrived(self._heard):
                 yield peer, _or_error(partial(decode, frames))
+
+    def is_near(self, peer: int) -> bool:
+        """Whether it is of this host, and connected: then any thread may send to it."""
+        return peer in self._sockets
+
+    def part(self, peer: int) -> Iterator[Any]:
+        """What a peer of this host that has ended had sent, to the last; then its connection is closed."""
+        while (connected := self._sockets.get(peer)) is not None:
+            message = _or_error(connected.receive)
+            if message is None:
+                self._lose(peer)
+            else:
+                yield message
 
     def close(self) -> None:
         """Close all. What waits is dropped."""

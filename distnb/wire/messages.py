@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from distnb.options import StrategySpec
-from distnb.topology import Team
+from distnb.topology import Task, Team
 
 __all__ = [
     "Abort",
@@ -24,14 +24,18 @@ __all__ = [
     "ErrorReport",
     "Flush",
     "Flushed",
+    "GivenBack",
     "Hello",
     "Live",
     "Output",
     "ProgramEnded",
     "Reply",
     "RunCell",
+    "RunClosure",
     "Stacks",
     "Status",
+    "TakeBack",
+    "TakeTask",
     "TelemetrySample",
     "Unread",
 ]
@@ -89,6 +93,55 @@ class Apply(NamedTuple):
     target: ObjectId
     team: Team
     payload: Any = None
+
+
+class TakeTask(NamedTuple):
+    """Take part in a cluster with parameter servers: serve variables, or take closures from a channel of their own.
+
+    The reply to a parameter server's gives the address of its service.
+
+    Attributes:
+        tasks: What each engine is.
+        listener_name, listener_token, url: Where workers reach the coordinator.
+        servers: The address of each parameter server.
+        spread: Whether engines are on several machines.
+    """
+
+    program: int
+    team: Team
+    tasks: Mapping[int, Task]
+    listener_name: str = ""
+    listener_token: str = ""
+    url: str = ""
+    servers: Mapping[int, Any] = {}
+    spread: bool = False
+
+
+# -- closure channel, coordinator to worker ----------------------------------------------------------------------
+
+
+class RunClosure(NamedTuple):
+    """Call a function that was scheduled. The reply's value is what `coordinator.closures.Runner` gives.
+
+    Attributes:
+        closure: Its number, the same however often it is sent.
+        oldest: The smallest number that has not ended.
+        definitions: What it needs that the worker has not been sent yet: numbers, and packed values.
+        data, buffers: The function and its arguments, packed.
+        inputs: Results of other closures that are among the arguments: their numbers, and packed values.
+        forget: Definitions that nothing will need any more.
+        seed: Of the worker's random numbers, with the first closure that it gets.
+    """
+
+    program: int
+    closure: int
+    oldest: int
+    definitions: tuple[tuple[int, Any], ...]
+    data: Any
+    buffers: tuple[Any, ...]
+    inputs: tuple[tuple[int, Any], ...] = ()
+    forget: tuple[int, ...] = ()
+    seed: int | None = None
 
 
 # -- program channel, engine to notebook -------------------------------------------------------------------------
@@ -149,6 +202,13 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class TakeBack:
+    """Do not begin with this program, unless it has begun. If it has not, the answer is `GivenBack`."""
+
+    program: int
+
+
+@dataclass(frozen=True)
 class DumpStacks:
     """Tell where the main thread is, in `Stacks`."""
 
@@ -185,6 +245,14 @@ class ProgramEnded:
     status: Literal["ok", "error", "aborted", "interrupted"]
     summary: str = ""
     where: str = ""  # the user's line that was the last, unless all went well
+
+
+@dataclass(frozen=True)
+class GivenBack:
+    """A program that was asked back will not begin on this engine."""
+
+    engine: int
+    program: int
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from distnb.notebook import compose as sessions
+from distnb.notebook.engines import EngineStatus
 from distnb.notebook.supervisor import EventHub
 from distnb.topology import Device, Team
 from distnb.wire.messages import Display, Live, Output, ProgramEnded, Status, TelemetrySample
@@ -36,7 +37,7 @@ class ReplaySession:
 
     def status(self) -> tuple[Any, ...]:
         return tuple(
-            SimpleNamespace(engine=i, device=f"cpu:{i}", state="idle", pid=0, host="") for i in range(self.replicas)
+            EngineStatus(engine=i, device=f"cpu:{i}", state="idle", pid=0, host="") for i in range(self.replicas)
         )
 
     def looking(self) -> Any:

@@ -18,6 +18,7 @@ from tests.remote_engines import (
     check_cut_off,
     check_killed,
     check_recovery,
+    check_roles,
     check_secrets,
     check_stop,
     check_training,
@@ -103,6 +104,12 @@ def test_an_engine_that_is_killed(notebook: Notebook) -> None:
 
 def test_stop_leaves_no_process_on_any_machine(notebook: Notebook) -> None:
     check_stop(notebook)
+
+
+def test_roles(network: Machines, notebook: Notebook) -> None:
+    words = " ".join(network.ssh_args)
+    start = f'%distnb start --hosts red,blue --workers 2 --ps 1 --ssh-args "{words}"'
+    check_roles(notebook, start, {"worker 0": "red", "worker 1": "blue", "ps 0": "red"}, ["red", "blue"])
 
 
 def test_a_machine_that_cannot_be_reached(network: Machines, notebook: Notebook) -> None:

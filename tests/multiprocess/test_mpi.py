@@ -15,7 +15,7 @@ from tests import processes
 from tests.conftest import needs
 from tests.kernel import Notebook
 from tests.machines import Machines, machines
-from tests.remote_engines import check_cut_off, check_training
+from tests.remote_engines import check_cut_off, check_roles, check_training
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -61,6 +61,15 @@ def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_pa
     assert notebook.value(count) == 2
     network.join("blue")
     notebook.run("%distnb stop", timeout_s=60)
+
+
+def test_roles(network: Machines, notebook: Notebook) -> None:
+    red, blue = map(network.address, ("red", "blue"))
+    tasks = {"chief": [f"{network.own}:1"], "worker": [f"{red}:1", f"{blue}:1"], "ps": [f"{blue}:2"]}
+    start = (
+        f"roles = distnb.cluster_resolver.SimpleClusterResolver({tasks})\n%distnb start --launcher mpi --resolver roles"
+    )
+    check_roles(notebook, start, {"worker 0": "red", "worker 1": "blue", "ps 0": "blue"}, ["red", "blue"])
 
 
 def test_a_machine_that_mpiexec_does_not_know(notebook: Notebook) -> None:

@@ -46,7 +46,7 @@ def _make_secret(path: Path, text: str = "s" * 40, mode: int = 0o600) -> Path:
     return path
 
 
-def _free_addresses(count: int) -> list[str]:
+def free_addresses(count: int) -> list[str]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -57,7 +57,7 @@ def _free_addresses(count: int) -> list[str]:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     secret = _make_secret(tmp_path_factory.mktemp("secret") / "secret")
-    addresses = _free_addresses(2)
+    addresses = free_addresses(2)
     started = []
     for index, words in enumerate((["distnb.server", "--secret-file", str(secret)], ["distnb", "worker"])):
         task = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}

@@ -15,7 +15,15 @@ from tests import processes
 from tests.conftest import needs
 from tests.kernel import Notebook
 from tests.machines import Machines, machines
-from tests.remote_engines import check_cut_off, check_killed, check_secrets, check_stop, check_training, left
+from tests.remote_engines import (
+    check_cut_off,
+    check_killed,
+    check_roles,
+    check_secrets,
+    check_stop,
+    check_training,
+    left,
+)
 from tests.slurm import allocation, steps
 
 pytestmark = pytest.mark.timeout(170)
@@ -121,6 +129,15 @@ while True:
 
 def test_stop_leaves_no_process_on_any_node(notebook: Notebook) -> None:
     check_stop(notebook)
+
+
+def test_roles(notebook: Notebook) -> None:
+    """Those of a resolver: the allocation has two tasks on each node."""
+    start = (
+        "roles = distnb.cluster_resolver.SlurmClusterResolver({'worker': 3, 'ps': 1})\n%distnb start --resolver roles"
+    )
+    placed = {"worker 0": "blue", "worker 1": "blue", "worker 2": "red", "ps 0": "red"}
+    check_roles(notebook, start, placed, ["blue", "blue", "red"])
 
 
 def test_an_srun_that_fails(notebook: Notebook) -> None:

@@ -139,7 +139,7 @@ def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"cluster_resolver": {"worker": ["a:1"]}}, "cluster_resolver=.* is none. Give an object"),
         ({"launcher": "local", "cluster_resolver": WORKERS}, "Leave one out"),
         ({"n": 2, "cluster_resolver": WORKERS}, "n=2 counts engines on this machine"),
-        ({"launcher": "ssh", "cluster_resolver": SimpleClusterResolver({"ps": ["a:1"]})}, "no chief and no worker"),
+        ({"launcher": "ssh", "cluster_resolver": SimpleClusterResolver({"ps": ["a:1"]})}, "has no worker"),
         ({"hosts": ["a,b"]}, "is no name of a machine"),
         ({"launcher": "local", "hosts": ["a"]}, "Leave one out"),
         ({"hosts": ["a"], "n": 2}, "per_host says"),

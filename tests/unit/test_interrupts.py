@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distnb.notebook.interrupts import Interrupts
+from distnb.runtime.interrupts import Interrupts
 
 
 @pytest.fixture(autouse=True)

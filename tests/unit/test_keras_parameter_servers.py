@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ import pytest
 import torch
 
 import distnb
-from distnb.coordinator.closures import Resource, WorkerContext
-from distnb.options import InputContext
+from distnb.coordinator.per_worker import MakeDataset, PerWorkerDataset
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
 from distnb.runtime.this_process import this_process
@@ -22,29 +22,13 @@ from tests.unit.test_server_variables import InHouse, Worker, packer_of
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 keras = pytest.importorskip("keras")
-
-
-class PerWorker(Resource):
-    """Stands for a dataset of each worker, or for an iterator of one."""
-
-    def __init__(self, make: Callable[[WorkerContext], Any]) -> None:
-        self.make = make
-
-    def maker(self) -> Callable[[WorkerContext], Any]:
-        return self.make
-
-    def __iter__(self) -> PerWorker:
-        make = self.make
-        return PerWorker(lambda context: iter(make(context)))
-
-    def __next__(self) -> Any:
-        raise NotImplementedError
+parameter_servers = importlib.import_module("distnb.keras.parameter_servers")
 
 
 class Ended:
     """The result of a closure that has ended."""
 
-    ended = True
+    ended, state = True, "done"
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -61,7 +45,7 @@ class Coordinator:
     def __init__(self, strategy: Any) -> None:
         self.packer = packer_of(strategy)
         servers = strategy.runtime.access.servers
-        self.workers = [Worker(servers, index) for index in this_process.cluster_link().workers]  # type: ignore[misc]
+        self.workers = [Worker(servers, index) for index in this_process.cluster_link().workers]
         self.numbers = itertools.count(1)
         self.scheduled = 0
         Coordinator.latest = self
@@ -71,12 +55,13 @@ class Coordinator:
         self.scheduled += 1
         return Ended(worker.run(self.packer, next(self.numbers), function, *args, **(kwargs or {})))
 
-    def create_per_worker_dataset(self, function: Any) -> PerWorker:
-        count = len(self.workers)
-        takes = function.__code__.co_argcount
-        return PerWorker(lambda context: function(*[InputContext(count, context.index, 1)][:takes]))
+    def create_per_worker_dataset(self, function: Any) -> PerWorkerDataset:
+        return PerWorkerDataset(MakeDataset(function, len(self.workers), 1), "dataset")
 
     def join(self) -> None:
+        pass
+
+    def wait(self, values: Any, left: int) -> None:
         pass
 
     def forget(self, obj: Any) -> None:
@@ -91,11 +76,10 @@ def workers(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch, workers: int) -> Iterator[InHouse]:
     house = InHouse(2)
-    module = ModuleType("distnb.coordinator.coordinator")
-    module.ClusterCoordinator = Coordinator  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "distnb.coordinator.coordinator", module)
+    monkeypatch.setattr(parameter_servers, "ClusterCoordinator", Coordinator)
     link = SimpleNamespace(servers=house, num_servers=2, workers=tuple(range(workers)))
     monkeypatch.setattr(this_process, "cluster_link", lambda: link)
+    monkeypatch.setattr(this_process, "require_tasks", lambda resolver: None)
     monkeypatch.setattr(this_process, "servers", None)
     roles._runtimes.clear()
     yield house
@@ -170,7 +154,7 @@ def test_fit_is_as_in_one_process(strategy: Any, kind: str, compiled: str) -> No
     data = batches(30)
     expected = plain.fit((each for each in data), epochs=3, steps_per_epoch=10, verbose=0).history
     # Workers in turn read one sequence: the first one its first batch, and so on.
-    count = len(this_process.cluster_link().workers)  # type: ignore[misc]
+    count = len(this_process.cluster_link().workers)
     creator = distnb.keras.DatasetCreator(lambda context: batches(30)[context.input_pipeline_id :: count])
     found = model.fit(creator, epochs=3, steps_per_epoch=10, verbose=0).history
     assert found.keys() == expected.keys()

@@ -126,6 +126,8 @@ def test_launchers_and_resolvers_of_start(shell: InteractiveShell, started: dict
     assert (started["launcher"], started["hosts"], started["per_host"]) == ("mpi", "a,b", 2)
     assert (started["launcher_args"], started["interface"]) == (["--mca", "x", "y"], "eth0")
     assert "cluster_resolver" not in started
+    run(shell, "%distnb start --workers 3 --ps 2")
+    assert (started["workers"], started["ps"]) == (3, 2)
     run(shell, "%distnb start --resolver slurm")
     assert isinstance(started["cluster_resolver"], SlurmClusterResolver)
     run(shell, "%distnb start --resolver tfconfig --secret s")
@@ -150,6 +152,9 @@ def test_words_make_the_specs_of_their_classes() -> None:
     assert read_request("default", {}).spec == StrategySpec("default")
     assert read_request("one_device --devices /gpu:1", {}).spec == StrategySpec("one_device", ("cuda:1",))
     assert read_request("mirrored", {}).spec == StrategySpec("mirrored")
+    coordinated = read_request("parameter_server", {})
+    assert coordinated.spec == StrategySpec("parameter_server")
+    assert coordinated.local
     assert read_request("central_storage -n 2", {}).spec == StrategySpec("central_storage", (), 2)
     assert read_request("mirrored -n 3", {}).spec == StrategySpec("mirrored", (), 3)
     assert read_request("mirrored --gradients sum", {}).spec == StrategySpec("mirrored")
@@ -194,6 +199,7 @@ def test_the_word_and_the_class_name_the_same_object() -> None:
         ("default --gradients mean", ["cannot honour --gradients"]),
         ("one_device --devices cuda:0,cuda:1", ["one device", "got 2"]),
         ("one_device --oversubscribe", ["cannot honour --oversubscribe"]),
+        ("parameter_server -n 2", ["cannot honour -n", "own process"]),
     ],
 )
 def test_nonsense_is_told_with_the_cure(line: str, words: list[str]) -> None:

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 import distnb
-from distnb.coordinator.closures import ClosureResult, Packer, Runner, WorkerContext, open_packed
+from distnb.coordinator.closures import Packer, Runner, open_value
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.messages import Describe, Request
 from distnb.runtime.servers.store import ShardStore
 from distnb.runtime.this_process import this_process
+from distnb.wire.messages import RunClosure
 
 
 class InHouse:
@@ -49,35 +50,39 @@ class Worker:
 
     def __init__(self, servers: Any, index: int) -> None:
         self.access = ServerAccess(servers, is_worker=True)
-        self.runner = Runner(self.access, WorkerContext(index, 2))
+        self.runner = Runner(self.access, index)
         self.known: set[int] = set()
 
     def run(self, packer: Packer, number: int, function: Any, *args: Any, **kwargs: Any) -> Any:
         closure = packer.pack(function, args, kwargs)
-        definitions = {each: packer.definition(each) for each in closure.needs if each not in self.known}
-        self.known.update(definitions)
+        definitions = tuple((each, packer.definition(each)) for each in closure.needs if each not in self.known)
+        forget = tuple(each for each in self.known if not packer.knows(each))
+        self.known.update(closure.needs)
+        self.known.difference_update(forget)
+        message = RunClosure(0, number, 0, definitions, closure.data, closure.buffers, (), forget)
         before = this_process.servers, dict(roles._runtimes)
         this_process.servers = self.access
         roles._runtimes.clear()
         try:
-            result: ClosureResult = self.runner.run(number, 0, closure.packed, closure.needs, definitions)
+            result = self.runner.run(message)
         finally:
             this_process.servers = before[0]
             roles._runtimes.clear()
             roles._runtimes.update(before[1])
-        packer.merge(result.contributions)
-        return open_packed(result.packed)
+        packer.merge(result.contributions or {})
+        return open_value(result.value)
 
 
 @pytest.fixture
 def servers() -> Iterator[InHouse]:
     house = InHouse(3)
-    before = this_process.cluster_link, this_process.servers
+    before = this_process.cluster_link, this_process.servers, this_process.require_tasks
     this_process.cluster_link = lambda: SimpleNamespace(servers=house, num_servers=3)  # type: ignore[assignment,return-value]
-    this_process.servers = None  # type: ignore[assignment]
+    this_process.servers = None
+    this_process.require_tasks = lambda resolver: None
     roles._runtimes.clear()
     yield house
-    this_process.cluster_link, this_process.servers = before
+    this_process.cluster_link, this_process.servers, this_process.require_tasks = before
     roles._runtimes.clear()
 
 
@@ -306,7 +311,7 @@ def test_no_trace_is_left_of_lambdas_that_differ(strategy: Any, servers: InHouse
     for number in range(600):
         assert worker.run(packer, number, lambda number=number: number) == number
     assert len(packer._known) < 300
-    assert len(worker.runner._objects) < 300
+    assert len(worker.runner._resources) < 300
 
 
 def test_the_memory_of_what_is_gone_is_freed(strategy: Any, servers: InHouse) -> None:
@@ -339,3 +344,38 @@ def test_a_server_that_is_new_gets_what_the_coordinator_knows(strategy: Any, ser
     assert [float(each) for each in numbers] == [0, 0, 0], "they are the checkpoint's to say"
     step(model, optimizer, torch.ones(1, 2), torch.ones(1, 2))
     assert optimizer.iterations == 1
+
+
+def test_modes_and_options_go_with_each_closure(strategy: Any, servers: InHouse) -> None:
+    """The same two functions by turns: what a worker knows of them is not what it knew first."""
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    packer, worker = packer_of(strategy), Worker(servers, 0)
+    for number in range(6):
+        model.train(number % 2 == 0)
+        optimizer.param_groups[0]["lr"] = float(number % 3)
+        found = worker.run(packer, number, lambda: (model.training, model[1].training, optimizer.param_groups[0]["lr"]))
+        assert found == (number % 2 == 0, number % 2 == 0, float(number % 3))
+
+
+def test_a_step_within_a_closure_is_seen_by_its_next_pass(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        number = distnb.Variable(1.0)
+    model.load_state_dict({"weight": torch.ones(1, 1)})
+    packer, worker = packer_of(strategy), Worker(servers, 0)
+
+    def closure() -> Any:
+        seen = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 1)).sum()
+            loss.backward()
+            optimizer.step()
+            number.assign_add(1)
+            seen += [loss.item(), float(number + 0)]
+        return seen
+
+    assert worker.run(packer, 1, closure) == [1, 2, 0.5, 3, 0, 4]

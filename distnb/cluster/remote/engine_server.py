@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,6 +26,7 @@ from distnb.cluster.remote.server_client import ALIVE, END, ERROR, INPUT, OUTPUT
 from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.cluster.worker_placement import split_address
 from distnb.errors import OptionError, StartError
+from distnb.topology import PS
 from distnb.wire.channel import OneClientKey
 
 __all__ = ["Server", "serve_until_signal"]
@@ -38,19 +41,24 @@ _CHUNK = 1 << 16
 class Server:
     """A task of a cluster that waits for its coordinator: a notebook that calls `distnb.start(cluster_resolver=…)`.
 
-    It listens on the address that the cluster gives its task, and only there. Clients prove that they know the secret
-    file; what they say is encrypted. Whoever knows the secret can run code as this user.
+    It listens on the address that the cluster gives its task, and only there, and serves in a thread of its own; the
+    engines that the coordinator asks for are processes. So the servers of a whole cluster may be objects in the
+    coordinator's own process. They, and their engines, end with the process that made them.
+
+    Clients prove that they know the secret file; what they say is encrypted. Whoever knows the secret can run code as
+    this user. Where every address of the cluster is a loopback one, none has to be named: servers and coordinator then
+    use a file of the user's own, `~/.cache/distnb/loopback-secret`, which is made when it is first needed.
 
     Args:
         cluster_spec: The cluster, as `ClusterSpec` takes it.
         job_name: The job of this task.
         task_index: Its index in the job.
         protocol: "distnb", or None for the same: there is no other.
-        start: Listen at once; with False `start()` does so.
-        secret: The secret file (mode 0600); None for the one that DISTNB_SECRET_FILE names.
+        start: Listen and serve at once; with False `start()` does so.
+        secret: The secret file (mode 0600); None for the one that DISTNB_SECRET_FILE names, or the user's own.
 
     Raises:
-        OptionError: The cluster has no such task, or the protocol is not ours.
+        OptionError: The cluster has no such task, it is one that has no engine, or the protocol is not ours.
         StartError: The address is none of this machine's, or is taken; or there is no secret.
 
     Example:
@@ -73,12 +81,21 @@ class Server:
             raise OptionError(
                 f"protocol={protocol!r}: distnb's servers speak their own protocol, {_PROTOCOL!r}. Leave it out."
             )
-        self.address = ClusterSpec(cluster_spec).task_address(job_name, task_index)
+        spec = ClusterSpec(cluster_spec)
+        self.address = spec.task_address(job_name, task_index)
         self._who = f"{job_name} {task_index}"
-        keys = read_secret(secret_path(secret))
+        if PS in spec.jobs and job_name in ("chief", "evaluator"):
+            raise OptionError(
+                f"{self._who} of a cluster with parameter servers has no engine, so it runs no server: run its program "
+                "there. The chief's makes a ParameterServerStrategy, or calls distnb.start(cluster_resolver=…)."
+            )
+        addresses = [spec.task_address(job, index) for job in spec.jobs for index in spec.task_indices(job)]
+        keys = read_secret(secret_path(secret, addresses))
         self._agents: dict[bytes, subprocess.Popen[bytes]] = {}  # by client
         self._pipes: dict[int, tuple[bytes, bytes]] = {}  # by number: the client, and what is heard there
-        self._listens = False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._owner = os.getpid()
         self._context: zmq.Context[Any] = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -101,13 +118,12 @@ class Server:
         return cls({"local": ["127.0.0.1:0"]}, "local", 0, start=start, secret=secret)
 
     def start(self) -> None:
-        """Listen, if it does not yet. Raises StartError where the address is none of this machine's, or is taken."""
-        if self._listens or self._closed:
+        """Listen and serve, if it does not yet. Raises StartError where the address is not this machine's, or taken."""
+        if self._thread is not None or self._closed:
             return
         try:
             self._socket.ipv6 = True
             self._socket.bind(_own_url(self.address))
-            self._listens = True
             if self.address.endswith(":0"):  # the system has chosen a port
                 port = self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
                 self.address = f"{self.address.rpartition(':')[0]}:{port}"
@@ -119,6 +135,9 @@ class Server:
                     "port? End it, or give the task another port, in the cluster that all of them are told of."
                 ) from error
             raise
+        self._thread = threading.Thread(target=self._serve, name=f"distnb-server-{self._who}", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
 
     @property
     def target(self) -> str:
@@ -128,19 +147,40 @@ class Server:
     def join(self) -> None:
         """Serve until told to stop: by `stop`, or by an interrupt, which is raised when all engines have ended."""
         self.start()
+        if self._thread is None:
+            return
         try:
-            while not self._stopping:
-                self._serve_once()
+            self._thread.join()
         finally:
-            self._close()
+            self._end()
+        if self._error is not None:
+            raise self._error
 
     def stop(self) -> None:
-        """Have `join` end the engines and return; from any thread, or a signal handler."""
-        if not self._closed:
+        """End the engines, and stop serving, for which `join` waits; from any thread, or a signal handler."""
+        if self._thread is None:
+            self._close()
+        elif not self._stopping:
             self._stopping = True
             os.eventfd_write(self._wake, 1)
 
-    # -- one round ---------------------------------------------------------------------------------------------------
+    def _end(self) -> None:
+        """Stop, and wait for it. Does nothing in a forked child."""
+        if self._thread is not None and os.getpid() == self._owner:
+            self.stop()
+            self._thread.join()
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping:
+                self._serve_once()
+        except BaseException as error:  # noqa: BLE001  (`join` raises it)
+            self._error = error
+        finally:
+            self._close()
+            atexit.unregister(self._end)
 
     def _serve_once(self) -> None:
         poller = zmq.Poller()
@@ -176,7 +216,7 @@ class Server:
 
     def _start_node_agent(self, client: bytes, task: str) -> None:
         agent = subprocess.Popen(
-            [*NODE_AGENT, task],
+            [*NODE_AGENT, task, str(os.getpid())],
             env=os.environ | import_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

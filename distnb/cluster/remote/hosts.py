@@ -24,7 +24,7 @@ from distnb.cluster.resolvers import ClusterResolver, SlurmClusterResolver
 from distnb.cluster.tasks import tasks_told
 from distnb.cluster.worker_placement import Worker, host_of, split_address, workers_of
 from distnb.errors import DistnbError, OptionError
-from distnb.topology import WORKER, Device, Task
+from distnb.topology import PS, WORKER, Device, Task
 
 __all__ = ["HostOptions", "HostPlan", "are_workers", "make_plan", "read_host_options"]
 
@@ -205,6 +205,11 @@ def _with_tasks(machines: HostOptions, tasks: Sequence[Task]) -> HostOptions:
 def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
     """The addresses of a cluster's workers and servers; without servers, of its chief and workers but this process."""
     if tasks := tasks_told(resolver):
+        if resolver.task_type in (WORKER, PS):
+            raise OptionError(
+                f"This process is {resolver.task_type} {resolver.task_id} of its cluster, and the one that starts it "
+                "is the chief, or no task of it: the coordinator. On workers and servers run `distnb worker`."
+            )
         addresses = tuple(tasks.values())
         for task, address in tasks.items():
             split_address(address)
@@ -320,8 +325,8 @@ def make_plan(
         workers = [task for task in tasks if task.job == WORKER]
         here = plan_devices(len(workers) if tasks else n, devices, oversubscribe=oversubscribe)
         here += (_SERVERS_DEVICE,) * (len(tasks) - len(workers))
-        notices = check_capacity(len(here), this_machine(), oversubscribe=oversubscribe)
-        return HostPlan(here, notices=notices, tasks=tasks)
+        crowded = check_capacity(len(here), this_machine(), oversubscribe=oversubscribe)
+        return HostPlan(here, notices=crowded, tasks=tasks)
     transport = options.transport()
     address = listening_address(map(transport.network_name, options.hosts), options.interface)
     found = probe(options.hosts, transport, on_progress)

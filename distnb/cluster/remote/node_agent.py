@@ -7,7 +7,8 @@ as long as the notebook wants the engine, and a connection to the notebook's con
 kernel probes. A notebook that merely stands still confirms probes.
 
     probe   print, as a line of JSON, what this machine has
-    serve   read an `Assignment` from standard input, keep its engine, and end with the engine's exit status
+    serve   read an `Assignment` from standard input, keep its engine, and end with the engine's exit status; with a
+            process id as second argument also when that process ends (a server's: what it forked keeps its pipes open)
 
 To standard output it says each second that it is there, and at last its exit status.
 What the engine writes goes to standard error.
@@ -20,6 +21,7 @@ import json
 import os
 import platform
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -164,6 +166,12 @@ def _await_end_of_input(agent: _NodeAgent) -> None:
     agent.let_go("" if asked else "the notebook let go of its engine here without a word; it is ended.", asked=asked)
 
 
+def _await_end_of(server: int, agent: _NodeAgent) -> None:
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(server)], [], [])
+    agent.let_go()
+
+
 def _probe() -> int:
     found = {
         "distnb": __version__,
@@ -175,7 +183,7 @@ def _probe() -> int:
     return 0
 
 
-def _serve() -> int:
+def _serve(server: int | None) -> int:
     with open(0, "rb", buffering=0, closefd=False) as told:  # what comes after the line is for another reader
         agent = _NodeAgent(Assignment.decode(told.readline()))
 
@@ -187,6 +195,8 @@ def _serve() -> int:
         signal.signal(number, end)
     threading.Thread(target=_await_end_of_input, args=(agent,), name="distnb-input", daemon=True).start()
     threading.Thread(target=_beat, name="distnb-beats", daemon=True).start()
+    if server is not None:
+        threading.Thread(target=_await_end_of, args=(server, agent), name="distnb-server", daemon=True).start()
     return agent.keep()
 
 
@@ -197,11 +207,11 @@ def _beat() -> None:
             time.sleep(_BEAT_S)
 
 
-def main(task: str) -> int:
-    """Do what the argument says; returns the exit status."""
+def main(task: str, server: str = "") -> int:
+    """Do what the arguments say; returns the exit status."""
     status = _FAILED
     try:
-        status = _probe() if task == "probe" else _serve()
+        status = _probe() if task == "probe" else _serve(int(server) if server else None)
     except StartError as error:
         print(error, file=sys.stderr, flush=True)
     finally:

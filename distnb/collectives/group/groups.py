@@ -117,6 +117,16 @@ class Groups:
             self._tending.start()
         return member
 
+    def leave(self) -> None:
+        """Drop the connections of the current group: it is formed anew, in the same generation, by the next `join`.
+
+        For a team of one replica, which nobody else tells of a new generation.
+        """
+        with self._lock:
+            if self._active is not None:
+                self._active.suspend()
+                self._active = None
+
     def join_from_env(self, *, sockets_only: bool = False, timeout_s: float | None = None) -> Group:
         """Join the group that torchrun or `distnb run` describes by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 

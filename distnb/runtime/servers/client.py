@@ -56,6 +56,11 @@ class Servers:
         self._poll.register(self._wake, select.EPOLLIN)
         self._connections = {server: self._connection(server, address) for server, address in addresses.items()}
 
+    @property
+    def count(self) -> int:
+        """How many there are, those that are lost among them."""
+        return len(self._connections)
+
     def exchange(self, requests: Mapping[int, Sequence[Any]], oldest: int = 0) -> dict[int, tuple[Any, ...]]:
         """Ask several servers at once, and wait for all their answers.
 
@@ -79,11 +84,14 @@ class Servers:
                 waiting[server] = number = next(self._requests)
                 self._connections[server].send(Request(number, oldest, tuple(operations)))
             answers = self._collect(waiting)
-        failed = {server: answer.error for server, answer in answers.items() if answer.error is not None}
-        for server, error in failed.items():
-            error.add_note(f"It was raised by parameter server {server}.")
+        failed: list[BaseException] = []
+        for server in requests:
+            error = answers[server].error
+            if error is not None:
+                error.add_note(f"It was raised by parameter server {server}.")
+                failed.append(error)
         if failed:
-            first, *others = failed.values()
+            first, *others = failed
             for other in others:
                 first.add_note(f"There was another error: {type(other).__name__}: {other}")
             raise first

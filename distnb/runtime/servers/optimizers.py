@@ -58,11 +58,10 @@ class ServerOptimizer:
         """Whether it has a shard."""
         return bool(self._parameters)
 
-    def step(self, gradients: Mapping[Shard, Gradient], options: Sequence[Mapping[str, Any]]) -> None:
-        """Step once, on the shards that have gradients.
-
-        Nothing has changed where the gradients or options do not fit. Where the optimizer itself raises, some shards
-        may have got their update, and others not.
+    def prepare(
+        self, gradients: Mapping[Shard, Gradient], options: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """What `step` takes: parameters with their gradients. Nothing changes.
 
         Raises:
             StaleHandleError: The optimizer has no such shard.
@@ -74,16 +73,23 @@ class ServerOptimizer:
                 f"{self._name} has {len(groups)} groups of parameters, and got options of {len(options)}."
             )
         own = {shard: self._parameter(shard) for shard in gradients}
-        ready = [(own[shard], self._ready(shard, own[shard], gradient)) for shard, gradient in gradients.items()]
-        for group, wanted in zip(groups, options, strict=True):
+        return [(own[shard], _fitting(shard, own[shard], gradient)) for shard, gradient in gradients.items()]
+
+    def step(
+        self, ready: Sequence[tuple[torch.nn.Parameter, torch.Tensor]], options: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Step once, on parameters that have gradients, with these options of the groups.
+
+        What the optimizer raises passes through: some parameters may have got their update then, and others not.
+        """
+        for group, wanted in zip(self._optimizer.param_groups, options, strict=True):
             for name, value in wanted.items():
                 if name not in group or not _same(group[name], value):
                     group[name] = value
         try:
             for parameter, gradient in ready:
                 parameter.grad = gradient
-            with torch.enable_grad():  # as torch's own steps begin
-                self._optimizer.step()
+            self._optimizer.step()
         finally:
             for parameter, _ in ready:
                 parameter.grad = None
@@ -96,27 +102,6 @@ class ServerOptimizer:
                 "was made anew. Make the optimizer after the parameters."
             )
         return self._parameters[shard]
-
-    def _ready(self, shard: Shard, parameter: torch.nn.Parameter, gradient: Gradient) -> torch.Tensor:
-        """A gradient as the optimizer takes it."""
-        values = gradient.values if isinstance(gradient, RowsGradient) else gradient
-        wanted = parameter.shape
-        if isinstance(gradient, RowsGradient):
-            rows = gradient.rows
-            wanted = torch.Size((*rows.shape, *parameter.shape[1:]))
-            if rows.ndim != 1 or rows.dtype != torch.int64 or not _within(rows, len(parameter)):
-                raise StructureError(f"The gradient of shard {shard} names rows that are not in its {len(parameter)}.")
-        if values.shape != wanted or values.dtype != parameter.dtype:
-            raise StructureError(
-                f"The gradient of shard {shard} is {values.dtype} of shape {list(values.shape)}, where its parameter "
-                f"takes {parameter.dtype} of shape {list(wanted)}."
-            )
-        if not isinstance(gradient, RowsGradient):
-            return gradient
-        if gradient.sparse:
-            # What one row gets is summed first: dense gradients are, too.
-            return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()
-        return torch.zeros_like(parameter).index_add_(0, rows, values)
 
     def state(self) -> dict[Shard, dict[str, Any]]:
         """The state of each shard that has some: the optimizer's own tensors, not copies."""
@@ -141,6 +126,28 @@ class ServerOptimizer:
             self._optimizer.state.pop(parameter, None)
             for group in self._optimizer.param_groups:
                 group["params"] = [each for each in group["params"] if each is not parameter]
+
+
+def _fitting(shard: Shard, parameter: torch.nn.Parameter, gradient: Gradient) -> torch.Tensor:
+    """A gradient as the optimizer takes it."""
+    values = gradient.values if isinstance(gradient, RowsGradient) else gradient
+    wanted = parameter.shape
+    if isinstance(gradient, RowsGradient):
+        rows = gradient.rows
+        wanted = torch.Size((*rows.shape, *parameter.shape[1:]))
+        if rows.ndim != 1 or rows.dtype != torch.int64 or not _within(rows, len(parameter)):
+            raise StructureError(f"The gradient of shard {shard} names rows that are not in its {len(parameter)}.")
+    if values.shape != wanted or values.dtype != parameter.dtype:
+        raise StructureError(
+            f"The gradient of shard {shard} is {values.dtype} of shape {list(values.shape)}, where its parameter "
+            f"takes {parameter.dtype} of shape {list(wanted)}."
+        )
+    if not isinstance(gradient, RowsGradient):
+        return gradient
+    if gradient.sparse:
+        # What one row gets is summed first: dense gradients are, too.
+        return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()
+    return torch.zeros_like(parameter).index_add_(0, rows, values)
 
 
 def _within(rows: torch.Tensor, size: int) -> bool:

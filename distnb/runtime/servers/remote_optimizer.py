@@ -195,6 +195,10 @@ def _remote_class(cls: Any) -> type:
     )
 
 
+def _class_of(optimizer: Any) -> Any:
+    return type(optimizer)
+
+
 def is_remote(optimizer: Any) -> bool:
     """Whether its steps are taken on the servers."""
     return isinstance(optimizer, RemoteSteps) and hasattr(optimizer, "_remote")
@@ -224,7 +228,7 @@ def make_remote(optimizer: Any) -> None:
     servers.make_optimizer(remote.number, _factory(optimizer), groups)
     before = optimizer.state_dict() if optimizer.state else None  # Adagrad has something in the beginning
     optimizer.state.clear()
-    optimizer.__class__ = _remote_class(type(optimizer))
+    optimizer.__class__ = _remote_class(_class_of(optimizer))
     optimizer._remote = remote
     if before is not None:
         optimizer.load_state_dict(before)
@@ -260,7 +264,7 @@ def _factory(optimizer: Any) -> bytes:
 def opened(number: int, template: Any, groups: tuple[tuple[Stored, ...], ...], params: list[list[Any]]) -> Any:
     """An optimizer of the coordinator's on a worker."""
     optimizer = _built(template, params)
-    optimizer.__class__ = _remote_class(type(optimizer))
+    optimizer.__class__ = _remote_class(_class_of(optimizer))
     optimizer._remote = _Remote(number, groups)
     return optimizer
 

@@ -19,7 +19,7 @@ from distnb.runtime.this_process import this_process
 from distnb.variables.homes import Home
 from distnb.variables.settings import Settings
 
-__all__ = ["Coordinating", "ServerHome", "Working", "runtime_of"]
+__all__ = ["Coordinating", "ServerHome", "Working", "coordinating", "runtime_of"]
 
 
 class ServerHome(Home):
@@ -63,6 +63,18 @@ class Coordinating(InProcess):
 
 class Working(InProcess):
     """A worker, in a function that the coordinator has scheduled."""
+
+
+def coordinating(strategy: Owner) -> Coordinating:
+    """The strategy as its coordinator has it.
+
+    Raises:
+        ContextError: This process is a worker.
+    """
+    runtime = runtime_of(strategy)
+    if isinstance(runtime, Coordinating):
+        return runtime
+    raise ContextError("A ClusterCoordinator belongs to the coordinator, and this is a function on a worker.")
 
 
 _runtimes: dict[Owner, Coordinating | Working] = {}

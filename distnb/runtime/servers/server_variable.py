@@ -58,7 +58,7 @@ class ServerVariable(Variable):
 
     # What it is -----------------------------------------------------------------------------------------------------
 
-    @property  # type: ignore[misc]
+    @property
     def device(self) -> Any:  # type: ignore[override]
         """TensorFlow's word for the server: `/job:ps/replica:0/task:1/device:CPU:0`."""
         return self.stored.parts[0].device
@@ -93,7 +93,8 @@ class ServerVariable(Variable):
 
     def _seen(self, method: str) -> torch.Tensor:
         homes.of(self._strategy).in_replica(writing=False)
-        return this_process.servers.read(self.stored)
+        value: torch.Tensor = this_process.servers.read(self.stored)
+        return value
 
     def read_value(self) -> torch.Tensor:
         """Its value now, as a tensor of its own."""
@@ -103,7 +104,7 @@ class ServerVariable(Variable):
 
     def _operand(self, name: str) -> torch.Tensor:
         homes.of(self._strategy).in_replica(writing=False)
-        tensor = this_process.servers.copy_of(self.stored).tensor
+        tensor: torch.Tensor = this_process.servers.copy_of(self.stored).tensor
         if tensor.requires_grad and not tensor._post_accumulate_grad_hooks:
             tensor.register_post_accumulate_grad_hook(self._take_from)
         return tensor

@@ -83,7 +83,8 @@ class ShardStore:
         """Do what is asked, in one turn.
 
         An operation that raises has changed nothing and its token is unused, with one exception: an optimizer that
-        raises in the midst of its step (see `ServerOptimizer.step`). Those before it are done, those after it not.
+        raises in the midst of its step has changed some of the shards and not others. Operations before it are done,
+        those after it not.
 
         Returns:
             The answer. Its tensors are the store's own, to be sent before the next request is handled.
@@ -196,16 +197,12 @@ class ShardStore:
         applied = not self._was_applied(asked.token)
         stale = max((each.version - asked.seen[s] for s, each in held.items() if s in asked.seen), default=0)
         if applied:
-            before = {shard: each.parameter._version for shard, each in held.items()}
+            ready = optimizer.prepare(asked.gradients, asked.options)
             try:
-                optimizer.step(asked.gradients, asked.options)
-            except Exception:
-                for shard, each in held.items():
-                    if each.parameter._version != before[shard]:
-                        each.changed()  # by half a step, which everybody has to see
-                raise
-            for each in held.values():
-                each.changed()
+                optimizer.step(ready, asked.options)
+            finally:  # if it raises, too: half a step has to be seen by everybody
+                for each in held.values():
+                    each.changed()
             self._note_applied(asked.token)
         return StepDone({shard: each.version for shard, each in held.items()}, stale if applied else 0, applied)
 

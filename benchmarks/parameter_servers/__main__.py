@@ -1,0 +1,115 @@
+"""Closures and asynchronous steps a second, against TensorFlow's coordinator, torch.distributed.rpc and Ray.
+
+    python -m benchmarks.parameter_servers [--rounds 5] [--seconds 1.5] [--only closures]
+
+"closures": an empty one, scheduled so often and joined, 2 workers. "mlp": 784-128-64-10, batches of 64, SGD.
+"embedding": 20 rows an example of a table of 100,000 × 64, summed, and a linear layer; Adagrad, sparse gradients. Each
+with 2 workers and 1 or 2 servers, all processes of their own with one thread for computing; then with 1 to 4 workers
+and 1 server. A figure is wall time divided by steps: of all workers together.
+
+The peers: TensorFlow's ParameterServerStrategy (in `.venv/tensorflow`), Ray's tasks, and parameter servers written on
+torch.distributed.rpc, with a pull and a push a step, or with one call for both. One that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.harness import Target, compare, options, report
+from benchmarks.parameter_servers.work import Cluster
+from benchmarks.ranks import Ranks, serve
+
+_DISTNB, _TENSORFLOW, _RAY = "distnb", "TensorFlow", "Ray tasks"
+_RPC, _FUSED_RPC = "torch rpc", "torch rpc, one call a step"
+_MODULES = {
+    _DISTNB: "with_distnb:connect",
+    _TENSORFLOW: "with_tensorflow:connect",
+    _RAY: "with_ray:connect",
+    _RPC: "with_rpc:connect",
+    _FUSED_RPC: "with_rpc:connect_fused",
+}
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+_TENSORFLOW_PYTHON = Path(".venv/tensorflow/bin/python")
+_WORK = {
+    "closures": (_DISTNB, _TENSORFLOW, _RAY),
+    "mlp": (_DISTNB, _TENSORFLOW, _RPC, _FUSED_RPC),
+    "embedding": (_DISTNB, _TENSORFLOW, _RPC, _FUSED_RPC),
+}
+
+
+def be_rank(rank: str) -> int:
+    """The coordinator of one contender: "NAME/WORKERS/SERVERS". Answers with the seconds of one step."""
+    contender, workers, servers = rank.split("/")
+    module, _, connect = _MODULES[contender].partition(":")
+    loaded = importlib.import_module(f"benchmarks.parameter_servers.{module}")
+    prepare = getattr(loaded, connect)(Cluster(int(workers), int(servers)))
+    known: dict[str, Callable[[int], object]] = {}
+
+    def measure(work: str, count: int) -> float:
+        if work not in known:
+            known[work] = prepare(work)
+        start = time.perf_counter()
+        known[work](count)
+        return (time.perf_counter() - start) / count
+
+    return serve(measure)
+
+
+def _started(stack: contextlib.ExitStack, names: Sequence[str], cluster: Cluster) -> dict[str, Ranks]:
+    """The coordinators of the contenders that there are."""
+    found = {}
+    for name in names:
+        if name == _TENSORFLOW and not _TENSORFLOW_PYTHON.exists():
+            print(f"{name} is left out: there is no {_TENSORFLOW_PYTHON} (make .venv/.made-tensorflow).")
+        elif name == _RAY and importlib.util.find_spec("ray") is None:
+            print(f"{name} are left out: Ray is not installed (make .venv/.made-bench).")
+        else:
+            own = {"python": str(_TENSORFLOW_PYTHON)} if name == _TENSORFLOW else {}
+            rank = f"{name}/{cluster.workers}/{cluster.servers}"
+            found[name] = Ranks("benchmarks.parameter_servers", rank, 1, variables=_QUIET, **own)
+            stack.callback(found[name].close)
+    return found
+
+
+def _measure(work: str, cluster: Cluster, names: Sequence[str], rounds: int, seconds: float) -> bool:
+    """Print what one kind of work takes in one cluster. Whether distnb is ahead of all peers."""
+    with contextlib.ExitStack() as stack:
+        measures = {}
+        for name, ranks in _started(stack, names, cluster).items():
+            ranks.step(work, 20 * cluster.workers)  # building, tracing
+            count = max(2 * cluster.workers, int(seconds / ranks.step(work, 20 * cluster.workers)))
+            measures[name] = functools.partial(ranks.step, work, count)
+        steps = compare(measures, rounds=rounds)
+    title = f"{work}, {cluster.workers} workers, {cluster.servers} servers"
+    peers = [name for name in measures if name != _DISTNB]
+    baseline = _DISTNB if _DISTNB in measures else peers[0]
+    targets = [Target(_DISTNB, peer, at_most=1.0) for peer in peers if _DISTNB in measures]
+    met = report(title, steps, baseline=baseline, targets=targets)
+    print("  a second: " + ", ".join(f"{name} {1 / steps.median(name):,.0f}" for name in measures), flush=True)
+    return met
+
+
+def main() -> int:
+    """Run it. Returns 1 when a target is missed."""
+    given = options(__doc__, rounds=5, seconds=1.5, only="", without="", rank="")
+    if given.rank:
+        return be_rank(given.rank)
+    clusters = [("closures", Cluster(2, 1))]
+    clusters += [(model, Cluster(2, servers)) for model in ("mlp", "embedding") for servers in (1, 2)]
+    clusters += [(work, Cluster(workers, 1)) for work in _WORK for workers in (1, 3, 4)]
+    kept = True
+    for work, cluster in clusters:
+        if work in (given.only or work):
+            names = [name for name in _WORK[work] if name not in given.without.split(",")]
+            kept &= _measure(work, cluster, names, given.rounds, given.seconds)
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

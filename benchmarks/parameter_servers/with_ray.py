@@ -1,0 +1,23 @@
+"""Ray: an empty task, for as many workers as there are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import ray
+
+from benchmarks.parameter_servers.work import Cluster
+
+__all__ = ["connect"]
+
+
+@ray.remote(num_cpus=1)
+def _nothing() -> None:
+    pass
+
+
+def connect(cluster: Cluster) -> Callable[[str], Callable[[int], object]]:
+    """Workers; what it gives makes a function that does so many closures."""
+    ray.init(num_cpus=cluster.workers, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+    return lambda work: lambda count: ray.get([_nothing.remote() for _ in range(count)])

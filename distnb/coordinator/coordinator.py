@@ -1,0 +1,675 @@
+"""The coordinator: it schedules closures on the workers of a cluster, and gives their results."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from distnb.coordinator.closures import PackedClosure, Packer, open_value
+from distnb.coordinator.link import (
+    ClosureEnded,
+    ClosureGivenBack,
+    ClosureGivenUp,
+    ClusterLink,
+    Event,
+    LinkClosed,
+    ServerGone,
+    ServerUp,
+    UserInterrupted,
+    WorkerLost,
+    WorkerUp,
+)
+from distnb.coordinator.per_worker import (
+    MakeDataset,
+    MakeValue,
+    PerWorkerDataset,
+    PerWorkerValues,
+    is_function,
+    takes_context,
+)
+from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Send, TakeBack, TellNobodyRuns
+from distnb.coordinator.remote_values import RemoteValue
+from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
+from distnb.errors import CheckpointError, ClosureCancelled, NoClusterError, OptionError, ServerLost
+from distnb.runtime.base import PARAMETER_SERVER
+from distnb.runtime.interrupts import Interrupts, drain
+from distnb.runtime.servers import roles
+from distnb.runtime.this_process import this_process
+from distnb.strategies.base import Strategy
+from distnb.values.structure import map_structure
+from distnb.wire.messages import RunClosure
+
+__all__ = ["ClusterCoordinator"]
+
+_DEPTH = 3  # of empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
+_LATEST_STEPS = 256
+
+_numbers = itertools.count(1)  # of closures: the servers know changes by them, whoever scheduled
+_coordinators: dict[Strategy, ClusterCoordinator] = {}
+_lock = threading.RLock()  # of all coordinators' state
+
+
+@dataclass
+class _Closure:
+    value: RemoteValue
+    packed: PackedClosure
+    program: int = 0
+
+
+@dataclass
+class _Sent:
+    """What a worker has been sent: the resources that it knows, of those of `Packer.forgotten` so many are gone."""
+
+    known: set[int] = field(default_factory=set)
+    forgotten: int = 0
+    seeded: bool = False
+
+
+class ClusterCoordinator:
+    """Schedules functions on the workers of a cluster, and coordinates their results.
+
+    A scheduled function, a *closure*, runs on the next worker that is free, at some time, once: when its worker is
+    lost, another one runs it. Closures of one worker run one after another; nothing is said about the order in which
+    those of several workers end. There is one coordinator for each strategy.
+
+    Args:
+        strategy: The ParameterServerStrategy that the closures use.
+        max_queued: How many closures may wait for a worker; `schedule` waits when so many do.
+        max_queued_nbytes: How much memory their functions and arguments may take.
+
+    Raises:
+        OptionError: The strategy is of another kind, or a number makes no sense. (It is a ValueError.)
+        NoClusterError: No cluster is running.
+
+    Example:
+        >>> import distnb
+        >>> strategy = distnb.ParameterServerStrategy()                            # doctest: +SKIP
+        >>> coordinator = distnb.coordinator.ClusterCoordinator(strategy)          # doctest: +SKIP
+        >>> result = coordinator.schedule(lambda x: x + 1, args=(1,))              # doctest: +SKIP
+        >>> coordinator.join()                                                     # doctest: +SKIP
+        >>> result.fetch()                                                         # doctest: +SKIP
+        2
+    """
+
+    strategy: Strategy
+
+    def __new__(
+        cls, strategy: Strategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30
+    ) -> ClusterCoordinator:
+        if not isinstance(strategy, Strategy) or strategy.spec.kind != PARAMETER_SERVER:
+            raise OptionError(
+                f"ClusterCoordinator needs a ParameterServerStrategy; got {strategy!r}. Other strategies run on all "
+                "replicas together, and need no coordinator: strategy.run(fn, args)."
+            )
+        known = _coordinators.get(strategy)
+        if known is not None and not known._link.closed:
+            return known
+        made = super().__new__(cls)
+        made._begin(strategy)
+        for other in [each for each, old in _coordinators.items() if old._link.closed]:
+            del _coordinators[other]
+        _coordinators[strategy] = made
+        return made
+
+    def __init__(self, strategy: Strategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30) -> None:
+        if max_queued < 1 or max_queued_nbytes < 1:
+            raise OptionError(
+                f"max_queued={max_queued!r}, max_queued_nbytes={max_queued_nbytes!r}: at least one closure must fit."
+            )
+        self._max_queued = max_queued
+        self._max_nbytes = max_queued_nbytes
+
+    def _begin(self, strategy: Strategy) -> None:
+        if this_process.cluster_link is None:
+            raise NoClusterError(
+                "A coordinator needs a cluster. Start one with distnb.start(workers=2, ps=1), or %distnb start "
+                "--workers 2 --ps 1 in a notebook."
+            )
+        self.strategy = strategy
+        self._link: ClusterLink = this_process.cluster_link()
+        self._queue = ClosureQueue(_DEPTH)
+        runtime = roles.coordinating(strategy)
+        self._packer = Packer(lambda: runtime.registration.roots, runtime.access)
+        self._closures: dict[int, _Closure] = {}
+        self._programs: dict[int, tuple[int, int]] = {}  # by number: the closure, and the worker
+        self._sent: dict[int, _Sent] = {}  # by worker
+        self._lost: dict[int, str] = {}
+        self._lost_servers: dict[int, str] = {}
+        self._empty_servers: set[int] = set()  # of those, they have come back
+        self._nbytes = 0
+        self._errors: list[BaseException] = []  # to be raised, the first first
+        self._why = ""  # those that are cancelled are
+        self._interrupted = False
+        self._staleness: deque[int] = deque(maxlen=_LATEST_STEPS)
+        self._waiters: list[_Waiter] = []
+        self._interrupts = Interrupts()
+        self._seed: int | None = None
+        self._link.subscribe(self._hear, self._next_deadline)
+
+    # -- scheduling ------------------------------------------------------------------------------------------------
+
+    def schedule(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> RemoteValue:
+        """Queue a function for a worker, and return at once.
+
+        Function and arguments are sent as they are now. Among the arguments, also within nested structures, per-worker
+        values and iterators become those of the worker that runs the function, and a RemoteValue becomes the result
+        that it stands for, once that is there.
+
+        When too many closures wait, this waits (`max_queued`).
+
+        Args:
+            fn: Any callable.
+            args: Its positional arguments, a tuple or list.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What stands for the result.
+
+        Raises:
+            BaseException: What an earlier closure raised, once; then this one is not scheduled.
+            OptionError: The arguments are no tuple and dict, or `fn` is not callable. (It is a ValueError.)
+            CannotTravelError: Something in it cannot be sent.
+        """
+        if not callable(fn):
+            raise OptionError(f"schedule needs a function; got {fn!r}.")
+        if args is not None and not isinstance(args, (tuple, list)):
+            raise OptionError(f"args is a tuple or list of arguments; got {args!r}. One argument: args=(value,).")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise OptionError(f"kwargs is a dict of keyword arguments; got {kwargs!r}.")
+        with self._held():
+            self._raise_error()
+        packed = self._packer.pack(fn, tuple(args or ()), dict(kwargs or {}))
+        with self._held():
+            if self._full():
+                self._await(lambda: self._roomy() or self._trouble)
+                self._raise_error()
+            with _lock:
+                return self._enter(fn, packed)
+
+    def _enter(self, fn: Callable[..., Any], packed: PackedClosure) -> RemoteValue:
+        number = next(_numbers)
+        value = RemoteValue(number, getattr(fn, "__qualname__", None) or type(fn).__qualname__, self._await_held)
+        for each in packed.inputs:
+            if each.state in ("failed", "cancelled"):
+                text = f"{value.name} was not run: an argument is the result of {each.name}, which has {each.state}."
+                value.spoil(ClosureCancelled(text), "cancelled")
+                return value
+        self._closures[number] = _Closure(value, packed)
+        self._nbytes += packed.nbytes
+        after = [each.number for each in packed.inputs if not each.ended]
+        self._carry_out(self._queue.scheduled(number, time.monotonic(), after))
+        return value
+
+    def _full(self) -> bool:
+        queued = self._queue.queued
+        return queued >= self._max_queued or (queued > 0 and self._nbytes > self._max_nbytes)
+
+    def _roomy(self) -> bool:
+        """Whether some closures fit at once: to be woken up for each would cost both threads more than it gains."""
+        queued = self._queue.queued
+        return queued <= self._max_queued * 7 // 8 and (not queued or self._nbytes <= self._max_nbytes)
+
+    def join(self) -> None:
+        """Wait until every scheduled closure has ended.
+
+        Raises:
+            BaseException: What a closure raised, once. Those that had not ended then are cancelled.
+            KeyboardInterrupt: The user interrupted: all are cancelled.
+        """
+        with self._held():
+            self._await(lambda: self._queue.idle or self._trouble)
+            self._raise_error()
+        self._link.catch_up()
+
+    def done(self) -> bool:
+        """Whether every scheduled closure has ended.
+
+        Raises:
+            BaseException: What a closure raised, once.
+        """
+        with self._held():
+            self._raise_error()
+            return self._queue.idle
+
+    def fetch(self, val: Any) -> Any:
+        """Wait for results, and return them.
+
+        Args:
+            val: A RemoteValue, or a nested structure of them and of other values, which stay as they are.
+
+        Returns:
+            The same structure of results.
+
+        Raises:
+            BaseException: What one of the closures raised; each time.
+            ClosureCancelled: One of them was ended before it had a result.
+        """
+        return map_structure(_fetched, val)
+
+    def wait(self, values: Sequence[RemoteValue], left: int) -> None:
+        """Wait until at most so many of these results have not come yet, or a closure has raised.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted: all are cancelled.
+        """
+        self._await_held(lambda: sum(not each.ended for each in values) <= left or self._trouble)
+
+    def forget(self, obj: Any) -> None:
+        """A model has changed, in more than its values: workers are sent it anew. Nothing that uses it is scheduled."""
+        self._packer.forget(obj)
+
+    def recover(self, checkpoint: Any) -> None:
+        """Go on after a parameter server was lost, once another one is in its place (`%distnb restart --missing`).
+
+        Variables and optimizers that were on it are made anew, and all are restored, so that they fit together. What
+        was scheduled when it was lost was cancelled.
+
+        Args:
+            checkpoint: A `CheckpointManager`, whose newest whole checkpoint is restored; or a function that restores.
+
+        Raises:
+            ServerLost: A server is still missing.
+            CheckpointError: There is no checkpoint, or it does not fit. Call this again with another one.
+        """
+        with _lock:
+            missing = sorted(self._lost_servers.keys() - self._empty_servers)
+        if missing:
+            raise ServerLost(self._server_text(missing[0]))
+        runtime = roles.coordinating(self.strategy)
+        for server in sorted(self._empty_servers):
+            runtime.access.recreate(server)
+        restored = getattr(checkpoint, "restore_or_initialize", None)
+        if restored is not None and restored() is None:
+            raise CheckpointError(f"{checkpoint!r} has no checkpoint yet, from which variables could be restored.")
+        if restored is None:
+            checkpoint()
+        with _lock:
+            self._lost_servers.clear()
+            self._empty_servers.clear()
+            self._errors.clear()
+
+    # -- what each worker has of its own ---------------------------------------------------------------------------
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
+        """A dataset on each worker.
+
+        Each worker makes its own when a closure first uses it, and so does one that takes a lost worker's place.
+        `iter` of what is returned stands for an iterator on each worker, to be passed to `schedule`.
+
+        Datasets are best shuffled and endless. Workers draw different random numbers, so each shuffles in its own way.
+
+        Args:
+            dataset_fn: A function without arguments, or of an `InputContext` (one pipeline for each worker), that
+                returns a dataset: a DataLoader, or anything that can be iterated. Or a dataset, which is sent.
+        """
+        if is_function(dataset_fn):
+            takes_context(dataset_fn)
+        elif not hasattr(dataset_fn, "__iter__") and not hasattr(dataset_fn, "__getitem__"):
+            raise OptionError(f"A per-worker dataset is made of a function or a dataset; got {dataset_fn!r}.")
+        replicas = self.strategy.num_replicas_in_sync
+        made = MakeDataset(dataset_fn, len(self._link.workers), replicas)
+        return PerWorkerDataset(made, _name_of(dataset_fn))
+
+    def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
+        """A value on each worker, which makes it when a closure first uses it.
+
+        Args:
+            fn: A function without arguments.
+        """
+        if not callable(fn):
+            raise OptionError(f"A per-worker value is made by a function without arguments; got {fn!r}.")
+        return PerWorkerValues(MakeValue(fn), _name_of(fn))
+
+    # -- being looked at -------------------------------------------------------------------------------------------
+
+    def status(self) -> CoordinatorStatus:
+        """What is going on. Cheap, and from any thread; no worker is asked."""
+        now = time.monotonic()
+        with _lock:
+            workers = []
+            states = self._queue.workers
+            for worker in self._link.workers:
+                found = states.get(worker)
+                if found is None:
+                    workers.append(WorkerStatus(worker, "lost", how=self._lost.get(worker, "not there yet")))
+                    continue
+                closure = self._closures.get(found.closure) if found.closure is not None else None
+                name, seconds = (closure.value.name, now - found.began) if closure else ("", 0.0)
+                state: WorkerState = "stuck" if found.stuck else "running" if closure else "idle"
+                workers.append(WorkerStatus(worker, state, name, seconds, found.done))
+            stale = tuple(self._staleness)
+            mean = sum(stale) / len(stale) if stale else 0.0
+            lost = tuple(sorted(self._lost_servers))
+            return CoordinatorStatus(*self._queue.counts, tuple(workers), mean, max(stale, default=0), lost)
+
+    def __repr__(self) -> str:
+        counts = self._queue.counts
+        shown = ", ".join(f"{number} {name}" for name, number in counts._asdict().items() if number)
+        return f"<ClusterCoordinator of {len(self._link.workers)} workers: {shown or 'nothing scheduled yet'}>"
+
+    # -- waiting, and what is raised -------------------------------------------------------------------------------
+
+    @property
+    def _trouble(self) -> bool:
+        return bool(self._errors or self._lost_servers) or self._interrupted or self._link.closed
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """SIGINT is noted, and not raised, while the state is looked at and changed; at the end it is."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        with self._interrupts:
+            yield
+            if self._interrupts.take():
+                self._end_all()
+                raise KeyboardInterrupt
+
+    def _await_held(self, ready: Callable[[], bool]) -> None:
+        with self._held():
+            self._await(ready)
+
+    def _await(self, ready: Callable[[], bool]) -> None:
+        """Wait for a condition. KeyboardInterrupt: the user interrupted, and everything was ended."""
+        with _lock:
+            if ready():
+                return
+            waiter = _Waiter(ready)
+            self._waiters.append(waiter)
+        on_main = threading.current_thread() is threading.main_thread()
+        try:
+            while not waiter.wait(self._interrupts.fd if on_main else None):
+                if self._interrupts.take():
+                    self._end_all()
+                    raise KeyboardInterrupt
+        finally:
+            with _lock:
+                self._waiters.remove(waiter)
+            waiter.close()
+
+    def _end_all(self) -> None:
+        """The user interrupts: cancel everything, and wait until the workers have followed or are given up on."""
+        with _lock:
+            self._cancel("the user interrupted")
+            self._wake()
+            waiter = _Waiter(lambda: not self._queue.ending)
+            self._waiters.append(waiter)
+        waiter.wait_for(_END_S)
+        with _lock:
+            self._waiters.remove(waiter)
+            self._interrupted = False
+        waiter.close()
+
+    def _cancel(self, why: str) -> None:
+        self._why = why
+        self._carry_out(self._queue.cancel())
+
+    def _raise_error(self) -> None:
+        """Raise what closures have raised, once; and that a server or the cluster is gone, as long as it is."""
+        if not self._trouble:
+            return
+        self._await(lambda: not self._queue.ending)
+        with _lock:
+            errors, self._errors = self._errors, []
+            interrupted, self._interrupted = self._interrupted, False
+        if interrupted:
+            raise KeyboardInterrupt
+        if errors:
+            self._link.catch_up()
+            first, *others = errors
+            for other in others:
+                first.add_note(f"(another closure failed, too: {type(other).__name__}: {other})")
+            try:
+                first.others = tuple(others)  # type: ignore[attr-defined]
+            except AttributeError:
+                pass  # a class with slots; the notes tell
+            raise first.with_traceback(None)
+        if self._link.closed:
+            raise NoClusterError(
+                "The cluster of this coordinator was stopped. Start one with %distnb start --workers 2 --ps 1, or "
+                "distnb.start(workers=2, ps=1), and make strategy and coordinator anew."
+            )
+        if self._lost_servers:
+            raise ServerLost(self._server_text(next(iter(self._lost_servers))))
+
+    def _server_text(self, server: int) -> str:
+        how = self._lost_servers[server]
+        if server in self._empty_servers:
+            return (
+                f"Parameter server {server} {how}. Another one is in its place, and holds nothing yet. Restore the "
+                "variables from a checkpoint: coordinator.recover(checkpoint_manager)."
+            )
+        return (
+            f"Parameter server {server} {how}, and the variables that it held are gone. Start another one in its place "
+            "with %distnb restart --missing, and restore the variables from a checkpoint: "
+            "coordinator.recover(checkpoint_manager)."
+        )
+
+    # -- the link's thread -----------------------------------------------------------------------------------------
+
+    def _next_deadline(self) -> float | None:
+        with _lock:
+            return self._queue.next_deadline()
+
+    def _hear(self, event: Event | None) -> None:
+        """Take in one event; None: time has passed."""
+        now = time.monotonic()
+        with _lock:
+            self._carry_out(self._after(event, now))
+            self._wake()
+
+    def _after(self, event: Event | None, now: float) -> list[Order]:
+        queue = self._queue
+        match event:
+            case ClosureEnded():
+                return self._ended(event, now)
+            case ClosureGivenBack(program=program):
+                number, worker = self._programs.pop(program, (None, 0))
+                return [] if number is None else queue.given_back(worker, number, now)
+            case ClosureGivenUp(program=program):
+                number, worker = self._programs.get(program, (None, 0))  # its reply may come yet
+                return [] if number is None else queue.given_up(worker, number, now)
+            case WorkerUp(worker=worker):
+                self._forget_worker(worker)
+                self._lost.pop(worker, None)
+                self._sent[worker] = _Sent()
+                return queue.worker_up(worker, now)
+            case WorkerLost(worker=worker, how=how):
+                self._forget_worker(worker)
+                self._lost[worker] = how
+                return queue.worker_lost(worker, now)
+            case ServerGone(server=server, how=how):
+                self._lost_servers.setdefault(server, how)
+                self._empty_servers.discard(server)
+                self._why = self._server_text(server)
+                return queue.cancel()
+            case ServerUp(server=server):
+                self._empty_servers.add(server)
+            case UserInterrupted():
+                self._interrupted = bool(self._waiters)
+                self._why = "the user interrupted"
+                return queue.cancel()
+            case LinkClosed():
+                self._why = "the cluster was stopped"
+                orders = queue.cancel()
+                for worker in self._link.workers:
+                    orders += queue.worker_lost(worker, now)
+                return [order for order in orders if isinstance(order, Cancel)]
+            case None:
+                return queue.tick(now)
+        return []
+
+    def _ended(self, event: ClosureEnded, now: float) -> list[Order]:
+        worker, reply = event
+        number, _ = self._programs.pop(reply.program, (None, 0))
+        if number is None:
+            return []
+        closure = self._closures.get(number)
+        if closure is None or closure.program != reply.program:  # it was given up on
+            return self._queue.ended(worker, number, "cancelled", now)
+        name = closure.value.name
+        if reply.status == "ok":
+            self._forget(number)
+            if reply.value.contributions is not None:
+                self._packer.merge(reply.value.contributions)
+            self._staleness.extend(reply.value.staleness)
+            closure.value.settle(reply.value.value, open_value)
+            return self._queue.ended(worker, number, "done", now)
+        if reply.status != "error" or reply.error is None:
+            if not self._queue.ending:
+                self._why = "its worker was told to end it"
+            return self._queue.ended(worker, number, "cancelled", now)
+        error = self._link.error(reply.error, worker, name)
+        if not self._queue.ending:
+            self._why = f"{name} failed on worker {worker} ({reply.error.type_name}: {_line(reply.error.text)})"
+        self._forget(number)
+        closure.value.spoil(error, "failed")
+        self._errors.append(error)
+        return self._queue.ended(worker, number, "failed", now)
+
+    def _forget_worker(self, worker: int) -> None:
+        self._programs = {program: each for program, each in self._programs.items() if each[1] != worker}
+        for closure in self._queue.has(worker):
+            self._closures[closure].value.state = "waiting"
+
+    def _forget(self, number: int) -> _Closure:
+        closure = self._closures.pop(number)
+        self._nbytes -= closure.packed.nbytes
+        return closure
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            waiter.look()
+
+    # -- carrying out ----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            if isinstance(order, Send):
+                self._send(order)
+            elif isinstance(order, Cancel):
+                value = self._forget(order.closure).value
+                text = f"{value.name} was cancelled before it had a result: {self._why}"
+                value.spoil(ClosureCancelled(text if text.endswith(".") else f"{text}."), "cancelled")
+            elif isinstance(order, Interrupt):
+                self._link.interrupt(self._closures[order.closure].program)
+            elif isinstance(order, TakeBack):
+                self._link.take_back(order.worker, self._closures[order.closure].program)
+            elif isinstance(order, TellNobodyRuns):
+                print(f"distnb: {self._nobody()}", file=sys.stderr)
+
+    def _send(self, order: Send) -> None:
+        closure = self._closures[order.closure]
+        packed, sent = closure.packed, self._sent[order.worker]
+        known = sent.known
+        definitions: tuple[tuple[int, Any], ...] = ()
+        if not known.issuperset(packed.needs):
+            definitions = tuple((each, self._packer.definition(each)) for each in packed.needs if each not in known)
+        forget: tuple[int, ...] = ()
+        if sent.forgotten != self._packer.forgotten:
+            sent.forgotten = self._packer.forgotten
+            forget = tuple(each for each in known if not self._packer.knows(each) and each not in packed.needs)
+            known.difference_update(forget)
+        inputs = tuple((each.number, each.packed) for each in packed.inputs)
+        closure.program = program = self._link.number()
+        closure.value.state = "running"
+        self._programs[program] = (order.closure, order.worker)
+        seed = None if sent.seeded else self._seed_of(order.worker)
+        sent.seeded = True
+        known.update(packed.needs)
+        message = RunClosure(
+            program, order.closure, _oldest(), definitions, packed.data, packed.buffers, inputs, forget, seed
+        )
+        self._link.send(order.worker, message)
+
+    def _seed_of(self, worker: int) -> int:
+        """What a worker's random numbers begin with: each draws others, which all follow from the seed set here."""
+        if self._seed is None:
+            import torch
+
+            self._seed = int(torch.randint(1 << 62, ()))
+        return random.Random(f"{self._seed} {worker}").getrandbits(63)
+
+    def _nobody(self) -> str:
+        stuck = [str(worker) for worker, state in self._queue.workers.items() if state.stuck]
+        if stuck:
+            return (
+                f"closures wait: worker {', '.join(stuck)} is busy with one that was ended, and no other worker is "
+                "there. %distnb restart starts it anew."
+            )
+        return (
+            "closures wait, and no worker is there to run them. They go on when one comes: %distnb restart --missing "
+            "starts those that are missing, and so does distnb.Cluster.restart(missing=True)."
+        )
+
+
+def _oldest() -> int:
+    """The smallest number of a closure that has not ended, whoever scheduled it."""
+    return min((each._queue.oldest for each in _coordinators.values() if not each._queue.idle), default=0)
+
+
+def _fetched(value: Any) -> Any:
+    if isinstance(value, PerWorkerValues):
+        raise OptionError(
+            f"fetch got {value!r}, which each worker has its own of. Fetch what a closure returns: "
+            "coordinator.fetch(coordinator.schedule(lambda value: value, args=(per_worker,)))."
+        )
+    return value.fetch() if isinstance(value, RemoteValue) else value
+
+
+def _line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or type(value).__qualname__
+
+
+_END_S = 5.0  # workers that do not end in a second are given up on; longer than this, nobody waits
+
+
+class _Waiter:
+    """One thread that waits for a condition."""
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self._ready = ready
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+        self._woken = False
+
+    def look(self) -> None:
+        """Something has changed; with the lock."""
+        if not self._woken and self._ready():
+            self._woken = True
+            os.eventfd_write(self._fd, 1)
+
+    def wait(self, interrupts_fd: int | None) -> bool:
+        """Wait. False: for this interrupt it was not waited any longer."""
+        if interrupts_fd is not None:
+            self._poll.register(interrupts_fd, select.POLLIN)
+        ready = [descriptor for descriptor, _ in self._poll.poll()]
+        if interrupts_fd in ready and interrupts_fd is not None:
+            drain(interrupts_fd)
+        return self._fd in ready and self._woken
+
+    def wait_for(self, seconds: float) -> None:
+        """Wait for so long at most."""
+        if not self._ready():
+            self._poll.poll(seconds * 1000)
+
+    def close(self) -> None:
+        """Free the descriptor."""
+        os.close(self._fd)

@@ -1,0 +1,142 @@
+"""What the coordinator needs of the cluster: messages to workers, and news of them. The notebook implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from distnb.wire.messages import ErrorReport, Reply, RunClosure
+
+if TYPE_CHECKING:
+    from distnb.runtime.servers.client import Servers
+
+__all__ = [
+    "ClosureEnded",
+    "ClosureGivenBack",
+    "ClosureGivenUp",
+    "ClusterLink",
+    "Event",
+    "LinkClosed",
+    "ServerGone",
+    "ServerUp",
+    "UserInterrupted",
+    "WorkerLost",
+    "WorkerUp",
+]
+
+
+class WorkerUp(NamedTuple):
+    """A worker takes closures. One that has taken another's place knows nothing of what that one was sent."""
+
+    worker: int
+
+
+class WorkerLost(NamedTuple):
+    """A worker is gone, and has told all that it could."""
+
+    worker: int
+    how: str
+
+
+class ServerUp(NamedTuple):
+    """A parameter server is there, and holds nothing yet."""
+
+    server: int
+
+
+class ServerGone(NamedTuple):
+    """A parameter server is gone, and with it all that it held."""
+
+    server: int
+    how: str
+
+
+class ClosureEnded(NamedTuple):
+    """A worker has replied to a program."""
+
+    worker: int
+    reply: Reply
+
+
+class ClosureGivenBack(NamedTuple):
+    """A worker will not begin with a program that was taken back."""
+
+    worker: int
+    program: int
+
+
+class ClosureGivenUp(NamedTuple):
+    """A worker did not follow the order to end a program, and is still busy with it."""
+
+    worker: int
+    program: int
+
+
+class UserInterrupted(NamedTuple):
+    """The user wants all to end, by `%distnb interrupt`."""
+
+
+class LinkClosed(NamedTuple):
+    """The cluster was stopped."""
+
+
+Event = (
+    WorkerUp
+    | WorkerLost
+    | ServerUp
+    | ServerGone
+    | ClosureEnded
+    | ClosureGivenBack
+    | ClosureGivenUp
+    | UserInterrupted
+    | LinkClosed
+)
+
+
+class ClusterLink(Protocol):
+    """A running cluster.
+
+    Attributes:
+        workers: The indices of its worker tasks, of those that are lost, too.
+        num_servers: How many parameter servers it has.
+        servers: This process's connections with them.
+        closed: Whether the cluster was stopped.
+    """
+
+    workers: tuple[int, ...]
+    num_servers: int
+    closed: bool
+
+    @property
+    def servers(self) -> Servers: ...
+
+    def number(self) -> int:
+        """The serial number of the next program."""
+
+    def send(self, worker: int, message: RunClosure) -> None:
+        """Send a closure; from any thread. Programs sent to one worker have ascending numbers."""
+
+    def take_back(self, worker: int, program: int) -> None:
+        """Ask for a program that the worker may not have begun: `ClosureGivenBack`, or it runs to its end."""
+
+    def interrupt(self, program: int) -> None:
+        """End a program: its reply comes soon, or `ClosureGivenUp`."""
+
+    def error(self, report: ErrorReport, worker: int, closure: str) -> BaseException:
+        """The exception that a worker has reported, to be raised here with the worker's own traceback."""
+
+    def catch_up(self) -> None:
+        """Show what workers have written so far."""
+
+    def subscribe(
+        self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]
+    ) -> Callable[[], None]:
+        """Tell of events from now on, one after another; first of those workers that are there.
+
+        Args:
+            listener: Called with each, on a thread of the link's own. Called with None at `deadline()` (of
+                `time.monotonic`), which is asked after each event.
+
+        Returns:
+            The function that ends it.
+        """

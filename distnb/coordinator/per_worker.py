@@ -1,0 +1,129 @@
+"""Values of which each worker has its own: it makes them when a closure that it runs first uses them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from distnb.errors import CannotTravelError, OptionError, ProgramError
+from distnb.options import InputContext
+
+__all__ = ["Maker", "PerWorkerDataset", "PerWorkerIterator", "PerWorkerValues"]
+
+
+class Maker(Protocol):
+    """Makes a worker's own value; it is sent to each worker once."""
+
+    def make_for_worker(self, worker: int) -> Any: ...
+
+
+class PerWorkerValues:
+    """Stands for one value on each worker: among the arguments of a scheduled function it is the worker's own.
+
+    A worker that has taken a lost one's place makes it anew.
+    """
+
+    def __init__(self, maker: Maker, name: str) -> None:
+        self.maker = maker
+        self._name = name
+
+    def __reduce__(self) -> Any:
+        raise CannotTravelError(
+            f"A {type(self).__name__} can be sent as an argument of coordinator.schedule only, or in what the "
+            "scheduled function refers to."
+        )
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._name}>"
+
+
+class PerWorkerDataset(PerWorkerValues):
+    """Stands for one dataset on each worker. `iter` gives an iterator of each, to be passed to scheduled functions."""
+
+    def __iter__(self) -> PerWorkerIterator:
+        return PerWorkerIterator(_MakeIterator(self), self._name)
+
+
+class PerWorkerIterator(PerWorkerValues, Iterator[Any]):
+    """Stands for one iterator on each worker: `next(iterator)` in a scheduled function gives its worker's next."""
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> Any:
+        raise ProgramError(
+            "next() was called on a per-worker iterator here, on the coordinator; the elements are on the workers. "
+            "Pass the iterator to a scheduled function, which calls next(): coordinator.schedule(step, "
+            "args=(iterator,))."
+        )
+
+
+class MakeValue:
+    """Makes a worker's own value.
+
+    Args:
+        function: Called without arguments.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def make_for_worker(self, worker: int) -> Any:
+        """The value."""
+        return self._function()
+
+
+class MakeDataset:
+    """Makes a worker's own dataset.
+
+    Args:
+        dataset: It, or the function that makes it, of no argument or of an InputContext.
+    """
+
+    def __init__(self, dataset: Any, workers: int, replicas: int) -> None:
+        self._dataset = dataset
+        self._workers = workers
+        self._replicas = replicas
+
+    def make_for_worker(self, worker: int) -> Any:
+        """The dataset."""
+        if not is_function(self._dataset):
+            return self._dataset
+        if not takes_context(self._dataset):
+            return self._dataset()
+        return self._dataset(InputContext(self._workers, worker, self._replicas))
+
+
+class _MakeIterator:
+    def __init__(self, dataset: PerWorkerDataset) -> None:
+        self._dataset = dataset
+
+    def make_for_worker(self, worker: int) -> Any:
+        return iter(self._dataset)
+
+
+def is_function(dataset: Any) -> bool:
+    """Whether it is a function that makes a dataset."""
+    return callable(dataset) and not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+
+
+def takes_context(function: Callable[..., Any]) -> bool:
+    """Whether a dataset function takes an InputContext. OptionError: it takes more."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [each for each in parameters if each.kind in kinds]
+    needed = [
+        each
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    if len(needed) > 1 or any(each.kind == each.KEYWORD_ONLY for each in needed):
+        raise OptionError(
+            f"A dataset function takes no argument, or an InputContext; {getattr(function, '__name__', function)!s}"
+            f"{inspect.signature(function)} takes more."
+        )
+    return bool(needed) or (len(positional) == 1 and "context" in positional[0].name)

@@ -1,0 +1,317 @@
+"""Which closure runs on which worker: a state machine without IO. Events and the time go in, orders come out.
+
+Closures are numbered in the order in which they were scheduled, and start in that order; one that a lost worker had
+keeps its number, and so comes next. A worker has the closure that it runs, and the next ones: no round trip is lost
+between them. If another worker has nothing to do meanwhile, it gets the last of those.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+__all__ = [
+    "Cancel",
+    "ClosureQueue",
+    "Counts",
+    "Interrupt",
+    "Order",
+    "Send",
+    "TakeBack",
+    "TellNobodyRuns",
+    "WorkerState",
+]
+
+_PATIENCE_S = 0.02  # a closure that is about to start where it is need not be taken back, which costs a round trip
+
+
+class Send(NamedTuple):
+    """Send a closure to a worker."""
+
+    closure: int
+    worker: int
+
+
+class TakeBack(NamedTuple):
+    """Ask a worker for a closure that it has not begun: another worker has nothing to do."""
+
+    closure: int
+    worker: int
+
+
+class Interrupt(NamedTuple):
+    """End a closure that a worker has."""
+
+    closure: int
+    worker: int
+
+
+class Cancel(NamedTuple):
+    """A closure has ended without a result."""
+
+    closure: int
+
+
+class TellNobodyRuns(NamedTuple):
+    """Closures wait, and there is no worker to run them."""
+
+
+Order = Send | TakeBack | Interrupt | Cancel | TellNobodyRuns
+
+
+class Counts(NamedTuple):
+    """How many closures wait, are with workers, ended well, by an error, or without a result; how often one was moved
+    from a lost worker to another.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    retried: int = 0
+
+
+class WorkerState(NamedTuple):
+    """The closure that a worker runs, since when, how many it has done, and whether it runs on with one given up on."""
+
+    closure: int | None
+    began: float
+    done: int
+    stuck: bool
+
+
+@dataclass
+class _Worker:
+    closures: list[int] = field(default_factory=list)  # in the order in which it runs them
+    began: float = 0.0  # when the first of them did
+    done: int = 0
+    asked_back: int | None = None
+    stuck_in: set[int] = field(default_factory=set)  # given up on, and not replied to
+
+
+class ClosureQueue:
+    """Follows every closure from `scheduled` until it has ended: well, by an error, or cancelled.
+
+    Args:
+        depth: How many closures one worker has at most.
+    """
+
+    def __init__(self, depth: int = 2) -> None:
+        self._depth = depth
+        self._waiting: list[int] = []  # a heap
+        self._blocked: dict[int, set[int]] = {}  # by closure: those whose results it needs
+        self._dependents: dict[int, list[int]] = {}
+        self._workers: dict[int, _Worker] = {}
+        self._ending: set[int] = set()  # with a worker, and told to end
+        self._unfinished: set[int] = set()
+        self._oldest = 0
+        self._latest = -1
+        self._done = self._failed = self._cancelled = self._retried = 0
+        self._told = False
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def scheduled(self, closure: int, now: float, after: Collection[int] = ()) -> list[Order]:
+        """A closure is to run once those before it that are unfinished, `after`, have ended well. Numbers grow."""
+        self._latest = closure
+        self._unfinished.add(closure)
+        if after:
+            self._blocked[closure] = set(after)
+            for each in self._blocked[closure]:
+                self._dependents.setdefault(each, []).append(closure)
+            return []
+        heapq.heappush(self._waiting, closure)
+        return self._assign(now)
+
+    def worker_up(self, worker: int, now: float) -> list[Order]:
+        """A worker is there: a new one, or one in the place of one that was lost."""
+        orders = self.worker_lost(worker, now)
+        self._workers[worker] = _Worker()
+        self._told = False
+        return orders + self._assign(now)
+
+    def worker_lost(self, worker: int, now: float) -> list[Order]:
+        """A worker is gone. What it had is run by another."""
+        lost = self._workers.pop(worker, None)
+        if lost is None:
+            return []
+        orders: list[Order] = []
+        for closure in lost.closures:
+            if closure in self._ending:
+                orders += self._cancel(closure)
+            else:
+                self._retried += 1
+                heapq.heappush(self._waiting, closure)
+        return orders + self._assign(now)
+
+    def ended(self, worker: int, closure: int, how: Literal["done", "failed", "cancelled"], now: float) -> list[Order]:
+        """A worker reports the end of a closure. If that was an error, all others end, too."""
+        current = self._workers.get(worker)
+        if current is None:
+            return []
+        if closure not in current.closures:
+            current.stuck_in.discard(closure)
+            return self._assign(now)
+        self._leave(current, closure, now)
+        orders: list[Order] = []
+        if how == "cancelled":
+            orders += self._cancel(closure)
+        elif how == "failed":
+            self._finish(closure)
+            self._failed += 1
+            orders += self.cancel()
+        else:
+            self._finish(closure)
+            self._done += 1
+            current.done += 1
+            for dependent in self._dependents.pop(closure, ()):
+                needed = self._blocked.get(dependent, set())
+                needed.discard(closure)
+                if not needed and self._blocked.pop(dependent, None) is not None:
+                    heapq.heappush(self._waiting, dependent)
+        return orders + self._assign(now)
+
+    def given_back(self, worker: int, closure: int, now: float) -> list[Order]:
+        """A worker will not run a closure that it was asked for back."""
+        current = self._workers.get(worker)
+        if current is None or closure not in current.closures:
+            return []
+        self._leave(current, closure, now)
+        if closure in self._ending:
+            return self._cancel(closure) + self._assign(now)
+        heapq.heappush(self._waiting, closure)
+        return self._assign(now)
+
+    def given_up(self, worker: int, closure: int, now: float) -> list[Order]:
+        """A worker did not follow the order to end a closure: it gets no other one before it has."""
+        current = self._workers.get(worker)
+        if current is None or closure not in current.closures:
+            return []
+        current.stuck_in.add(closure)
+        self._leave(current, closure, now)
+        return self._cancel(closure) + self._assign(now)
+
+    def cancel(self) -> list[Order]:
+        """Every closure that has not ended is to end without a result."""
+        queued = sorted([*self._waiting, *self._blocked])
+        self._waiting.clear()
+        self._blocked.clear()
+        self._dependents.clear()
+        orders = [order for closure in queued for order in self._cancel(closure)]
+        for worker, current in self._workers.items():
+            for closure in reversed(current.closures):  # before it begins with the next one, it has heard of that
+                if closure not in self._ending:
+                    self._ending.add(closure)
+                    orders.append(Interrupt(closure, worker))
+        return orders
+
+    def tick(self, now: float) -> list[Order]:
+        """Time has passed."""
+        return self._assign(now)
+
+    # -- what is so ------------------------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> Counts:
+        """How many there are of each kind, since the queue was made."""
+        running = sum(len(each.closures) for each in self._workers.values())
+        return Counts(self.queued, running, self._done, self._failed, self._cancelled, self._retried)
+
+    @property
+    def queued(self) -> int:
+        """How many are not with a worker."""
+        return len(self._waiting) + len(self._blocked)
+
+    @property
+    def idle(self) -> bool:
+        """Whether every closure has ended."""
+        return not self._unfinished
+
+    @property
+    def ending(self) -> bool:
+        """Whether some were told to end and have not."""
+        return bool(self._ending)
+
+    @property
+    def oldest(self) -> int:
+        """The smallest number that has not ended: all below have."""
+        while self._oldest <= self._latest and self._oldest not in self._unfinished:
+            self._oldest += 1
+        return self._oldest
+
+    @property
+    def workers(self) -> dict[int, WorkerState]:
+        """What each worker does."""
+        return {
+            worker: WorkerState(next(iter(each.closures), None), each.began, each.done, bool(each.stuck_in))
+            for worker, each in self._workers.items()
+        }
+
+    def has(self, worker: int) -> tuple[int, ...]:
+        """The closures that are with a worker, the one that it runs first."""
+        current = self._workers.get(worker)
+        return tuple(current.closures) if current else ()
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do next."""
+        return min((each.began + _PATIENCE_S for each in self._behind()), default=None)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _assign(self, now: float) -> list[Order]:
+        orders: list[Order] = []
+        while self._waiting:
+            free = [each for each in self._workers.items() if not each[1].stuck_in]
+            if not free:
+                told, self._told = self._told, True
+                return orders if told else [*orders, TellNobodyRuns()]
+            worker, least = min(free, key=lambda each: len(each[1].closures))
+            if len(least.closures) >= self._depth:
+                return orders
+            closure = heapq.heappop(self._waiting)
+            if not least.closures:
+                least.began = now
+            least.closures.append(closure)
+            orders.append(Send(closure, worker))
+        for worker, current in self._workers.items() if self._depth > 1 else ():
+            if any(current is each for each in self._behind()) and now >= current.began + _PATIENCE_S:
+                current.asked_back = current.closures[-1]
+                orders.append(TakeBack(current.closures[-1], worker))
+        return orders
+
+    def _behind(self) -> Iterator[_Worker]:
+        """Workers that are to be asked for what they have not begun, as many as there are with nothing to do."""
+        if self._waiting:
+            return
+        idle = [each for each in self._workers.values() if not each.closures and not each.stuck_in]
+        asked = sum(each.asked_back is not None for each in self._workers.values())
+        if len(idle) <= asked:
+            return
+        ready = (each for each in self._workers.values() if len(each.closures) > 1 and each.asked_back is None)
+        for _, each in zip(range(len(idle) - asked), ready, strict=False):
+            if each.closures[-1] not in self._ending:
+                yield each
+
+    def _leave(self, current: _Worker, closure: int, now: float) -> None:
+        if current.closures[0] == closure:
+            current.began = now
+        current.closures.remove(closure)
+        if current.asked_back == closure:
+            current.asked_back = None
+
+    def _finish(self, closure: int) -> None:
+        self._unfinished.discard(closure)
+        self._ending.discard(closure)
+
+    def _cancel(self, closure: int) -> list[Order]:
+        """It has ended without a result, and so have those that need one."""
+        self._finish(closure)
+        self._cancelled += 1
+        orders: list[Order] = [Cancel(closure)]
+        for dependent in self._dependents.pop(closure, ()):
+            if self._blocked.pop(dependent, None) is not None:
+                orders += self._cancel(dependent)
+        return orders

@@ -1,0 +1,79 @@
+"""The result of a scheduled closure, at the place where it was scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from distnb.errors import CannotTravelError
+
+__all__ = ["RemoteValue"]
+
+State = Literal["waiting", "running", "done", "failed", "cancelled"]
+
+
+class RemoteValue:
+    """An asynchronously available value of a scheduled function: what `ClusterCoordinator.schedule` returns.
+
+    It can be an argument of functions that are scheduled later: they run once it is there.
+
+    Args:
+        number: The closure's.
+        name: The function's.
+        wait: Waits until a condition is met.
+
+    Attributes:
+        state: "waiting", "running" (or next on a worker), "done", "failed" or "cancelled".
+    """
+
+    def __init__(self, number: int, name: str, wait: Callable[[Callable[[], bool]], None]) -> None:
+        self.number = number
+        self.name = name
+        self.state: State = "waiting"
+        self.packed: Any = None
+        self._wait = wait
+        self._error: BaseException | None = None
+        self._open: Callable[[Any], Any] | None = None
+        self._value: Any = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known what became of it."""
+        return self.state not in ("waiting", "running")
+
+    def fetch(self) -> Any:
+        """Wait for the result, and return it.
+
+        Raises:
+            BaseException: What the function raised, with the worker's own traceback; each time.
+            ClosureCancelled: It was ended before it had a result.
+            KeyboardInterrupt: The user interrupted, which cancels all that was scheduled.
+        """
+        if not self.ended:
+            self._wait(lambda: self.ended)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        if self._open is not None:
+            self._value, self._open = self._open(self.packed), None
+        return self._value
+
+    def get(self) -> Any:
+        """The same as `fetch`: the value is a copy that is here."""
+        return self.fetch()
+
+    def settle(self, packed: Any, opener: Callable[[Any], Any]) -> None:
+        """The closure ended well. What it gave is opened when it is asked for."""
+        self.packed, self._open, self.state = packed, opener, "done"
+
+    def spoil(self, error: BaseException, state: Literal["failed", "cancelled"]) -> None:
+        """The closure will have no result."""
+        self._error, self.state = error, state
+
+    def __reduce__(self) -> Any:
+        raise CannotTravelError(
+            "A RemoteValue can be sent as an argument of coordinator.schedule only, or in what the scheduled function "
+            "refers to. Elsewhere use its value: coordinator.fetch(...)."
+        )
+
+    def __repr__(self) -> str:
+        return f"<RemoteValue of {self.name}: {self.state}>"

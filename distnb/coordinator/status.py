@@ -1,0 +1,54 @@
+"""What a coordinator and its workers do, at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["CoordinatorStatus", "WorkerState", "WorkerStatus"]
+
+WorkerState = Literal["idle", "running", "stuck", "lost"]
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """What one worker does.
+
+    Attributes:
+        state: "stuck": it was told to end a closure, and did not.
+        closure, seconds: The name of the function that it runs, and since when it does; as far as is known here.
+        done: Closures that this process has done.
+        how: How it was lost.
+    """
+
+    worker: int
+    state: WorkerState
+    closure: str = ""
+    seconds: float = 0.0
+    done: int = 0
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class CoordinatorStatus:
+    """How many closures there are of each kind, and what the workers do.
+
+    Attributes:
+        waiting: Not with a worker.
+        running: With a worker: what it runs, and the next.
+        done, failed, cancelled: Ended well, by an error, or without a result.
+        retried: How often one was moved from a lost worker to another.
+        mean_staleness, max_staleness: Of the latest optimizer steps: how many updates their gradients had missed.
+        lost_servers: Parameter servers that are gone.
+    """
+
+    waiting: int
+    running: int
+    done: int
+    failed: int
+    cancelled: int
+    retried: int
+    workers: tuple[WorkerStatus, ...]
+    mean_staleness: float
+    max_staleness: int
+    lost_servers: tuple[int, ...] = ()

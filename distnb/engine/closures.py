@@ -1,0 +1,131 @@
+"""This engine as a task of a cluster with parameter servers: a worker, which runs closures, or a server."""
+
+from __future__ import annotations
+
+import random
+import socket
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import torch
+import zmq
+
+from distnb.accelerators import torch_device
+from distnb.coordinator.closures import ClosureResult, Runner
+from distnb.objects.modes import RANDOM, Environment, apply_environment, capture_environment
+from distnb.runtime.randomness import streams
+from distnb.runtime.servers.access import ServerAccess
+from distnb.runtime.servers.client import Servers
+from distnb.runtime.servers.service import Service
+from distnb.runtime.this_process import this_process
+from distnb.topology import Device, Team
+from distnb.wire import unix_socket
+from distnb.wire.channel import Link, ProgramLink
+from distnb.wire.messages import RunClosure, TakeTask
+
+if TYPE_CHECKING:
+    from distnb.cluster.connection import Connection
+
+__all__ = ["ServerTask", "WorkerTask"]
+
+
+class ServerTask:
+    """A parameter server: a thread serves variables.
+
+    Args:
+        spread: Whether some of those that it serves are on other machines.
+    """
+
+    def __init__(self, connection: Connection, *, spread: bool) -> None:
+        host = _address_towards(connection.program_url) if spread else None
+        self._service = Service(client_public=connection.client_public, host=host)
+        self._service.start()
+        self.address = self._service.address
+
+
+class WorkerTask:
+    """A worker: closures come by a channel of their own, and run one at a time on the main thread.
+
+    Attributes:
+        index: Which worker it is.
+        link: The channel.
+        alone: The team that it is while a closure runs.
+    """
+
+    def __init__(self, message: TakeTask, connection: Connection, engine: int, device: Device, near: bool) -> None:
+        self.index = message.tasks[engine].index
+        self._connection = connection
+        self._engine = engine
+        keys = {
+            "server_public": connection.server_public.encode(),
+            "client_public": connection.client_public.encode(),
+            "client_secret": connection.client_secret.encode(),
+        }
+        own = unix_socket.connect(message.listener_name, message.listener_token, engine) if near else None
+        self.link: ProgramLink = own or Link(zmq.Context(), engine, message.url, **keys)
+        self._addresses = dict(message.servers)
+        self._servers = Servers(self._addresses, engine + 1, connection)
+        access = ServerAccess(self._servers, is_worker=True, device=torch_device(device))
+        this_process.servers = access
+        self._runner = Runner(access, self.index)
+        self.alone = _team_of_one(message.team, engine, device)
+        self._definitions: tuple[tuple[int, Any], ...] = ()  # that have come, and may not be the runner's yet
+        self._seed: int | None = None
+        self._random: tuple[Environment, list[torch.Tensor]] | None = None  # while others draw
+
+    def renew(self, message: TakeTask) -> None:
+        """Parameter servers have come in the place of others."""
+        for server, address in message.servers.items():
+            if self._addresses.get(server) != address:
+                self._addresses[server] = address
+                self._servers.replace(server, address)
+
+    def take_in(self, message: RunClosure) -> None:
+        """Keep what comes once, whether this closure runs or was told to end before it began."""
+        self._definitions += message.definitions
+        self._seed = message.seed if message.seed is not None else self._seed
+
+    def run(self, message: RunClosure) -> ClosureResult:
+        """Run a closure that was taken in; raises what it does."""
+        if self._seed is not None:
+            _seed(self._seed)
+            self._seed = None
+        elif self._random is not None:
+            apply_environment(self._random[0])
+            streams.write(self._random[1])
+        self._random = None
+        if not self._definitions:
+            return self._runner.run(message)
+        result = self._runner.run(message._replace(definitions=self._definitions))
+        self._definitions = ()  # not if it was ended: then it may not have them
+        return result
+
+    def suspend(self) -> None:
+        """Another program comes, with random numbers of its own: this worker's go on later."""
+        if self._random is None:
+            modes = capture_environment().modes
+            self._random = Environment({name: modes[name] for name in RANDOM}), streams.read()
+
+
+def _team_of_one(team: Team, engine: int, device: Device) -> Team:
+    return replace(team, engines=(engine,), devices=(device,), hosts=())
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(seed % (1 << 32))
+
+
+def _address_towards(url: str) -> str:
+    """This machine's address on the network that leads to another one."""
+    there = urlsplit(url)
+    family = socket.AF_INET6 if ":" in (there.hostname or "") else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((there.hostname, there.port))  # sends nothing
+        return str(probe.getsockname()[0])

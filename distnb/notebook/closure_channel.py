@@ -1,0 +1,363 @@
+"""The coordinator's way to the cluster: a channel of its own to the workers, and a thread that reads it.
+
+Closures go out from the thread that schedules them, or from this one, when a reply has come. Each is a program of one
+engine: the supervisor follows it, so that it can be ended, and what it writes is shown as any program's is.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from distnb.coordinator.link import (
+    ClosureEnded,
+    ClosureGivenBack,
+    ClosureGivenUp,
+    Event,
+    LinkClosed,
+    ServerGone,
+    ServerUp,
+    UserInterrupted,
+    WorkerLost,
+    WorkerUp,
+)
+from distnb.errors import MessageError, StartError
+from distnb.notebook.failures import reported
+from distnb.notebook.front_end import FrontEnd
+from distnb.notebook.supervision import GiveUpOn
+from distnb.runtime.interrupts import drain
+from distnb.topology import PS, WORKER, Task
+from distnb.wire.messages import Died, ErrorReport, GivenBack, Hello, Output, Reply, RunClosure, TakeTask, Unread
+
+if TYPE_CHECKING:
+    from distnb.notebook.engines import Engines
+    from distnb.runtime.servers.client import Servers
+
+__all__ = ["ClosureChannel"]
+
+_MEETING_S = 30.0
+_COORDINATOR = 0  # how the parameter servers know this process; engine e is e + 1
+
+Ask = Callable[[Sequence[int], Callable[[int, Any], Any]], dict[int, Any]]
+
+
+class ClosureChannel:
+    """Implements `coordinator.link.ClusterLink` on a session's engines.
+
+    Args:
+        engines: They have roles, or all are workers.
+        ask: Runs a program on some engines: called with them, and with what makes the message of a program's number
+            and team. Gives the values of the replies, by engine.
+        front: Gives the front end that shows what happens.
+        open_error: Opens an exception that was packed.
+
+    Attributes:
+        workers: The indices of the worker tasks.
+        num_servers: How many parameter servers there are.
+        closed: Whether the cluster was stopped.
+    """
+
+    def __init__(
+        self, engines: Engines, ask: Ask, front: Callable[[], FrontEnd], open_error: Callable[[Any], Any]
+    ) -> None:
+        self._engines = engines
+        self._ask = ask
+        self._front = front
+        self._open_error = open_error
+        self._tasks = engines.tasks or {engine: Task(WORKER, engine) for engine in engines.ids}
+        self._engine_of = {task.index: engine for engine, task in self._tasks.items() if task.job == WORKER}
+        self.workers = tuple(sorted(self._engine_of))
+        self.num_servers = len(self._tasks) - len(self.workers)
+        self.closed = False
+        self._supervisor = engines.supervisor
+        self._peers, self._url = engines.open_peers()
+        self._addresses: dict[int, Any] = {}
+        self._client: Servers | None = None
+        # What follows is changed by the thread alone, but for programs that are sent.
+        self._under_way: dict[int, int] = {}  # program: engine
+        self._up: dict[int, int] = {}  # engine: its process
+        self._listeners: list[tuple[Callable[[Event | None], None], Callable[[], float | None]]] = []
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._peers.watch(self._wake_fd)
+        self._unsubscribe = self._supervisor.events.subscribe(self._notice)
+        self._thread = threading.Thread(target=self._serve, name="distnb-closures", daemon=True)
+        self._thread.start()
+
+    # -- engines take their tasks ----------------------------------------------------------------------------------
+
+    def enlist(self, engines: Iterable[int]) -> None:
+        """Let engines that have just come up take their tasks. Who calls it has the session's turn."""
+        engines = [engine for engine in engines if engine in self._tasks]
+        servers = [engine for engine in engines if self._tasks[engine].job == PS]
+        workers = [engine for engine in engines if self._tasks[engine].job == WORKER]
+        if servers:
+            for engine, address in self._ask(servers, self._task_message).items():
+                self._take_in(self._tasks[engine].index, address)
+            # Those who knew the servers before are told of the new ones.
+            workers = sorted({*workers, *(engine for engine in self._up if engine in self._engines.left)})
+        if workers:
+            self._ask(workers, self._task_message)
+            self._meet([engine for engine in workers if engine in engines])
+        for engine in servers:
+            self._run(partial(self._tell, ServerUp(self._tasks[engine].index)))
+
+    def _task_message(self, program: int, team: Any) -> TakeTask:
+        listener = self._peers.listener
+        spread = bool(self._engines.hosts())
+        return TakeTask(
+            program, team, self._tasks, listener.name, listener.token, self._url, dict(self._addresses), spread
+        )
+
+    def _take_in(self, server: int, address: Any) -> None:
+        from distnb.runtime.servers.client import Servers
+
+        known = self._addresses
+        self._addresses = {**known, server: address}
+        if self._client is None:
+            self._client = Servers({server: address}, _COORDINATOR, self._engines.keys)
+        else:
+            self._client.replace(server, address)
+
+    def _meet(self, engines: Sequence[int]) -> None:
+        """Wait until workers have said on the new channel that they are there."""
+        hellos = [self._supervisor.hellos[engine] for engine in engines]
+
+        def meet() -> None:
+            self._peers.let_in()
+            if not all(hello.near for hello in hellos):
+                self._peers.listen_to_remote()
+
+        self._run(meet)
+        deadline = time.monotonic() + _MEETING_S
+        while missing := [hello for hello in hellos if self._up.get(hello.engine) != hello.pid]:
+            if all(hello.engine not in self._engines.left for hello in missing):
+                return  # they ended meanwhile
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"Engine {missing[0].engine} did not open its channel for closures in {_MEETING_S:.0f} s. Start it "
+                    f"anew: %distnb restart {missing[0].engine}."
+                )
+            time.sleep(0.001)
+
+    def leave(self, engines: Iterable[int]) -> None:
+        """Engines are about to be replaced."""
+        for engine in engines:
+            self._run(partial(self._lose, engine, "was ended by a restart"))
+
+    # -- ClusterLink -----------------------------------------------------------------------------------------------
+
+    @property
+    def servers(self) -> Servers:
+        """This process's connections with the parameter servers."""
+        if self._client is None:
+            from distnb.errors import NoClusterError
+
+            raise NoClusterError(
+                "The cluster has no parameter servers. Start one that has: %distnb stop, then %distnb start "
+                "--workers 2 --ps 1, or distnb.start(workers=2, ps=1)."
+            )
+        return self._client
+
+    def number(self) -> int:
+        """The serial number of the next program."""
+        return self._engines.dispatch.number()
+
+    def send(self, worker: int, message: RunClosure) -> None:
+        """Send a closure; from any thread."""
+        engine, program = self._engine_of[worker], message.program
+        self._under_way[program] = engine
+        self._supervisor.program_began(program, (engine,))
+        if self._peers.is_near(engine):
+            self._peers.send((engine,), message)  # if it has ended, its pidfd tells
+        else:
+            self._do(partial(self._peers.send, (engine,), message))
+
+    def take_back(self, worker: int, program: int) -> None:
+        """Ask for a program that the worker may not have begun."""
+        self._supervisor.take_back(self._engine_of[worker], program)
+
+    def interrupt(self, program: int) -> None:
+        """End a program."""
+        self._supervisor.interrupt(program)
+
+    def error(self, report: ErrorReport, worker: int, closure: str) -> BaseException:
+        """The exception that a worker has reported."""
+        device = self._engines.cluster.engines[self._engine_of[worker]].device
+        who = f"orker {worker} ({device}), in {closure},"
+        lines = self._front().callers_lines
+        return reported(report, f"W{who}", f"w{who}", callers_lines=lines, opened=self._open_error)
+
+    def catch_up(self) -> None:
+        """Show what workers have written so far."""
+        if self._is_shown():
+            self._front().catch_up()
+        elif not self.closed:
+            self._supervisor.await_flush(self._up, 1.0)
+
+    def subscribe(
+        self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]
+    ) -> Callable[[], None]:
+        """Tell of events from now on, of those that are there first."""
+        entry = listener, deadline
+
+        def begin() -> None:
+            for engine in sorted(self._up):
+                listener(WorkerUp(self._tasks[engine].index))
+            self._listeners.append(entry)
+
+        self._run(begin)
+        return lambda: self._run(partial(self._listeners.remove, entry))
+
+    # -- the session's -----------------------------------------------------------------------------------------------
+
+    def user_interrupts(self) -> bool:
+        """The user wants closures to end. False if none is under way."""
+        busy = bool(self._under_way)
+        self._do(partial(self._tell, UserInterrupted()))
+        return busy
+
+    def close(self) -> None:
+        """The cluster is stopped."""
+        if self.closed:
+            return
+        self.closed = True
+        self._unsubscribe()
+        self._do(partial(self._tell, LinkClosed()))
+        self._jobs.put(None)
+        os.eventfd_write(self._wake_fd, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+        self._peers.close()
+        os.close(self._wake_fd)
+        if self._client is not None:
+            self._client.close()
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _do(self, job: Callable[[], object]) -> None:
+        """Let the thread do something."""
+        self._jobs.put(job)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self, job: Callable[[], object]) -> None:
+        """The same, and wait until it has."""
+        if threading.current_thread() is self._thread:
+            job()
+            return
+        done, failed = threading.Event(), []
+
+        def run() -> None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001  # whoever waits raises it
+                failed.append(error)
+            done.set()
+
+        self._do(run)
+        done.wait()
+        if failed:
+            raise failed[0]
+
+    def _serve(self) -> None:
+        while True:
+            readable = self._peers.wait(self._patience_s())
+            if self._wake_fd in readable:
+                drain(self._wake_fd)
+                while not self._jobs.empty():
+                    job = self._jobs.get()
+                    if job is None:
+                        return
+                    self._guarded(job)
+            came = False
+            for engine, message in self._peers.receive(readable):
+                came = True
+                self._guarded(partial(self._take, engine, message))
+            if not came:
+                self._tell(None)
+
+    def _guarded(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except Exception:  # noqa: BLE001
+            traceback.print_exc()  # a defect of ours; others still wait for this thread
+
+    def _patience_s(self) -> float | None:
+        deadlines = [each for _, deadline in self._listeners if (each := deadline()) is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _tell(self, event: Event | None) -> None:
+        for listener, _ in tuple(self._listeners):
+            listener(event)
+
+    def _take(self, engine: int, message: Any) -> None:
+        if isinstance(message, Hello):
+            self._up[engine] = message.pid
+            self._tell(WorkerUp(self._tasks[engine].index))
+            return
+        if isinstance(message, Unread | MessageError):
+            # It stands for the oldest program that the engine has not replied to.
+            program = min((each for each, own in self._under_way.items() if own == engine), default=None)
+            if program is None:
+                return
+            if isinstance(message, MessageError):
+                text = str(message)
+                report = ErrorReport(None, "distnb.errors.MessageError", text, (text,), (text,))
+            else:
+                report = message.error
+            message = Reply(program, "error", report)
+        self._under_way.pop(message.program, None)
+        self._supervisor.replied(engine, message.program)
+        self._tell(ClosureEnded(self._tasks[engine].index, message))
+
+    def _lose(self, engine: int, how: str) -> None:
+        task = self._tasks[engine]
+        if task.job == PS:
+            if self._client is not None:
+                self._client.lost(task.index, how)
+            self._tell(ServerGone(task.index, how))
+            return
+        for message in self._peers.part(engine):
+            self._take(engine, message)
+        if self._up.pop(engine, None) is None:
+            return
+        for program in [each for each, own in tuple(self._under_way.items()) if own == engine]:
+            del self._under_way[program]
+            self._supervisor.replied(engine, program)
+        self._tell(WorkerLost(task.index, how))
+
+    # -- the supervisor's thread -------------------------------------------------------------------------------------
+
+    def _notice(self, event: Any) -> None:
+        if isinstance(event, Output):
+            if not self._is_shown() and event.engine in self._up:
+                stream = sys.stdout if event.stream == "stdout" else sys.stderr
+                stream.write(event.text)
+                stream.flush()
+        elif isinstance(event, Died):
+            self._do(partial(self._bury, event))
+        elif isinstance(event, GiveUpOn) and event.program in self._under_way:
+            self._do(partial(self._tell, ClosureGivenUp(self._tasks[event.engine].index, event.program)))
+        elif isinstance(event, GivenBack):
+            self._do(partial(self._give_back, event))
+
+    def _bury(self, event: Died) -> None:
+        pid = self._up.get(event.engine)
+        if event.engine in self._tasks and pid in (None, event.pid):  # another may have taken its place already
+            self._lose(event.engine, event.exit_status)
+
+    def _give_back(self, event: GivenBack) -> None:
+        if self._under_way.pop(event.program, None) is not None:
+            self._supervisor.replied(event.engine, event.program)
+            self._tell(ClosureGivenBack(self._tasks[event.engine].index, event.program))
+
+    def _is_shown(self) -> bool:
+        """Whether a front end shows what replicas write: a plain script has none."""
+        return self._front() != FrontEnd()

@@ -1,0 +1,142 @@
+"""Closures whose workers are lost, replaced or stopped: each ends once, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import distnb
+from distnb.coordinator import ClusterCoordinator, RemoteValue
+from distnb.errors import ClosureCancelled, NoClusterError, ServerLost
+from distnb.notebook import engines
+from distnb.notebook.compose import require
+from distnb.runtime.servers.messages import Create, Describe
+from tests.multiprocess.coordinators import OnTwoWorkers
+from tests.processes import wait_until
+
+pytestmark = pytest.mark.timeout(120)
+_WITHIN_S = 40.0
+
+
+@pytest.fixture
+def coordinator() -> Iterator[ClusterCoordinator]:
+    distnb.start(2)
+    try:
+        yield ClusterCoordinator(OnTwoWorkers())
+    finally:
+        distnb.stop()
+
+
+def whoami() -> int:
+    return os.getpid()
+
+
+def test_a_killed_workers_closures_run_elsewhere(coordinator: ClusterCoordinator) -> None:
+    made = coordinator.create_per_worker_value(lambda: os.getpid())
+
+    def slow(own: int) -> tuple[int, int]:
+        time.sleep(0.05)
+        return own, os.getpid()
+
+    before = coordinator.status().retried
+    values = [coordinator.schedule(slow, args=(made,)) for _ in range(30)]
+    wait_until(lambda: sum(value.ended for value in values) >= 4, _WITHIN_S)
+    os.kill(require().status()[0].pid, signal.SIGKILL)
+    coordinator.join()
+    found = coordinator.fetch(values)
+    assert all(own == pid for own, pid in found)
+    assert len({pid for _, pid in found}) == 2
+    assert 1 <= coordinator.status().retried - before <= 3
+    assert coordinator.status().workers[0].state == "lost"
+    require().restart(missing=True)
+    assert coordinator.status().workers[0].state == "idle"
+    found = coordinator.fetch([coordinator.schedule(slow, args=(made,)) for _ in range(6)])
+    assert len({pid for _, pid in found}) == 2
+    assert all(own == pid for own, pid in found)
+
+
+def test_with_all_workers_gone_it_says_so_and_goes_on_when_one_comes(
+    coordinator: ClusterCoordinator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for row in require().status():
+        os.kill(row.pid, signal.SIGKILL)
+    wait_until(lambda: all(each.state == "lost" for each in coordinator.status().workers), _WITHIN_S)
+    values = [coordinator.schedule(whoami) for _ in range(5)]
+    assert capsys.readouterr().err.count("no worker is there") == 1
+    require().restart([0])
+    coordinator.join()
+    assert len(set(coordinator.fetch(values))) == 1
+    require().restart(missing=True)
+    assert len({coordinator.schedule(lambda: (time.sleep(0.05), os.getpid())[1]) for _ in range(4)}) == 4
+    coordinator.join()
+
+
+def test_a_restart_of_busy_workers_loses_nothing(coordinator: ClusterCoordinator) -> None:
+    values = [coordinator.schedule(lambda n: (time.sleep(0.05), n)[1], args=(n,)) for n in range(12)]
+    require().restart()
+    assert coordinator.fetch(values) == list(range(12))
+
+
+def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> None:
+    value: RemoteValue = coordinator.schedule(time.sleep, args=(60,))
+    threading.Timer(0.3, distnb.stop).start()
+    with pytest.raises(NoClusterError, match="was stopped"):
+        coordinator.join()
+    with pytest.raises(ClosureCancelled, match="the cluster was stopped"):
+        value.fetch()
+    with pytest.raises(NoClusterError):
+        coordinator.schedule(whoami)
+
+
+def test_a_lost_server_is_an_error_at_once_until_another_takes_its_place() -> None:
+    distnb.start(workers=2, ps=2)
+    try:
+        coordinator = ClusterCoordinator(OnTwoWorkers())
+        servers = coordinator._link.servers
+        create = Create((1, 0), "v", torch.ones(2))
+        servers.exchange({0: [create], 1: [create]})
+        assert coordinator.schedule(whoami).fetch() in {row.pid for row in require().status()[:2]}
+        running = coordinator.schedule(time.sleep, args=(60,))
+        wait_until(lambda: running.state == "running", _WITHIN_S)
+        os.kill(require().status()[3].pid, signal.SIGKILL)
+        with pytest.raises(ServerLost, match=r"Parameter server 1 .*checkpoint"):
+            coordinator.join()
+        with pytest.raises(ClosureCancelled, match="Parameter server 1"):
+            running.fetch()
+        for _ in range(2):
+            with pytest.raises(ServerLost, match="Parameter server 1"):
+                coordinator.schedule(whoami)
+        with pytest.raises(ServerLost):
+            servers.exchange({1: [Describe()]})
+        assert coordinator.status().lost_servers == (1,)
+        require().restart(missing=True)
+        assert servers.exchange({0: [Describe()], 1: [Describe()]})[1] == ((),)
+        assert coordinator.schedule(whoami).fetch()
+        coordinator.join()
+    finally:
+        distnb.stop()
+
+
+def test_closures_reach_workers_that_are_connected_by_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = engines.Connection
+    monkeypatch.setattr(engines, "Connection", lambda **given: make(**{**given, "listener_name": ""}))
+    distnb.start(workers=2, ps=1)
+    try:
+        coordinator = ClusterCoordinator(OnTwoWorkers())
+        assert not any(hello.near for hello in require()._supervisor.hellos.values())
+        values = [coordinator.schedule(lambda x: x * 2, args=(torch.full((50_000,), float(n)),)) for n in range(200)]
+        assert [value[0].item() for value in coordinator.fetch(values)] == [2.0 * n for n in range(200)]
+        slow = [coordinator.schedule(lambda n: (time.sleep(0.05), n)[1], args=(n,)) for n in range(12)]
+        os.kill(require().status()[0].pid, signal.SIGKILL)
+        assert coordinator.fetch(slow) == list(range(12))
+        require().restart(missing=True)
+        pids = coordinator.fetch([coordinator.schedule(lambda: (time.sleep(0.1), os.getpid())[1]) for _ in range(6)])
+        assert len(set(pids)) == 2
+    finally:
+        distnb.stop()

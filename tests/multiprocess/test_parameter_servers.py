@@ -1,0 +1,414 @@
+"""A parameter server in a process of its own, and its clients: no change is lost or made twice, whoever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+import torch
+import zmq
+
+from distnb.cluster.connection import Keys, make_keys
+from distnb.errors import MessageError, ServerLost, StructureError
+from distnb.runtime.servers import client as clients
+from distnb.runtime.servers.client import Servers
+from distnb.runtime.servers.messages import Address, Create, Describe, MakeOptimizer, Pull, PullRows, Write
+from distnb.runtime.servers.service import Service
+from distnb.wire import unix_socket
+from distnb.wire.codec import encode
+from distnb.wire.unix_socket import connect
+from tests import warm_python
+from tests.processes import wait_until
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = str(Path(__file__).parents[2])
+W, TABLE = (0, 0), (1, 0)
+LARGE = 3_000_000  # numbers: more than a socket's buffer holds
+_WITHIN_S = 60.0
+
+SERVER = """
+import json, os, sys
+from distnb.runtime.servers.service import Service
+
+told = json.loads(os.environ["TOLD"])
+service = Service(client_public=told["public"], host=told["host"])
+service.start()
+with open(told["file"] + "~", "w") as file:
+    json.dump(service.address, file)
+os.rename(told["file"] + "~", told["file"])
+service._thread.join()
+"""
+
+PUSHER = """
+import json, os, sys
+import torch
+from distnb.cluster.connection import Keys
+from distnb.runtime.servers.client import Servers
+from distnb.runtime.servers.messages import Address, Step, Write
+
+told = json.loads(os.environ["TOLD"])
+servers = Servers({0: Address(*told["address"])}, told["number"], Keys(*told["keys"]))
+gradient = torch.full((told["size"],), -1.0)
+for n in range(told["count"]):
+    token = (told["number"], 2 * n)
+    servers.exchange({0: [Write((0, 0), "assign_add", 1.0, token=token)]})
+    servers.exchange({0: [Step(0, {(0, 0): gradient}, ({},), {}, (token[0], token[1] + 1))]})
+"""
+
+
+class Cluster:
+    """Processes of one test.
+
+    Args:
+        folder: For their files.
+        host: Where its servers listen, and its clients go; None: on UNIX sockets only.
+    """
+
+    def __init__(self, folder: Path, host: str | None) -> None:
+        self.keys = make_keys()
+        self.host = host
+        self._folder = folder
+        self.processes: list[warm_python.Forked] = []
+
+    def run(self, text: str, **told: Any) -> warm_python.Forked:
+        name = f"process{len(self.processes)}"
+        script = self._folder / f"{name}.py"
+        script.write_text(text)
+        environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "TOLD": json.dumps(told)}
+        out, err = self._folder / f"{name}.out", self._folder / f"{name}.err"
+        self.processes.append(warm_python.start(script, 0, env=environment, out=out, err=err))
+        return self.processes[-1]
+
+    def serve(self) -> tuple[Address, warm_python.Forked]:
+        """A server's address, and its process."""
+        file = self._folder / f"address{len(self.processes)}"
+        process = self.run(SERVER, public=self.keys.client_public, host=self.host, file=str(file))
+        wait_until(file.exists, _WITHIN_S)
+        address = Address(*json.loads(file.read_text()))
+        assert (address.url == "") is (self.host is None)
+        return (address if self.host is None else address._replace(name="")), process
+
+    def push(self, address: Address, number: int, count: int, size: int) -> warm_python.Forked:
+        """A client that adds 1 to a shard, by hand and by steps, so many times each."""
+        keys = list(vars(self.keys).values())
+        return self.run(PUSHER, address=address, number=number, keys=keys, count=count, size=size)
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(params=[None, "127.0.0.1"], ids=["of this host", "of another"])
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path, request.param)
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[Service, Keys]]:
+    """One in this process, for clients of its host."""
+    keys = make_keys()
+    service = Service(client_public=keys.client_public, host=None)
+    service.start()
+    yield service, keys
+    service.close()
+
+
+def sgd(groups: list[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": group} for group in groups], lr=1.0)
+
+
+sgd.__module__ = "__main__"  # by value
+
+
+def make(size: int) -> list[Any]:
+    """Operations that make a shard of zeros, and an optimizer for it."""
+    return [Create(W, "w", None, (size,)), MakeOptimizer(0, cloudpickle.dumps(sgd), ((W,),))]
+
+
+def value(servers: Servers, server: int = 0) -> torch.Tensor:
+    pulled: torch.Tensor = servers.exchange({server: [Pull({W: -1})]})[server][0][W][1]
+    return pulled
+
+
+# -- exchanges ---------------------------------------------------------------------------------------------------------
+
+
+def test_several_servers_are_asked_at_once_and_large_tensors_come_and_go(cluster: Cluster) -> None:
+    addresses = {server: cluster.serve()[0] for server in (0, 1)}
+    with closing(Servers(addresses, 5, cluster.keys)) as servers:
+        tensors = {server: torch.randn(LARGE) for server in addresses}
+        servers.exchange({server: [Create(W, "w", tensor)] for server, tensor in tensors.items()})
+        pulled = servers.exchange(
+            {server: [Pull({W: -1}), PullRows(W, torch.arange(0, LARGE, 3))] for server in (0, 1)}
+        )
+        for server, tensor in tensors.items():
+            (whole, (_, rows)) = pulled[server]
+            assert torch.equal(whole[W][1], tensor)
+            assert torch.equal(rows, tensor[::3])
+            whole[W][1].zero_()  # it is the client's own
+            assert torch.equal(value(servers, server), tensor)
+        assert servers.exchange({}) == {}
+
+
+def test_two_clients_change_a_shard_at_the_same_time_and_no_change_is_lost_or_made_twice(cluster: Cluster) -> None:
+    address, _ = cluster.serve()
+    with closing(Servers({0: address}, 5, cluster.keys)) as servers:
+        servers.exchange({0: make(50_000)})
+        pushers = [cluster.push(address, number, 150, 50_000) for number in (1, 2)]
+        while any(pusher.poll() is None for pusher in pushers):
+            whole = value(servers)
+            assert whole.min() == whole.max()  # atomic: nobody sees half a change
+        assert [pusher.wait() for pusher in pushers] == [0, 0]
+        assert torch.equal(value(servers), torch.full((50_000,), 600.0))
+        assert servers.exchange({0: [Describe()]})[0][0][0].updates == 600
+
+
+def test_a_client_that_is_killed_leaves_whole_changes_and_can_be_run_again(cluster: Cluster) -> None:
+    address, _ = cluster.serve()
+    with closing(Servers({0: address}, 5, cluster.keys)) as servers:
+        servers.exchange({0: make(LARGE)})
+        for least in (1, 2, 4):  # it is somewhere in a message of 12 MB
+            pusher = cluster.push(address, 1, 5, LARGE)
+            wait_until(lambda least=least: value(servers).max() >= least, _WITHIN_S)
+            pusher.kill()
+            pusher.wait()
+            whole = value(servers)
+            assert whole.min() == whole.max()
+        assert cluster.push(address, 1, 5, LARGE).wait() == 0  # another begins anew, and comes to its end
+        assert torch.equal(value(servers), torch.full((LARGE,), 10.0))
+
+
+def test_an_error_is_raised_at_the_client_and_says_whose_it_is(cluster: Cluster) -> None:
+    addresses = {server: cluster.serve()[0] for server in (0, 1)}
+    with closing(Servers(addresses, 5, cluster.keys)) as servers:
+        servers.exchange({server: make(2) for server in addresses})
+        wrong = Write(W, "assign", torch.ones(3))
+        with pytest.raises(StructureError, match="shape") as caught:
+            servers.exchange({0: [Describe()], 1: [wrong]})
+        assert caught.value.__notes__ == ["It was raised by parameter server 1."]
+        with pytest.raises(StructureError) as caught:
+            servers.exchange({0: [wrong], 1: [wrong]})
+        assert [note.partition(":")[0] for note in caught.value.__notes__] == [
+            "It was raised by parameter server 0.",
+            "There was another error",
+        ]
+        assert torch.equal(value(servers, 1), torch.zeros(2))
+
+
+class _Unreadable:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_request_that_cannot_be_read_is_an_error_and_no_end(cluster: Cluster) -> None:
+    with closing(Servers({0: cluster.serve()[0]}, 5, cluster.keys)) as servers:
+        with pytest.raises(MessageError, match="no number"):
+            servers.exchange({0: [Write(W, "assign", _Unreadable())]})
+        assert servers.exchange({0: [Describe()]}) == {0: ((),)}
+
+
+def test_threads_of_one_client_take_turns(cluster: Cluster) -> None:
+    with closing(Servers({0: cluster.serve()[0]}, 5, cluster.keys)) as servers:
+        servers.exchange({0: make(3)})
+
+        def add() -> None:
+            for _ in range(100):
+                servers.exchange({0: [Write(W, "assign_add", 1.0)]})
+
+        threads = [threading.Thread(target=add) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.equal(value(servers), torch.full((3,), 300.0))
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def frozen(process: warm_python.Forked) -> Iterator[None]:
+    """It answers nothing meanwhile."""
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, _WITHIN_S)
+    yield
+    process.send_signal(signal.SIGCONT)
+
+
+def in_exchange() -> bool:
+    """Whether the main thread waits for an answer."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and frame.f_code is Servers._wait.__code__
+
+
+def meanwhile(act: Callable[[], object]) -> threading.Thread:
+    """Do something as soon as the main thread waits for an answer."""
+
+    def run() -> None:
+        wait_until(in_exchange, _WITHIN_S)
+        act()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_a_server_that_is_killed_ends_exchanges_until_another_takes_its_place(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, None)
+    (first, process), (second, _) = cluster.serve(), cluster.serve()
+    with closing(Servers({0: first, 1: second}, 5, cluster.keys)) as servers:
+        servers.exchange({0: make(3), 1: make(3)})
+        known = servers.exchange({0: [Pull({W: -1})]})[0][0][W][0]
+        with frozen(process):
+            thread = meanwhile(process.kill)
+            with pytest.raises(ServerLost, match=r"server 0 has ended\. .*last checkpoint"):
+                servers.exchange({0: [Describe()], 1: [Write(W, "assign", 2.0)]})
+            thread.join()
+        with pytest.raises(ServerLost):
+            servers.exchange({0: [Describe()]})
+        assert torch.equal(value(servers, 1), torch.full((3,), 2.0))  # others go on, and late answers disturb nobody
+        servers.replace(0, cluster.serve()[0])
+        assert servers.exchange({0: [Describe()]}) == {0: ((),)}
+        servers.exchange({0: make(3)})
+        assert W in servers.exchange({0: [Pull({W: known})]})[0][0]  # no version is taken for one of the lost server
+    cluster.end()
+
+
+def test_others_tell_that_a_server_is_lost(cluster: Cluster) -> None:
+    address, process = cluster.serve()
+    with closing(Servers({0: address}, 5, cluster.keys)) as servers:
+        with frozen(process):
+            thread = meanwhile(lambda: servers.lost(0, "its machine is silent"))
+            with pytest.raises(ServerLost, match="its machine is silent"):
+                servers.exchange({0: [Describe()]})
+            thread.join()
+            with pytest.raises(ServerLost, match="its machine is silent"):
+                servers.exchange({0: [Describe()]})
+        servers.replace(0, address)
+        assert servers.exchange({0: [Describe()]}) == {0: ((),)}
+
+
+def test_nobody_at_an_address_is_an_error() -> None:
+    with (
+        closing(Servers({0: Address("distnb-of-one-that-is-gone", "token")}, 5, make_keys())) as servers,
+        pytest.raises(ServerLost, match="nobody listens"),
+    ):
+        servers.exchange({0: [Describe()]})
+
+
+def test_who_waits_can_be_interrupted_and_asks_again(cluster: Cluster) -> None:
+    address, process = cluster.serve()
+    with closing(Servers({0: address}, 5, cluster.keys)) as servers:
+        servers.exchange({0: make(3)})
+        with frozen(process):
+            for _ in range(3):
+                thread = meanwhile(lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
+                with pytest.raises(KeyboardInterrupt):
+                    servers.exchange({0: [Write(W, "assign_add", 1.0, token=(1, 0)), Pull({W: -1})]})
+                thread.join()
+        assert servers.exchange({0: [Describe()]})[0][0][0].updates == 1  # and no late answer is taken for it
+
+
+def interrupting(files: set[str], moment: int) -> tuple[Callable[[FrameType, str, Any], Any], list[int]]:
+    """A trace function that interrupts before one of the instructions of some files, and whether it did."""
+    count, interrupted = 0, []
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename not in files:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            count += 1
+            if count == moment:
+                interrupted.append(moment)
+                raise KeyboardInterrupt
+        return trace
+
+    return trace, interrupted
+
+
+def test_an_interrupt_between_any_two_instructions_leaves_a_client_that_works(service: tuple[Service, Keys]) -> None:
+    files = {clients.__file__, unix_socket.__file__}
+    with closing(Servers({0: service[0].address}, 5, service[1])) as servers:
+        servers.exchange({0: make(100_000)})
+        moment, step, done = 1, 7, 0
+        ran_through = False
+        while not ran_through:
+            trace, interrupted = interrupting(files, moment)
+            change = Write(W, "assign_add", torch.ones(100_000), token=(1, moment))
+            before = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                servers.exchange({0: [change, Pull({W: -1})]})
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(before)
+            ran_through = not interrupted
+            servers.exchange({0: [change]})  # as a closure does that is run again
+            done += 1
+            moment += step
+        assert done > 20
+        assert torch.equal(value(servers), torch.full((100_000,), float(done)))
+
+
+# -- strangers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_stranger_gets_nothing(service: tuple[Service, Keys]) -> None:
+    address = service[0].address
+    assert not [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
+    with closing(Servers({0: address}, 5, service[1])) as servers:
+        servers.exchange({0: make(3)})
+        stranger = connect(address.name, "another token", 6)
+        assert stranger is not None
+        stranger.send_frames(encode("run this"))
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as silent:
+            silent.connect(f"\0{address.name}")
+            assert torch.equal(value(servers), torch.zeros(3))
+        wait_until(lambda: stranger.receive() is None and stranger.ended, _WITHIN_S)
+        stranger.close()
+        wrong = Servers({0: address._replace(token="0" * 64)}, 7, service[1])
+        with closing(wrong), pytest.raises(ServerLost):
+            wrong.exchange({0: [Describe()]})
+
+
+def test_a_stranger_of_another_host_gets_nothing() -> None:
+    keys = make_keys()
+    service = Service(client_public=keys.client_public, host="127.0.0.1")
+    service.start()
+    address = service.address._replace(name="")
+    assert address.url.startswith("tcp://127.0.0.1:")
+    with closing(service), closing(Servers({0: address}, 5, keys)) as servers:
+        servers.exchange({0: make(3)})
+        stranger = Servers({0: address}, 6, make_keys())
+        plain: Any = zmq.Context()
+        dealer = plain.socket(zmq.DEALER)
+        dealer.connect(address.url)
+        dealer.send_multipart(encode("run this"))
+        other = Servers({0: address._replace(public=zmq.curve_keypair()[0].decode())}, 7, keys)
+        for each in (stranger, other):
+            ended = threading.Timer(0.5, each.lost, (0, "no answer came"))
+            ended.start()
+            with closing(each), pytest.raises(ServerLost, match="no answer came"):
+                each.exchange({0: [Write(W, "assign", 7.0)]})
+        assert not dealer.poll(0)
+        plain.destroy(linger=0)
+        assert torch.equal(value(servers), torch.zeros(3))

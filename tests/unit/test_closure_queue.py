@@ -1,0 +1,185 @@
+"""Which closure runs on which worker: the state machine, against simple cases and a model that walks at random."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Send, TakeBack, TellNobodyRuns
+
+
+def test_closures_go_to_the_worker_that_has_least_in_the_order_in_which_they_were_scheduled() -> None:
+    queue = ClosureQueue(depth=2)
+    queue.worker_up(0, 0.0)
+    queue.worker_up(1, 0.0)
+    orders = [order for number in range(5) for order in queue.scheduled(number, 0.0)]
+    assert orders == [Send(0, 0), Send(1, 1), Send(2, 0), Send(3, 1)]
+    assert queue.ended(1, 1, "done", 0.0) == [Send(4, 1)]
+    assert queue.counts[:3] == (0, 4, 1)
+    assert queue.oldest == 0
+
+
+def test_what_a_lost_worker_had_comes_next_and_in_order() -> None:
+    queue = ClosureQueue(depth=2)
+    queue.worker_up(0, 0.0)
+    for number in range(4):
+        queue.scheduled(number, 0.0)
+    assert queue.worker_lost(0, 0.0) == [TellNobodyRuns()]
+    assert queue.counts.retried == 2
+    assert queue.worker_up(1, 0.0) == [Send(0, 1), Send(1, 1)]
+    assert queue.ended(0, 0, "done", 0.0) == []  # the lost one's word comes too late
+    assert queue.counts.done == 0
+
+
+def test_without_a_worker_it_says_so_once() -> None:
+    queue = ClosureQueue()
+    assert queue.scheduled(0, 0.0) == [TellNobodyRuns()]
+    assert queue.scheduled(1, 0.0) == []
+    queue.worker_up(0, 0.0)
+    assert queue.worker_lost(0, 0.0) == [TellNobodyRuns()]
+
+
+def test_an_error_ends_all_others() -> None:
+    queue = ClosureQueue(depth=1)
+    queue.worker_up(0, 0.0)
+    queue.worker_up(1, 0.0)
+    for number in range(4):
+        queue.scheduled(number, 0.0)
+    assert queue.ended(0, 0, "failed", 0.0) == [Cancel(2), Cancel(3), Interrupt(1, 1)]
+    assert queue.ending
+    assert queue.ended(1, 1, "cancelled", 0.0) == [Cancel(1)]
+    assert (queue.idle, queue.ending) == (True, False)
+    assert queue.counts == (0, 0, 0, 1, 3, 0)
+    assert queue.scheduled(4, 0.0) == [Send(4, 0)]
+
+
+def test_a_closure_waits_for_those_whose_results_it_needs() -> None:
+    queue = ClosureQueue()
+    queue.worker_up(0, 0.0)
+    queue.scheduled(0, 0.0)
+    queue.scheduled(1, 0.0)
+    assert queue.scheduled(2, 0.0, after=[0, 1]) == []
+    assert queue.ended(0, 0, "done", 0.0) == []
+    assert queue.ended(0, 1, "done", 0.0) == [Send(2, 0)]
+
+
+def test_what_needs_the_result_of_a_cancelled_closure_is_cancelled() -> None:
+    queue = ClosureQueue()
+    queue.worker_up(0, 0.0)
+    queue.scheduled(0, 0.0)
+    queue.scheduled(1, 0.0, after=[0])
+    queue.scheduled(2, 0.0, after=[1])
+    assert queue.ended(0, 0, "cancelled", 0.0) == [Cancel(0), Cancel(1), Cancel(2)]
+    assert queue.idle
+
+
+def test_a_worker_that_is_stuck_gets_nothing_until_it_is_free() -> None:
+    queue = ClosureQueue(depth=1)
+    queue.worker_up(0, 0.0)
+    queue.scheduled(0, 0.0)
+    assert queue.cancel() == [Interrupt(0, 0)]
+    assert queue.given_up(0, 0, 1.0) == [Cancel(0)]
+    assert queue.scheduled(1, 1.0) == [TellNobodyRuns()]
+    assert queue.workers[0].stuck
+    assert queue.ended(0, 0, "done", 2.0) == [Send(1, 0)]
+    assert queue.counts.cancelled == 1
+    assert queue.counts.done == 0
+
+
+def test_a_worker_with_nothing_to_do_gets_what_waits_behind_a_long_closure() -> None:
+    queue = ClosureQueue(depth=2)
+    queue.worker_up(0, 0.0)
+    queue.worker_up(1, 0.0)
+    for number in range(3):
+        queue.scheduled(number, 0.0)
+    assert queue.ended(1, 1, "done", 0.001) == []
+    deadline = queue.next_deadline()
+    assert deadline is not None
+    assert queue.tick(deadline) == [TakeBack(2, 0)]
+    assert queue.next_deadline() is None
+    assert queue.given_back(0, 2, deadline) == [Send(2, 1)]
+    assert queue.counts.retried == 0
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_closure_ends_exactly_once_whatever_happens(seed: int) -> None:
+    draw = random.Random(seed)
+    queue = ClosureQueue(depth=draw.choice([1, 2, 3]))
+    there: dict[int, list[int]] = {}  # what each worker has been sent, and has not replied to
+    asked: set[tuple[int, int]] = set()
+    stuck: set[tuple[int, int]] = set()
+    ended: dict[int, str] = {}
+    number, now = 0, 0.0
+
+    def carry_out(orders: list[object]) -> None:
+        for order in orders:
+            if isinstance(order, Send):
+                assert order.closure not in ended
+                assert all(order.closure not in each for each in there.values())
+                assert not any(worker == order.worker for worker, _ in stuck)
+                there[order.worker].append(order.closure)
+            elif isinstance(order, Cancel):
+                assert order.closure not in ended
+                ended[order.closure] = "cancelled"
+            elif isinstance(order, Interrupt | TakeBack):
+                assert order.closure in there[order.worker]
+                asked.add((order.worker, order.closure))
+
+    for _ in range(400):
+        now += draw.random() * 0.02
+        event = draw.randrange(10)
+        busy = [worker for worker, closures in there.items() if closures]
+        if event < 4:
+            after = [each for each in draw.sample(range(number), min(number, 2)) if each not in ended]
+            carry_out(queue.scheduled(number, now, after if draw.random() < 0.3 else ()))
+            number += 1
+        elif event < 7 and busy:
+            worker = draw.choice(busy)
+            closure = there[worker].pop(0)
+            how = draw.choices(["done", "failed", "cancelled"], [8, 1, 1 if (worker, closure) in asked else 0])[0]
+            if how != "cancelled":
+                ended[closure] = how
+            carry_out(queue.ended(worker, closure, how, now))  # type: ignore[arg-type]
+        elif event == 7:
+            worker = draw.randrange(3)
+            there.pop(worker, None)
+            stuck -= {each for each in stuck if each[0] == worker}
+            carry_out(queue.worker_lost(worker, now))
+            if draw.random() < 0.8:
+                there[worker] = []
+                carry_out(queue.worker_up(worker, now))
+        elif event == 8 and draw.random() < 0.2:
+            carry_out(queue.cancel())
+        elif event == 9:
+            carry_out(queue.tick(now))
+            for worker, closure in sorted(asked):
+                if closure not in there.get(worker, ()):
+                    asked.discard((worker, closure))
+                elif closure in queue._ending and draw.random() < 0.3:
+                    there[worker].remove(closure)
+                    stuck.add((worker, closure))
+                    carry_out(queue.given_up(worker, closure, now))
+                elif there[worker].index(closure) and draw.random() < 0.5:
+                    there[worker].remove(closure)
+                    carry_out(queue.given_back(worker, closure, now))
+            for worker, closure in sorted(stuck):
+                if draw.random() < 0.3:
+                    stuck.discard((worker, closure))
+                    carry_out(queue.ended(worker, closure, "done", now))
+        counts = queue.counts
+        assert counts.running == sum(map(len, there.values()))
+        assert counts.waiting + counts.running + counts.done + counts.failed + counts.cancelled == number
+        assert queue.oldest == min(set(range(number)) - ended.keys(), default=number)
+
+    stuck.clear()
+    for worker in range(3):  # whatever is left can be finished
+        there[worker] = []
+        carry_out(queue.worker_up(worker, now))
+    while any(there.values()):
+        worker = next(worker for worker, closures in there.items() if closures)
+        closure = there[worker].pop(0)
+        ended[closure] = "done"
+        carry_out(queue.ended(worker, closure, "done", now))
+    assert queue.idle
+    assert ended.keys() == set(range(number))

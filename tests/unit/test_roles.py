@@ -1,0 +1,174 @@
+"""Clusters with workers and parameter servers, as far as no engine is needed: which there are, where, on what."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import distnb
+from distnb.cluster.local.capacity import Capacity
+from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan, read_host_options
+from distnb.cluster.remote.secret import read_secret, secret_path
+from distnb.cluster.remote.server_client import connect_patience_s
+from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
+from distnb.cluster.tasks import tasks_in, tasks_of, tasks_told
+from distnb.errors import NoClusterError, OptionError, StartError
+from distnb.notebook.compose import require_tasks
+from distnb.topology import Task
+
+W0, W1, W2, PS0, PS1 = Task("worker", 0), Task("worker", 1), Task("worker", 2), Task("ps", 0), Task("ps", 1)
+CLUSTER = {"chief": ["c:1"], "worker": ["a:1", "a:2"], "ps": ["b:1"], "evaluator": ["d:1"]}
+
+
+def test_counts_make_tasks_workers_first() -> None:
+    assert tasks_of(2, 1) == (W0, W1, PS0)
+    assert tasks_of(None, None) == ()
+    assert [*map(str, tasks_of(1, 1))] == ["worker 0", "ps 0"]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"workers": 2}, "workers=2 without ps.* --workers 2 --ps 1"),
+        ({"ps": 2}, "ps=2 without workers"),
+        ({"workers": 0, "ps": 1}, "workers=0: give a whole number, from 1"),
+        ({"workers": 1, "ps": True}, "ps=True: give a whole number"),
+        ({"workers": 1, "ps": 1, "n": 2}, "n=2 with workers=1 and ps=1"),
+        ({"workers": 1, "ps": 1, "per_host": 2, "hosts": ["a"]}, "per_host=2 for a cluster of worker 0, ps 0"),
+        ({"workers": 1, "ps": 1, "cluster_resolver": SimpleClusterResolver(CLUSTER)}, "names those that there are"),
+    ],
+)
+def test_numbers_that_make_no_sense(given: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=text):
+        distnb.start(**given)
+
+
+def test_a_resolver_tells_of_tasks() -> None:
+    resolver = SimpleClusterResolver(CLUSTER, task_type="chief", task_id=0)
+    assert tasks_told(resolver) == {W0: "a:1", W1: "a:2", PS0: "b:1"}
+    assert tasks_told(SimpleClusterResolver({"worker": ["a:1"]})) == {}
+    resolver.task_type = "ps"
+    with pytest.raises(OptionError, match=r"This process is ps 0 of its cluster.* run `distnb worker`"):
+        read_host_options(cluster_resolver=resolver)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "text"),
+    [
+        ({"worker": ["a:1"]}, "has no ps"),
+        ({"ps": ["a:1"], "chief": ["b:1"]}, "has no worker"),
+        ({"ps": ["a:1"], "worker": []}, "has no worker"),
+        ({**CLUSTER, "chief": ["c:1", "d:1"]}, "has 2 chiefs"),
+        ({**CLUSTER, "master": ["e:1"]}, "has the job 'master'"),
+        ({**CLUSTER, "ps": {1: "b:1"}}, r"The ps tasks of the cluster are \[1\]"),
+    ],
+)
+def test_clusters_that_have_no_coordinator(cluster: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        tasks_in(ClusterSpec(cluster))
+
+
+def test_where_tasks_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each kind is dealt to the machines in turn, or is where a resolver says."""
+    read = read_host_options(hosts="a,b", tasks=tasks_of(3, 2))
+    assert read == HostOptions(("a", "b"), tasks={W0: "a", W1: "b", W2: "a", PS0: "a", PS1: "b"})
+    assert list(read.tasks) == [W0, W1, W2, PS0, PS1]
+    resolver = SimpleClusterResolver(CLUSTER)
+    read = read_host_options(launcher="ssh", cluster_resolver=resolver)
+    assert read == HostOptions(("a", "b"), tasks={W0: "a", W1: "a", PS0: "b"})
+    secret = tmp_path / "secret"
+    read = read_host_options(cluster_resolver=resolver, secret=secret)
+    addresses = ("a:1", "a:2", "b:1")
+    expected = dict(zip((W0, W1, PS0), addresses, strict=True))
+    assert read == HostOptions(addresses, launcher="server", secret=secret, tasks=expected)
+    with pytest.raises(OptionError, match="several tasks the address of worker 0, a:1"):
+        read_host_options(cluster_resolver=SimpleClusterResolver({"worker": ["a:1"], "ps": ["a:1"]}), secret=secret)
+    for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-3]", "TASKS_PER_NODE": "1(x3)"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    read = read_host_options(launcher="slurm", tasks=tasks_of(1, 2))
+    assert read is not None
+    assert read.tasks == {W0: "n1", PS0: "n1", PS1: "n2"}
+    read = read_host_options(cluster_resolver=SlurmClusterResolver({"worker": 2, "ps": 1}))
+    assert read is not None
+    assert (read.launcher, read.tasks) == ("slurm", {W0: "n1", W1: "n2", PS0: "n3"})
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, options: HostOptions, gpus: int, devices: str | None = None) -> HostPlan:
+    monkeypatch.setattr(
+        "distnb.cluster.remote.hosts.probe",
+        lambda names, way, tell: dict.fromkeys(names, (gpus, Capacity(cores=2, memory_nbytes=2**40))),
+    )
+    monkeypatch.setattr("distnb.cluster.remote.hosts.listening_address", lambda names, interface: "10.0.0.1")
+    return make_plan(None, devices, options, lambda text: None, oversubscribe=False)
+
+
+def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("s" * 40)
+    options = read_host_options(cluster_resolver=SimpleClusterResolver(CLUSTER), secret=secret)
+    assert options is not None
+    plan = planned(monkeypatch, options, gpus=2)
+    assert [*map(str, plan.devices)] == ["cuda:0", "cuda:1", "cpu:0"]  # a:1 and a:2 are one machine
+    assert (plan.tasks, plan.hosts) == ((W0, W1, PS0), ("a:1", "a:2", "b:1"))
+    assert [*map(str, planned(monkeypatch, options, gpus=0).devices)] == ["cpu:0", "cpu:1", "cpu:0"]
+    with pytest.raises(StartError, match="a: 2 engines were asked for and this machine has 1 GPU"):
+        planned(monkeypatch, options, gpus=1)
+    assert [*map(str, planned(monkeypatch, options, gpus=1, devices="cpu:0,cpu:1").devices)] == [
+        "cpu:0",
+        "cpu:1",
+        "cpu:0",
+    ]
+    crowded = read_host_options(hosts="a", tasks=tasks_of(2, 1))
+    assert crowded is not None
+    crowded = HostOptions(crowded.hosts, tasks=crowded.tasks, launcher="mpi")
+    assert "3 engines share the 2 cores of a" in planned(monkeypatch, crowded, gpus=0).notices[0]
+
+
+def test_tasks_of_this_machine() -> None:
+    plan = make_plan(None, "cpu:4,cpu:7", None, lambda text: None, oversubscribe=True, tasks=tasks_of(2, 2))
+    assert [*map(str, plan.devices)] == ["cpu:4", "cpu:7", "cpu:0", "cpu:0"]
+    assert plan.tasks == (W0, W1, PS0, PS1)
+
+
+def test_servers_on_loopback_share_a_secret_of_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("DISTNB_SECRET_FILE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = secret_path(None, ("127.0.0.1:1", "localhost:2", "[::1]:3"))
+    assert stat.S_IMODE(made.stat().st_mode) == 0o600
+    assert stat.S_IMODE(made.parent.stat().st_mode) == 0o700
+    keys = read_secret(made)
+    assert read_secret(secret_path(None, ("127.0.0.1:9",))) == keys
+    assert [*made.parent.iterdir()] == [made]
+    with pytest.raises(StartError, match="none is named"):
+        secret_path(None, ("127.0.0.1:1", "10.0.0.1:2"))
+    with pytest.raises(StartError, match="none is named"):
+        secret_path(None)
+    assert secret_path("named", ("127.0.0.1:1",)) == Path("named")
+
+
+@pytest.mark.parametrize("job", ["chief", "evaluator"])
+def test_a_coordinator_runs_no_server(job: str) -> None:
+    with pytest.raises(OptionError, match=f"{job} 0 of a cluster with parameter servers has no engine"):
+        distnb.Server(CLUSTER, job, 0)
+
+
+def test_how_long_servers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISTNB_START_TIMEOUT", raising=False)
+    assert connect_patience_s() == 60.0
+    monkeypatch.setenv("DISTNB_START_TIMEOUT", "2.5")
+    assert connect_patience_s() == 2.5
+    for wrong in ("0", "-1", "soon", "inf", "nan"):
+        monkeypatch.setenv("DISTNB_START_TIMEOUT", wrong)
+        with pytest.raises(OptionError, match="give the seconds"):
+            connect_patience_s()
+
+
+def test_a_cluster_is_required() -> None:
+    with pytest.raises(NoClusterError, match=r"none is running\. Start one with %distnb start --workers 2 --ps 1"):
+        require_tasks()
+    with pytest.raises(OptionError, match="has no ps"):
+        require_tasks(SimpleClusterResolver({"worker": ["a:1"]}))

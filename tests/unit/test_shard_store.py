@@ -1,0 +1,378 @@
+"""What a parameter server holds changes as plain torch would change it, once for each token, and whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from distnb.errors import DistributedValueError, OptionError, StaleHandleError, StructureError
+from distnb.runtime.servers.messages import (
+    Answer,
+    Create,
+    Describe,
+    Drop,
+    GetOptimizer,
+    MakeOptimizer,
+    Pull,
+    PullRows,
+    Request,
+    RowsGradient,
+    SetOptimizer,
+    ShardInfo,
+    Step,
+    StepDone,
+    Write,
+)
+from distnb.runtime.servers.store import ShardStore
+
+W, B, TABLE = (0, 0), (1, 0), (2, 3)
+FIRST = 100
+
+
+@pytest.fixture
+def store() -> ShardStore:
+    return ShardStore(first_version=FIRST)
+
+
+def answer(store: ShardStore, *operations: Any, oldest: int = 0) -> Answer:
+    return store.handle(Request(7, oldest, operations))
+
+
+def ask(store: ShardStore, *operations: Any, oldest: int = 0) -> Any:
+    """What the last operation gives."""
+    given = answer(store, *operations, oldest=oldest)
+    assert given.number == 7
+    if given.error is not None:
+        raise given.error
+    return given.results[-1]
+
+
+def value(store: ShardStore, shard: tuple[int, int]) -> torch.Tensor:
+    pulled: torch.Tensor = ask(store, Pull({shard: -1}))[shard][1]
+    return pulled.clone()
+
+
+def version(store: ShardStore, shard: tuple[int, int]) -> int:
+    return int(ask(store, Pull({shard: -1}))[shard][0])
+
+
+def packed(make: Callable[..., Any], **options: Any) -> bytes:
+    """A factory as clients send it: by value."""
+    dumped: bytes = cloudpickle.dumps(lambda groups: make([{"params": group} for group in groups], **options))
+    return dumped
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_is_made_of_a_copy_and_pulled_by_those_who_have_another_version(store: ShardStore) -> None:
+    given = torch.arange(6.0).view(2, 3)
+    assert ask(store, Create(W, "w", given)) == FIRST
+    given.zero_()
+    ask(store, Create(B, "b", None, (3,), torch.bfloat16))
+    pulled = ask(store, Pull({W: -1, B: FIRST}))
+    assert list(pulled) == [W]
+    assert pulled[W][0] == FIRST
+    assert torch.equal(pulled[W][1], torch.arange(6.0).view(2, 3))
+    assert not pulled[W][1].requires_grad
+    zeros = value(store, B)
+    assert zeros.dtype is torch.bfloat16
+    assert torch.equal(zeros, torch.zeros(3, dtype=torch.bfloat16))
+    ask(store, Write(W, "assign_add", 1.0))
+    assert list(ask(store, Pull({W: FIRST, B: FIRST}))) == [W]
+    assert ask(store, Pull({W: FIRST + 1})) == {}
+
+
+def test_a_shard_that_is_made_again_is_another(store: ShardStore) -> None:
+    ask(store, Create(W, "w", torch.ones(2)), MakeOptimizer(0, packed(torch.optim.SGD), ((W,),)))
+    assert ask(store, Create(W, "w", torch.zeros(5))) == FIRST + 1
+    assert value(store, W).shape == (5,)
+    with pytest.raises(StaleHandleError, match="no optimizer 0"):
+        ask(store, Step(0, {W: torch.ones(5)}, ({},), {}))
+
+
+def test_only_rows_that_are_asked_for_are_pulled(store: ShardStore) -> None:
+    table = torch.randn(10, 4)
+    ask(store, Create(TABLE, "t", table))
+    number, rows = ask(store, PullRows(TABLE, torch.tensor([7, 0, 7])))
+    assert number == FIRST
+    assert torch.equal(rows, table[[7, 0, 7]])
+    with pytest.raises(IndexError):
+        ask(store, PullRows(TABLE, torch.tensor([10])))
+
+
+def test_what_is_dropped_is_gone_and_its_optimizer_goes_with_its_last_shard(store: ShardStore) -> None:
+    ask(store, Create(W, "w", torch.ones(2)), Create(B, "b", torch.ones(2)))
+    ask(store, MakeOptimizer(0, packed(torch.optim.Adam), ((W,), (B,))))
+    ask(store, Drop((W, (99, 0))))
+    with pytest.raises(StaleHandleError, match=r"no shard \(0, 0\).*last checkpoint"):
+        ask(store, Pull({W: -1}))
+    assert ask(store, Step(0, {B: torch.ones(2)}, ({}, {}), {})).applied
+    assert list(ask(store, GetOptimizer(0))["state"]) == [B]
+    ask(store, Drop((B,)))
+    with pytest.raises(StaleHandleError, match="no optimizer 0"):
+        ask(store, GetOptimizer(0))
+
+
+def test_what_there_is_is_described(store: ShardStore) -> None:
+    assert ask(store, Describe()) == ()
+    ask(store, Create(W, "w", torch.ones(2, 3)), Create(B, "b/part_1", None, (4,), torch.int64, trainable=False))
+    ask(store, Write(W, "assign", 2.0), Write(W, "assign", 2.0))
+    assert ask(store, Describe()) == (
+        ShardInfo(W, "w", (2, 3), torch.float32, 24, FIRST + 2, 2),
+        ShardInfo(B, "b/part_1", (4,), torch.int64, 32, FIRST, 0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "rows", "expected"),
+    [
+        ("assign", [[1, 2], [3, 4], [5, 6]], None, [[1, 2], [3, 4], [5, 6]]),
+        ("assign_add", 1, None, [[11, 21], [31, 41], [51, 61]]),
+        ("assign_sub", torch.tensor([0.0, 20.0]), None, [[10, 0], [30, 20], [50, 40]]),
+        ("assign_rows", [[1, 2], [3, 4]], 1, [[10, 20], [1, 2], [3, 4]]),
+        ("scatter_add", [[1, 1], [2, 2]], [2, 2], [[10, 20], [30, 40], [53, 63]]),
+        ("scatter_sub", [[1, 1]], [0], [[9, 19], [30, 40], [50, 60]]),
+        ("scatter_update", [[1, 1], [2, 2]], [1, 1], [[10, 20], [2, 2], [50, 60]]),
+        ("scatter_update", [[1, 1], [2, 2]], [2, 0], [[2, 2], [30, 40], [1, 1]]),
+        ("scatter_min", [[25, 25]], [0], [[10, 20], [30, 40], [50, 60]]),
+        ("scatter_max", [[15, 15]], [0], [[15, 20], [30, 40], [50, 60]]),
+        ("scatter_mul", [[2, 3], [2, 3]], [0, 0], [[40, 180], [30, 40], [50, 60]]),
+        ("scatter_div", [[2, 4], [5, 5]], [0, 1], [[5, 5], [6, 8], [50, 60]]),
+    ],
+)
+def test_every_way_to_change_a_shard(store: ShardStore, method: str, given: Any, rows: Any, expected: Any) -> None:
+    ask(store, Create(W, "w", torch.tensor([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])))
+    assert ask(store, Write(W, method, given, rows)) == FIRST + 1
+    assert torch.equal(value(store, W), torch.tensor(expected, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "match"),
+    [
+        (Write(W, "assign", torch.ones(3, 3)), StructureError, "shape"),
+        (Write(W, "assign", "text"), DistributedValueError, "must be a number"),
+        (Write(W, "assign_rows", torch.ones(2, 2), 2), OptionError, "rows 2 to 3 are not in its 3"),
+        (Write(W, "scatter_add", torch.ones(1, 2), [3]), OptionError, "0 to 2"),
+        (Write(W, "assign_mul", 2.0), OptionError, "no method 'assign_mul'"),
+        (Write((9, 9), "assign", 2.0), StaleHandleError, "no shard"),
+    ],
+)
+def test_a_change_that_cannot_be_changes_nothing_and_leaves_its_token(
+    store: ShardStore, asked: Write, error: type[Exception], match: str
+) -> None:
+    ask(store, Create(W, "variable", torch.ones(3, 2)))
+    given = answer(store, Write(W, "assign", 5.0), asked._replace(token=(3, 0)), Write(W, "assign", 6.0))
+    assert given.results == (FIRST + 1,)
+    with pytest.raises(error, match=match):
+        raise given.error or AssertionError
+    assert torch.equal(value(store, W), torch.full((3, 2), 5.0))
+    assert ask(store, Write(W, "assign_add", 1.0, token=(3, 0))) == FIRST + 2  # the token was not used
+
+
+# -- exactly once ------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_that_was_made_is_acknowledged_and_not_made_again(store: ShardStore) -> None:
+    ask(store, Create(W, "w", torch.zeros(1)), MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0), ((W,),)))
+    add, step = Write(W, "assign_add", 1.0, token=(5, 0)), Step(0, {W: -torch.ones(1)}, ({},), {}, (5, 1))
+    for _ in range(2):
+        assert ask(store, add) == FIRST + 1
+    assert ask(store, step) == StepDone({W: FIRST + 2}, 0, applied=True)
+    assert ask(store, step) == StepDone({W: FIRST + 2}, 0, applied=False)
+    assert ask(store, add) == FIRST + 2
+    assert ask(store, GetOptimizer(0))["steps"] == 1
+    assert value(store, W) == 2
+    # A part of a closure's changes was made, in any order, when its worker died.
+    ask(store, add._replace(token=(5, 3)))
+    for change in range(5):
+        ask(store, add._replace(token=(5, change)))
+    ask(store, add._replace(token=(6, 0)))
+    ask(store, add._replace(token=None))
+    assert value(store, W) == 7
+
+
+def test_a_late_change_of_a_closure_that_has_ended_is_not_made(store: ShardStore) -> None:
+    ask(store, Create(W, "w", torch.zeros(1)), MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0), ((W,),)))
+    add = Write(W, "assign_add", 1.0, token=(5, 0))
+    ask(store, add, add._replace(token=(7, 0)))
+    ask(store, Describe(), oldest=6)
+    assert store._applied == {7: {0}}  # no more than needed is kept
+    ask(store, Describe(), oldest=2)  # of a client that knows less
+    ask(store, add, add._replace(token=(5, 1)), add._replace(token=(7, 0)))
+    assert not ask(store, Step(0, {W: torch.ones(1)}, ({},), {}, (5, 2))).applied
+    assert value(store, W) == 2
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), OPTIMIZERS)
+def test_steps_are_plain_torchs_to_the_bit_also_from_a_state_that_was_saved(
+    store: ShardStore, make: Any, options: dict[str, Any]
+) -> None:
+    weight, bias = torch.randn(5, 3), torch.randn(3)
+    plain = [torch.nn.Parameter(weight.clone()), torch.nn.Parameter(bias.clone())]
+    groups = [{"params": [plain[0]]}, {"params": [plain[1]], "weight_decay": 0.1}]
+    reference = make(groups, **options)
+    ask(store, Create(W, "w", weight), Create(B, "b", bias))
+    ask(store, MakeOptimizer(0, packed(make, **options), ((W,), (B,))))
+    for number in range(6):
+        if number == 3:  # another server takes its place
+            saved = ask(store, GetOptimizer(0))
+            assert saved["steps"] == 3
+            store = ShardStore()
+            ask(store, Create(W, "w", plain[0].data), Create(B, "b", plain[1].data))
+            ask(store, MakeOptimizer(0, packed(make, **options), ((W,), (B,))))
+            ask(store, SetOptimizer(0, **saved))
+        lr = 0.1 / (number + 1)  # as a schedule does
+        for group in reference.param_groups:
+            group["lr"] = lr
+        told = tuple({k: v for k, v in group.items() if k != "params"} for group in reference.param_groups)
+        gradients = {W: torch.randn(5, 3)}
+        if number % 2:
+            gradients[B] = torch.randn(3)
+        plain[0].grad, plain[1].grad = gradients[W].clone(), gradients[B].clone() if B in gradients else None
+        reference.step()
+        ask(store, Step(0, gradients, told, {}))
+        assert torch.equal(value(store, W), plain[0])
+        assert torch.equal(value(store, B), plain[1])
+    state = ask(store, GetOptimizer(0))
+    assert state["steps"] == 6
+    for shard, parameter in ((W, plain[0]), (B, plain[1])):
+        for name, there in reference.state[parameter].items():
+            same = torch.equal(state["state"][shard][name], there) if isinstance(there, torch.Tensor) else True
+            assert same or state["state"][shard][name] == there
+
+
+SPARSE: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SparseAdam, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own Adagrad
+@pytest.mark.parametrize(("make", "options"), SPARSE)
+def test_sparse_gradients_stay_sparse(store: ShardStore, make: Any, options: dict[str, Any]) -> None:
+    table = torch.nn.Embedding(20, 4, sparse=True)
+    reference = make(table.parameters(), **options)
+    ask(store, Create(TABLE, "t", table.weight))
+    ask(store, MakeOptimizer(0, packed(make, **options), ((TABLE,),)))
+    for rows in ([3, 7, 3], [7], [0, 19, 1]):
+        reference.zero_grad()
+        (table(torch.tensor(rows)) * torch.randn(len(rows), 4)).sum().backward()
+        gradient = table.weight.grad
+        assert gradient is not None
+        whole = gradient.clone()
+        table.weight.grad = gradient.coalesce()
+        reference.step()
+        ask(store, Step(0, {TABLE: RowsGradient(whole._indices()[0], whole._values(), sparse=True)}, ({},), {}))
+        assert torch.equal(value(store, TABLE), table.weight)
+
+
+def test_rows_become_dense_for_an_optimizer_that_takes_no_others(store: ShardStore) -> None:
+    before, gradient = torch.randn(6, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    plain = torch.nn.Parameter(before.clone())
+    plain.grad = torch.zeros(6, 2).index_add_(0, torch.tensor([5, 5]), gradient)
+    torch.optim.Adam([plain]).step()
+    ask(store, Create(TABLE, "t", before), MakeOptimizer(0, packed(torch.optim.Adam), ((TABLE,),)))
+    rows = RowsGradient(torch.tensor([5, 5]), gradient, sparse=True)
+    with pytest.raises(RuntimeError, match="sparse gradients"):
+        ask(store, Step(0, {TABLE: rows}, ({},), {}, (1, 0)))
+    assert ask(store, Step(0, {TABLE: rows._replace(sparse=False)}, ({},), {}, (1, 0))).applied
+    assert torch.equal(value(store, TABLE), plain)
+
+
+def test_only_those_with_gradients_are_stepped_on_and_gradients_do_not_stay(store: ShardStore) -> None:
+    ask(store, Create(W, "w", torch.ones(2)), Create(B, "b", torch.ones(2)))
+    ask(store, MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0, momentum=0.9), ((W, B), ())))
+    assert list(ask(store, Step(0, {W: torch.ones(2)}, ({}, {}), {})).versions) == [W]
+    ask(store, Step(0, {B: torch.ones(2)}, ({}, {}), {}))
+    assert torch.equal(value(store, W), torch.zeros(2))
+    assert version(store, W) == FIRST + 1
+
+
+def test_staleness_is_the_most_changes_since_the_gradients_were_computed(store: ShardStore) -> None:
+    ask(store, Create(W, "w", torch.ones(2)), Create(B, "b", torch.ones(2)))
+    ask(store, MakeOptimizer(0, packed(torch.optim.SGD), ((W, B),)))
+    ask(store, *[Write(B, "assign", 1.0)] * 3, Write(W, "assign", 1.0))
+    both = {W: torch.ones(2), B: torch.ones(2)}
+    done = ask(store, Step(0, both, ({},), {W: FIRST, B: FIRST}))
+    assert done == StepDone({W: FIRST + 2, B: FIRST + 4}, 3, applied=True)
+    assert ask(store, Step(0, both, ({},), done.versions)).staleness == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "match"),
+    [
+        (Step(0, {W: torch.ones(3)}, ({"lr": 9.0},), {}), StructureError, r"takes torch.float32 of shape \[2\]"),
+        (Step(0, {W: torch.ones(2).double()}, ({"lr": 9.0},), {}), StructureError, "is torch.float64"),
+        (Step(0, {W: torch.ones(2)}, ({}, {}), {}), StructureError, "has 1 groups .* options of 2"),
+        (Step(0, {W: torch.ones(2), B: torch.ones(2)}, ({"lr": 9.0},), {}), StaleHandleError, r"no parameter \(1, 0\)"),
+        (Step(1, {W: torch.ones(2)}, ({},), {}), StaleHandleError, "no optimizer 1"),
+        (
+            Step(0, {W: RowsGradient(torch.tensor([2]), torch.ones(1), sparse=True)}, ({"lr": 9.0},), {}),
+            StructureError,
+            "names rows that are not in its 2",
+        ),
+    ],
+)
+def test_a_step_that_does_not_fit_changes_nothing(
+    store: ShardStore, step: Step, error: type[Exception], match: str
+) -> None:
+    ask(store, Create(W, "w", torch.ones(2)), Create(B, "b", torch.ones(2)))
+    ask(store, MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0), ((W,),)))
+    with pytest.raises(error, match=match):
+        ask(store, step._replace(token=(1, 1)))
+    assert version(store, W) == FIRST
+    assert ask(store, Step(0, {W: torch.ones(2)}, ({},), {}, (1, 1))).applied
+    assert torch.equal(value(store, W), torch.zeros(2))  # with the learning rate that it had
+
+
+def test_half_a_step_is_seen_and_its_token_unused(store: ShardStore) -> None:
+    class Breaks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if len(parameter) == 2:
+                        raise FloatingPointError("here it ends")
+                    parameter.data.sub_(parameter.grad)
+
+    ask(store, Create(W, "w", torch.ones(3)), Create(B, "b", torch.ones(2)))
+    ask(store, MakeOptimizer(0, packed(Breaks), ((W, B),)))
+    with pytest.raises(FloatingPointError):
+        ask(store, Step(0, {W: torch.ones(3), B: torch.ones(2)}, ({},), {}, (1, 1)))
+    assert not store._was_applied((1, 1))
+    assert torch.equal(value(store, W), torch.zeros(3))
+    assert (version(store, W), version(store, B)) == (FIRST + 1, FIRST + 1)
+
+
+def test_an_optimizer_that_computes_gradients_itself_is_refused_when_it_is_made(store: ShardStore) -> None:
+    ask(store, Create(W, "w", torch.ones(2)))
+    with pytest.raises(OptionError, match=r"LBFGS computes the loss .* only gets gradients"):
+        ask(store, MakeOptimizer(0, cloudpickle.dumps(lambda groups: torch.optim.LBFGS(groups[0])), ((W,),)))
+    with pytest.raises(OptionError, match="makes a int for 1 groups"):
+        ask(store, MakeOptimizer(0, cloudpickle.dumps(lambda groups: 3), ((W,),)))
+
+
+def test_a_state_can_be_taken_back(store: ShardStore) -> None:
+    ask(store, Create(W, "w", torch.ones(2)), MakeOptimizer(0, packed(torch.optim.Adam), ((W,),)))
+    ask(store, Step(0, {W: torch.ones(2)}, ({},), {}))
+    ask(store, SetOptimizer(0, {W: {}}, 0))
+    assert ask(store, GetOptimizer(0)) == {"state": {}, "steps": 0}
+    assert ask(store, Step(0, {W: torch.ones(2)}, ({},), {})).applied
+    with pytest.raises(StaleHandleError, match="no parameter"):
+        ask(store, SetOptimizer(0, {B: {}}, 0))
