@@ -21,7 +21,7 @@ from distnb.keras.server_optimizer import RemoteApply, described, set_options
 
 __all__ = ["OfKeras", "own_methods"]
 
-own_methods: set[str] = set()
+own_methods = {"test_on_batch", "predict_on_batch", "make_predict_function"}
 """Methods that the coordinator's models have of their own, and workers' have not."""
 
 _SEEDS_APART = 0x9E3779B1  # each worker draws other noise; the first one what one process draws

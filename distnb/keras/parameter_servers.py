@@ -28,13 +28,11 @@ from distnb.strategies.live import live
 __all__ = ["DatasetCreator", "ModelOnServers"]
 
 _AHEAD = 8  # steps for each worker that the loop may be ahead of them
-_READS = ("save", "save_weights", "export", "get_weights", "predict")
-_OWN = ("fit", "evaluate", "train_on_batch", "make_train_function", "make_test_function", *_READS)
+_READS = ("save", "save_weights", "export", "get_weights")
+_HERE = ("predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+_FUNCTIONS = ("train", "test", "predict")
 
 libraries.append(OfKeras())
-own_methods.update(
-    (*_OWN, "test_on_batch", "predict_on_batch", "make_predict_function", "_symbolic_build", "_get_metrics_result_or_logs")
-)
 
 
 class DatasetCreator:
@@ -140,13 +138,14 @@ class ModelOnServers:
         own = {
             "fit": self._fit,
             "evaluate": self._evaluate,
-            "train_on_batch": self._alone,
             "_symbolic_build": self._build,
             "_get_metrics_result_or_logs": self._end,
             "make_train_function": functools.partial(self._make, "train"),
             "make_test_function": functools.partial(self._make, "test"),
             **dict.fromkeys(_READS, self._read),
+            **dict.fromkeys(_HERE, self._here),
         }
+        own_methods.update(own)
         for name, method in own.items():
             plain = getattr(model, name)
             setattr(model, name, functools.wraps(plain)(functools.partial(method, plain)))
@@ -227,7 +226,7 @@ class ModelOnServers:
         try:
             yield
         finally:
-            self._loops.remove(loop)
+            self._loops.pop()
             setattr(self._model, f"{kind}_function", None)
             if not self._loops:
                 self._access.refresh()
@@ -305,11 +304,19 @@ class ModelOnServers:
         self._access.refresh()
         return plain(*args, **kwargs)
 
-    def _alone(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`train_on_batch`: the coordinator computes; the servers update."""
-        result = plain(*args, **kwargs)
-        self._access.refresh()
-        return result
+    def _here(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method that computes here, one batch at a time, also when a callback of `fit` calls it."""
+        names = ("steps_per_execution", *(f"{kind}_function" for kind in _FUNCTIONS))
+        before = {name: getattr(self._model, name) for name in names}
+        self._loops.append(_Loop("here", None, None))
+        try:
+            for name in names:
+                setattr(self._model, name, 1 if name == names[0] else None)
+            return self._read(plain, *args, **kwargs)
+        finally:
+            self._loops.pop()
+            for name, value in before.items():
+                setattr(self._model, name, value)
 
 
 class _Live(keras.callbacks.Callback):  # type: ignore[misc]
