@@ -19,10 +19,12 @@ from distnb.errors import OptionError
 from distnb.keras import compat
 from distnb.keras.server_optimizer import RemoteApply, described, set_options
 
-__all__ = ["OfKeras", "own_methods"]
+__all__ = ["HERE", "METHODS", "READS", "OfKeras"]
 
-own_methods = {"test_on_batch", "predict_on_batch", "make_predict_function"}
-"""Methods that the coordinator's models have of their own, and workers' have not."""
+READS = ("save", "save_weights", "export", "get_weights")
+HERE = ("predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+METHODS = ("fit", "evaluate", "_symbolic_build", "_get_metrics_result_or_logs", "make_train_function", "make_test_function")
+"""Those that the coordinator's models have of their own, and workers' have not; so are `READS` and `HERE`."""
 
 _SEEDS_APART = 0x9E3779B1  # each worker draws other noise; the first one what one process draws
 
@@ -33,7 +35,7 @@ class OfKeras(Library):
     def parts(self, root: Any) -> Iterable[Any]:
         if not isinstance(root, keras.layers.Layer):
             return ()
-        return [part for layer in compat.own_layers(root) for part in layer.modules()]
+        return [part for layer in compat.parts(root) for part in layer.modules()]
 
     def reduced(self, obj: Any) -> Any:
         if isinstance(obj, compat.Saveable):
@@ -90,7 +92,7 @@ def _own_values(metric: Any) -> dict[int, torch.Tensor]:
 def _state_of(obj: Any) -> dict[str, Any]:
     state = dict(vars(obj))
     if isinstance(obj, keras.Model):
-        for name in own_methods:
+        for name in (*METHODS, *READS, *HERE):
             state.pop(name, None)
         state.pop("history", None)
         # A closure of several steps calls the function of one step several times, all that Keras has with torch.

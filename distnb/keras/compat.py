@@ -30,6 +30,7 @@ __all__ = [
     "optimizer_variables",
     "own_layers",
     "own_variables",
+    "parts",
     "set_initial_epoch",
     "set_mask",
     "with_mask_of",
@@ -84,6 +85,14 @@ def own_layers(model: Any) -> list[Any]:
 def own_variables(metric: Any) -> list[Any]:
     """A metric's variables, without those of metrics within it."""
     return list(metric._variables)
+
+
+def parts(layer: Any) -> list[Any]:
+    """All layers in one, and what it otherwise keeps, such as the models that Sequential has made of its layers."""
+    found = {id(each): each for each in own_layers(layer)}
+    for each in (layer, *own_layers(layer)):
+        found |= {id(kept): kept for kept in each._tracker.config["layers"][1]}
+    return list(found.values())
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:

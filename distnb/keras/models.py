@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,8 +40,9 @@ def adopt(strategy: Any, model: Any) -> None:
     class.
     """
     if "fit" not in vars(model):
-        for name in _ALL:
-            vars(model)[name] = _first(strategy, model, name)
+        names = ModelOnServers.methods if strategy.spec.kind == PARAMETER_SERVER else _ALL
+        for name in names:
+            vars(model)[name] = _first(strategy, model, name, names)
 
 
 def beside(model: Any) -> list[Any]:
@@ -52,20 +53,17 @@ def beside(model: Any) -> list[Any]:
 
 def parts(model: Any) -> list[Any]:
     """The layers in a model, many of which are no modules of its own to torch."""
-    return compat.own_layers(model)
+    return compat.parts(model)
 
 
-def _first(strategy: Any, model: Any, name: str) -> Callable[..., Any]:
+def _first(strategy: Any, model: Any, name: str, names: Sequence[str]) -> Callable[..., Any]:
     """A method of the model, of which the first that is called makes the model ready."""
 
     @functools.wraps(getattr(model, name))
     def method(*args: Any, **kwargs: Any) -> Any:
-        for each in _ALL:
+        for each in names:
             vars(model).pop(each)
-        if strategy.spec.kind == PARAMETER_SERVER:
-            ModelOnServers(strategy, model)
-        else:
-            ModelOnReplicas(strategy, model)
+        (ModelOnServers if names is ModelOnServers.methods else ModelOnReplicas)(strategy, model)
         return getattr(model, name)(*args, **kwargs)
 
     return method

@@ -19,8 +19,8 @@ from distnb.coordinator.libraries import libraries
 from distnb.coordinator.per_worker import PerWorkerDataset, is_function
 from distnb.errors import OptionError
 from distnb.keras import compat
-from distnb.keras.by_state import OfKeras, own_methods
-from distnb.keras.server_optimizer import RemoteApply, make_remote
+from distnb.keras.by_state import HERE, METHODS, READS, OfKeras
+from distnb.keras.server_optimizer import make_remote
 from distnb.options import InputOptions
 from distnb.runtime.this_process import this_process
 from distnb.strategies.live import live
@@ -28,10 +28,6 @@ from distnb.strategies.live import live
 __all__ = ["DatasetCreator", "ModelOnServers"]
 
 _AHEAD = 8  # steps for each worker that the loop may be ahead of them
-_READS = ("save", "save_weights", "export", "get_weights")
-_HERE = ("predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_FUNCTIONS = ("train", "test", "predict")
-
 libraries.append(OfKeras())
 
 
@@ -125,7 +121,13 @@ class _Loop:
 
 
 class ModelOnServers:
-    """What stands behind the methods of a model whose variables are on servers, by which the model keeps it."""
+    """What stands behind the methods of a model whose variables are on servers, by which the model keeps it.
+
+    Attributes:
+        methods: Those that it has in the place of Keras's.
+    """
+
+    methods = (*METHODS, *READS, *HERE)
 
     def __init__(self, strategy: Any, model: Any) -> None:
         self._model = model
@@ -142,10 +144,9 @@ class ModelOnServers:
             "_get_metrics_result_or_logs": self._end,
             "make_train_function": functools.partial(self._make, "train"),
             "make_test_function": functools.partial(self._make, "test"),
-            **dict.fromkeys(_READS, self._read),
-            **dict.fromkeys(_HERE, self._here),
+            **dict.fromkeys(READS, self._read),
+            **dict.fromkeys(HERE, self._here),
         }
-        own_methods.update(own)
         for name, method in own.items():
             plain = getattr(model, name)
             setattr(model, name, functools.wraps(plain)(functools.partial(method, plain)))
@@ -219,7 +220,6 @@ class ModelOnServers:
     def _loop(self, kind: str, data: Any, steps: int | None) -> Iterator[None]:
         if not self._loops:
             self._coordinator.join()
-            self._send_changes()
             self._coordinator.forget(self._model)  # compiled anew, or with layers that do not learn
         loop = _Loop(kind, data.source if isinstance(data, _PerWorker) else None, steps)
         self._loops.append(loop)
@@ -241,8 +241,6 @@ class ModelOnServers:
     def _schedule(self, data: list[Any]) -> dict[str, Any]:
         """Have a worker take the next steps, as many as there are data. Returns logs of what has ended."""
         loop, model = self._loops[-1], self._model
-        if isinstance(model.optimizer, RemoteApply):
-            model.optimizer.send_changes()
         source = list(data) if loop.source is None else loop.source
         optimizer = model.optimizer if loop.kind == "train" else None
         loop.under_way.append(
@@ -292,21 +290,14 @@ class ModelOnServers:
 
     # What is done here ----------------------------------------------------------------------------------------------
 
-    def _send_changes(self) -> None:
-        """What was changed here, such as by callbacks, is the servers' before anybody reads."""
-        self._access.send_changes()
-        if isinstance(self._model.optimizer, RemoteApply):
-            self._model.optimizer.send_changes()
-
     def _read(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method that reads weights."""
-        self._send_changes()
-        self._access.refresh()
+        self._access.read_anew((*self._model.parameters(), *self._model.buffers()))
         return plain(*args, **kwargs)
 
     def _here(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method that computes here, one batch at a time, also when a callback of `fit` calls it."""
-        names = ("steps_per_execution", *(f"{kind}_function" for kind in _FUNCTIONS))
+        names = ("steps_per_execution", *(f"{kind}_function" for kind in ("train", "test", "predict")))
         before = {name: getattr(self._model, name) for name in names}
         self._loops.append(_Loop("here", None, None))
         try:

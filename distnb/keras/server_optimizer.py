@@ -135,7 +135,8 @@ def _of_all(optimizer: Any, kept: Mapping[int, Mapping[str, Any]]) -> dict[str, 
             f"{type(optimizer).__name__} keeps something for several variables together, and with a "
             "ParameterServerStrategy each server has its own. Use an optimizer such as Adam, RMSprop or SGD."
         )
-    return {(_ITERATION if each is optimizer._iterations else each.name): each for each in rest}
+    others = [each for each in rest if each is not optimizer._iterations]
+    return {_ITERATION: optimizer._iterations, **{f"of all {place}": each for place, each in enumerate(others)}}
 
 
 # -- the coordinator and workers ---------------------------------------------------------------------------------------
@@ -381,6 +382,7 @@ def described(optimizer: Any) -> Described:
                 "optimizer.build(model.trainable_variables) first, on the coordinator."
             )
         make_remote(optimizer)
+    optimizer.send_changes()
     shown: Any = optimizer
     return Described(
         lambda: _Opener(type(shown).of, _config(shown), shown._remote, shown._trained), _options(optimizer)

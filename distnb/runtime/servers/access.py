@@ -335,6 +335,12 @@ class ServerAccess:
             self._copies[variable].note()
         self._stale.difference_update(copy.stored.number for copy in copies)
 
+    def read_anew(self, copies: Iterable[torch.Tensor]) -> None:
+        """Of the coordinator's copies, tell the servers what was changed here, and bring some up to date."""
+        self.send_changes()
+        held = (self.stored_of(each) for each in copies)
+        self.refresh([each.number for each in held if each is not None])
+
     def versions(self, shards: Iterable[Shard]) -> dict[Shard, int]:
         """The versions of which this process computes with parts of variables."""
         found = {}

@@ -38,9 +38,7 @@ class RefreshHook:
         if servers.is_worker:
             servers.refresh_stale()
         else:
-            servers.send_changes()
-            held = (servers.stored_of(each) for each in (*module.parameters(), *module.buffers()))
-            servers.refresh(each.number for each in held if each is not None)
+            servers.read_anew((*module.parameters(), *module.buffers()))
 
     def before_state_dict(self, module: torch.nn.Module, _prefix: str, _keep_vars: bool) -> None:
         """As torch calls it."""
