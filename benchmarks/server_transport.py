@@ -27,6 +27,7 @@ import zmq
 
 from benchmarks.harness import Target, compare, report, timed
 from distnb.cluster.connection import Keys, make_keys
+from distnb.objects.looking import bytes_of
 from distnb.runtime.servers.client import Servers
 from distnb.runtime.servers.messages import Address, Create, MakeOptimizer, Pull, Shard, Step
 from distnb.runtime.servers.service import Service
@@ -62,7 +63,7 @@ def be_bare(told: dict[str, Any]) -> None:
     tensors = [torch.ones(size) for size in told["sizes"]]
     while (kind := socket.recv()) != b"end":
         if kind == b"pull":
-            socket.send_multipart([memoryview(tensor.numpy()) for tensor in tensors])
+            socket.send_multipart([bytes_of(tensor) for tensor in tensors])
         elif kind == b"push":
             for tensor in tensors:
                 frame = socket.recv(copy=False).buffer
@@ -135,9 +136,9 @@ class Bare(Client):
     """The same bytes by ZeroMQ."""
 
     def __init__(self, url: str, own: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.PAIR)
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self.socket.connect(url)
-        self._own, self._gradients = own, [memoryview(each.numpy()) for each in gradients]
+        self._own, self._gradients = own, [bytes_of(each) for each in gradients]
 
     def pull(self) -> None:
         self.socket.send(b"pull")

@@ -35,7 +35,8 @@ class SummedRows(torch.nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Outputs [batch, 1] for ids [batch, ids]."""
-        return self.linear(self.table(ids).sum(1))
+        outputs: torch.Tensor = self.linear(self.table(ids).sum(1))
+        return outputs
 
 
 def connect(cluster: Cluster) -> Callable[[str], Callable[[int], object]]:

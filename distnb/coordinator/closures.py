@@ -13,6 +13,7 @@ import io
 import itertools
 import pickle
 import threading
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.coordinator.per_worker import PerWorkerValues
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.errors import CannotTravelError, EndOfDataset
+from distnb.objects.code import source_of
 from distnb.objects.packing import out_of_band
 from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ClosureRun, ServerAccess
@@ -129,6 +131,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._own = {id(each) for each in parts_of(root)}
 
     def reducer_override(self, obj: Any) -> Any:
+        if self._packer is not None and type(obj) is types.FunctionType:
+            self._packer.sources.update([found] if (found := source_of(obj.__code__)) else ())
         if self._packer is not None and id(obj) not in self._own:
             found = self._packer.reference(obj, self)
             if found is not None:
@@ -187,10 +191,12 @@ class Packer:
 
     Attributes:
         forgotten: How many resources are gone: workers that know them may forget them, too.
+        sources: The texts of cells that packed functions are from, by what their code objects carry.
     """
 
     def __init__(self, roots: Callable[[], Sequence[torch.nn.Module]], access: ServerAccess) -> None:
         self.forgotten = 0
+        self.sources: dict[str, str] = {}
         self._roots = roots
         self._access = access
         self._known: dict[int, _Known] = {}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import select
 import sys
 import threading
 import time
@@ -40,9 +38,10 @@ from distnb.coordinator.per_worker import (
 from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Send, TakeBack, TellNobodyRuns
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
+from distnb.coordinator.waiter import Waiter
 from distnb.errors import CheckpointError, ClosureCancelled, NoClusterError, OptionError, ServerLost
 from distnb.runtime.base import PARAMETER_SERVER
-from distnb.runtime.interrupts import Interrupts, drain
+from distnb.runtime.interrupts import Interrupts
 from distnb.runtime.servers import roles
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
@@ -53,6 +52,7 @@ __all__ = ["ClusterCoordinator"]
 
 _DEPTH = 3  # of empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
 _LATEST_STEPS = 256
+_END_S = 5.0  # workers that do not end in a second are given up on; longer than this, nobody waits
 
 _numbers = itertools.count(1)  # of closures: the servers know changes by them, whoever scheduled
 _coordinators: dict[Strategy, ClusterCoordinator] = {}
@@ -68,10 +68,11 @@ class _Closure:
 
 @dataclass
 class _Sent:
-    """What a worker has been sent: the resources that it knows, of those of `Packer.forgotten` so many are gone."""
+    """What a worker has been sent: the resources that it knows; of `Packer.forgotten` and `Packer.sources` so many."""
 
     known: set[int] = field(default_factory=set)
     forgotten: int = 0
+    sources: int = 0
     seeded: bool = False
 
 
@@ -151,7 +152,7 @@ class ClusterCoordinator:
         self._why = ""  # those that are cancelled are
         self._interrupted = False
         self._staleness: deque[int] = deque(maxlen=_LATEST_STEPS)
-        self._waiters: list[_Waiter] = []
+        self._waiters: list[Waiter] = []
         self._interrupts = Interrupts()
         self._seed: int | None = None
         self._link.subscribe(self._hear, self._next_deadline)
@@ -386,7 +387,7 @@ class ClusterCoordinator:
         with _lock:
             if ready():
                 return
-            waiter = _Waiter(ready)
+            waiter = Waiter(ready)
             self._waiters.append(waiter)
         on_main = threading.current_thread() is threading.main_thread()
         try:
@@ -404,7 +405,7 @@ class ClusterCoordinator:
         with _lock:
             self._cancel("the user interrupted")
             self._wake()
-            waiter = _Waiter(lambda: not self._queue.ending)
+            waiter = Waiter(lambda: not self._queue.ending)
             self._waiters.append(waiter)
         waiter.wait_for(_END_S)
         with _lock:
@@ -589,10 +590,13 @@ class ClusterCoordinator:
         seed = None if sent.seeded else self._seed_of(order.worker)
         sent.seeded = True
         known.update(packed.needs)
-        message = RunClosure(
-            program, order.closure, _oldest(), definitions, packed.data, packed.buffers, inputs, forget, seed
-        )
-        self._link.send(order.worker, message)
+        sources: tuple[tuple[str, str, str], ...] = ()
+        if sent.sources < len(self._packer.sources):
+            new = list(self._packer.sources.items())[sent.sources :]
+            sources = tuple((name, text, self._link.cell_name(name)) for name, text in new)
+            sent.sources += len(new)
+        once = definitions, packed.data, packed.buffers, inputs, forget, sources, seed
+        self._link.send(order.worker, RunClosure(program, order.closure, _oldest(), *once))
 
     def _seed_of(self, worker: int) -> int:
         """What a worker's random numbers begin with: each draws others, which all follow from the seed set here."""
@@ -635,41 +639,3 @@ def _line(text: str) -> str:
 
 def _name_of(value: Any) -> str:
     return getattr(value, "__qualname__", None) or type(value).__qualname__
-
-
-_END_S = 5.0  # workers that do not end in a second are given up on; longer than this, nobody waits
-
-
-class _Waiter:
-    """One thread that waits for a condition."""
-
-    def __init__(self, ready: Callable[[], bool]) -> None:
-        self._ready = ready
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
-        self._woken = False
-
-    def look(self) -> None:
-        """Something has changed; with the lock."""
-        if not self._woken and self._ready():
-            self._woken = True
-            os.eventfd_write(self._fd, 1)
-
-    def wait(self, interrupts_fd: int | None) -> bool:
-        """Wait. False: for this interrupt it was not waited any longer."""
-        if interrupts_fd is not None:
-            self._poll.register(interrupts_fd, select.POLLIN)
-        ready = [descriptor for descriptor, _ in self._poll.poll()]
-        if interrupts_fd in ready and interrupts_fd is not None:
-            drain(interrupts_fd)
-        return self._fd in ready and self._woken
-
-    def wait_for(self, seconds: float) -> None:
-        """Wait for so long at most."""
-        if not self._ready():
-            self._poll.poll(seconds * 1000)
-
-    def close(self) -> None:
-        """Free the descriptor."""
-        os.close(self._fd)

@@ -125,6 +125,9 @@ class ClusterLink(Protocol):
     def error(self, report: ErrorReport, worker: int, closure: str) -> BaseException:
         """The exception that a worker has reported, to be raised here with the worker's own traceback."""
 
+    def cell_name(self, filename: str) -> str:
+        """How tracebacks call a cell, by what its code objects carry; "" if it is none."""
+
     def catch_up(self) -> None:
         """Show what workers have written so far."""
 

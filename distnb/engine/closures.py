@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
@@ -13,6 +13,7 @@ import zmq
 
 from distnb.accelerators import torch_device
 from distnb.coordinator.closures import ClosureResult, Runner
+from distnb.engine.cell_sources import remember_source
 from distnb.objects.modes import RANDOM, Environment, apply_environment, capture_environment
 from distnb.runtime.randomness import streams
 from distnb.runtime.servers.access import ServerAccess
@@ -83,6 +84,8 @@ class WorkerTask:
 
     def take_in(self, message: RunClosure) -> None:
         """Keep what comes once, whether this closure runs or was told to end before it began."""
+        for source in message.sources:
+            remember_source(*source)
         self._definitions += message.definitions
         self._seed = message.seed if message.seed is not None else self._seed
 

@@ -31,6 +31,7 @@ from distnb.coordinator.link import (
 from distnb.errors import MessageError, StartError
 from distnb.notebook.failures import reported
 from distnb.notebook.front_end import FrontEnd
+from distnb.notebook.output.wording import cell_name
 from distnb.notebook.supervision import GiveUpOn
 from distnb.runtime.interrupts import drain
 from distnb.topology import PS, WORKER, Task
@@ -194,6 +195,10 @@ class ClosureChannel:
         who = f"orker {worker} ({device}), in {closure},"
         lines = self._front().callers_lines
         return reported(report, f"W{who}", f"w{who}", callers_lines=lines, opened=self._open_error)
+
+    def cell_name(self, filename: str) -> str:
+        """How tracebacks call a cell."""
+        return cell_name(filename)
 
     def catch_up(self) -> None:
         """Show what workers have written so far."""

@@ -111,13 +111,15 @@ class Peers:
 
     Args:
         remote: A bound ROUTER for those of other hosts; closed with this. None: there are none.
+        recycles: What is sent to those of this host they do not keep; see `UnixSocket`.
 
     Attributes:
         listener: Where those of this host connect.
     """
 
-    def __init__(self, remote: zmq.Socket[bytes] | None) -> None:
+    def __init__(self, remote: zmq.Socket[bytes] | None, *, recycles: bool = False) -> None:
         self.listener = Listener()
+        self._recycles = recycles
         self._remote = remote
         self._heard: zmq.Socket[bytes] | None = None  # the same, once somebody of another host is there
         self._sockets: dict[int, UnixSocket] = {}
@@ -138,6 +140,7 @@ class Peers:
         """Take in those of this host who have connected. OSError: this process has as many files open as it may."""
         for peer, connected in self.listener.let_in().items():
             self._lose(peer)
+            connected.recycles = self._recycles
             self._sockets[peer] = connected
             self._peer_at[connected.fileno()] = peer
             self.watch(connected.fileno())
@@ -164,6 +167,8 @@ class Peers:
             connected = self._sockets.get(peer)
             if connected is None:
                 reached = self._remote is not None and send_frames(self._remote, peer, frames)
+            elif self._recycles:
+                reached = connected.send_frames(frames)
             else:
                 packets = packets or pack(frames)
                 reached = connected.send_packets(packets)

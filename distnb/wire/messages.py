@@ -130,6 +130,7 @@ class RunClosure(NamedTuple):
         data, buffers: The function and its arguments, packed.
         inputs: Results of other closures that are among the arguments: their numbers, and packed values.
         forget: Definitions that nothing will need any more.
+        sources: Of cells that functions are from, the first time: what code objects carry, the text, and the label.
         seed: Of the worker's random numbers, with the first closure that it gets.
     """
 
@@ -141,6 +142,7 @@ class RunClosure(NamedTuple):
     buffers: tuple[Any, ...]
     inputs: tuple[tuple[int, Any], ...] = ()
     forget: tuple[int, ...] = ()
+    sources: tuple[tuple[str, str, str], ...] = ()
     seed: int | None = None
 
 

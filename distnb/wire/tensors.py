@@ -5,12 +5,12 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from distnb.objects.looking import bytes_of
-from distnb.objects.memory import Memory
+from distnb.objects.memory import dense_tensor
 from distnb.objects.packing import out_of_band
 from distnb.wire.codec import Frame
 
@@ -33,15 +33,23 @@ def encode_tensors(message: Any) -> list[Frame]:
 
 def open_tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor of some bytes that nobody else writes to."""
-    opened: torch.Tensor = Memory.filled(data).tensor().view(dtype).view(shape)
-    return opened
+    view = memoryview(data)
+    if not view.nbytes:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    # What came in a frame of its own and is small is copied: it holds the frame, and need not be aligned.
+    if view.readonly or (view.nbytes < _SMALL_NBYTES and type(data) is not bytearray):
+        data = bytearray(view)
+    return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
 def _reduce(tensor: torch.Tensor) -> Any:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.__reduce_ex__(5)
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    host = tensor.detach()
+    if not dense_tensor(host) or not host.is_contiguous():
+        host = host.resolve_conj().resolve_neg().cpu().contiguous()
     return open_tensor, (pickle.PickleBuffer(bytes_of(host)), host.dtype, tuple(host.shape))
 
 
-_REDUCERS = {**copyreg.dispatch_table, torch.Tensor: _reduce, torch.nn.Parameter: _reduce}
+_SMALL_NBYTES: Final = 64 << 10
+_REDUCERS: Final = {**copyreg.dispatch_table, torch.Tensor: _reduce, torch.nn.Parameter: _reduce}

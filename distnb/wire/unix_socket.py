@@ -22,17 +22,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from distnb.errors import MessageError
 from distnb.wire.codec import Frame, decode, encode
+from distnb.wire.recycled_memory import RecycledReceiver, RecycledSender
 from distnb.wire.shared_memory_buffer import LARGE_NBYTES, SharedMemoryBuffer, read_frame
 
 __all__ = ["Listener", "Packet", "UnixSocket", "connect", "pack"]
 
 _PACKET_NBYTES: Final = 60 << 10  # several fit into a socket's buffer
 _MOST_BUFFERS: Final = 64  # of a message: only so many descriptors can be on their way
-_WHOLE, _PIECE, _BUFFER, _END = range(4)  # kinds of packets: their first byte
+_WHOLE, _PIECE, _BUFFER, _END, _RECYCLED = range(5)  # kinds of packets: their first byte
 _WHOLE_PREFIX: Final = bytes((_WHOLE,))
 _ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(struct.calcsize("i"))
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
@@ -42,7 +43,15 @@ _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _LATER: Final = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))
 _PATIENCE_S: Final = 0.005
 
-Packet = tuple[bytes, SharedMemoryBuffer | None]
+
+class HasDescriptor(Protocol):
+    """Memory."""
+
+    @property
+    def descriptor(self) -> int: ...
+
+
+Packet = tuple[bytes, HasDescriptor | None]
 """What is sent at once: bytes, and memory whose descriptor goes with them."""
 
 
@@ -115,12 +124,15 @@ class UnixSocket:
         connected: The socket, of type SOCK_SEQPACKET; this object closes it.
 
     Attributes:
+        recycles: Whether large messages are sent in memory that is written to again (`wire.recycled_memory`). To be set
+            where the receiver does not keep what comes, or copies it.
         ended: Whether the other end is gone; nothing more will come.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
-        self.ended = False
+        self.ended = self.recycles = False
+        self._recycled = RecycledSender(), RecycledReceiver()
         self._socket = connected
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
@@ -141,9 +153,13 @@ class UnixSocket:
         """Send a message, copied."""
         self.send_frames(encode(message))
 
-    def send_frames(self, frames: Sequence[Frame]) -> None:
-        """Send a message that has been encoded, copied."""
-        self.send_packets(pack(frames))
+    def send_frames(self, frames: Sequence[Frame]) -> bool:
+        """Send a message that has been encoded, copied. False if the other end is gone."""
+        written = self._recycled[0].write(frames) if self.recycles else None
+        if written is None:
+            return self.send_packets(pack(frames))
+        told, block = written
+        return self.send_packets(((_packet(_RECYCLED, told), block),))
 
     def send_packets(self, packets: Sequence[Packet]) -> bool:
         """Send a message, now or as soon as the kernel has room. False if the other end is gone."""
@@ -223,11 +239,21 @@ class UnixSocket:
                 return [data]
             if kind == _PIECE:
                 self._incoming.pieces.append(data)
+            elif kind == _RECYCLED:
+                return self._read_recycled(data, ancillary)
             elif kind == _BUFFER:
                 self._incoming.add_buffer(data, ancillary)
             else:
                 incoming, self._incoming = self._incoming, _Incoming()
                 return incoming.end(data)
+
+    def _read_recycled(self, data: bytes, ancillary: Sequence[tuple[int, int, bytes]]) -> list[Frame]:
+        descriptor = struct.unpack_from("i", ancillary[0][2])[0] if ancillary else None
+        try:
+            return self._recycled[1].read(data, descriptor)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
 
     def close(self) -> None:
         """Close it. What was sent and not received is freed, if this process is the last that has it."""

@@ -19,7 +19,6 @@ import distnb
 from distnb.coordinator import ClusterCoordinator
 from distnb.errors import CannotTravelError, ClosureCancelled, EndOfDataset, OptionError
 from distnb.notebook.compose import require
-from tests.multiprocess.coordinators import OnTwoWorkers
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -28,9 +27,9 @@ _WITHIN_S = 40.0
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ClusterCoordinator]:
-    distnb.start(2)
+    distnb.start(workers=2, ps=1)
     try:
-        yield ClusterCoordinator(OnTwoWorkers())
+        yield ClusterCoordinator(distnb.ParameterServerStrategy())
     finally:
         distnb.stop()
 
@@ -98,7 +97,7 @@ def test_misuse_is_told(coordinator: ClusterCoordinator) -> None:
         coordinator.schedule(whoami, args=(threading.Lock(),))
     with pytest.raises(ValueError, match="needs a ParameterServerStrategy; got OneDeviceStrategy"):
         ClusterCoordinator(distnb.OneDeviceStrategy("cpu"))
-    assert ClusterCoordinator(OnTwoWorkers()) is coordinator
+    assert ClusterCoordinator(distnb.ParameterServerStrategy()) is coordinator
 
 
 def test_a_result_that_cannot_travel_is_the_closures_error(coordinator: ClusterCoordinator) -> None:
@@ -271,7 +270,7 @@ def test_thousands_wait_within_bounded_memory(coordinator: ClusterCoordinator) -
         assert coordinator.fetch(values) == list(range(1, 3001))
     finally:
         coordinator._max_queued = 4096
-    assert len(coordinator._packer._definitions) < 50
+    assert len(coordinator._packer._known) < 50
 
 
 def test_memory_of_arguments_bounds_the_queue(coordinator: ClusterCoordinator) -> None:
@@ -347,7 +346,7 @@ def test_status_tells_who_runs_what(coordinator: ClusterCoordinator) -> None:
 
 @pytest.mark.parametrize("wait", ["join", "fetch", "schedule"])
 def test_an_interrupt_ends_what_was_scheduled(coordinator: ClusterCoordinator, wait: str) -> None:
-    values = [coordinator.schedule(time.sleep, args=(60,)) for _ in range(6)]
+    values = [coordinator.schedule(time.sleep, args=(60,)) for _ in range(10)]
     coordinator._max_queued = 2
     wait_until(lambda: sum(value.state == "running" for value in values) >= 2, _WITHIN_S)
     asked: dict[str, Callable[[], Any]] = {

@@ -17,7 +17,6 @@ from distnb.errors import ClosureCancelled, NoClusterError, ServerLost
 from distnb.notebook import engines
 from distnb.notebook.compose import require
 from distnb.runtime.servers.messages import Create, Describe
-from tests.multiprocess.coordinators import OnTwoWorkers
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -26,9 +25,9 @@ _WITHIN_S = 40.0
 
 @pytest.fixture
 def coordinator() -> Iterator[ClusterCoordinator]:
-    distnb.start(2)
+    distnb.start(workers=2, ps=1)
     try:
-        yield ClusterCoordinator(OnTwoWorkers())
+        yield ClusterCoordinator(distnb.ParameterServerStrategy())
     finally:
         distnb.stop()
 
@@ -64,7 +63,7 @@ def test_a_killed_workers_closures_run_elsewhere(coordinator: ClusterCoordinator
 def test_with_all_workers_gone_it_says_so_and_goes_on_when_one_comes(
     coordinator: ClusterCoordinator, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for row in require().status():
+    for row in require().status()[:2]:
         os.kill(row.pid, signal.SIGKILL)
     wait_until(lambda: all(each.state == "lost" for each in coordinator.status().workers), _WITHIN_S)
     values = [coordinator.schedule(whoami) for _ in range(5)]
@@ -79,7 +78,7 @@ def test_with_all_workers_gone_it_says_so_and_goes_on_when_one_comes(
 
 def test_a_restart_of_busy_workers_loses_nothing(coordinator: ClusterCoordinator) -> None:
     values = [coordinator.schedule(lambda n: (time.sleep(0.05), n)[1], args=(n,)) for n in range(12)]
-    require().restart()
+    require().restart([0, 1])
     assert coordinator.fetch(values) == list(range(12))
 
 
@@ -97,7 +96,7 @@ def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> 
 def test_a_lost_server_is_an_error_at_once_until_another_takes_its_place() -> None:
     distnb.start(workers=2, ps=2)
     try:
-        coordinator = ClusterCoordinator(OnTwoWorkers())
+        coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
         servers = coordinator._link.servers
         create = Create((1, 0), "v", torch.ones(2))
         servers.exchange({0: [create], 1: [create]})
@@ -116,6 +115,9 @@ def test_a_lost_server_is_an_error_at_once_until_another_takes_its_place() -> No
             servers.exchange({1: [Describe()]})
         assert coordinator.status().lost_servers == (1,)
         require().restart(missing=True)
+        with pytest.raises(ServerLost, match="Another one is in its place"):
+            coordinator.schedule(whoami)
+        coordinator.recover(lambda: None)
         assert servers.exchange({0: [Describe()], 1: [Describe()]})[1] == ((),)
         assert coordinator.schedule(whoami).fetch()
         coordinator.join()
@@ -128,7 +130,7 @@ def test_closures_reach_workers_that_are_connected_by_the_network(monkeypatch: p
     monkeypatch.setattr(engines, "Connection", lambda **given: make(**{**given, "listener_name": ""}))
     distnb.start(workers=2, ps=1)
     try:
-        coordinator = ClusterCoordinator(OnTwoWorkers())
+        coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
         assert not any(hello.near for hello in require()._supervisor.hellos.values())
         values = [coordinator.schedule(lambda x: x * 2, args=(torch.full((50_000,), float(n)),)) for n in range(200)]
         assert [value[0].item() for value in coordinator.fetch(values)] == [2.0 * n for n in range(200)]

@@ -11,8 +11,7 @@ pytestmark = pytest.mark.timeout(120)
 _SETUP = """
 import os, time
 import distnb
-from tests.multiprocess.coordinators import OnTwoWorkers
-coordinator = distnb.coordinator.ClusterCoordinator(OnTwoWorkers())
+coordinator = distnb.coordinator.ClusterCoordinator(distnb.ParameterServerStrategy())
 class Mine(Exception):
     pass
 def step(n):
@@ -25,16 +24,20 @@ def step(n):
 
 def test_closures_in_a_notebook() -> None:
     with Notebook() as notebook:
-        notebook.run("%load_ext distnb")
-        notebook.run("%distnb start -n 2")
+        notebook.run("%distnb start --workers 2 --ps 1")
         notebook.run(_SETUP)
         ran = notebook.run("values = [coordinator.schedule(step, args=(n,)) for n in (1, 2)]\ncoordinator.join()")
         assert ran.stdout.count("step 1") == 1
         assert ran.stdout.count("step 2") == 1
-        ran = notebook.run("coordinator.schedule(step, args=(-1,))\ncoordinator.join()", error="Mine")
+        ran = notebook.try_run("coordinator.schedule(step, args=(-1,))\ncoordinator.join()")
+        assert ran.error_name == "Mine"
         assert "raise Mine(n)" in ran.traceback
+        assert "Cell In[3], line" in ran.traceback
         assert "orker" in ran.traceback
         notebook.run("values = [coordinator.schedule(time.sleep, args=(60,)) for _ in range(8)]")
-        notebook.interrupt_while("coordinator.join()")
+        cell = notebook.start("print('waits', flush=True)\ncoordinator.join()")
+        notebook.wait_for_output(cell, "waits")
+        notebook.interrupt()
+        assert notebook.finish(cell).error_name == "KeyboardInterrupt"
         assert notebook.value("[value.state for value in values]") == ["cancelled"] * 8
         notebook.run("coordinator.schedule(step, args=(3,)).fetch()")

@@ -277,7 +277,7 @@ def test_a_step_of_the_models_own(strategy: Any, steps: int) -> None:
     def build() -> Any:
         keras.utils.set_random_seed(1)
         made = OwnStep()
-        made.build((None, 4))
+        made(np.zeros((1, 4), "float32"))
         return made
 
     plain, model = pair(strategy, build, compiled)

@@ -234,6 +234,9 @@ class ServerAccess:
     def _by_part(stored: Stored, rows: torch.Tensor) -> Iterator[tuple[Shard, Any, torch.Tensor]]:
         """The parts that ascending row numbers are in, with the numbers within each."""
         rows = rows.cpu()
+        if len(stored.parts) == 1:
+            yield from ((shard, part, rows) for shard, part in stored.shards() if len(rows))
+            return
         edges = torch.tensor([part.last for part in stored.parts])
         ends = torch.searchsorted(rows, edges).tolist()
         begin = 0

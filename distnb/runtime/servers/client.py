@@ -159,6 +159,7 @@ class Servers:
     def _open(self, server: int, address: Address) -> ProgramLink:
         link = connect(address.name, address.token, self._number)
         if link is not None:
+            link.recycles = True
             return link
         if not address.url:
             raise ServerLost(f"Parameter server {server} cannot be reached: nobody listens at its address. {_CURE}")

@@ -145,8 +145,12 @@ def _fitting(shard: Shard, parameter: torch.nn.Parameter, gradient: Gradient) ->
     if not isinstance(gradient, RowsGradient):
         return gradient
     if gradient.sparse:
-        # What one row gets is summed first: dense gradients are, too.
-        return torch.sparse_coo_tensor(rows[None], values, parameter.shape, check_invariants=False).coalesce()
+        # What one row gets is summed first: dense gradients are, too. Workers send each row once, in order.
+        summed = bool((rows[1:] > rows[:-1]).all())
+        found = torch.sparse_coo_tensor(
+            rows[None], values, parameter.shape, is_coalesced=summed, check_invariants=False
+        )
+        return found.coalesce()
     return torch.zeros_like(parameter).index_add_(0, rows, values)
 
 

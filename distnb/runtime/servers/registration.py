@@ -18,7 +18,7 @@ from distnb.runtime import contexts
 from distnb.runtime.scopes.registration import adopters_of, roots_of, watching
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.placement import Placement
-from distnb.runtime.servers.remote_optimizer import is_remote, make_remote
+from distnb.runtime.servers.remote_optimizer import make_remote, will_be_remote
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
 from distnb.runtime.this_process import this_process
 from distnb.variables.settings import Settings
@@ -103,8 +103,7 @@ class ServerRegistration:
                 if isinstance(each, torch.nn.Parameter) and each.requires_grad:
                     self._take_tensor(each, "", trainable=True)
         for optimizer in optimizers:
-            if not is_remote(optimizer):
-                make_remote(optimizer)
+            make_remote(optimizer)
 
     def _adopt(self, module: torch.nn.Module) -> None:
         for adopter in adopters_of(module):
@@ -185,6 +184,7 @@ def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
     @functools.wraps(init)
     def noting(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         init(optimizer, *args, **kwargs)
+        will_be_remote(optimizer)
         made.append(optimizer)
 
     torch.optim.Optimizer.__init__ = noting  # type: ignore[assignment,method-assign]

@@ -27,10 +27,11 @@ __all__ = [
     "make_remote",
     "opened",
     "piece_of_state",
+    "will_be_remote",
 ]
 
 _numbers = itertools.count(1)
-_NOT_SENT = frozenset({"state", "param_groups", "defaults", "_remote"})
+_NOT_SENT = frozenset({"state", "param_groups", "defaults", "_remote", "step"})  # schedules wrap an optimizer's `step`
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class RemoteSteps:
     """
 
     _remote: _Remote
+    _opt_called = True  # the steps are the workers': learning rate schedules would ask for some of this process's
     param_groups: list[dict[str, Any]]
 
     @property
@@ -63,6 +65,11 @@ class RemoteSteps:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the gradients to the servers, which update the variables: each server's in one piece."""
+        if not is_remote(self):
+            raise ContextError(
+                f"{type(self).__name__}.step() was called in strategy.scope(), and the servers know of its parameters "
+                "when the scope ends. Train after the scope."
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -99,6 +106,9 @@ class RemoteSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """Its state, as torch has it: of variables in several shards what was kept for the whole."""
+        if not is_remote(self):
+            plain: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+            return plain
         states = this_process.servers.optimizer_states(self._remote.number, self._remote.servers)
         kept: dict[Shard, Any] = {shard: each for found in states.values() for shard, each in found["state"].items()}
         variables = [stored for group in self._remote.groups for stored in group]
@@ -127,6 +137,9 @@ class RemoteSteps:
         Raises:
             ValueError: It is the state of an optimizer of other parameters.
         """
+        if not is_remote(self):
+            super().load_state_dict(state_dict)  # type: ignore[misc]
+            return
         variables = [stored for group in self._remote.groups for stored in group]
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(its) for its in self._remote.groups]:
@@ -157,7 +170,9 @@ def by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Itera
     rows, values = gradient.indices()[0].cpu(), gradient.values().cpu()
     for each in stored.shards():
         part = each[1]
-        first, last = torch.searchsorted(rows, torch.tensor([part.first, part.last])).tolist()
+        first, last = 0, len(rows)
+        if len(stored.parts) > 1:
+            first, last = torch.searchsorted(rows, torch.tensor([part.first, part.last])).tolist()
         if last > first or not wants_sparse:
             yield each, RowsGradient(rows[first:last] - part.first, values[first:last], wants_sparse)
 
@@ -204,8 +219,13 @@ def is_remote(optimizer: Any) -> bool:
     return isinstance(optimizer, RemoteSteps) and hasattr(optimizer, "_remote")
 
 
+def will_be_remote(optimizer: Any) -> None:
+    """An optimizer is being made in a scope: its methods are ours from now on, also for what wraps them."""
+    optimizer.__class__ = _remote_class(_class_of(optimizer))
+
+
 def make_remote(optimizer: Any) -> None:
-    """Have the servers take an optimizer's steps, from now on. All of its parameters live there.
+    """Have the servers take the steps of an optimizer that a scope made. All of its parameters live there.
 
     Raises:
         ContextError: Some parameters do not.
@@ -228,7 +248,6 @@ def make_remote(optimizer: Any) -> None:
     servers.make_optimizer(remote.number, _factory(optimizer), groups)
     before = optimizer.state_dict() if optimizer.state else None  # Adagrad has something in the beginning
     optimizer.state.clear()
-    optimizer.__class__ = _remote_class(_class_of(optimizer))
     optimizer._remote = remote
     if before is not None:
         optimizer.load_state_dict(before)

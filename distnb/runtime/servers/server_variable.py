@@ -149,8 +149,15 @@ class ServerVariable(Variable):
 
             def take(leaf: torch.Tensor) -> None:
                 assert leaf.grad is not None
-                indices = unique.to(leaf.grad.device)[None]
-                self._add_gradient(torch.sparse_coo_tensor(indices, leaf.grad, self.shape, check_invariants=False))
+                self._add_gradient(
+                    torch.sparse_coo_tensor(
+                        unique.to(leaf.grad.device)[None],
+                        leaf.grad,
+                        self.shape,
+                        is_coalesced=True,  # each row stands once, in order
+                        check_invariants=False,
+                    )
+                )
 
             values.register_post_accumulate_grad_hook(take)
         return unique, values, inverse

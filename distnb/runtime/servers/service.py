@@ -45,7 +45,7 @@ class Service:
             self._authenticator.configure_curve_callback("*", OneClientKey(client_public.encode()))
             public, secret = zmq.curve_keypair()
             remote, url = bind_router(self._context, host, secret=secret, public=public)
-        self._peers = Peers(remote)
+        self._peers = Peers(remote, recycles=True)
         listener = self._peers.listener
         self.address = Address(listener.name, listener.token, url, public.decode())
         # Clients keep copies by version: what they know of an earlier server is never taken for this one's.
@@ -84,6 +84,7 @@ class Service:
                     time.sleep(_PATIENCE_S)
             for client, message in self._peers.receive(readable):
                 self._answer(client, message)
+                del message  # its memory is the client's again
 
     def _answer(self, client: int, message: Request | MessageError) -> None:
         if isinstance(message, MessageError):

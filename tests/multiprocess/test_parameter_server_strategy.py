@@ -1,0 +1,163 @@
+"""Training on parameter servers for real: the numbers, what is seen when, and a server that is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distnb
+from distnb.coordinator import ClusterCoordinator
+from distnb.errors import ProgramError, ServerLost
+from distnb.notebook.compose import require
+from distnb.partitioners import FixedShardsPartitioner
+from tests import processes
+from tests.processes import wait_until
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    yield distnb.start(workers=2, ps=2)
+    distnb.stop()
+
+
+@pytest.fixture(scope="module")
+def strategy(cluster: Any) -> Any:
+    return distnb.ParameterServerStrategy()
+
+
+@pytest.fixture(scope="module")
+def coordinator(strategy: Any) -> ClusterCoordinator:
+    return ClusterCoordinator(strategy)
+
+
+def test_updates_of_several_workers_are_all_there(strategy: Any, coordinator: ClusterCoordinator) -> None:
+    """Each of 200 closures adds one, takes a step of one, and counts; none is lost, and none is half there."""
+    with strategy.scope():
+        counter = distnb.Variable(0, dtype=torch.int64)
+        weight = nn.Parameter(torch.zeros(1000))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        seen = distnb.metrics.Sum()
+
+    def closure() -> bool:
+        counter.assign_add(1)
+        weight.grad = torch.ones(1000)
+        optimizer.step()
+        seen.update(torch.tensor(1.0))
+        return bool((weight == weight[0]).all())
+
+    results = [coordinator.schedule(closure) for _ in range(200)]
+    assert all(coordinator.fetch(results)), "a copy is never of two updates"
+    coordinator.join()
+    assert int(counter) == 200
+    assert strategy.runtime.access.read(strategy.runtime.access.stored_of(weight)).unique().tolist() == [-200.0]
+    assert float(seen.compute()) == 200
+    assert optimizer.iterations == 200
+    assert {status.done > 0 for status in coordinator.status().workers} == {True}
+
+
+def test_a_program_trains_as_in_one_process(cluster: Any) -> None:
+    """One closure at a time is one process: with an embedding in shards, BatchNorm, and a schedule of the rate."""
+
+    def build() -> Any:
+        torch.manual_seed(3)
+        model = nn.Sequential(
+            nn.Embedding(50, 8), nn.Flatten(), nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+
+    def batch(number: int) -> Any:
+        drawn = torch.Generator().manual_seed(number)
+        return torch.randint(0, 50, (8, 4), generator=drawn), torch.randn(8, 1, generator=drawn)
+
+    def step(model: Any, optimizer: Any, ids: torch.Tensor, wanted: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = ((model(ids) - wanted) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    plain, its, plain_rate = build()
+    strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2))
+    coordinator = ClusterCoordinator(strategy)
+    with strategy.scope():
+        model, optimizer, rate = build()
+    for number in range(8):
+        found = coordinator.schedule(
+            lambda ids, wanted: step(model, optimizer, ids, wanted), args=batch(number)
+        ).fetch()
+        assert found == pytest.approx(step(plain, its, *batch(number)), rel=1e-4)
+        rate.step()
+        plain_rate.step()
+    for name, value in model.state_dict().items():
+        assert torch.allclose(value, plain.state_dict()[name], atol=1e-5), name
+    assert torch.allclose(model.eval()(batch(9)[0]), plain.eval()(batch(9)[0]), atol=1e-5)
+
+
+def test_a_change_in_place_on_a_worker_is_told(strategy: Any, coordinator: ClusterCoordinator) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+
+    def closure() -> None:
+        with torch.no_grad():
+            model.weight.zero_()
+
+    coordinator.schedule(closure)
+    with pytest.raises(ProgramError, match="changed weight in place on a worker"):
+        coordinator.join()
+
+
+def test_a_server_that_is_lost_and_what_is_restored(
+    cluster: Any, strategy: Any, coordinator: ClusterCoordinator, tmp_path: Path
+) -> None:
+    with strategy.scope():
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        value = distnb.Variable(5.0)
+    manager = distnb.CheckpointManager(distnb.Checkpoint(model=model, optimizer=optimizer, value=value), tmp_path)
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).pow(2).sum().backward()
+        optimizer.step()
+        value.assign_add(1)
+
+    def train() -> Any:
+        for _ in range(5):
+            coordinator.schedule(closure)
+        coordinator.join()
+        state = {name: each.clone() for name, each in model.state_dict().items()}
+        return state, float(value), optimizer.iterations
+
+    train()
+    manager.save()
+    lost = next(row for row in cluster.status() if row.task == "ps 0")
+    os.kill(lost.pid, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(ServerLost, match=r"server 0 .*recover"):
+            train()
+    with pytest.raises(ServerLost, match="recover"):
+        coordinator.recover(manager)
+    wait_until(lambda: "SIGKILL" in next(row for row in require().status() if row.task == "ps 0").state, 20, "its end")
+    assert cluster.restart(missing=True) == (lost.engine,)
+    processes.OF_MODULE.update(row.pid for row in cluster.status())
+    with pytest.raises(ServerLost, match="holds nothing yet"):
+        coordinator.schedule(closure)
+    coordinator.recover(manager)
+    assert float(value) == 10
+    assert optimizer.iterations == 5
+    again = train()
+    manager.checkpoint.restore(manager.latest_checkpoint)
+    expected = train()
+    assert again[1:] == expected[1:] == (15, 10)
+    # Two workers take turns as they like, and so the weights are alike only.
+    assert torch.allclose(again[0]["weight"], expected[0]["weight"], atol=0.2)

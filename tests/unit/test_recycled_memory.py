@@ -1,0 +1,118 @@
+"""Memory that is sent again: nothing that somebody still looks at is written to, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distnb.errors import MessageError
+from distnb.wire import recycled_memory
+from distnb.wire.codec import Frame
+from distnb.wire.recycled_memory import RecycledReceiver, RecycledSender
+from distnb.wire.unix_socket import Listener, UnixSocket, connect
+
+LARGE = 1 << 20
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[UnixSocket, UnixSocket]]:
+    listener = Listener()
+    one = connect(listener.name, listener.token, 1)
+    assert one is not None
+    other = listener.let_in()[1]
+    one.recycles = other.recycles = True
+    yield one, other
+    for each in (one, other, listener):
+        each.close()
+
+
+def message(fill: int, nbytes: int = LARGE) -> list[Frame]:
+    return [b"header", b"", bytes([fill]) * nbytes, bytes([fill]) * 100]
+
+
+def there(pair: tuple[UnixSocket, UnixSocket], frames: list[Frame]) -> list[Frame]:
+    """What arrives of a message."""
+    assert pair[0].send_frames(frames)
+    arrived = pair[1].receive_frames()
+    assert arrived is not None
+    assert [bytes(frame) for frame in arrived] == [bytes(frame) for frame in frames]
+    return arrived
+
+
+def mapped() -> int:
+    """Mappings and descriptors of such memory in this process."""
+    gc.collect()
+    names = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)]
+    return (Path("/proc/self/maps").read_text() + " ".join(names)).count("distnb-recycled")
+
+
+def test_the_same_memory_carries_one_message_after_the_other(pair: tuple[UnixSocket, UnixSocket]) -> None:
+    there(pair, message(1))
+    before = mapped()
+    for fill in range(20):
+        there(pair, message(fill))
+        there((pair[1], pair[0]), [b"small"])
+    assert mapped() == before > 0
+
+
+def test_what_is_still_looked_at_is_not_written_to(pair: tuple[UnixSocket, UnixSocket]) -> None:
+    kept = [there(pair, message(fill)) for fill in range(5)]
+    for fill, frames in enumerate(kept):
+        assert [bytes(frame) for frame in frames] == [bytes(frame) for frame in message(fill)]
+        memoryview(frames[2])[:3] = b"own"  # it can be written to, and nobody else sees it
+    assert bytes(kept[0][2][:4]) == b"own\0"
+    part = kept[0][3]  # a part is as good as the whole
+    del kept
+    for fill in range(5, 8):
+        there(pair, message(fill))
+    assert bytes(part) == bytes(100)
+
+
+def test_messages_become_larger(pair: tuple[UnixSocket, UnixSocket], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recycled_memory, "_MOST_NBYTES", 5 * LARGE)
+    for factor in (1, 3, 2, 4, 6, 1):
+        there(pair, message(factor, factor * LARGE))
+    assert mapped() <= 3 * 2  # of one block both ends', and its descriptors
+
+
+def test_nothing_is_left_when_both_ends_are_gone() -> None:
+    before = mapped()
+    listener = Listener()
+    one = connect(listener.name, listener.token, 1)
+    assert one is not None
+    one.recycles = True
+    pair = one, listener.let_in()[1]
+    frames = there(pair, message(3))
+    for each in (*pair, listener):
+        each.close()
+    del pair, one, each
+    assert bytes(frames[2][:3]) == b"\3\3\3"  # what has come stays
+    del frames
+    assert mapped() == before
+
+
+def test_a_forked_child_gives_nothing_back() -> None:
+    sender, receiver = RecycledSender(), RecycledReceiver()
+    written = sender.write(message(1))
+    assert written is not None
+    assert written[1] is not None
+    frames = receiver.read(written[0], written[1].descriptor)
+    child = os.fork()
+    if child == 0:
+        del frames
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert written[1].in_use
+    del frames
+    assert not written[1].in_use
+
+
+def test_memory_that_did_not_come_is_an_error() -> None:
+    written = RecycledSender().write(message(1))
+    assert written is not None
+    with pytest.raises(MessageError, match="too many files are open"):
+        RecycledReceiver().read(written[0], None)
