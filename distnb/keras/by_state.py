@@ -23,7 +23,14 @@ __all__ = ["HERE", "METHODS", "READS", "OfKeras"]
 
 READS = ("save", "save_weights", "export", "get_weights")
 HERE = ("predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-METHODS = ("fit", "evaluate", "_symbolic_build", "_get_metrics_result_or_logs", "make_train_function", "make_test_function")
+METHODS = (
+    "fit",
+    "evaluate",
+    "_symbolic_build",
+    "_get_metrics_result_or_logs",
+    "make_train_function",
+    "make_test_function",
+)
 """Those that the coordinator's models have of their own, and workers' have not; so are `READS` and `HERE`."""
 
 _SEEDS_APART = 0x9E3779B1  # each worker draws other noise; the first one what one process draws
@@ -69,7 +76,9 @@ class OfKeras(Library):
 
     def contribution(self, metric: Any) -> Mapping[int, torch.Tensor] | None:
         before = vars(metric)["_distnb_before"]
-        added = {place: value - before[place] if place in before else value for place, value in _own_values(metric).items()}
+        added = {
+            place: value - before[place] if place in before else value for place, value in _own_values(metric).items()
+        }
         return {place: each for place, each in added.items() if each.any()} or None
 
     def merge(self, metric: Any, contribution: Mapping[int, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Model.fit with parameter servers: workers take the steps, asynchronously; Keras's own loop runs on the coordinator."""
+"""Model.fit with parameter servers: workers take its steps, asynchronously; Keras's own loop runs on the coordinator."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class DatasetCreator:
             raise OptionError(f"DatasetCreator({dataset_fn!r}): give a function that returns a dataset.")
         if input_options not in (None, InputOptions()):
             raise OptionError(
-                f"DatasetCreator(input_options={input_options!r}): workers make their batches themselves, where they are "
-                "used. Prefetch in the dataset, as by DataLoader(num_workers=2)."
+                f"DatasetCreator(input_options={input_options!r}): workers make their batches themselves, where they "
+                "are used. Prefetch in the dataset, as by DataLoader(num_workers=2)."
             )
         self.dataset_fn = dataset_fn
 
@@ -137,7 +137,7 @@ class ModelOnServers:
         self._ahead = _AHEAD * len(this_process.cluster_link().workers)  # type: ignore[misc]
         self._loops: list[_Loop] = []
         compat.keep_ddp_away(model)
-        own = {
+        own: dict[str, Callable[..., Any]] = {
             "fit": self._fit,
             "evaluate": self._evaluate,
             "_symbolic_build": self._build,
@@ -243,9 +243,7 @@ class ModelOnServers:
         loop, model = self._loops[-1], self._model
         source = list(data) if loop.source is None else loop.source
         optimizer = model.optimizer if loop.kind == "train" else None
-        loop.under_way.append(
-            self._coordinator.schedule(_steps, args=(model, optimizer, source, len(data), loop.kind))
-        )
+        loop.under_way.append(self._coordinator.schedule(_steps, args=(model, optimizer, source, len(data), loop.kind)))
         loop.taken += len(data)
         ends = loop.steps is not None and loop.taken % loop.steps == 0
         self._look(loop, 0 if ends else self._ahead)
@@ -267,16 +265,16 @@ class ModelOnServers:
 
     def _run_out(self, loop: _Loop) -> None:
         warnings.warn(
-            f"A worker's dataset ran out of data, which ends the {loop.what}: with a ParameterServerStrategy any worker "
-            "may take any number of the steps. Let the dataset function repeat its data without end.",
+            f"A worker's dataset ran out of data, which ends the {loop.what}: with a ParameterServerStrategy any "
+            "worker may take any number of the steps. Let the dataset function repeat its data without end.",
             stacklevel=2,
         )
         setattr(self._model, f"stop_{loop.what}", True)
 
     def _logs(self, loop: _Loop) -> dict[str, Any]:
-        """What all steps that have ended have told: the metrics' values; else the last one's own logs."""
+        """What all steps that have ended have told: the metrics' values, and of other logs the last step's."""
         found = self._model.get_metrics_result()
-        return found if not loop.logs or set(loop.logs) == set(found) else loop.logs
+        return {name: found.get(name, value) for name, value in loop.logs.items()} if loop.logs else found
 
     def _end(self, plain: Callable[..., Any], logs: Any) -> Any:
         """An epoch ends: all steps have, too, before callbacks see it."""

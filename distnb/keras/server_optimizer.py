@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,7 +46,9 @@ class OnServer:
 
     def __init__(self, cls: Any, config: dict[str, Any], kinds: Sequence[_Variable], groups: list[list[Any]]) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": list(group)} for group in groups]
-        self._optimizer = cls.from_config({name: None if name in _ON_WORKERS else each for name, each in config.items()})
+        self._optimizer = cls.from_config(
+            {name: None if name in _ON_WORKERS else each for name, each in config.items()}
+        )
         self._set: dict[str, Any] = {}
         shown = [(kind, each) for kind, group in zip(kinds, groups, strict=True) for each in group]
         with keras.device("cpu"):
@@ -213,7 +215,7 @@ class RemoteApply:
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
-        super(RemoteApply, type(self)).learning_rate.fset(self, learning_rate)  # type: ignore[attr-defined]
+        keras.optimizers.Optimizer.learning_rate.fset(self, learning_rate)
 
     @property
     def variables(self) -> list[Any]:
@@ -356,15 +358,16 @@ def _config(optimizer: Any) -> dict[str, Any]:
 class _Opener(NamedTuple):
     """What a worker makes its optimizer of."""
 
-    cls: Any
+    cls: Callable[..., Any]
     config: dict[str, Any]
     remote: _Remote
     trained: list[Any]
 
     def make_for_worker(self, _worker: int) -> Any:
         """An optimizer that sends gradients."""
-        optimizer = self.cls.from_config(self.config)
-        optimizer.__class__ = _remote_class(self.cls)
+        cls: Any = self.cls
+        optimizer = cls.from_config(self.config)
+        optimizer.__class__ = _remote_class(cls)
         vars(optimizer).update(_remote=self.remote, _seen=[], _trained=self.trained, built=True)
         return optimizer
 

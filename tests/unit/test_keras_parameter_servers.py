@@ -462,9 +462,7 @@ def test_workers_draw_different_noise(strategy: Any) -> None:
     coordinator = Coordinator(strategy)
     plain = keras.layers.Dropout(0.5, seed=1)
     ones = torch.ones(1, 50)
-    one, other, third = (
-        coordinator.schedule(lambda: model(ones, training=True)).fetch() for _ in range(3)
-    )
+    one, other, third = (coordinator.schedule(lambda: model(ones, training=True)).fetch() for _ in range(3))
     assert torch.equal(one, plain(ones, training=True).detach())
     assert not torch.equal(one, other)
     plain(ones, training=True)
