@@ -1,4 +1,4 @@
-"""Model.fit with parameter servers: workers take its steps, asynchronously; Keras's own loop runs on the coordinator."""
+"""Model.fit with parameter servers: workers take the steps, and Keras's own loop runs on the coordinator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from distnb.strategies.live import live
 
 __all__ = ["DatasetCreator", "ModelOnServers"]
 
-_AHEAD = 8  # steps for each worker that the loop may be ahead of them
+_AHEAD = 8  # closures for each worker that the loop may be ahead of them
 libraries.append(OfKeras())
 
 
@@ -103,13 +103,17 @@ class _Loop:
     Attributes:
         source: The workers' iterators; None: batches are read here, and go with each step.
         steps: Of an epoch; None: it is not known.
-        under_way: Steps that have not ended when they were last looked at.
+        together: How many steps one closure takes, `steps_per_execution`.
+        waiting: What the next closure's steps are to read.
+        under_way: Closures that had not ended when they were last looked at.
         logs: Of the step that was seen to end last.
     """
 
     kind: str
     source: Any
     steps: int | None
+    together: int = 1
+    waiting: list[Any] = field(default_factory=list)
     under_way: list[Any] = field(default_factory=list)
     taken: int = 0
     logs: dict[str, Any] = field(default_factory=dict)
@@ -221,12 +225,14 @@ class ModelOnServers:
         if not self._loops:
             self._coordinator.join()
             self._coordinator.forget(self._model)  # compiled anew, or with layers that do not learn
-        loop = _Loop(kind, data.source if isinstance(data, _PerWorker) else None, steps)
-        self._loops.append(loop)
+        source, together = data.source if isinstance(data, _PerWorker) else None, self._model.steps_per_execution
+        self._loops.append(_Loop(kind, source, steps, together))
+        self._model.steps_per_execution = 1  # Keras takes none but whole executions
         try:
             yield
         finally:
             self._loops.pop()
+            self._model.steps_per_execution = together
             setattr(self._model, f"{kind}_function", None)
             if not self._loops:
                 self._access.refresh()
@@ -239,15 +245,25 @@ class ModelOnServers:
             plain(*args, **kwargs)
 
     def _schedule(self, data: list[Any]) -> dict[str, Any]:
-        """Have a worker take the next steps, as many as there are data. Returns logs of what has ended."""
-        loop, model = self._loops[-1], self._model
-        source = list(data) if loop.source is None else loop.source
-        optimizer = model.optimizer if loop.kind == "train" else None
-        loop.under_way.append(self._coordinator.schedule(_steps, args=(model, optimizer, source, len(data), loop.kind)))
-        loop.taken += len(data)
-        ends = loop.steps is not None and loop.taken % loop.steps == 0
-        self._look(loop, 0 if ends else self._ahead)
+        """Have a worker take the next step, with others if so many go together. Returns logs of what has ended."""
+        loop = self._loops[-1]
+        loop.waiting += data
+        loop.taken += 1
+        if loop.taken == loop.steps:
+            self._send(loop, 0)
+        elif len(loop.waiting) >= loop.together:
+            self._send(loop, self._ahead)
         return self._logs(loop)
+
+    def _send(self, loop: _Loop, left: int) -> None:
+        """Schedule the steps that wait, and wait until only so many closures are under way."""
+        if loop.waiting:
+            optimizer = self._model.optimizer if loop.kind == "train" else None
+            data = loop.waiting if loop.source is None else loop.source
+            args = (self._model, optimizer, data, len(loop.waiting), loop.kind)
+            loop.under_way.append(self._coordinator.schedule(_steps, args=args))
+            loop.waiting = []
+        self._look(loop, left)
 
     def _look(self, loop: _Loop, left: int) -> None:
         """Wait until only so many closures are under way, and take over what the others told."""
@@ -280,7 +296,7 @@ class ModelOnServers:
         """An epoch ends: all steps have, too, before callbacks see it."""
         if self._loops:
             loop = self._loops[-1]
-            self._look(loop, 0)
+            self._send(loop, 0)
             self._coordinator.join()
             self._access.refresh()
             loop.taken, logs = 0, self._logs(loop)

@@ -312,7 +312,8 @@ def make_remote(optimizer: Any) -> None:
                 f"{variable.path} has a constraint, and is divided among servers, which see only their part of it. "
                 "Leave one of them out: the constraint, or the variable_partitioner's division of this variable."
             )
-    cls, config = type(optimizer), _config(optimizer)
+    cls: Any = type(optimizer)
+    config = _config(optimizer)
     twin = cls.from_config(config)
     kept = _built(twin, trained)
     places = {id(each): place for place, each in enumerate(compat.optimizer_variables(twin))}
