@@ -499,7 +499,7 @@ def _open_input(number: int) -> Any:
 
 
 def _open_module(number: int, place: int) -> Any:
-    return parts_of(_runner.resource(number))[place]
+    return next(itertools.islice(parts_of(_runner.resource(number)), place, None))
 
 
 def _open_copy(stored: Stored, is_parameter: bool, requires_grad: bool) -> torch.Tensor:

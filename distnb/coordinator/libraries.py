@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +93,8 @@ def library_of(metric: Any) -> Library | None:
     return next((each for each in libraries if each.is_metric(metric)), None)
 
 
-def parts_of(root: Any) -> list[Any]:
+def parts_of(root: Any) -> Iterator[Any]:
     """An object, and, of a model, all modules in it, in one order in every process."""
-    modules = root.modules() if isinstance(root, torch.nn.Module) else (root,)
-    return [*modules, *(part for library in libraries for part in library.parts(root))]
+    yield from root.modules() if isinstance(root, torch.nn.Module) else (root,)
+    for library in libraries:
+        yield from library.parts(root)

@@ -106,7 +106,9 @@ def _state_of(obj: Any) -> dict[str, Any]:
         state.pop("history", None)
         # A closure of several steps calls the function of one step several times, all that Keras has with torch.
         state.update(train_function=None, test_function=None, predict_function=None, steps_per_execution=1)
-    # First what a graph of layers is made of, from its inputs on: one by one, not each within the one before.
+    # A graph of layers is pickled from its inputs on, one by one: not each within the one before.
+    if "_outbound_nodes" in state:
+        state["_outbound_nodes"] = []
     return {name: state[name] for name in sorted(state, key=lambda name: name not in ("_layers", "_operations"))}
 
 

@@ -469,6 +469,24 @@ def test_workers_draw_different_noise(strategy: Any) -> None:
     assert torch.equal(third, plain(ones, training=True)), "each drew what nobody had drawn"
 
 
+def test_a_deep_model_fitted_in_the_scope(strategy: Any) -> None:
+    def build() -> Any:
+        keras.utils.set_random_seed(2)
+        end = start = keras.Input((4,))
+        for _ in range(120):
+            end = keras.layers.add([end, keras.layers.Dense(4, kernel_initializer="zeros")(end)])
+        return keras.Model(start, keras.layers.Dense(1)(end))
+
+    plain, model = pair(strategy, build, lambda: {"optimizer": keras.optimizers.SGD(1e-3), "loss": "mse"})
+    plain.fit((each for each in batches(40)), steps_per_epoch=2, verbose=0)
+    with strategy.scope():
+        model.fit(lambda: batches(40), steps_per_epoch=2, verbose=0)
+    same(model, plain)
+    inner = model.layers[-1]
+    found = Coordinator(strategy).schedule(lambda: float(inner.bias.value[0])).fetch()
+    assert found == pytest.approx(float(plain.layers[-1].bias.value[0]), rel=1e-5)
+
+
 def test_what_cannot_be_is_told(strategy: Any) -> None:
     with strategy.scope():
         model = small()
