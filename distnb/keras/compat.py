@@ -31,8 +31,12 @@ __all__ = [
     "own_layers",
     "own_variables",
     "parts",
+    "plain_embeddings",
+    "put_value",
     "set_initial_epoch",
     "set_mask",
+    "table_of",
+    "track_anew",
     "with_mask_of",
 ]
 
@@ -93,6 +97,28 @@ def parts(layer: Any) -> list[Any]:
     for each in (layer, *own_layers(layer)):
         found |= {id(kept): kept for kept in each._tracker.config["layers"][1]}
     return list(found.values())
+
+
+def plain_embeddings(model: Any) -> list[Any]:
+    """A model's Embedding layers, of which a call only looks rows up."""
+    found = [each for each in own_layers(model) if type(each) is keras.layers.Embedding and each.built]
+    return [each for each in found if each.quantization_mode is None and not each.lora_enabled]
+
+
+def table_of(embedding: Any) -> Any:
+    """The variable of an Embedding layer."""
+    return embedding._embeddings
+
+
+def put_value(variable: Any, value: Any) -> None:
+    """Let a variable have another tensor, which holds the same."""
+    variable._value = value
+
+
+def track_anew(layers: Any) -> None:
+    """Tell torch which tensors the variables of layers have now."""
+    for each in layers:
+        each._track_variables()
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:

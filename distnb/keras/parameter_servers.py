@@ -22,6 +22,7 @@ from distnb.keras import compat
 from distnb.keras.by_state import HERE, METHODS, READS, OfKeras
 from distnb.keras.server_optimizer import make_remote
 from distnb.options import InputOptions
+from distnb.runtime.servers.server_variable import ServerVariable
 from distnb.runtime.this_process import this_process
 from distnb.strategies.live import live
 
@@ -83,6 +84,12 @@ def _tensor(value: Any) -> Any:
         return value
     value = np.asarray(value)
     return keras.ops.convert_to_tensor(value, dtype=keras.backend.floatx() if value.dtype == np.float64 else None)
+
+
+def _look_up(embedding: Any, inputs: Any) -> Any:
+    """What Embedding's own `call` gives, of rows that are read alone."""
+    rows = torch.nn.functional.embedding(keras.ops.cast(inputs, "int64"), compat.table_of(embedding).value)
+    return keras.ops.cast(rows, embedding.compute_dtype)
 
 
 # -- the coordinator ---------------------------------------------------------------------------------------------------
@@ -161,6 +168,12 @@ class ModelOnServers:
         """Keras makes what it has not made yet: it is the servers' from now on."""
         plain(*args, **kwargs)
         self._registration.take(self._model)
+        for layer in compat.plain_embeddings(self._model):
+            variable = compat.table_of(layer)
+            if not isinstance(variable.value, ServerVariable):
+                compat.put_value(variable, self._registration.as_table(variable.value))
+                vars(layer)["call"] = functools.partial(_look_up, layer)
+        compat.track_anew((self._model, *compat.own_layers(self._model)))
         if self._model.optimizer is not None:
             make_remote(self._model.optimizer)
 

@@ -182,7 +182,8 @@ class RemoteApply:
         found, variables = own._filter_empty_gradients(list(grads), variables)
         if own.loss_scale_factor is not None:
             found = [each / own.loss_scale_factor for each in found]
-        found = own._clip_gradients(found)
+        if any(getattr(own, name) for name in ("clipnorm", "global_clipnorm", "clipvalue")):
+            found = own._clip_gradients([each.to_dense() for each in found])
         servers = this_process.servers
         known = {stored.number for stored in self._remote.stored}
         gradients: dict[int, dict[Shard, Gradient]] = {}

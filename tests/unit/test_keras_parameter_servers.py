@@ -529,15 +529,31 @@ def test_a_model_compiled_anew(strategy: Any) -> None:
     same(model, plain)
 
 
-def test_an_embedding(strategy: Any) -> None:
+@pytest.mark.parametrize("clipnorm", [None, 0.01])
+def test_of_embeddings_only_rows_are_read_and_sent(strategy: Any, servers: InHouse, clipnorm: Any) -> None:
     def build() -> Any:
         keras.utils.set_random_seed(2)
-        layers = [keras.layers.Embedding(30, 4, mask_zero=True), keras.layers.GlobalAveragePooling1D()]
+        layers = [keras.layers.Embedding(300, 4, mask_zero=True), keras.layers.GlobalAveragePooling1D()]
         return keras.Sequential([*layers, keras.layers.Dense(1)])
 
-    plain, model = pair(strategy, build, lambda: {"optimizer": "adam", "loss": "mse"})
+    plain, model = pair(
+        strategy, build, lambda: {"optimizer": keras.optimizers.Adam(0.01, clipnorm=clipnorm), "loss": "mse"}
+    )
     generator = np.random.default_rng(1)
-    data = [(generator.integers(0, 30, (5, 6)), np.ones((5, 1), "float32")) for _ in range(6)]
+    data = [(generator.integers(0, 300, (5, 6)), np.ones((5, 1), "float32")) for _ in range(6)]
     plain.fit((each for each in data), steps_per_epoch=6, verbose=0)
+    servers.sent.clear()
     model.fit(lambda: data, steps_per_epoch=6, verbose=0)
+    read = sum(len(each.rows) for _, each in servers.sent if type(each).__name__ == "PullRows")
+    assert read == sum(len(np.unique(x)) for x, _ in data)
+    steps = [each for _, each in servers.sent if type(each).__name__ == "Step"]
+    sent = [value for each in steps for value in each.gradients.values() if hasattr(value, "rows")]
+    assert bool(sent) is (clipnorm is None), "what is clipped is sent whole"
+    same(model, plain)
+    rows = data[0][0]
+    np.testing.assert_allclose(model.predict(rows, verbose=0), plain.predict(rows, verbose=0), rtol=1e-5)
+    model.layers[0].embeddings.assign(np.ones((300, 4)))
+    model.fit(lambda: data, steps_per_epoch=1, verbose=0)
+    plain.layers[0].embeddings.assign(np.ones((300, 4)))
+    plain.fit((each for each in data), steps_per_epoch=1, verbose=0)
     same(model, plain)

@@ -157,6 +157,10 @@ class ServerAccess:
         self._owners[stored] = TensorWeakRef(owner)
         self._stored[owner] = stored
 
+    def drop_copy(self, stored: Stored) -> None:
+        """A variable's whole value is not kept here any more."""
+        self._copies.pop(stored.number, None)
+
     def free_what_is_gone(self) -> None:
         """Have the servers drop variables whose owners are gone."""
         gone = [stored for stored, owner in self._owners.items() if owner() is None]

@@ -17,7 +17,7 @@ from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.runtime import contexts
 from distnb.runtime.scopes.registration import adopters_of, roots_of, watching
 from distnb.runtime.servers.access import ServerAccess
-from distnb.runtime.servers.placement import Placement
+from distnb.runtime.servers.placement import Placement, Stored
 from distnb.runtime.servers.remote_optimizer import make_remote, will_be_remote
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
 from distnb.runtime.this_process import this_process
@@ -75,7 +75,20 @@ class ServerRegistration:
         """A variable of zeros of which rows are read; it takes no memory here."""
         stored = self.placement.place(name, shape, dtype, trainable=trainable)
         self.access.create(stored, None)
-        settings = Settings(trainable, name, VariableSynchronization.AUTO, VariableAggregation.NONE)
+        return self._table(stored)
+
+    def as_table(self, parameter: torch.Tensor) -> ServerVariable:
+        """What stands for a parameter, which is on the servers, from now on: rows of it are read."""
+        stored = self.access.stored_of(parameter)
+        assert stored is not None
+        self.access.send_changes()
+        self.access.drop_copy(stored)
+        return self._table(stored)
+
+    def _table(self, stored: Stored) -> ServerVariable:
+        settings = Settings(
+            stored.trainable, stored.name, VariableSynchronization.AUTO, VariableAggregation.NONE
+        )
         made = stand_in(stored, settings, self.strategy, rows_apart=True)
         self.access.own(stored, made)
         return made
