@@ -557,3 +557,28 @@ def test_of_embeddings_only_rows_are_read_and_sent(strategy: Any, servers: InHou
     plain.layers[0].embeddings.assign(np.ones((300, 4)))
     plain.fit((each for each in data), steps_per_epoch=1, verbose=0)
     same(model, plain)
+
+
+class Tied(keras.Model):  # type: ignore[misc]
+    """Scores by the very table that it looks up in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = keras.layers.Embedding(30, 4)
+
+    def call(self, rows: Any) -> Any:
+        return keras.ops.matmul(self.table(rows), keras.ops.transpose(self.table.embeddings))
+
+
+def test_an_embedding_that_is_used_whole(strategy: Any) -> None:
+    def build() -> Any:
+        keras.utils.set_random_seed(1)
+        return Tied()
+
+    plain, model = pair(strategy, build, lambda: {"optimizer": keras.optimizers.SGD(1.0), "loss": "mse"})
+    generator = np.random.default_rng(1)
+    data = [(generator.integers(0, 30, (5, 6)), np.ones((5, 6, 30), "float32")) for _ in range(6)]
+    expected = plain.fit((each for each in data), steps_per_epoch=6, verbose=0).history
+    assert model.fit(lambda: data, steps_per_epoch=6, verbose=0).history["loss"] == pytest.approx(expected["loss"])
+    same(model, plain)
+    np.testing.assert_allclose(keras.ops.sum(model.table.embeddings).item(), plain.get_weights()[0].sum(), rtol=1e-4)

@@ -178,7 +178,7 @@ class ServerAccess:
         """A server is new and empty: make anew what was on it, of what the coordinator knows, or of zeros."""
         for stored, owner in self._owners.items():
             tensor = owner()
-            value = None if tensor is None or tensor.is_meta else tensor
+            value = None if hasattr(tensor, "stored") else tensor
             requests = [
                 _creation(stored, shard, part, value) for shard, part in stored.shards() if part.server == server
             ]

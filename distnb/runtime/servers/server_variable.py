@@ -64,6 +64,11 @@ class ServerVariable(Variable):
         return self.stored.parts[0].device
 
     @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """No: it has a value."""
+        return False
+
+    @property
     def name(self) -> str | None:
         """As given."""
         return self.stored.name
