@@ -32,10 +32,11 @@ __all__ = [
     "own_variables",
     "parts",
     "plain_embeddings",
-    "put_value",
+    "put_tensor",
     "set_initial_epoch",
     "set_mask",
     "table_of",
+    "tensor_of",
     "track_anew",
     "with_mask_of",
 ]
@@ -110,9 +111,14 @@ def table_of(embedding: Any) -> Any:
     return embedding._embeddings
 
 
-def put_value(variable: Any, value: Any) -> None:
+def tensor_of(variable: Any) -> Any:
+    """The tensor that a variable has, of its own dtype also where layers compute with another."""
+    return variable._value
+
+
+def put_tensor(variable: Any, tensor: Any) -> None:
     """Let a variable have another tensor, which holds the same."""
-    variable._value = value
+    variable._value = tensor
 
 
 def track_anew(layers: Any) -> None:

@@ -88,7 +88,8 @@ def _tensor(value: Any) -> Any:
 
 def _look_up(embedding: Any, inputs: Any) -> Any:
     """What Embedding's own `call` gives, of rows that are read alone."""
-    rows = torch.nn.functional.embedding(keras.ops.cast(inputs, "int64"), compat.table_of(embedding).value)
+    table = compat.tensor_of(compat.table_of(embedding))
+    rows = torch.nn.functional.embedding(keras.ops.cast(inputs, "int64"), table)
     return keras.ops.cast(rows, embedding.compute_dtype)
 
 
@@ -170,8 +171,8 @@ class ModelOnServers:
         self._registration.take(self._model)
         for layer in compat.plain_embeddings(self._model):
             variable = compat.table_of(layer)
-            if not isinstance(variable.value, ServerVariable):
-                compat.put_value(variable, self._registration.as_table(variable.value))
+            if not isinstance(compat.tensor_of(variable), ServerVariable):
+                compat.put_tensor(variable, self._registration.as_table(compat.tensor_of(variable)))
                 vars(layer)["call"] = functools.partial(_look_up, layer)
         compat.track_anew((self._model, *compat.own_layers(self._model)))
         if self._model.optimizer is not None:
@@ -209,6 +210,7 @@ class ModelOnServers:
         given["x"] = self._shown(given.get("x"))
         if isinstance(given["x"], _PerWorker):
             given["shuffle"] = False  # Keras warns that it would be ignored
+            _refuse_batch_size("fit", given)
         validation = given.get("validation_data")
         if validation is not None and not isinstance(validation, tuple):
             given["validation_data"] = self._shown(validation)
@@ -225,11 +227,14 @@ class ModelOnServers:
         bound = inspect.signature(plain).bind(*args, **kwargs)
         given = bound.arguments
         given["x"] = self._shown(given.get("x"))
-        if isinstance(given["x"], _PerWorker) and given.get("steps") is None:
-            raise OptionError(
-                "model.evaluate got a dataset that each worker makes, and these have no common end: give steps, the "
-                "number of batches that all workers together evaluate."
-            )
+        if isinstance(given["x"], _PerWorker):
+            if not self._loops:
+                _refuse_batch_size("evaluate", given)
+            if given.get("steps") is None:
+                raise OptionError(
+                    "model.evaluate got a dataset that each worker makes, and these have no common end: give steps, "
+                    "the number of batches that all workers together evaluate."
+                )
         with self._loop("test", given["x"], given.get("steps")):
             return plain(*bound.args, **bound.kwargs)
 
@@ -335,6 +340,14 @@ class ModelOnServers:
             self._loops.pop()
             for name, value in before.items():
                 setattr(self._model, name, value)
+
+
+def _refuse_batch_size(method: str, given: dict[str, Any]) -> None:
+    if given.get("batch_size") is not None:
+        raise OptionError(
+            f"model.{method} got batch_size={given['batch_size']!r} with a dataset that each worker makes: its batches "
+            "are what the dataset function gives. Leave it out."
+        )
 
 
 class _Live(keras.callbacks.Callback):  # type: ignore[misc]

@@ -496,6 +496,8 @@ def test_what_cannot_be_is_told(strategy: Any) -> None:
         model.fit(creator)
     with pytest.raises(ValueError, match="give validation_steps"):
         model.fit(creator, steps_per_epoch=1, validation_data=creator)
+    with pytest.raises(ValueError, match="got batch_size=3"):
+        model.fit(creator, steps_per_epoch=1, batch_size=3)
     with pytest.raises(ValueError, match="give steps"):
         model.evaluate(creator)
     with pytest.raises(ValueError, match="give a function"):
