@@ -55,7 +55,7 @@ $(VENV)/.made-keras-nightly: $(VENV)/.made constraints.txt
 	@$(PIP) install -qq --no-deps --target $(VENV)/keras-nightly "$(KERAS_NIGHTLY)" || echo "$(KERAS_NIGHTLY) cannot be had." >&2
 	@touch $@
 
-# TensorFlow, an environment of its own: a peer of benchmarks/keras_fit.py.
+# TensorFlow, an environment of its own: a peer of benchmarks/keras_fit.py and benchmarks/parameter_servers.
 $(VENV)/.made-tensorflow: $(VENV)/.made
 	@echo "Installing $(TENSORFLOW) into $(VENV)/tensorflow …"
 	@$(BIN)/python -m venv --clear $(VENV)/tensorflow
@@ -95,7 +95,7 @@ soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-tensorflow
 	@missed=; for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view transfer cross_device_ops \
-		central_storage checkpoints keras_fit; do \
+		central_storage checkpoints keras_fit parameter_servers; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || missed="$$missed $$name"; done; \
 	[ -z "$$missed" ] || { echo "Targets were missed, or runs failed, in:$$missed" >&2; exit 1; }
 

@@ -1,6 +1,6 @@
 """Closures and asynchronous steps a second, against TensorFlow's coordinator, torch.distributed.rpc and Ray.
 
-    python -m benchmarks.parameter_servers [--rounds 5] [--seconds 1.5] [--only closures]
+    python -m benchmarks.parameter_servers [--rounds 5] [--seconds 1.5] [--only mlp] [--workers 2] [--without NAME,NAME]
 
 "closures": an empty one, scheduled so often and joined, 2 workers. "mlp": 784-128-64-10, batches of 64, SGD.
 "embedding": 20 rows an example of a table of 100,000 × 64, summed, and a linear layer; Adagrad, sparse gradients. Each
@@ -17,6 +17,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,7 +49,8 @@ def be_rank(rank: str) -> int:
     contender, workers, servers = rank.split("/")
     module, _, connect = _MODULES[contender].partition(":")
     loaded = importlib.import_module(f"benchmarks.parameter_servers.{module}")
-    prepare = getattr(loaded, connect)(Cluster(int(workers), int(servers)))
+    with contextlib.redirect_stdout(sys.stderr):  # our own is for answers
+        prepare = getattr(loaded, connect)(Cluster(int(workers), int(servers)))
     known: dict[str, Callable[[int], object]] = {}
 
     def measure(work: str, count: int) -> float:
@@ -70,9 +72,9 @@ def _started(stack: contextlib.ExitStack, names: Sequence[str], cluster: Cluster
         elif name == _RAY and importlib.util.find_spec("ray") is None:
             print(f"{name} are left out: Ray is not installed (make .venv/.made-bench).")
         else:
-            own = {"python": str(_TENSORFLOW_PYTHON)} if name == _TENSORFLOW else {}
+            python = str(_TENSORFLOW_PYTHON) if name == _TENSORFLOW else sys.executable
             rank = f"{name}/{cluster.workers}/{cluster.servers}"
-            found[name] = Ranks("benchmarks.parameter_servers", rank, 1, variables=_QUIET, **own)
+            found[name] = Ranks("benchmarks.parameter_servers", rank, 1, python=python, variables=_QUIET)
             stack.callback(found[name].close)
     return found
 
@@ -97,7 +99,7 @@ def _measure(work: str, cluster: Cluster, names: Sequence[str], rounds: int, sec
 
 def main() -> int:
     """Run it. Returns 1 when a target is missed."""
-    given = options(__doc__, rounds=5, seconds=1.5, only="", without="", rank="")
+    given = options(__doc__, rounds=5, seconds=1.5, only="", workers="", without="", rank="")
     if given.rank:
         return be_rank(given.rank)
     clusters = [("closures", Cluster(2, 1))]
@@ -105,7 +107,7 @@ def main() -> int:
     clusters += [(work, Cluster(workers, 1)) for work in _WORK for workers in (1, 3, 4)]
     kept = True
     for work, cluster in clusters:
-        if work in (given.only or work):
+        if work in (given.only or work) and str(cluster.workers) in (given.workers or str(cluster.workers)):
             names = [name for name in _WORK[work] if name not in given.without.split(",")]
             kept &= _measure(work, cluster, names, given.rounds, given.seconds)
     return 0 if kept else 1

@@ -12,7 +12,7 @@ from benchmarks.parameter_servers.work import Cluster
 __all__ = ["connect"]
 
 
-@ray.remote(num_cpus=1)
+@ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]
 def _nothing() -> None:
     pass
 

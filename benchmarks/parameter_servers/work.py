@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import socket
 from collections.abc import Callable
@@ -34,7 +35,7 @@ def initial(model: str) -> list[Any]:
     if model == "mlp":
         pairs = [
             (draws.normal(size=(inputs, outputs)) / inputs**0.5, np.zeros(outputs))
-            for inputs, outputs in zip(_UNITS, _UNITS[1:], strict=False)
+            for inputs, outputs in itertools.pairwise(_UNITS)
         ]
         values = [value for pair in pairs for value in pair]
     else:

@@ -15,7 +15,7 @@ import pickle
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -27,6 +27,7 @@ from distnb.coordinator.per_worker import PerWorkerValues
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.errors import CannotTravelError, EndOfDataset
 from distnb.objects.code import source_of
+from distnb.objects.modes import RANDOM, Environment, capture_environment
 from distnb.objects.packing import out_of_band
 from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ClosureRun, ServerAccess
@@ -38,6 +39,7 @@ __all__ = ["ClosureResult", "Packed", "PackedClosure", "Packer", "Runner", "curr
 
 _numbers = itertools.count(1)  # a worker may serve several coordinators
 _FUNCTIONS = 256  # that are remembered, to be known when they are scheduled again
+_NO_MODES = Environment()
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
@@ -56,6 +58,7 @@ class PackedClosure(NamedTuple):
         needs: The resources that a worker must know.
         inputs: Results of other closures that are among the arguments.
         holds: What these resources are of: they are there as long as the closure is.
+        modes: Torch's and others of this process; the same object as that of the closure before if they are equal.
     """
 
     data: bytes
@@ -63,6 +66,7 @@ class PackedClosure(NamedTuple):
     needs: tuple[int, ...]
     inputs: tuple[RemoteValue, ...]
     holds: tuple[Any, ...]
+    modes: Environment = _NO_MODES
 
     @property
     def nbytes(self) -> int:
@@ -204,6 +208,8 @@ class Packer:
         self._objects: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity: it, and its number
         self._metrics: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
+        self._captured: Environment | None = None
+        self._modes = _NO_MODES
 
     def pack(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedClosure:
         """Take a closure as it is now.
@@ -225,7 +231,18 @@ class Packer:
             named = shown.data if isinstance(shown, Packed) else shown
             data = pickle.dumps((named, arguments.data, settings), protocol=5)
         buffers = (*own, *arguments.buffers)
-        return PackedClosure(data, buffers, tuple(every), tuple(inputs.values()), tuple(every.values()))
+        return PackedClosure(
+            data, buffers, tuple(every), tuple(inputs.values()), tuple(every.values()), self._modes_now()
+        )
+
+    def _modes_now(self) -> Environment:
+        """Modes, without random states: workers have their own."""
+        found = capture_environment(self._captured, "call")
+        if found is not self._captured:
+            self._captured = found
+            modes = Environment({name: value for name, value in found.modes.items() if name not in RANDOM})
+            self._modes = self._modes if modes == self._modes else modes
+        return self._modes
 
     def definition(self, number: int) -> Packed:
         """What a worker is sent that lacks a resource."""
@@ -409,8 +426,8 @@ class Runner:
         self._reaches: dict[int, _Reach] = {}
         self._inputs: dict[int, Any] = {}
 
-    def run(self, message: RunClosure) -> ClosureResult:
-        """Run a closure; raises what it does."""
+    def run(self, message: RunClosure, fresh: Collection[int] = ()) -> ClosureResult:
+        """Run a closure; raises what it does. Copies of variables that are `fresh` are not read anew."""
         global _runner
         _runner = self
         for number in message.forget:
@@ -429,7 +446,7 @@ class Runner:
         metrics = {each: (kind, obj) for each, obj in reached.items() if (kind := library_of(obj)) is not None}
         for kind, metric in metrics.values():
             kind.reset(metric)
-        with self.access.running(ClosureRun(message.closure, message.oldest), self.reach.variables) as running:
+        with self.access.running(ClosureRun(message.closure, message.oldest), self.reach.variables, fresh) as running:
             try:
                 value = function(*args, **kwargs)
             except StopIteration as end:

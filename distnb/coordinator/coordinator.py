@@ -40,6 +40,7 @@ from distnb.coordinator.remote_values import RemoteValue
 from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
 from distnb.coordinator.waiter import Waiter
 from distnb.errors import CheckpointError, ClosureCancelled, NoClusterError, OptionError, ServerLost
+from distnb.objects.modes import Environment
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.interrupts import Interrupts
 from distnb.runtime.servers import roles
@@ -74,6 +75,7 @@ class _Sent:
     forgotten: int = 0
     sources: int = 0
     seeded: bool = False
+    modes: Environment | None = None
 
 
 class ClusterCoordinator:
@@ -589,13 +591,15 @@ class ClusterCoordinator:
         self._programs[program] = (order.closure, order.worker)
         seed = None if sent.seeded else self._seed_of(order.worker)
         sent.seeded = True
+        modes = None if packed.modes is sent.modes else packed.modes
+        sent.modes = packed.modes
         known.update(packed.needs)
         sources: tuple[tuple[str, str, str], ...] = ()
         if sent.sources < len(self._packer.sources):
             new = list(self._packer.sources.items())[sent.sources :]
             sources = tuple((name, text, self._link.cell_name(name)) for name, text in new)
             sent.sources += len(new)
-        once = definitions, packed.data, packed.buffers, inputs, forget, sources, seed
+        once = definitions, packed.data, packed.buffers, inputs, forget, sources, modes, seed
         self._link.send(order.worker, RunClosure(program, order.closure, _oldest(), *once))
 
     def _seed_of(self, worker: int) -> int:

@@ -68,11 +68,14 @@ class WorkerTask:
         self._addresses = dict(message.servers)
         self._servers = Servers(self._addresses, engine + 1, connection)
         access = ServerAccess(self._servers, is_worker=True, device=torch_device(device))
-        this_process.servers = access
+        access.next_is_here = self.link.has_message
+        this_process.servers = self._access = access
         self._runner = Runner(access, self.index)
         self.alone = _team_of_one(message.team, engine, device)
         self._definitions: tuple[tuple[int, Any], ...] = ()  # that have come, and may not be the runner's yet
         self._seed: int | None = None
+        self._modes = Environment()
+        self._fresh: frozenset[int] = frozenset()  # variables that this closure need not read
         self._random: tuple[Environment, list[torch.Tensor]] | None = None  # while others draw
 
     def renew(self, message: TakeTask) -> None:
@@ -88,6 +91,8 @@ class WorkerTask:
             remember_source(*source)
         self._definitions += message.definitions
         self._seed = message.seed if message.seed is not None else self._seed
+        self._fresh = self._access.take_fresh()
+        self._modes = message.modes if message.modes is not None else self._modes
 
     def run(self, message: RunClosure) -> ClosureResult:
         """Run a closure that was taken in; raises what it does."""
@@ -98,9 +103,10 @@ class WorkerTask:
             apply_environment(self._random[0])
             streams.write(self._random[1])
         self._random = None
+        apply_environment(self._modes)
         if not self._definitions:
-            return self._runner.run(message)
-        result = self._runner.run(message._replace(definitions=self._definitions))
+            return self._runner.run(message, self._fresh)
+        result = self._runner.run(message._replace(definitions=self._definitions), self._fresh)
         self._definitions = ()  # not if it was ended: then it may not have them
         return result
 

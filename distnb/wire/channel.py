@@ -350,6 +350,10 @@ class Link:
         """Send a message that has been encoded, copied."""
         _send(self.socket, frames)
 
+    def has_message(self) -> bool:
+        """Whether something has come."""
+        return _has_message(self.socket)
+
     def receive(self, linger_ms: int = 0) -> Any:
         """The next message, or None when there is none yet: what is waited for is told by the descriptor only."""
         return decode(_receive(self.socket)) if _has_message(self.socket) else None

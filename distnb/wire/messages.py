@@ -131,6 +131,7 @@ class RunClosure(NamedTuple):
         inputs: Results of other closures that are among the arguments: their numbers, and packed values.
         forget: Definitions that nothing will need any more.
         sources: Of cells that functions are from, the first time: what code objects carry, the text, and the label.
+        modes: Torch's and other modes, as they were when it was scheduled; None: as those of the last message.
         seed: Of the worker's random numbers, with the first closure that it gets.
     """
 
@@ -143,6 +144,7 @@ class RunClosure(NamedTuple):
     inputs: tuple[tuple[int, Any], ...] = ()
     forget: tuple[int, ...] = ()
     sources: tuple[tuple[str, str, str], ...] = ()
+    modes: Any = None
     seed: int | None = None
 
 

@@ -208,6 +208,10 @@ class UnixSocket:
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
+    def has_message(self) -> bool:
+        """Whether something has come, be it the end."""
+        return bool(self._poll.poll(0))
+
     def receive(self, linger_ms: int = 0) -> Any:
         """The next message, or None when there is none within so many milliseconds. MessageError: it is unreadable."""
         frames = self.receive_frames()

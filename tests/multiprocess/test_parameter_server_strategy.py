@@ -161,3 +161,18 @@ def test_a_server_that_is_lost_and_what_is_restored(
     assert again[1:] == expected[1:] == (15, 10)
     # Two workers take turns as they like, and so the weights are alike only.
     assert torch.allclose(again[0]["weight"], expected[0]["weight"], atol=0.2)
+
+
+def test_modes_go_with_each_closure(coordinator: ClusterCoordinator) -> None:
+    def modes() -> Any:
+        return torch.get_default_dtype(), torch.is_grad_enabled()
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            first = coordinator.schedule(modes)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    later = [coordinator.schedule(modes) for _ in range(6)]
+    assert first.fetch() == (torch.float64, False)
+    assert coordinator.fetch(later) == [(torch.float32, True)] * 6

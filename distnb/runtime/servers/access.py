@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ __all__ = ["ClosureRun", "Copy", "ServerAccess"]
 
 _PIECE_NBYTES = 16 << 20  # of a variable that is filled row by row
 _UNKNOWN = -1
+_MOMENT_S = 0.01
 
 
 @dataclass
@@ -97,6 +99,15 @@ def _creation(stored: Stored, shard: Shard, part: Part, value: torch.Tensor | No
     return Create(shard, name, own, stored.part_shape(part), stored.dtype, stored.trainable)
 
 
+def _pulls(copies: Iterable[Copy]) -> dict[int, Pull]:
+    """What reads copies anew, by server."""
+    known: dict[int, dict[Shard, int]] = {}
+    for copy in copies:
+        for shard, part in copy.stored.shards():
+            known.setdefault(part.server, {})[shard] = copy.versions[shard[1]]
+    return {server: Pull(versions) for server, versions in known.items()}
+
+
 class ServerAccess:
     """The variables on the servers, as this process reads and changes them.
 
@@ -105,6 +116,9 @@ class ServerAccess:
         is_worker: Whether copies are fresh by themselves: a worker's are when a closure starts. The coordinator's are
             read anew at each use.
         device: Where copies are made.
+
+    Attributes:
+        next_is_here: Whether a worker has the next closure already.
     """
 
     def __init__(self, servers: Servers, *, is_worker: bool, device: torch.device | None = None) -> None:
@@ -114,7 +128,10 @@ class ServerAccess:
         self.closure: ClosureRun | None = None
         self._copies: dict[int, Copy] = {}
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._stale: set[int] = set()
+        self._stale: set[int] = set()  # this process has changed them on the servers since it read them
+        self._variables: frozenset[int] = frozenset()  # the closure's
+        self.next_is_here: Callable[[], bool] = lambda: False
+        self._fresh: tuple[frozenset[int], float] = frozenset(), 0.0
         self._row_versions: dict[Shard, int] = {}
         self._owners: dict[Stored, TensorWeakRef] = {}
         self._optimizers: dict[int, tuple[bytes, Sequence[Sequence[Stored]]]] = {}
@@ -325,15 +342,15 @@ class ServerAccess:
         """Bring copies up to date: those of some variables, or all. One message for each server."""
         self.free_what_is_gone()
         copies = [self._copies[each] for each in (self._copies if numbers is None else numbers) if each in self._copies]
-        known: dict[int, dict[Shard, int]] = {}
-        for copy in copies:
-            for shard, part in copy.stored.shards():
-                known.setdefault(part.server, {})[shard] = copy.versions[shard[1]]
-        answers = self.exchange({server: [Pull(versions)] for server, versions in known.items()})
+        answers = self.exchange({server: [pull] for server, pull in _pulls(copies).items()})
+        self._take_in(copies, (news for (news,) in answers.values()))
+
+    def _take_in(self, copies: Sequence[Copy], news: Iterable[Mapping[Shard, tuple[int, torch.Tensor]]]) -> None:
+        """These copies were read: what had changed since is news."""
         touched = set()
         with torch.no_grad():
-            for (news,) in answers.values():
-                for (variable, number), (version, value) in news.items():
+            for each in news:
+                for (variable, number), (version, value) in each.items():
                     copy = self._copies[variable]
                     copy.stored.piece(copy.tensor.detach(), copy.stored.parts[number]).copy_(value)
                     copy.versions[number] = version
@@ -358,16 +375,6 @@ class ServerAccess:
             )
         return found
 
-    def note_stale(self, numbers: Iterable[int]) -> None:
-        """These variables were changed on the servers by this process: its copies are old."""
-        self._stale.update(numbers)
-
-    def refresh_stale(self) -> None:
-        """Bring up to date what this process itself has changed since its last read."""
-        if self._stale:
-            self.refresh([each for each in self._stale if each in self._copies])
-            self._stale.clear()
-
     def send_changes(self) -> None:
         """Tell the servers of copies that were changed in place here: on the coordinator they are the new values.
 
@@ -375,17 +382,18 @@ class ServerAccess:
         optimizers and `assign` alone.
         """
         self.free_what_is_gone()
+        self.exchange(self._changes())
+
+    def _changes(self) -> dict[int, list[Any]]:
+        """The operations that tell the servers of changes."""
+        requests: dict[int, list[Any]] = {}
         for copy in list(self._copies.values()):
             if not copy.is_changed():
                 continue
-            stored, value = copy.stored, copy.tensor.detach()
-            if not self.is_worker:
-                self.write(stored, "assign", value)
-            elif copy.base is not None and stored.dtype is not torch.bool:
-                self.write(stored, "assign_add", value - copy.base)
-            elif copy.base is not None:
-                self.write(stored, "assign", value)
-            else:
+            stored, value, method = copy.stored, copy.tensor.detach(), "assign"
+            if copy.base is not None and self.is_worker and stored.dtype is not torch.bool:
+                value, method = value - copy.base, "assign_add"
+            elif copy.base is None and self.is_worker:
                 copy.noted = copy.tensor._version
                 copy.versions = [_UNKNOWN] * len(stored.parts)
                 raise ProgramError(
@@ -393,7 +401,12 @@ class ServerAccess:
                     "hold. Change it by the optimizer, or outside scheduled functions, or make it a distnb.Variable, "
                     "whose assign, assign_add and scatter_* go to the servers."
                 )
+            value = value.to("cpu", stored.dtype)
+            for shard, part in stored.shards():
+                own = stored.piece(value, part).contiguous()
+                requests.setdefault(part.server, []).append(Write(shard, method, own, None, self.token()))
             copy.note()
+        return requests
 
     # Optimizers -----------------------------------------------------------------------------------------------------
 
@@ -422,11 +435,30 @@ class ServerAccess:
         )
 
     def step(self, requests: dict[int, Step]) -> None:
-        """Have the servers update variables by gradients."""
-        answers = self.exchange({server: [step._replace(token=self.token())] for server, step in requests.items()})
-        if self.closure is not None:
-            self.closure.staleness.append(max(done.staleness for (done,) in answers.values()))
-        self.note_stale(number for step in requests.values() for number, _ in step.gradients)
+        """Have the servers update variables by gradients. A worker's copies are those after the step, as torch's are.
+
+        The values come with the answers. If the next closure is here already, they are as new as it may ask for: it was
+        scheduled before.
+        """
+        operations = self._changes()
+        for server, step in requests.items():
+            operations.setdefault(server, []).append(step._replace(token=self.token()))
+        closure, steps = self.closure, {server: len(operations[server]) - 1 for server in requests}
+        copies = [self._copies[each] for each in self._variables if each in self._copies] if closure is not None else []
+        pulls = _pulls(copies)
+        for server, pull in pulls.items():
+            operations.setdefault(server, []).append(pull)
+        ahead = closure is not None and self.next_is_here()
+        answers = self.exchange(operations)
+        self._take_in(copies, (answers[server][-1] for server in pulls))
+        self._fresh = self._variables if ahead else frozenset(), time.monotonic()
+        if closure is not None and steps:
+            closure.staleness.append(max(answers[server][place].staleness for server, place in steps.items()))
+
+    def take_fresh(self) -> frozenset[int]:
+        """Variables whose copies are as new as the closure that comes now may ask for, and were read a moment ago."""
+        (fresh, when), self._fresh = self._fresh, (frozenset(), 0.0)
+        return fresh if time.monotonic() - when < _MOMENT_S else frozenset()
 
     def optimizer_states(self, number: int, servers: Iterable[int]) -> dict[int, Any]:
         """What an optimizer keeps, by server."""
@@ -442,11 +474,13 @@ class ServerAccess:
     # Closures -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def running(self, closure: ClosureRun, variables: Iterable[int]) -> Iterator[ClosureRun]:
-        """A closure runs, and reads these variables: their copies are fresh."""
-        self.closure = closure
+    def running(
+        self, closure: ClosureRun, variables: Iterable[int], fresh: Collection[int] = ()
+    ) -> Iterator[ClosureRun]:
+        """A closure runs, and reads these variables. Their copies are read first, but for those that are `fresh`."""
+        self.closure, self._variables = closure, frozenset(variables)
         try:
-            self.refresh(variables)
+            self.refresh(each for each in self._variables if each in self._stale or each not in fresh)
             yield closure
             self.send_changes()
         finally:

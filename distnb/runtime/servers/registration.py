@@ -29,16 +29,13 @@ _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 class RefreshHook:
-    """Before a model computes, its copies are read anew: on the coordinator always, on a worker after its own steps."""
+    """On the coordinator, a model's copies are read anew before it computes; on a worker, when a closure starts."""
 
     def __call__(self, module: torch.nn.Module, _args: Any) -> None:
         servers = this_process.servers
-        if servers is None:
+        if servers is None or servers.is_worker:
             return
-        if servers.is_worker:
-            servers.refresh_stale()
-        else:
-            servers.read_anew((*module.parameters(), *module.buffers()))
+        servers.read_anew((*module.parameters(), *module.buffers()))
 
     def before_state_dict(self, module: torch.nn.Module, _prefix: str, _keep_vars: bool) -> None:
         """As torch calls it."""
