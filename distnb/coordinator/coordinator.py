@@ -142,7 +142,7 @@ class ClusterCoordinator:
         self._link: ClusterLink = this_process.cluster_link()
         self._queue = ClosureQueue(_DEPTH)
         runtime = roles.coordinating(strategy)
-        self._packer = Packer(lambda: runtime.registration.roots, runtime.access)
+        self._packer = Packer(roles.models, runtime.access)
         self._closures: dict[int, _Closure] = {}
         self._programs: dict[int, tuple[int, int]] = {}  # by number: the closure, and the worker
         self._sent: dict[int, _Sent] = {}  # by worker
@@ -263,6 +263,18 @@ class ClusterCoordinator:
             ClosureCancelled: One of them was ended before it had a result.
         """
         return map_structure(_fetched, val)
+
+    def wait(self, values: Sequence[RemoteValue], left: int) -> None:
+        """Wait until at most so many of these results have not come yet, or a closure has raised.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted: all are cancelled.
+        """
+        self._await_held(lambda: sum(not each.ended for each in values) <= left or self._trouble)
+
+    def forget(self, obj: Any) -> None:
+        """A model has changed, in more than its values: workers are sent it anew. Nothing that uses it is scheduled."""
+        self._packer.forget(obj)
 
     def recover(self, checkpoint: Any) -> None:
         """Go on after a parameter server was lost, once another one is in its place (`%distnb restart --missing`).
@@ -521,11 +533,11 @@ class ClusterCoordinator:
         name = closure.value.name
         if reply.status == "ok":
             self._forget(number)
-            closure.value.settle(reply.value.value, open_value)
-            self._staleness.extend(reply.value.staleness)
-            self._steps += len(reply.value.staleness)
             if reply.value.contributions is not None:
                 self._packer.merge(reply.value.contributions)
+            self._staleness.extend(reply.value.staleness)
+            self._steps += len(reply.value.staleness)
+            closure.value.settle(reply.value.value, open_value)
             return self._queue.ended(worker, number, "done", now)
         if reply.status == "aborted" and self._queue.is_asked_back(worker, number):
             return self._queue.given_back(worker, number, now)  # its reply came before the news of that

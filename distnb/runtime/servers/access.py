@@ -178,6 +178,10 @@ class ServerAccess:
         self._owners[stored] = TensorWeakRef(owner)
         self._stored[owner] = stored
 
+    def drop_copy(self, stored: Stored) -> None:
+        """A variable's whole value is not kept here any more."""
+        self._copies.pop(stored.number, None)
+
     def free_what_is_gone(self) -> None:
         """Have the servers drop variables whose owners are gone."""
         gone = [stored for stored, owner in self._owners.items() if owner() is None]
@@ -360,6 +364,12 @@ class ServerAccess:
         for variable in touched:
             self._copies[variable].note()
         self._stale.difference_update(copy.stored.number for copy in copies)
+
+    def read_anew(self, copies: Iterable[torch.Tensor]) -> None:
+        """Of the coordinator's copies, tell the servers what was changed here, and bring some up to date."""
+        self.send_changes()
+        held = (self.stored_of(each) for each in copies)
+        self.refresh([each.number for each in held if each is not None])
 
     def versions(self, shards: Iterable[Shard]) -> dict[Shard, int]:
         """The versions of which this process computes with parts of variables."""
