@@ -465,7 +465,7 @@ def test_workers_draw_different_noise(strategy: Any) -> None:
     one, other, third = (coordinator.schedule(lambda: model(ones, training=True)).fetch() for _ in range(3))
     assert torch.equal(one, plain(ones, training=True).detach())
     assert not torch.equal(one, other)
-    plain(ones, training=True)
+    assert not torch.equal(other, plain(ones, training=True)), "at the same place the second worker draws other noise"
     assert torch.equal(third, plain(ones, training=True)), "each drew what nobody had drawn"
 
 
