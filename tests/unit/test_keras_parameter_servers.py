@@ -410,10 +410,10 @@ def test_a_checkpoint_holds_model_and_optimizer(strategy: Any, tmp_path: Any) ->
     model.fit(lambda: batches(40), steps_per_epoch=5, verbose=0)
     distnb.Checkpoint(model=model).restore(path)
     same(model, plain)
-    assert int(model.optimizer.iterations) == 10
     plain.fit((each for each in batches(40)), steps_per_epoch=5, verbose=0)
     model.fit(lambda: batches(40), steps_per_epoch=5, verbose=0)
     same(model, plain)
+    assert int(model.optimizer.iterations) == 15
 
 
 def test_data_that_run_out_end_the_training(strategy: Any) -> None:
