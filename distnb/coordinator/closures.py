@@ -8,6 +8,7 @@ rate) goes with each closure.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import itertools
@@ -16,6 +17,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -33,6 +35,7 @@ from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ClosureRun, ServerAccess
 from distnb.runtime.servers.placement import Stored
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
+from distnb.values.structure import map_structure
 from distnb.wire.messages import RunClosure
 
 __all__ = ["ClosureResult", "Packed", "PackedClosure", "Packer", "Runner", "current_worker", "open_value"]
@@ -423,6 +426,8 @@ class Runner:
         self.access = access
         self.worker = worker
         self.reach = _Reach(set(), set())
+        on_cpu = access.device.type == "cpu"  # torch's mode for new tensors would only cost time there
+        self._placed: AbstractContextManager[Any] = contextlib.nullcontext() if on_cpu else access.device
         self._packed: dict[int, Packed] = {}
         self._resources: dict[int, Any] = {}
         self._reaches: dict[int, _Reach] = {}
@@ -450,14 +455,15 @@ class Runner:
             kind.reset(metric)
         with self.access.running(ClosureRun(message.closure, message.oldest), self.reach.variables, fresh) as running:
             try:
-                value = function(*args, **kwargs)
+                with self._placed:
+                    value = function(*args, **kwargs)
             except StopIteration as end:
                 raise EndOfDataset(
                     "A closure took the next element of an iterator that has no more, and StopIteration left it. "
                     "Datasets of workers are best endless: let the dataset function repeat its data (`while True: "
                     "yield from …`), or catch StopIteration."
                 ) from end
-        counted = {each: kind.contribution(metric) for each, (kind, metric) in metrics.items()}
+        counted = {each: map_structure(_on_host, kind.contribution(obj)) for each, (kind, obj) in metrics.items()}
         contributions = {each: found for each, found in counted.items() if found is not None}
         packed = value if type(value) in _PLAIN else _dump(value, "The result of a closure")[0]
         return ClosureResult(packed, contributions or None, tuple(running.staleness))
@@ -473,6 +479,8 @@ class Runner:
                     found = make(self.worker)
                 elif isinstance(found, _OpenOptimizer):
                     found = remote_optimizer.opened(*found)
+                elif isinstance(found, torch.nn.Module) and library_of(found) is not None:
+                    found.to(self.access.device)  # a metric: of models each parameter is a copy that is there already
                 self._reaches[number] = self.reach
                 self._resources[number] = found
                 del self._packed[number]
@@ -494,6 +502,10 @@ _runner: Runner
 def current_worker() -> int:
     """Which worker this process is, in which a closure is opened or runs."""
     return _runner.worker
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _parameters(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:

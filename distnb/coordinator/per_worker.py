@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from distnb.errors import CannotTravelError, OptionError, ProgramError
+from distnb.input.batch_placement import placement_for
 from distnb.options import InputContext
+from distnb.runtime.this_process import this_process
+from distnb.topology import parse_device
+from distnb.values.structure import map_structure
 
 __all__ = ["Maker", "PerWorkerDataset", "PerWorkerIterator", "PerWorkerValues"]
 
@@ -100,7 +105,12 @@ class _MakeIterator:
         self._dataset = dataset
 
     def make_for_worker(self, worker: int) -> Any:
-        return iter(self._dataset)
+        device = this_process.servers.device
+        if device.type == "cpu":
+            return iter(self._dataset)
+        placement = placement_for(parse_device(str(device)))
+        carry = functools.partial(placement.carry, borrowed=False)
+        return map(functools.partial(map_structure, carry), self._dataset)
 
 
 def is_function(dataset: Any) -> bool:
