@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from distnb.errors import CheckpointError, OptionError
+from distnb.runtime.this_process import this_process
 from distnb.values import Mirrored
 
 __all__ = ["is_of_keras", "is_state_of_keras", "restore", "state_of"]
@@ -55,6 +56,8 @@ def state_of(value: Any, name: str) -> Mapping[str, list[torch.Tensor]]:
             "`fit`, or call `build`."
         )
     parts = _parts(value).items()
+    if this_process.servers is not None:  # with parameter servers these are copies of what is there
+        this_process.servers.read_anew([each.value for _, variables in parts for each in variables])
     return OrderedDict((part, [each.value.detach() for each in variables]) for part, variables in parts)
 
 

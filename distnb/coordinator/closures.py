@@ -22,6 +22,7 @@ import cloudpickle
 import torch
 import xxhash
 
+from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.coordinator.per_worker import PerWorkerValues
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.errors import CannotTravelError, EndOfDataset
@@ -34,7 +35,7 @@ from distnb.runtime.servers.placement import Stored
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
 from distnb.wire.messages import RunClosure
 
-__all__ = ["ClosureResult", "Packed", "PackedClosure", "Packer", "Runner", "open_value"]
+__all__ = ["ClosureResult", "Packed", "PackedClosure", "Packer", "Runner", "current_worker", "open_value"]
 
 _numbers = itertools.count(1)  # a worker may serve several coordinators
 _FUNCTIONS = 256  # that are remembered, to be known when they are scheduled again
@@ -131,7 +132,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.inputs: dict[int, RemoteValue] = {}
         self._packer = packer
         # A resource that is described itself, with all parts of a model.
-        self._own = {id(each) for each in (root.modules() if isinstance(root, torch.nn.Module) else (root,))}
+        self._own = {id(each) for each in parts_of(root)}
 
     def reducer_override(self, obj: Any) -> Any:
         if self._packer is not None and type(obj) is types.FunctionType:
@@ -142,7 +143,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return found
         if type(obj) is torch.nn.Parameter:
             return torch.nn.Parameter, (obj.detach(), obj.requires_grad)
-        return _tensor(obj) if type(obj) is torch.Tensor else super().reducer_override(obj)
+        if type(obj) is torch.Tensor:
+            return _tensor(obj)
+        for library in libraries:
+            reduced = library.reduced(obj)
+            if reduced is not None:
+                return reduced
+        return super().reducer_override(obj)
 
 
 def _dump(value: Any, what: str, packer: Packer | None = None, root: Any = None) -> tuple[Packed, _Pickler]:
@@ -150,8 +157,8 @@ def _dump(value: Any, what: str, packer: Packer | None = None, root: Any = None)
     pickler = _Pickler(file, buffers, packer, root)
     try:
         pickler.dump(value)
-    except CannotTravelError:
-        raise
+    except CannotTravelError as error:
+        raise error.with_traceback(None) from None  # from here, and not from within the pickler
     except Exception as error:
         raise CannotTravelError(
             f"{what} cannot be sent: {type(error).__name__}: {error}. What workers need of that kind they can make "
@@ -183,7 +190,7 @@ class Packer:
     """Packs closures by value, and knows the resources that they refer to.
 
     Args:
-        roots: Gives the models that scopes of the strategy made.
+        roots: Gives the models that scopes of strategies with parameter servers made.
         access: The variables on the servers.
 
     Attributes:
@@ -249,8 +256,16 @@ class Packer:
         """Add what a closure added to metrics."""
         for number, contribution in contributions.items():
             metric = self._metrics.get(number)
-            if metric is not None:
-                _merge_metric(metric, contribution)
+            library = library_of(metric)
+            if library is not None:
+                library.merge(metric, contribution)
+
+    def forget(self, obj: Any) -> None:
+        """An object has changed, and no closure that uses it is under way: workers are sent it anew."""
+        with self._lock:
+            found = self._objects.get(id(obj))
+            if found is not None:
+                self._forget(id(obj), found[1])
 
     def _function(self, function: Callable[..., Any]) -> tuple[int | Packed, Any]:
         """A function; its number, if it has been met before: then it is a resource, which workers are sent once."""
@@ -309,21 +324,27 @@ class Packer:
         if remote_optimizer.is_remote(obj):
             options = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
             return self._resource(obj, pickler, lambda: _OpenOptimizer(*remote_optimizer.described(obj)), options)
-        return None
+        if library_of(obj) is not None:
+            return self._metric(obj, pickler)
+        described = next((found for library in libraries if (found := library.described(obj)) is not None), None)
+        return None if described is None else self._resource(obj, pickler, *described)
+
+    def _metric(self, metric: Any, pickler: _Pickler) -> tuple[Any, ...]:
+        found = self._resource(metric, pickler, functools.partial(_itself, metric))
+        self._metrics[found[1][0]] = metric
+        return found
 
     def _module(self, module: torch.nn.Module, pickler: _Pickler) -> tuple[Any, ...] | None:
-        if _is_metric(module):
-            found = self._resource(module, pickler, lambda: module)
-            self._metrics[found[1][0]] = module
-            return found
+        if library_of(module) is not None:
+            return self._metric(module, pickler)
         for root in reversed(self._roots()):
-            path = next((name for name, part in root.named_modules() if part is module), None)
-            if path is not None:
+            place = next((place for place, part in enumerate(parts_of(root)) if part is module), None)
+            if place is not None:
                 modules = list(root.modules())
                 modes = [each.training for each in modules]
-                frozen = [place for place, each in enumerate(_parameters(modules)) if not each.requires_grad]
+                frozen = [number for number, each in enumerate(_parameters(modules)) if not each.requires_grad]
                 opened = self._resource(root, pickler, functools.partial(_itself, root), (modes, frozen))
-                return (_open_module, (*opened[1], path)) if path else opened
+                return (_open_module, (*opened[1], place)) if place else opened
         if any(each.requires_grad for each in module.parameters()):
             raise CannotTravelError(
                 f"A {type(module).__name__} that was made outside strategy.scope() is used in a function that is "
@@ -371,21 +392,6 @@ def _itself(obj: Any) -> Any:
 
 
 _NO_ARGUMENTS = Packed(pickle.dumps(((), {}), protocol=5))
-
-
-def _is_metric(module: Any) -> bool:
-    return hasattr(module, "merge_state") and hasattr(module, "metric_state")
-
-
-def _merge_metric(metric: Any, contribution: tuple[int, dict[str, Any]]) -> None:
-    count, state = contribution
-    metric._update_count += count
-    metric._computed = None
-    if metric._update_count == count:  # nothing was in it: what came is all
-        for name, value in state.items():
-            setattr(metric, name, value)
-    else:
-        metric.merge_state(state)
 
 
 # -- a worker ----------------------------------------------------------------------------------------------------------
@@ -438,9 +444,10 @@ class Runner:
         args, kwargs = pickle.loads(arguments, buffers=buffers)
         for number, its in settings.items():
             _set(self.resource(number), its)
-        metrics = {each: found for each in self.reach.resources if _is_metric(found := self._resources[each])}
-        for metric in metrics.values():
-            metric.reset()
+        reached = {each: self._resources[each] for each in self.reach.resources}
+        metrics = {each: (kind, obj) for each, obj in reached.items() if (kind := library_of(obj)) is not None}
+        for kind, metric in metrics.values():
+            kind.reset(metric)
         with self.access.running(ClosureRun(message.closure, message.oldest), self.reach.variables, fresh) as running:
             try:
                 value = function(*args, **kwargs)
@@ -450,11 +457,8 @@ class Runner:
                     "Datasets of workers are best endless: let the dataset function repeat its data (`while True: "
                     "yield from …`), or catch StopIteration."
                 ) from end
-        contributions = {
-            each: (metric._update_count, metric.metric_state)
-            for each, metric in metrics.items()
-            if metric._update_count
-        }
+        counted = {each: kind.contribution(metric) for each, (kind, metric) in metrics.items()}
+        contributions = {each: found for each, found in counted.items() if found is not None}
         packed = value if type(value) in _PLAIN else _dump(value, "The result of a closure")[0]
         return ClosureResult(packed, contributions or None, tuple(running.staleness))
 
@@ -487,6 +491,11 @@ class Runner:
 _runner: Runner
 
 
+def current_worker() -> int:
+    """Which worker this process is, in which a closure is opened or runs."""
+    return _runner.worker
+
+
 def _parameters(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
     """Those of each of some modules; `Module.parameters` looks more closely, and takes longer."""
     return (each for module in modules for each in module._parameters.values() if each is not None)
@@ -494,6 +503,8 @@ def _parameters(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Paramet
 
 def _set(resource: Any, settings: Any) -> None:
     """Let a model and its parts train or not, as the coordinator's do; give an optimizer's groups their options."""
+    if any(library.set(resource, settings) for library in libraries):
+        return
     if isinstance(resource, torch.nn.Module):
         (modes, frozen), modules = settings, list(resource.modules())
         for module, training in zip(modules, modes, strict=True):
@@ -515,8 +526,8 @@ def _open_input(number: int) -> Any:
     return _runner.input(number)
 
 
-def _open_module(number: int, path: str) -> Any:
-    return _runner.resource(number).get_submodule(path)
+def _open_module(number: int, place: int) -> Any:
+    return next(itertools.islice(parts_of(_runner.resource(number)), place, None))
 
 
 def _open_copy(stored: Stored, is_parameter: bool, requires_grad: bool) -> torch.Tensor:

@@ -49,7 +49,7 @@ from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
 from distnb.wire.messages import RunClosure
 
-__all__ = ["ClusterCoordinator"]
+__all__ = ["ClusterCoordinator", "running_coordinators"]
 
 _DEPTH = 3  # of empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
 _LATEST_STEPS = 256
@@ -142,7 +142,7 @@ class ClusterCoordinator:
         self._link: ClusterLink = this_process.cluster_link()
         self._queue = ClosureQueue(_DEPTH)
         runtime = roles.coordinating(strategy)
-        self._packer = Packer(lambda: runtime.registration.roots, runtime.access)
+        self._packer = Packer(roles.models, runtime.access)
         self._closures: dict[int, _Closure] = {}
         self._programs: dict[int, tuple[int, int]] = {}  # by number: the closure, and the worker
         self._sent: dict[int, _Sent] = {}  # by worker
@@ -154,6 +154,7 @@ class ClusterCoordinator:
         self._why = ""  # those that are cancelled are
         self._interrupted = False
         self._staleness: deque[int] = deque(maxlen=_LATEST_STEPS)
+        self._steps = 0
         self._waiters: list[Waiter] = []
         self._interrupts = Interrupts()
         self._seed: int | None = None
@@ -202,6 +203,7 @@ class ClusterCoordinator:
                 return self._enter(fn, packed)
 
     def _enter(self, fn: Callable[..., Any], packed: PackedClosure) -> RemoteValue:
+        self._link.watch(self)
         number = next(_numbers)
         value = RemoteValue(number, getattr(fn, "__qualname__", None) or type(fn).__qualname__, self._await_held)
         for each in packed.inputs:
@@ -261,6 +263,18 @@ class ClusterCoordinator:
             ClosureCancelled: One of them was ended before it had a result.
         """
         return map_structure(_fetched, val)
+
+    def wait(self, values: Sequence[RemoteValue], left: int) -> None:
+        """Wait until at most so many of these results have not come yet, or a closure has raised.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted: all are cancelled.
+        """
+        self._await_held(lambda: sum(not each.ended for each in values) <= left or self._trouble)
+
+    def forget(self, obj: Any) -> None:
+        """A model has changed, in more than its values: workers are sent it anew. Nothing that uses it is scheduled."""
+        self._packer.forget(obj)
 
     def recover(self, checkpoint: Any) -> None:
         """Go on after a parameter server was lost, once another one is in its place (`%distnb restart --missing`).
@@ -335,17 +349,20 @@ class ClusterCoordinator:
             states = self._queue.workers
             for worker in self._link.workers:
                 found = states.get(worker)
+                done = self._queue.done_by[worker]
                 if found is None:
-                    workers.append(WorkerStatus(worker, "lost", how=self._lost.get(worker, "not there yet")))
+                    how = self._lost.get(worker, "not there yet")
+                    workers.append(WorkerStatus(worker, "lost", done=done, how=how))
                     continue
                 closure = self._closures.get(found.closure) if found.closure is not None else None
                 name, seconds = (closure.value.name, now - found.began) if closure else ("", 0.0)
                 state: WorkerState = "stuck" if found.stuck else "running" if closure else "idle"
-                workers.append(WorkerStatus(worker, state, name, seconds, found.done))
+                workers.append(WorkerStatus(worker, state, name, seconds, done))
             stale = tuple(self._staleness)
             mean = sum(stale) / len(stale) if stale else 0.0
             lost = tuple(sorted(self._lost_servers))
-            return CoordinatorStatus(*self._queue.counts, tuple(workers), mean, max(stale, default=0), lost)
+            most = max(stale, default=0)
+            return CoordinatorStatus(*self._queue.counts, tuple(workers), mean, most, lost, self._steps)
 
     def __repr__(self) -> str:
         counts = self._queue.counts
@@ -379,6 +396,7 @@ class ClusterCoordinator:
         with _lock:
             if ready():
                 return
+            self._link.watch(self)
             waiter = Waiter(ready)
             self._waiters.append(waiter)
         on_main = threading.current_thread() is threading.main_thread()
@@ -515,10 +533,11 @@ class ClusterCoordinator:
         name = closure.value.name
         if reply.status == "ok":
             self._forget(number)
-            closure.value.settle(reply.value.value, open_value)
-            self._staleness.extend(reply.value.staleness)
             if reply.value.contributions is not None:
                 self._packer.merge(reply.value.contributions)
+            self._staleness.extend(reply.value.staleness)
+            self._steps += len(reply.value.staleness)
+            closure.value.settle(reply.value.value, open_value)
             return self._queue.ended(worker, number, "done", now)
         if reply.status == "aborted" and self._queue.is_asked_back(worker, number):
             return self._queue.given_back(worker, number, now)  # its reply came before the news of that
@@ -618,6 +637,11 @@ class ClusterCoordinator:
 def _oldest() -> int:
     """The smallest number of a closure that has not ended, whoever scheduled it."""
     return min((each._queue.oldest for each in _coordinators.values() if not each._queue.idle), default=0)
+
+
+def running_coordinators() -> list[ClusterCoordinator]:
+    """Those whose clusters have not been stopped."""
+    return [each for each in tuple(_coordinators.values()) if not each._link.closed]
 
 
 def _fetched(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from distnb.wire.messages import ErrorReport, Reply, RunClosure
 
 if TYPE_CHECKING:
+    from distnb.coordinator.coordinator import ClusterCoordinator
     from distnb.runtime.servers.client import Servers
 
 __all__ = [
@@ -124,6 +125,9 @@ class ClusterLink(Protocol):
 
     def error(self, report: ErrorReport, worker: int, closure: str) -> BaseException:
         """The exception that a worker has reported, to be raised here with the worker's own traceback."""
+
+    def watch(self, coordinator: ClusterCoordinator) -> None:
+        """Show what this coordinator does, until its closures have ended; told again and again, so it costs little."""
 
     def cell_name(self, filename: str) -> str:
         """How tracebacks call a cell, by what its code objects carry; "" if it is none."""

@@ -8,6 +8,7 @@ between them. If another worker has nothing to do meanwhile, it gets the last of
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -75,11 +76,10 @@ class Counts(NamedTuple):
 
 
 class WorkerState(NamedTuple):
-    """The closure that a worker runs, since when, how many it has done, and whether it runs on with one given up on."""
+    """The closure that a worker runs, since when, and whether it runs on with one given up on."""
 
     closure: int | None
     began: float
-    done: int
     stuck: bool
 
 
@@ -87,7 +87,6 @@ class WorkerState(NamedTuple):
 class _Worker:
     closures: list[int] = field(default_factory=list)  # in the order in which it runs them
     began: float = 0.0  # when the first of them did
-    done: int = 0
     asked_back: int | None = None
     stuck_in: set[int] = field(default_factory=set)  # given up on, and not replied to
 
@@ -97,6 +96,9 @@ class ClosureQueue:
 
     Args:
         depth: How many closures one worker has at most.
+
+    Attributes:
+        done_by: How many closures each worker has done, those that were lost, too.
     """
 
     def __init__(self, depth: int = 2) -> None:
@@ -109,6 +111,7 @@ class ClosureQueue:
         self._unfinished: set[int] = set()
         self._oldest = 0
         self._latest = -1
+        self.done_by: Counter[int] = Counter()
         self._done = self._failed = self._cancelled = self._retried = 0
         self._told = False
 
@@ -166,7 +169,7 @@ class ClosureQueue:
         else:
             self._finish(closure)
             self._done += 1
-            current.done += 1
+            self.done_by[worker] += 1
             for dependent in self._dependents.pop(closure, ()):
                 needed = self._blocked.get(dependent, set())
                 needed.discard(closure)
@@ -246,7 +249,7 @@ class ClosureQueue:
     def workers(self) -> dict[int, WorkerState]:
         """What each worker does."""
         return {
-            worker: WorkerState(next(iter(each.closures), None), each.began, each.done, bool(each.stuck_in))
+            worker: WorkerState(next(iter(each.closures), None), each.began, bool(each.stuck_in))
             for worker, each in self._workers.items()
         }
 

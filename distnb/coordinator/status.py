@@ -17,7 +17,7 @@ class WorkerStatus:
     Attributes:
         state: "stuck": it was told to end a closure, and did not.
         closure, seconds: The name of the function that it runs, and since when it does; as far as is known here.
-        done: Closures that this process has done.
+        done: Closures that it has done, those of processes that were lost among them.
         how: How it was lost.
     """
 
@@ -40,6 +40,7 @@ class CoordinatorStatus:
         retried: How often one was moved from a lost worker to another.
         mean_staleness, max_staleness: Of the latest optimizer steps: how many updates their gradients had missed.
         lost_servers: Parameter servers that are gone.
+        steps: Optimizer steps of closures that ended well.
     """
 
     waiting: int
@@ -52,3 +53,4 @@ class CoordinatorStatus:
     mean_staleness: float
     max_staleness: int
     lost_servers: tuple[int, ...] = ()
+    steps: int = 0

@@ -13,19 +13,36 @@ except ModuleNotFoundError as error:
         raise  # its backend is not there
     raise ImportError('distnb.keras needs Keras 3, and there is none: pip install "distnb[keras]".') from error
 
+# What makes objects of Keras know of each other; pickled by Keras's own means they would be files.
+from keras.src.saving.keras_saveable import KerasSaveable as Saveable
+from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
+
 __all__ = [
+    "Saveable",
+    "Tracked",
+    "Tracker",
     "additional_losses",
     "check_version",
     "initial_epoch",
+    "is_built",
     "keep_ddp_away",
     "mask_of",
+    "optimizer_variables",
     "own_layers",
+    "own_variables",
+    "parts",
+    "plain_embeddings",
+    "put_tensor",
     "set_initial_epoch",
     "set_mask",
+    "table_of",
+    "tensor_of",
+    "track_anew",
     "with_mask_of",
 ]
 
 _FROM, _BEFORE = (3, 15), (3, 17)
+Tracked = (TrackedList, TrackedDict)
 
 
 def _version() -> tuple[int, int]:
@@ -70,6 +87,51 @@ def own_layers(model: Any) -> list[Any]:
     return list(model._flatten_layers(include_self=False, recursive=True))
 
 
+def own_variables(metric: Any) -> list[Any]:
+    """A metric's variables, without those of metrics within it."""
+    return list(metric._variables)
+
+
+def parts(layer: Any) -> list[Any]:
+    """All layers in one, and what it otherwise keeps, such as the models that Sequential has made of its layers."""
+    found = {id(each): each for each in own_layers(layer)}
+    for each in (layer, *own_layers(layer)):
+        found |= {id(kept): kept for kept in each._tracker.config["layers"][1]}
+    return list(found.values())
+
+
+def plain_embeddings(model: Any) -> list[Any]:
+    """A model's Embedding layers, of which a call only looks rows up."""
+    found = [each for each in own_layers(model) if type(each) is keras.layers.Embedding and each.built]
+    return [each for each in found if each.quantization_mode is None and not each.lora_enabled]
+
+
+def table_of(embedding: Any) -> Any:
+    """The variable of an Embedding layer."""
+    return embedding._embeddings
+
+
+def tensor_of(variable: Any) -> Any:
+    """The tensor that a variable has, of its own dtype also where layers compute with another."""
+    return variable._value
+
+
+def put_tensor(variable: Any, tensor: Any) -> None:
+    """Let a variable have another tensor, which holds the same."""
+    variable._value = tensor
+
+
+def track_anew(layers: Any) -> None:
+    """Tell torch which tensors the variables of layers have now."""
+    for each in layers:
+        each._track_variables()
+
+
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """What an optimizer keeps, without asking anybody else for it."""
+    return list(optimizer._variables)
+
+
 def additional_losses(model: Any, weigh: Any) -> None:
     """Have each loss that is added to the compiled one go through `weigh(total)`."""
     plain = model._aggregate_additional_loss
@@ -85,6 +147,12 @@ def initial_epoch(model: Any) -> int | None:
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Have `fit` begin with that epoch."""
     model._initial_epoch = epoch
+
+
+def is_built(model: Any) -> bool:
+    """Whether a model needs no batch to be built with all that it was compiled with."""
+    compiled = (model._compile_metrics, model._compile_loss)
+    return all(each.built for each in model._flatten_layers()) and all(each is None or each.built for each in compiled)
 
 
 def keep_ddp_away(model: Any) -> None:

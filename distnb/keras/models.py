@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,13 @@ from distnb.input.dataset import DistributedDataset
 from distnb.keras import compat
 from distnb.keras.callbacks import Together
 from distnb.keras.forward import SharedForward
+from distnb.keras.parameter_servers import ModelOnServers
 from distnb.runtime import step_count
+from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import has_distributed
 
-__all__ = ["adopt", "beside"]
+__all__ = ["adopt", "beside", "parts"]
 
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _SAVES = ("save", "save_weights", "export")
@@ -32,14 +34,15 @@ _ALL = (*_METHODS, *_SAVES, *_MAKERS)
 
 
 def adopt(strategy: Any, model: Any) -> None:
-    """Have a Keras model that a scope of the strategy makes train on all its replicas, from its first call of `fit`.
+    """Have a Keras model that a scope of the strategy makes train as the strategy does, from its first call of `fit`.
 
     It is made ready only then, in the scope or after it: as it begins it has no layers, and Keras may yet change its
     class.
     """
     if "fit" not in vars(model):
-        for name in _ALL:
-            vars(model)[name] = _first(strategy, model, name)
+        names = ModelOnServers.methods if strategy.spec.kind == PARAMETER_SERVER else _ALL
+        for name in names:
+            vars(model)[name] = _first(strategy, model, name, names)
 
 
 def beside(model: Any) -> list[Any]:
@@ -48,14 +51,19 @@ def beside(model: Any) -> list[Any]:
     return [each.value for each in optimizer.variables] if optimizer is not None else []
 
 
-def _first(strategy: Any, model: Any, name: str) -> Callable[..., Any]:
+def parts(model: Any) -> list[Any]:
+    """The layers in a model, many of which are no modules of its own to torch."""
+    return compat.parts(model)
+
+
+def _first(strategy: Any, model: Any, name: str, names: Sequence[str]) -> Callable[..., Any]:
     """A method of the model, of which the first that is called makes the model ready."""
 
     @functools.wraps(getattr(model, name))
     def method(*args: Any, **kwargs: Any) -> Any:
-        for each in _ALL:
+        for each in names:
             vars(model).pop(each)
-        ModelOnReplicas(strategy, model)
+        (ModelOnServers if names is ModelOnServers.methods else ModelOnReplicas)(strategy, model)
         return getattr(model, name)(*args, **kwargs)
 
     return method

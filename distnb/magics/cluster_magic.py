@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -16,14 +18,17 @@ from distnb.cluster.resolvers import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
-from distnb.errors import OptionError, closest
+from distnb.errors import OptionError, ServerLost, closest
 from distnb.magics.commands import COMMANDS, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
-from distnb.notebook.output.wording import html_table
+from distnb.notebook.output.closures_model import runs_text, server_texts
+from distnb.notebook.output.wording import filled, html_table
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
+from distnb.runtime.this_process import this_process
+from distnb.topology import PS, WORKER, Task
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -129,10 +134,13 @@ class ClusterMagic:
         if sessions.current() is None:
             print("No cluster is running. %distnb start begins one.")
             return
-        status = sessions.require().status()
-        header = ("engine", *["task"] * any(row.task for row in status), "device", "state", "pid", "host")
-        rows = [tuple(getattr(row, name) for name in header) for row in status]
-        self._table(header, rows, numeric=("engine", "pid"))
+        work = _work()
+        rows = [
+            [str(row.engine), row.task, row.device, row.state, *work.get(row.task, ("", "")), str(row.pid), row.host]
+            for row in sessions.require().status()
+        ]
+        header, rows = filled(["engine", "task", "device", "state", "runs", "holds", "pid", "host"], rows)
+        self._table(tuple(header), [tuple(row) for row in rows], numeric=("engine", "pid"))
 
     def devices(self, found: Namespace) -> None:
         """`%distnb devices`."""
@@ -186,24 +194,25 @@ class ClusterMagic:
 
     def output(self, found: Namespace) -> None:
         """`%distnb output [REPLICA] [--save FILE]`."""
-        written = self._front.written()
+        written, session = self._front.written(), sessions.current()
+        who = "worker" if session is not None and session.tasks else "replica"
         if found.replica is not None:
             if found.replica not in written:
                 there = ", ".join(map(str, written)) or "none"
                 raise OptionError(
-                    f"%distnb output {found.replica}: no such replica wrote anything in the latest cell where one did; "
-                    f"those that did: {there}."
+                    f"%distnb output {found.replica}: no such {who} wrote anything in the latest cell where one "
+                    f"did; those that did: {there}."
                 )
             written = {found.replica: written[found.replica]}
         text = "".join(
-            f"── replica {replica} ──\n{part}{'' if part.endswith(chr(10)) else chr(10)}"
+            f"── {who} {replica} ──\n{part}{'' if part.endswith(chr(10)) else chr(10)}"
             for replica, part in written.items()
         )
         if found.save:
             Path(found.save).expanduser().write_text(text)
             print(f"{text.count(chr(10)):,} lines written to {found.save}.")
         else:
-            print(text or "No replica has written anything.")
+            print(text or f"No {who} has written anything.")
 
     def live(self, found: Namespace) -> None:
         """`%distnb live auto|widget|picture|text|off`."""
@@ -250,6 +259,22 @@ def _progress(shell: InteractiveShell) -> Callable[[str], None]:
         said = text
 
     return tell
+
+
+def _work() -> dict[str, tuple[str, str]]:
+    """What each worker runs, and what each parameter server holds, by task; nothing where there is no coordinator."""
+    found: dict[str, tuple[str, str]] = {}
+    module = sys.modules.get("distnb.coordinator.coordinator")  # else there is none
+    for coordinator in module.running_coordinators() if module is not None else ():
+        for each in coordinator.status().workers:
+            seconds = f" for {each.seconds:.1f} s" if each.state == "running" else ""
+            runs = [f"{runs_text(each)}{seconds}"] if each.state != "idle" else []
+            found[str(Task(WORKER, each.worker))] = (", ".join([*runs, f"{each.done:,} done"]), "")
+    if found and this_process.servers is not None:
+        with contextlib.suppress(ServerLost):
+            for server, text in server_texts(this_process.servers.placement()).items():
+                found[str(Task(PS, server))] = ("", text)
+    return found
 
 
 def _count(number: int, thing: str) -> str:

@@ -64,6 +64,7 @@ class Extension:
             session_for=lambda strategy: self._cluster.ensure(strategy.spec),
             catch_up=self._front.catch_up,
             callers_lines=partial(tracebacks.callers_lines, shell),
+            watch=self._front.watch,
             module_version=partial(_autoreloaded, shell),
         )
         compose.attach(front_end)

@@ -38,6 +38,7 @@ from distnb.topology import PS, WORKER, Task
 from distnb.wire.messages import Died, ErrorReport, GivenBack, Hello, Output, Reply, RunClosure, TakeTask, Unread
 
 if TYPE_CHECKING:
+    from distnb.coordinator.coordinator import ClusterCoordinator
     from distnb.notebook.engines import Engines
     from distnb.runtime.servers.client import Servers
 
@@ -195,6 +196,10 @@ class ClosureChannel:
         who = f"orker {worker} ({device}), in {closure},"
         lines = self._front().callers_lines
         return reported(report, f"W{who}", f"w{who}", callers_lines=lines, opened=self._open_error)
+
+    def watch(self, coordinator: ClusterCoordinator) -> None:
+        """Show what a coordinator does."""
+        self._front().watch(coordinator)
 
     def cell_name(self, filename: str) -> str:
         """How tracebacks call a cell."""

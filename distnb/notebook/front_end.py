@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distnb.coordinator.coordinator import ClusterCoordinator
 
 __all__ = ["FrontEnd"]
 
@@ -19,6 +22,7 @@ class FrontEnd:
         session_for: The session on which a strategy runs, started if there is none; None for the running one.
         catch_up: Shows all that replicas wrote: an error of theirs is about to be raised, and is to stand below.
         callers_lines: The lines that show where the notebook's own code called what failed with an error.
+        watch: Shows, in the cell that runs, what a coordinator does until its closures have ended.
         module_version: Which version of its file a module has, where the front end reloads modules; None where it
             knows of none.
     """
@@ -28,4 +32,5 @@ class FrontEnd:
     session_for: Callable[[Any], Any] = lambda strategy: None
     catch_up: Callable[[], None] = lambda: None
     callers_lines: Callable[[BaseException], list[str]] = lambda error: []
+    watch: Callable[[ClusterCoordinator], None] = lambda coordinator: None
     module_version: Callable[[str], object] = lambda name: None

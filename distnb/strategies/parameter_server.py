@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from distnb.errors import OptionError
@@ -11,6 +11,9 @@ from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from distnb.runtime.servers.placement import PlacedShard
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -70,6 +73,22 @@ class ParameterServerStrategy(Strategy):
             this_process.require_tasks(strategy._resolver)
             _ = strategy.runtime
         return strategy
+
+    def placement(self) -> tuple[PlacedShard, ...]:
+        """Which parameter server holds what: variables, and the parts of those that a partitioner divides.
+
+        The servers are asked, so it tells how it is now.
+
+        Returns:
+            A row for each shard on the servers, in the order in which they were made: name, shape, dtype, server,
+            device (TensorFlow's word for the server), nbytes, updates.
+
+        Raises:
+            ServerLost: A server is gone.
+        """
+        _ = self.runtime
+        rows: tuple[PlacedShard, ...] = this_process.servers.placement()
+        return rows
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

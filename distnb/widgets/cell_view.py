@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.output.live_model import LiveModel
 from distnb.notebook.output.output_merger import OutputMerger
 from distnb.runtime import step_count
 from distnb.topology import Team
+from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.publisher import Publisher
 from distnb.widgets.views import LiveView
 from distnb.wire.messages import Died, Display, Live, Output, ProgramEnded, Status, TelemetrySample
+
+if TYPE_CHECKING:
+    from distnb.coordinator.coordinator import ClusterCoordinator
 
 __all__ = ["VIEW_EVENTS", "CellView"]
 
@@ -34,6 +39,8 @@ class CellView:
         replicas: Replicas to expect of a program that was not announced (`strategy.run` from an ordinary cell).
         counted_before: (steps, examples) that each engine, and the notebook, had counted before.
         devices: Of each engine.
+        workers: Which worker each engine is, in a cluster with parameter servers: what programs write that were not
+            announced is marked by them.
 
     Attributes:
         written: What each replica wrote, unmerged; of very much the end.
@@ -46,6 +53,7 @@ class CellView:
         replicas: int = 1,
         counted_before: Mapping[int, tuple[int, int]] | None = None,
         devices: Mapping[int, str] | None = None,
+        workers: Mapping[int, int] | None = None,
     ) -> None:
         self.publisher = publisher
         publisher.on_clear = self._reappear
@@ -54,6 +62,8 @@ class CellView:
         self._name = f"distnb-{uuid.uuid4().hex[:12]}"
         self._make_view = make_view
         self._replicas = replicas
+        self._workers = workers or {}
+        self._watch: CoordinatorWatch | None = None
         self._view: LiveView | None = None
         self._mergers: dict[int, OutputMerger] = {}  # by program; 0 for all that were not announced
         self._running: dict[int, Team] = {}  # programs that were announced
@@ -72,8 +82,9 @@ class CellView:
         if isinstance(event, Output | Display):
             number = event.program if event.program in self._mergers else 0
             if number not in self._mergers:
-                self._mergers[0] = OutputMerger(self._replicas, f"{self._name}-0")
-            self._mergers[number].feed(event, now)
+                self._mergers[0] = self._unannounced()
+            worker = self._workers.get(event.engine, event.replica) if number == 0 else event.replica
+            self._mergers[number].feed(event if worker == event.replica else replace(event, replica=worker), now)
             return
         self.model.feed(event, now)
         self._changed = True
@@ -84,6 +95,23 @@ class CellView:
         elif isinstance(event, Died):
             for program in self._running:
                 self._replica_ended(program, event.engine, now)
+
+    def _unannounced(self) -> OutputMerger:
+        if self._workers:
+            return OutputMerger(max(self._workers.values()) + 1, f"{self._name}-0", "worker ")
+        return OutputMerger(self._replicas, f"{self._name}-0")
+
+    def watches(self, coordinator: ClusterCoordinator) -> bool:
+        """Whether it follows what this coordinator does, and will go on to."""
+        return self._watch is not None and self._watch.coordinator is coordinator and self._watch.due
+
+    def watch(self, watch: CoordinatorWatch, now: float) -> None:
+        """Follow what a coordinator does, from now on."""
+        self._now = now
+        if self._watch is None or self._watch.coordinator is not watch.coordinator:
+            self._watch = watch
+            self.model.follow(watch.model, watch.coordinator.strategy.spec.kind, now)
+        self._watch.due = True
 
     def feed_here(self, point: dict[str, Any], place: step_count.Place, now: float) -> None:
         """Take a call of `distnb.live` in the notebook's process."""
@@ -111,7 +139,12 @@ class CellView:
     @property
     def idle(self) -> bool:
         """Whether nothing will change before the next event."""
-        return not self._running and not self._changed and all(merger.idle for merger in self._mergers.values())
+        busy = self._running or self._changed or (self._is_watching and self.model.ended_at is None)
+        return not busy and all(merger.idle for merger in self._mergers.values())
+
+    @property
+    def _is_watching(self) -> bool:
+        return self._watch is not None and self._watch.due
 
     def tick(self, now: float) -> None:
         """Publish what is due."""
@@ -120,9 +153,11 @@ class CellView:
             self.publisher.apply(merger.collect(now))
         if self.model.ended_at is not None:
             return
+        if self._watch is not None and self._watch.look(now, servers=self._view is not None):
+            self._changed = True
         if self._view is None:
             long = self.model.began is not None and now - self.model.began >= _APPEAR_S
-            if self.model.curves or (long and (self._running or self.model.steps)):
+            if self.model.curves or (long and (self._running or self.model.steps or self._is_watching)):
                 self._appear(now)
         elif now >= self._next_draw and (self._changed or self._running):
             self._changed = False
@@ -154,6 +189,8 @@ class CellView:
         self._changed = False
         if self._view is None and self.model.curves:
             self._appear(now)
+        if self._view is not None and self._watch is not None:
+            self._watch.finish(now)
         self.model.end(now, failed=failed)
         if self._view is not None:
             self._view.finish(now)

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 import html
 
-from distnb.notebook.output.live_model import Curve, Line, LiveModel
+from distnb.notebook.output.closures_model import ClosuresModel, largest, runs_text
+from distnb.notebook.output.live_model import Curve, Line, LiveModel, ReplicaRow
 from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.widgets.picture import as_image, pictures, short_number
+from distnb.widgets.queue_picture import queue_picture
 
-__all__ = ["head_text", "live_html", "picture_bundle", "plain_summary", "replica_table"]
+__all__ = [
+    "closures_lines",
+    "head_text",
+    "live_html",
+    "picture_bundle",
+    "plain_summary",
+    "replica_table",
+    "worker_table",
+]
 
 _COLORS = {"failed": "#ef4444", "died": "#ef4444", "interrupted": "#ca8a04"}
 """Of the dot beside a cell's status, where not all is well."""
+
+_SHORT_S = 0.05  # a closure that has run no longer is not worth a number
+_BESIDE = "display:inline-block;vertical-align:top;margin-right:24px"
 
 
 def head_text(model: LiveModel, now: float) -> str:
     """The status line: `mirrored · 2 replicas · running · 12.3 s · step 120 · 5,230 examples/s`."""
     parts = [model.title] if model.title else []
-    if model.rows:
-        parts.append("1 replica" if len(model.rows) == 1 else f"{len(model.rows)} replicas")
+    closures = model.closures
+    count, who = (len(model.rows), "replica") if closures is None else (len(closures.status.workers), "worker")
+    if count:
+        parts.append(f"{count} {who}{'s' if count > 1 else ''}")
     parts += [model.state, _duration(model.seconds(now))]
     if model.steps:
-        parts.append(f"step {model.steps:,}")
+        parts.append(f"step {model.steps:,}" if closures is None else f"{model.steps:,} steps")
+    if closures is not None and closures.closures_per_second():
+        rate = closures.closures_per_second()
+        parts.append(f"{rate:,.0f} closures/s" if rate >= 100 else f"{rate:.1f} closures/s")
     examples = sum(row.examples_per_second() for row in model.rows.values())
     if examples:
         parts.append(f"{examples:,.0f} examples/s")
@@ -48,31 +66,94 @@ def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
     return filled(header, rows)
 
 
+def worker_table(model: LiveModel, closures: ClosuresModel) -> tuple[list[str], list[list[str]]]:
+    """Titles, and a row for each worker of a coordinator."""
+    header = ["worker", "device", "runs", "for", "done", "steps", "examples/s", "memory", "on device", *model.curves]
+    rows = []
+    for worker in closures.status.workers:
+        row = model.rows.get(worker.worker) or ReplicaRow(worker.worker)
+        rows.append(
+            [
+                str(worker.worker),
+                row.device,
+                runs_text(worker),
+                f"{worker.seconds:.1f} s" if worker.seconds >= _SHORT_S else "",
+                f"{closures.done_by(worker.worker):,}",
+                _count(row.steps),
+                _count(row.examples_per_second()),
+                human_bytes(row.rss_nbytes),
+                human_bytes(row.device_nbytes),
+                *(short_number(row.values.get(name)) for name in model.curves),
+            ]
+        )
+    return filled(header, rows)
+
+
 def plain_summary(model: LiveModel, now: float) -> str:
     """The view in plain text."""
-    return "\n".join([head_text(model, now), *(_curve_text(curve) for curve in model.curves.values())])
+    lines = [head_text(model, now), *(_curve_text(curve) for curve in model.curves.values())]
+    if model.closures is not None:
+        lines += closures_lines(model.closures)
+    return "\n".join(lines)
 
 
-def _table_html(model: LiveModel) -> str:
-    """The replicas' table; nothing where there are none."""
-    header, rows = replica_table(model)
-    return html_table(header, rows, numeric=set(header) - {"device", "state", "at"}) if rows else ""
+def closures_lines(closures: ClosuresModel) -> list[str]:
+    """Queue, workers and servers in plain text."""
+    queue = " · ".join(filter(None, [closures.queue_text(), closures.staleness_text()]))
+    workers = [
+        f"worker {each.worker}: {closures.done_by(each.worker):,} done, {runs_text(each)}"
+        for each in closures.status.workers
+    ]
+    return [f"closures: {queue}", *workers, *closures.servers()]
+
+
+def _tables_html(model: LiveModel) -> str:
+    """The replicas' table; or the workers', and beside it what the servers hold; nothing where there are none."""
+    if model.closures is None:
+        header, rows = replica_table(model)
+        return html_table(header, rows, numeric=set(header) - {"device", "state", "at"}) if rows else ""
+    header, rows = worker_table(model, model.closures)
+    tables = [html_table(header, rows, numeric=set(header) - {"device", "runs"})]
+    if model.closures.servers():
+        tables.append(_shards_html(model.closures))
+    beside = "".join(f'<div style="{_BESIDE}">{table}</div>' for table in tables)
+    return f"<div>{beside}</div>"
+
+
+def _shards_html(closures: ClosuresModel) -> str:
+    shards = largest(closures.shards)
+    rest = len(closures.shards) - len(shards)
+    rows = [
+        [each.name, str(list(each.shape)), f"ps {each.server}", human_bytes(each.nbytes), f"{each.updates:,}"]
+        for each in shards
+    ]
+    header, told = ["variable", "shape", "on", "size", "updates"], " · ".join(closures.servers())
+    table = html_table(header, rows, numeric=("size", "updates"), caption=told)
+    more = f"and {rest:,} smaller ones: strategy.placement()"
+    return table + (f'<div style="color:#808080;font-size:12px">{more}</div>' if rest else "")
+
+
+def _queue_svg(closures: ClosuresModel) -> str:
+    return queue_picture(closures.counts(), closures.staleness_text())
 
 
 def live_html(model: LiveModel, now: float) -> str:
     """What the widget shows while the cell runs: pictures of a page's own, which change without a flicker."""
     dot = f'<span class="dot {model.state}"></span>'
     head = f'<div class="status">{dot}<span class="head">{html.escape(head_text(model, now))}</span></div>'
-    return f'{head}<div class="charts">{"".join(pictures(model).values())}</div>{_table_html(model)}'
+    queue = _queue_svg(model.closures) if model.closures is not None else ""
+    return f'{head}{queue}<div class="charts">{"".join(pictures(model).values())}</div>{_tables_html(model)}'
 
 
 def picture_bundle(model: LiveModel, now: float) -> dict[str, str]:
     """Pictures and replicas: what stays when the cell has ended. Nothing in it needs a kernel, a script or trust."""
     dot = f'<span style="color:{_COLORS.get(model.state, "#808080")}">●</span>'
     parts = [f'<div style="font-size:13px">{dot} {html.escape(head_text(model, now))}</div>']
+    if model.closures is not None:
+        parts.append(as_image(_queue_svg(model.closures), model.closures.queue_text(), wide=True))
     parts += [as_image(svg, _curve_text(model.curves[name])) for name, svg in pictures(model).items()]
-    if model.ended_at is None or model.curves or model.steps or model.state in _COLORS:
-        parts.append(_table_html(model))
+    if model.ended_at is None or model.curves or model.steps or model.state in _COLORS or model.closures is not None:
+        parts.append(_tables_html(model))
     html_text = f'<div class="distnb-live">{"".join(parts)}</div>'
     return {"text/html": html_text, "text/plain": plain_summary(model, now)}
 

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from distnb.notebook.output.live_model import HERE, LiveModel
 from distnb.runtime import step_count
 from distnb.strategies import live
+from distnb.topology import WORKER
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
+from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
 from distnb.widgets.views import LiveView, PictureView, TextView
 from distnb.wire.messages import Died, Display, Output, TelemetrySample
@@ -26,6 +28,7 @@ from distnb.wire.messages import Died, Display, Output, TelemetrySample
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from distnb.coordinator.coordinator import ClusterCoordinator
     from distnb.notebook.session import Session
 
 __all__ = ["Front"]
@@ -45,7 +48,8 @@ class Front:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self.mode = "auto"
-        self._queue: deque[tuple[CellView | None, Any]] = deque()
+        # Events of the session, and what a cell's view is to do: called with the time.
+        self._queue: deque[tuple[Callable[[float], object] | None, Any]] = deque()
         self._lock = threading.RLock()
         # The latest cell is the last. Each with the number after which its programs begin.
         self._cells: deque[tuple[int, CellView]] = deque()
@@ -56,6 +60,7 @@ class Front:
         self._unsubscribe: Callable[[], None] = lambda: None
         self._replicas = 1
         self._devices: dict[int, str] = {}
+        self._workers: dict[int, int] = {}  # which worker each engine is
         self._counted: dict[int, tuple[int, int]] = {}  # steps and examples of each engine so far
         self._complained = False
 
@@ -78,6 +83,8 @@ class Front:
             rows = session.status()
             self._replicas = len(rows)
             self._devices = {row.engine: row.device for row in rows}
+            tasks = session.tasks
+            self._workers = {engine: task.index for engine, task in tasks.items() if task.job == WORKER}
 
     def _take(self, event: Any) -> None:
         """An event of the session; on the supervisor's thread, so it is only queued."""
@@ -89,7 +96,14 @@ class Front:
         """A call of `distnb.live` in this process."""
         view = self._current
         if view is not None:
-            self._queue.append((view, (point, place)))
+            self._queue.append((partial(view.feed_here, point, place), None))
+            self._wake_up()
+
+    def watch(self, coordinator: ClusterCoordinator) -> None:
+        """A coordinator has, or waits for, closures. Called with its lock held, so this takes none."""
+        view = self._current
+        if view is not None and not view.watches(coordinator):
+            self._queue.append((partial(view.watch, CoordinatorWatch(coordinator)), None))
             self._wake_up()
 
     # -- cells -----------------------------------------------------------------------------------------------------
@@ -108,7 +122,7 @@ class Front:
             boundary = self._session.latest_program if self._session is not None else 0
             publisher = publisher_for(self._shell)
             counted = {**self._counted, HERE: (step_count.steps, step_count.examples)}
-            view = CellView(publisher, self._make_view, self._replicas, counted, self._devices)
+            view = CellView(publisher, self._make_view, self._replicas, counted, self._devices, self._workers)
             self._cells.append((boundary, view))
             while len(self._cells) > _KEPT_CELLS:
                 # A widget is kept for a while: closing it at once would blank what a slow browser still shows.
@@ -175,9 +189,9 @@ class Front:
     def _drain(self) -> None:
         now = time.monotonic()
         while self._queue:
-            view, event = self._queue.popleft()
-            if view is not None:
-                self._guarded(view.feed_here, *event, now)
+            action, event = self._queue.popleft()
+            if action is not None:
+                self._guarded(action, now)
                 continue
             if isinstance(event, TelemetrySample):
                 self._counted[event.engine] = (event.steps, event.examples)

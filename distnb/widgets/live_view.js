@@ -11,6 +11,7 @@ const STYLE = `
 @keyframes distnb-pulse{50%{opacity:.35}}
 .distnb-live .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(240px,1fr));gap:4px 8px}
 .distnb-live svg{width:100%;height:auto;max-width:340px}
+.distnb-live svg.queue{display:block;max-width:640px;margin:2px 0}
 .distnb-live svg text{fill:var(--jp-ui-font-color2,#808080)}
 .distnb-live svg .name{fill:var(--jp-ui-font-color1,#808080)}
 .distnb-live td,.distnb-live th{color:inherit;font-variant-numeric:tabular-nums}

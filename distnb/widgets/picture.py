@@ -32,13 +32,15 @@ def pictures(model: LiveModel) -> dict[str, str]:
     return drawn
 
 
-def as_image(svg: str, alt: str) -> str:
+def as_image(svg: str, alt: str, *, wide: bool = False) -> str:
     """The one form of a picture that survives reopening, missing trust and every export.
 
-    As many stand side by side as there is room for, up to three.
+    As many stand side by side as there is room for, up to three; a wide one stands alone.
     """
     encoded = base64.b64encode(svg.encode()).decode()
-    look = "width:33%;min-width:240px;max-width:340px;display:inline-block"
+    look = "width:100%;max-width:640px;display:block;margin:2px 0"
+    if not wide:
+        look = "width:33%;min-width:240px;max-width:340px;display:inline-block"
     return f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="{look}">'
 
 

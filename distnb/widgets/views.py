@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distnb.notebook.output.live_model import LiveModel
-from distnb.widgets.content import head_text, picture_bundle, plain_summary
+from distnb.widgets.content import closures_lines, head_text, picture_bundle, plain_summary
 from distnb.widgets.picture import short_number
 from distnb.widgets.publisher import Publisher
 
@@ -63,9 +63,11 @@ class TextView(LiveView):
         for curve in self.model.curves.values():
             lines = curve.shown()
             values.append(f"{curve.name} {'/'.join(short_number(line.last) for line in lines.values())}")
+        if self.model.closures is not None:
+            values.append(closures_lines(self.model.closures)[0])
         self.publisher.area((" · ".join([head_text(self.model, now), *values]),))
 
     def finish(self, now: float) -> None:
         self.publisher.area(())
-        if self.model.curves or self.model.steps:
+        if self.model.curves or self.model.steps or self.model.closures is not None:
             self.publisher.write("stderr", plain_summary(self.model, now).replace("\n", " · ") + "\n")

@@ -13,9 +13,9 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from distnb.notebook import compose as sessions
@@ -46,6 +46,7 @@ class ReplaySession:
     alive = True
     latest_strategy = "mirrored"
     unshown: frozenset[int] = frozenset()
+    tasks: Mapping[int, Any] = MappingProxyType({})
     latest_program = property(lambda self: self._programs)
 
     def flush_events(self) -> bool:

@@ -52,7 +52,9 @@ def test_a_killed_workers_closures_run_elsewhere(coordinator: ClusterCoordinator
     assert all(own == pid for own, pid in found)
     assert len({pid for _, pid in found}) == 2
     assert 1 <= coordinator.status().retried - before <= 3
-    assert coordinator.status().workers[0].state == "lost"
+    status = coordinator.status()
+    assert status.workers[0].state == "lost"
+    assert sum(each.done for each in status.workers) == status.done
     require().restart(missing=True)
     assert coordinator.status().workers[0].state == "idle"
     found = coordinator.fetch([coordinator.schedule(slow, args=(made,)) for _ in range(6)])

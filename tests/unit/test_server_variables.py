@@ -376,7 +376,7 @@ def test_a_step_within_a_closure_is_seen_by_its_next_pass(strategy: Any, servers
             loss.backward()
             optimizer.step()
             number.assign_add(1)
-            seen += [loss.item(), float(number + 0)]
+            seen += [loss.item(), float((number + 0).detach())]
         return seen
 
     assert worker.run(packer, 1, closure) == [1, 2, 0.5, 3, 0, 4]

@@ -80,14 +80,14 @@ def plain_text(data: Mapping[str, Any]) -> str | None:
     return str(data["text/plain"]) if set(data) == {"text/plain"} else None
 
 
-def combine(group: Mapping[int, Bundle], total: int) -> Bundle:
+def combine(group: Mapping[int, Bundle], total: int, who: str = "") -> Bundle:
     """What is displayed for {replica: display}: one where all are equal, else each with its replicas' mark."""
     equal: dict[str, list[int]] = {}
     for replica in sorted(group):
         equal.setdefault(group[replica].identity, []).append(replica)
     if len(equal) == 1 and len(group) == total:
         return next(iter(group.values()))
-    parts = [(mark(replicas), group[replicas[0]]) for replicas in equal.values()]
+    parts = [(mark(replicas, who), group[replicas[0]]) for replicas in equal.values()]
     text = "\n".join(f"{name} {bundle.data.get('text/plain', '')}" for name, bundle in parts)
     if all(plain_text(bundle.data) is not None for _, bundle in parts):
         return Bundle({"text/plain": text})

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from distnb.notebook.output.closures_model import ClosuresModel
 from distnb.runtime import step_count
 from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
 
@@ -156,6 +157,9 @@ class LiveModel:
         title: The strategy's word, for the status line.
         counted_before: (steps, examples) that each engine, and the notebook as `HERE`, had counted when the cell began.
         devices: Of each engine.
+
+    Attributes:
+        closures: What a coordinator does, where the cell uses one: then replicas are its workers.
     """
 
     def __init__(
@@ -167,6 +171,7 @@ class LiveModel:
         self.title = title
         self.curves: dict[str, Curve] = {}
         self.rows: dict[int, ReplicaRow] = {}
+        self.closures: ClosuresModel | None = None
         self.state: State = "starting"
         self.began: float | None = None
         self.ended_at: float | None = None
@@ -192,6 +197,15 @@ class LiveModel:
             self._status(event)
         elif isinstance(event, ProgramEnded | Died):
             self._replica_ended(event)
+
+    def follow(self, closures: ClosuresModel, title: str, now: float) -> None:
+        """The cell uses a coordinator."""
+        self.closures = closures
+        self.title = self.title or title
+        if self.began is None:
+            self.began = now
+        if self.state == "starting":
+            self.state = "running"
 
     def feed_here(self, point: Mapping[str, Any], place: step_count.Place, now: float) -> None:
         """Take a call of `distnb.live` in the notebook's own process: {name: number or {replica: number}}.
@@ -231,6 +245,8 @@ class LiveModel:
             self.state = self._failure() if event.text else "ended"
 
     def _failure(self) -> State:
+        if self.closures is not None and (self.closures.counts()["failed"] or self.closures.status.lost_servers):
+            return "failed"  # the other closures were ended for that
         return "interrupted" if any(row.state == "interrupted" for row in self.rows.values()) else "failed"
 
     def _replica_ended(self, event: ProgramEnded | Died) -> None:
@@ -273,5 +289,7 @@ class LiveModel:
 
     @property
     def steps(self) -> int:
-        """Steps that every replica has done."""
+        """Steps that every replica has done; those of workers are added up."""
+        if self.closures is not None:
+            return self.closures.steps
         return min((row.steps for row in self.rows.values()), default=0)

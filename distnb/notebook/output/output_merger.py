@@ -98,10 +98,12 @@ class OutputMerger:
     Args:
         total: Replicas that take part; with one, nothing is marked.
         name: Prefix of the names of its displays, unique in the notebook.
+        who: What their numbers are of, for marks: "worker " gives `[worker 1]`.
     """
 
-    def __init__(self, total: int, name: str) -> None:
+    def __init__(self, total: int, name: str, who: str = "") -> None:
         self._total = total
+        self._who = who
         self._name = name
         self._weave: Weave[str | _Slot | Bundle] = Weave(total, HOLD_S if total > 1 else 0.0)
         self._screens: dict[tuple[int, Stream], Screen] = {}
@@ -235,7 +237,7 @@ class OutputMerger:
             return
         self._seen |= entry.replicas
         if isinstance(content, str):
-            prefix = mark(entry.replicas) + " " if self._total > 1 else ""
+            prefix = mark(entry.replicas, self._who) + " " if self._total > 1 else ""
             text = prefix + content.replace("\n", "\n" + " " * len(prefix)) + "\n"
             _print(out, "stderr" if entry.key[0] == "stderr" else "stdout", text)
         elif isinstance(content, _Slot):
@@ -250,7 +252,7 @@ class OutputMerger:
             self._slots.append(self._beside)
         else:
             if len(entry.replicas) < self._total:
-                _print(out, "stdout", f"{mark(entry.replicas)}\n")
+                _print(out, "stdout", f"{mark(entry.replicas, self._who)}\n")
             out.append(Show(self._new_name(), content))
 
     def _close_figures(self, out: list[Instruction], now: float) -> None:
@@ -261,7 +263,7 @@ class OutputMerger:
 
     def _draw(self, slot: _Slot, out: list[Instruction], now: float) -> None:
         slot.dirty = False
-        bundle = combine(slot.group, self._total) if slot.group else Bundle({"text/plain": ""})
+        bundle = combine(slot.group, self._total, self._who) if slot.group else Bundle({"text/plain": ""})
         content = bundle.identity or str(bundle.data)
         if content != slot.shown:
             out.append(Show(slot.name, bundle, update=slot.shown is not None))
@@ -288,7 +290,7 @@ class OutputMerger:
             if not final and screen.open and (screen.drawn or now - screen.since >= _PARTIAL_S):
                 for row in filter(None, (row.rstrip() for row in screen.rows)):
                     by_text.setdefault(row[-500:], []).append(replica)
-        lines = tuple(f"{mark(who)} {row}" if self._total > 1 else row for row, who in by_text.items())
+        lines = tuple(f"{mark(who, self._who)} {row}" if self._total > 1 else row for row, who in by_text.items())
         if lines != self._area:
             self._area, self._area_drawn = lines, now
             out.append(Area(lines))

@@ -26,9 +26,9 @@ def ranges(numbers: Iterable[int]) -> list[str]:
     return [str(first) if first == last else f"{first}-{last}" for first, last in spans]
 
 
-def mark(replicas: Iterable[int]) -> str:
-    """How a set of replicas is written: `[0-3]`, `[0,2]`, `[1]`."""
-    return f"[{','.join(ranges(replicas))}]"
+def mark(replicas: Iterable[int], who: str = "") -> str:
+    """How a set of replicas is written: `[0-3]`, `[0,2]`, `[1]`; with `who`, `[worker 1]`."""
+    return f"[{who}{','.join(ranges(replicas))}]"
 
 
 def cell_name(filename: str, shell: InteractiveShell | None = None) -> str:
@@ -81,7 +81,7 @@ def html_table(
         return "".join(drawn)
 
     body = "".join(f'<tr style="background:none">{cells("td", row)}</tr>' for row in rows)
-    above = f'<div style="color:#808080">{html.escape(caption)}</div>' if caption else ""
+    above = f'<div style="color:#808080;font-size:12px">{html.escape(caption)}</div>' if caption else ""
     style = "border-collapse:collapse;font-size:12px;margin:2px 0"
     head = f"<thead><tr>{cells('th', header)}</tr></thead>"
     return f'{above}<table style="{style}">{head}<tbody>{body}</tbody></table>'

@@ -23,12 +23,11 @@ from distnb.runtime.servers.messages import (
     PullRows,
     SetOptimizer,
     Shard,
-    ShardInfo,
     Step,
     Token,
     Write,
 )
-from distnb.runtime.servers.placement import Part, Stored
+from distnb.runtime.servers.placement import Part, PlacedShard, Stored
 
 if TYPE_CHECKING:
     from distnb.runtime.servers.client import Servers
@@ -178,6 +177,10 @@ class ServerAccess:
         """This tensor of the coordinator's stands for a variable: once it is gone, the servers' memory is free."""
         self._owners[stored] = TensorWeakRef(owner)
         self._stored[owner] = stored
+
+    def drop_copy(self, stored: Stored) -> None:
+        """A variable's whole value is not kept here any more."""
+        self._copies.pop(stored.number, None)
 
     def free_what_is_gone(self) -> None:
         """Have the servers drop variables whose owners are gone."""
@@ -362,6 +365,12 @@ class ServerAccess:
             self._copies[variable].note()
         self._stale.difference_update(copy.stored.number for copy in copies)
 
+    def read_anew(self, copies: Iterable[torch.Tensor]) -> None:
+        """Of the coordinator's copies, tell the servers what was changed here, and bring some up to date."""
+        self.send_changes()
+        held = (self.stored_of(each) for each in copies)
+        self.refresh([each.number for each in held if each is not None])
+
     def versions(self, shards: Iterable[Shard]) -> dict[Shard, int]:
         """The versions of which this process computes with parts of variables."""
         found = {}
@@ -489,7 +498,12 @@ class ServerAccess:
         finally:
             self.closure = None
 
-    def describe(self) -> list[tuple[int, ShardInfo]]:
-        """What each server holds."""
+    def placement(self) -> tuple[PlacedShard, ...]:
+        """What the servers hold, in the order in which it was made. One message for each server."""
         answers = self.exchange({server: [Describe()] for server in range(self.servers.count)})
-        return [(server, row) for server, (rows,) in sorted(answers.items()) for row in rows]
+        found = sorted(
+            ((row, server) for server, (rows,) in answers.items() for row in rows), key=lambda each: each[0].shard
+        )
+        return tuple(
+            PlacedShard(row.name, row.shape, row.dtype, server, row.nbytes, row.updates) for row, server in found
+        )

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import zmq
 
-from distnb.errors import ServerLost
+from distnb.errors import NoClusterError, ServerLost
 from distnb.runtime.servers.messages import Address, Answer, Request
 from distnb.wire.channel import Link, ProgramLink
 from distnb.wire.tensors import encode_tensors
@@ -82,6 +82,11 @@ class Servers:
         """
         with self._lock:
             waiting: dict[int, int] = {}
+            if self._poll.closed:
+                raise NoClusterError(
+                    "The cluster was stopped, and what its parameter servers held is gone. Start one, and make "
+                    "strategy, variables and coordinator anew; a checkpoint has the values."
+                )
             for server, operations in requests.items():
                 self._refuse_lost((server,))
                 waiting[server] = number = next(self._requests)
@@ -151,6 +156,8 @@ class Servers:
             for each in self._connections.values():
                 each.close()
             self._connections.clear()
+            if self._poll.closed:
+                return
             if self._context is not None:
                 self._context.destroy(linger=0)
             self._poll.close()

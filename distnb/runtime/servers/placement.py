@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +12,36 @@ import torch
 from distnb.runtime.servers.messages import Shard
 from distnb.variables.partitioning import checked_shards, shard_sizes
 
-__all__ = ["Part", "Placement", "Stored"]
+__all__ = ["Part", "PlacedShard", "Placement", "Stored"]
 
 _numbers = itertools.count(1)  # strategies share the servers
+
+
+def _device(server: int) -> str:
+    """A server, as TensorFlow spells it."""
+    return f"/job:ps/replica:0/task:{server}/device:CPU:0"
+
+
+@dataclass(frozen=True)
+class PlacedShard:
+    """A variable, or a part of one, on a parameter server: a row of `ParameterServerStrategy.placement`.
+
+    Attributes:
+        server: Which parameter server holds it.
+        updates: How often it was changed since that server has it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    server: int
+    nbytes: int
+    updates: int
+
+    @property
+    def device(self) -> str:
+        """The server, as TensorFlow spells it: `/job:ps/replica:0/task:1/device:CPU:0`."""
+        return _device(self.server)
 
 
 class Part(NamedTuple):
@@ -26,7 +54,7 @@ class Part(NamedTuple):
     @property
     def device(self) -> str:
         """Where it is, as TensorFlow spells it."""
-        return f"/job:ps/replica:0/task:{self.server}/device:CPU:0"
+        return _device(self.server)
 
 
 class Stored(NamedTuple):

@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from distnb.errors import OptionError
 from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.runtime import contexts
-from distnb.runtime.scopes.registration import roots_of, watching
+from distnb.runtime.scopes.registration import adopters_of, roots_of, watching
 from distnb.runtime.servers.access import ServerAccess
-from distnb.runtime.servers.placement import Placement
+from distnb.runtime.servers.placement import Placement, Stored
 from distnb.runtime.servers.remote_optimizer import make_remote, will_be_remote
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
 from distnb.runtime.this_process import this_process
@@ -35,9 +35,7 @@ class RefreshHook:
         servers = this_process.servers
         if servers is None or servers.is_worker:
             return
-        servers.send_changes()
-        held = (servers.stored_of(each) for each in (*module.parameters(), *module.buffers()))
-        servers.refresh(each.number for each in held if each is not None)
+        servers.read_anew((*module.parameters(), *module.buffers()))
 
     def before_state_dict(self, module: torch.nn.Module, _prefix: str, _keep_vars: bool) -> None:
         """As torch calls it."""
@@ -63,7 +61,7 @@ class ServerRegistration:
 
     def make_variable(self, value: torch.Tensor, settings: Settings) -> ServerVariable:
         """A variable that a scope makes."""
-        name = settings.name or ""
+        name = settings.name or "Variable"
         stored = self.placement.place(name, value.shape, value.dtype, trainable=settings.trainable)
         self.access.create(stored, value)
         made = stand_in(stored, settings, self.strategy)
@@ -74,7 +72,18 @@ class ServerRegistration:
         """A variable of zeros of which rows are read; it takes no memory here."""
         stored = self.placement.place(name, shape, dtype, trainable=trainable)
         self.access.create(stored, None)
-        settings = Settings(trainable, name, VariableSynchronization.AUTO, VariableAggregation.NONE)
+        return self._table(stored)
+
+    def as_table(self, parameter: torch.Tensor) -> ServerVariable:
+        """What stands for a parameter, which is on the servers, from now on: rows of it are read."""
+        stored = self.access.stored_of(parameter)
+        assert stored is not None
+        self.access.send_changes()
+        self.access.drop_copy(stored)
+        return self._table(stored)
+
+    def _table(self, stored: Stored) -> ServerVariable:
+        settings = Settings(stored.trainable, stored.name, VariableSynchronization.AUTO, VariableAggregation.NONE)
         made = stand_in(stored, settings, self.strategy, rows_apart=True)
         self.access.own(stored, made)
         return made
@@ -85,19 +94,28 @@ class ServerRegistration:
         with (
             _tables_made_by(self),
             _optimizers() as optimizers,
-            watching(self._is_open_here, lambda module: None) as made,
+            watching(self._is_open_here, self._adopt) as made,
         ):
             yield
         if made:
             gc.collect()  # what was made and dropped has no place on the servers
             alive = [reference() for reference in made.values()]
-            for root in roots_of([each for each in alive if isinstance(each, torch.nn.Module)]):
-                self.take(root)
+            roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
+            within: set[torch.nn.Module] = set()  # layers of Keras's models, which may be no modules of these to torch
+            for root in sorted(roots, key=lambda root: not adopters_of(root)):
+                if root not in within:
+                    self.take(root)
+                    within.update(part for adopter in adopters_of(root) for part in adopter.parts(root))
             for each in alive:
-                if isinstance(each, torch.nn.Parameter):
-                    self._take_tensor(each, "", trainable=each.requires_grad)
+                # What never learns is nobody's to update, such as what Keras's metrics and optimizers count by.
+                if isinstance(each, torch.nn.Parameter) and each.requires_grad:
+                    self._take_tensor(each, "", trainable=True)
         for optimizer in optimizers:
             make_remote(optimizer)
+
+    def _adopt(self, module: torch.nn.Module) -> None:
+        for adopter in adopters_of(module):
+            adopter.adopt(self.strategy, module)
 
     def take(self, root: torch.nn.Module) -> None:
         """Put a model's parameters and buffers on the servers, those that are not there yet."""

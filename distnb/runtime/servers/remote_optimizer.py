@@ -18,7 +18,17 @@ from distnb.runtime.servers.placement import Stored
 from distnb.runtime.servers.server_variable import ServerVariable
 from distnb.runtime.this_process import this_process
 
-__all__ = ["RemoteSteps", "described", "is_remote", "make_remote", "opened", "will_be_remote"]
+__all__ = [
+    "RemoteSteps",
+    "by_part",
+    "described",
+    "is_remote",
+    "joined",
+    "make_remote",
+    "opened",
+    "piece_of_state",
+    "will_be_remote",
+]
 
 _numbers = itertools.count(1)
 _NOT_SENT = frozenset({"state", "param_groups", "defaults", "_remote", "step"})  # schedules wrap an optimizer's `step`
@@ -71,7 +81,7 @@ class RemoteSteps:
                 if gradient is None:
                     continue
                 wants_sparse = not isinstance(parameter, ServerVariable) or parameter.sparse_gradients
-                for (shard, part), piece in _by_part(stored, gradient.detach(), wants_sparse):
+                for (shard, part), piece in by_part(stored, gradient.detach(), wants_sparse):
                     gradients.setdefault(part.server, {})[shard] = piece
         options = tuple(
             {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
@@ -106,7 +116,7 @@ class RemoteSteps:
         for place, stored in enumerate(variables):
             parts = [kept[shard] for shard, _ in stored.shards() if kept.get(shard)]
             if parts:
-                state[place] = {name: _joined(stored, [part[name] for part in parts]) for name in parts[0]}
+                state[place] = {name: joined(stored, [part[name] for part in parts]) for name in parts[0]}
         numbers = iter(range(len(variables)))
         groups = [
             {
@@ -142,7 +152,7 @@ class RemoteSteps:
             kept = state_dict["state"].get(name, {})
             for shard, part in stored.shards():
                 by_server[part.server][shard] = {
-                    key: _piece_of_state(stored, part, value) for key, value in kept.items()
+                    key: piece_of_state(stored, part, value) for key, value in kept.items()
                 }
         steps = int(state_dict.get("iterations", _steps_of(state_dict["state"])))
         this_process.servers.set_optimizer_states(
@@ -150,7 +160,7 @@ class RemoteSteps:
         )
 
 
-def _by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iterable[tuple[Any, Gradient]]:
+def by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iterable[tuple[Any, Gradient]]:
     """What of a gradient belongs to each part of its variable; of some it may be no rows, which is a step as well."""
     if not gradient.is_sparse:
         for each in stored.shards():
@@ -166,7 +176,7 @@ def _by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iter
         yield each, RowsGradient(rows[first:last] - part.first, values[first:last], wants_sparse)
 
 
-def _joined(stored: Stored, parts: Sequence[Any]) -> Any:
+def joined(stored: Stored, parts: Sequence[Any]) -> Any:
     """What was kept for a whole variable, of what was kept for its parts."""
     first = parts[0]
     if not isinstance(first, torch.Tensor):
@@ -176,7 +186,8 @@ def _joined(stored: Stored, parts: Sequence[Any]) -> Any:
     return torch.cat(list(parts)) if by_row else first.clone()
 
 
-def _piece_of_state(stored: Stored, part: Any, value: Any) -> Any:
+def piece_of_state(stored: Stored, part: Any, value: Any) -> Any:
+    """What belongs to a part of its variable of what was kept for the whole."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return stored.piece(value, part).contiguous() if value.shape == stored.shape else value
@@ -210,6 +221,7 @@ def is_remote(optimizer: Any) -> bool:
 def will_be_remote(optimizer: Any) -> None:
     """An optimizer is being made in a scope: its methods are ours from now on, also for what wraps them."""
     optimizer.__class__ = _remote_class(_class_of(optimizer))
+    optimizer._patch_step_function()  # torch calls hooks of steps: training steps are counted by one
 
 
 def make_remote(optimizer: Any) -> None:
@@ -281,7 +293,7 @@ def _built_on_server(template: Any, params: Sequence[Sequence[Any]]) -> Any:
 def opened(number: int, template: Any, groups: tuple[tuple[Stored, ...], ...], params: list[list[Any]]) -> Any:
     """An optimizer of the coordinator's on a worker."""
     optimizer = _built(template, params)
-    optimizer.__class__ = _remote_class(_class_of(optimizer))
+    will_be_remote(optimizer)
     optimizer._remote = _Remote(number, groups)
     return optimizer
 

@@ -19,7 +19,7 @@ from distnb.runtime.this_process import this_process
 from distnb.variables.homes import Home
 from distnb.variables.settings import Settings
 
-__all__ = ["Coordinating", "ServerHome", "Working", "coordinating", "runtime_of"]
+__all__ = ["Coordinating", "ServerHome", "Working", "coordinating", "models", "runtime_of"]
 
 
 class ServerHome(Home):
@@ -75,6 +75,11 @@ def coordinating(strategy: Owner) -> Coordinating:
     if isinstance(runtime, Coordinating):
         return runtime
     raise ContextError("A ClusterCoordinator belongs to the coordinator, and this is a function on a worker.")
+
+
+def models() -> list[Any]:
+    """The models that scopes of all such strategies have made here: their variables are on the same servers."""
+    return [root for each in _runtimes.values() if isinstance(each, Coordinating) for root in each.registration.roots]
 
 
 _runtimes: dict[Owner, Coordinating | Working] = {}

@@ -55,7 +55,7 @@ class ServerVariable(Variable):
 
     stored: Stored
     sparse_gradients: bool
-    is_meta = False  # for torch, which says of those that what they are given is lost
+    is_meta = False  # libraries, and torch, say of those that what they are given is lost
     _gradient: torch.Tensor | None
 
     # What it is -----------------------------------------------------------------------------------------------------
@@ -67,8 +67,8 @@ class ServerVariable(Variable):
 
     @property
     def name(self) -> str | None:
-        """As given."""
-        return self.stored.name
+        """As given; of a shard with its number."""
+        return self.stored.name if self._settings.name else None
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -1,0 +1,139 @@
+"""Keras's objects in scheduled functions: how they are sent to workers, and how metrics come together again.
+
+Keras pickles its objects as files of their configuration and values. Here they go as they are, whatever their class:
+with its own attributes, and references to the variables that the servers hold.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import torch
+
+from distnb.coordinator.closures import current_worker
+from distnb.coordinator.libraries import Described, Library
+from distnb.errors import OptionError
+from distnb.keras import compat
+from distnb.keras.server_optimizer import RemoteApply, described, set_options
+
+__all__ = ["HERE", "METHODS", "READS", "OfKeras"]
+
+READS = ("save", "save_weights", "export", "get_weights")
+HERE = ("predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+METHODS = (
+    "fit",
+    "evaluate",
+    "_symbolic_build",
+    "_get_metrics_result_or_logs",
+    "make_train_function",
+    "make_test_function",
+)
+"""Those that the coordinator's models have of their own, and workers' have not; so are `READS` and `HERE`."""
+
+_SEEDS_APART = 0x9E3779B1  # each worker draws other noise; the first one what one process draws
+
+
+class OfKeras(Library):
+    """What closures know of Keras."""
+
+    def parts(self, root: Any) -> Iterable[Any]:
+        if not isinstance(root, keras.layers.Layer):
+            return ()
+        return [part for layer in compat.parts(root) for part in layer.modules()]
+
+    def reduced(self, obj: Any) -> Any:
+        if isinstance(obj, compat.Saveable):
+            return _new, (type(obj),), _state_of(obj)
+        if isinstance(obj, keras.random.SeedGenerator):
+            return _new, (type(obj),), vars(obj), None, None, _set_seeds
+        if isinstance(obj, compat.Tracker):
+            return _new, (type(obj),), vars(obj), None, None, _set_tracker
+        if isinstance(obj, compat.Tracked):
+            items = (iter(obj), None) if isinstance(obj, list) else (None, iter(obj.items()))
+            return _new_tracked, (type(obj),), None, *items
+        return None
+
+    def described(self, obj: Any) -> Described | None:
+        return described(obj) if isinstance(obj, keras.optimizers.Optimizer) else None
+
+    def set(self, resource: Any, settings: Any) -> bool:
+        if not isinstance(resource, RemoteApply):
+            return False
+        set_options(resource, settings)
+        return True
+
+    # Metrics --------------------------------------------------------------------------------------------------------
+
+    def is_metric(self, obj: Any) -> bool:
+        return isinstance(obj, keras.metrics.Metric)
+
+    def reset(self, metric: Any) -> None:
+        metric.reset_state()
+        vars(metric)["_distnb_before"] = {place: value.clone() for place, value in _own_values(metric).items()}
+
+    def contribution(self, metric: Any) -> Mapping[int, torch.Tensor] | None:
+        before = vars(metric)["_distnb_before"]
+        added = {
+            place: value - before[place] if place in before else value for place, value in _own_values(metric).items()
+        }
+        return {place: each for place, each in added.items() if each.any()} or None
+
+    def merge(self, metric: Any, contribution: Mapping[int, torch.Tensor]) -> None:
+        own = _own_values(metric)
+        for place, added in contribution.items():
+            own[place].add_(added.to(own[place].device))
+
+
+def _own_values(metric: Any) -> dict[int, torch.Tensor]:
+    """Of a metric's variables, those that no metric within it has: these are counted by themselves."""
+    for each in compat.own_variables(metric):
+        if each.aggregation != "sum":
+            raise OptionError(
+                f"The metric {metric.name} has a variable {each.name} with aggregation={each.aggregation!r}. What "
+                "workers have counted is summed: a metric of a ParameterServerStrategy has variables of 'sum' alone."
+            )
+    return {place: each.value.detach() for place, each in enumerate(compat.own_variables(metric))}
+
+
+def _state_of(obj: Any) -> dict[str, Any]:
+    state = dict(vars(obj))
+    if isinstance(obj, keras.Model):
+        for name in (*METHODS, *READS, *HERE):
+            state.pop(name, None)
+        state.pop("history", None)
+        # A closure of several steps calls the function of one step several times, all that Keras has with torch.
+        state.update(train_function=None, test_function=None, predict_function=None, steps_per_execution=1)
+    # A graph of layers is pickled from its inputs on, one by one: not each within the one before.
+    if "_outbound_nodes" in state:
+        state["_outbound_nodes"] = []
+    return {name: state[name] for name in sorted(state, key=lambda name: name not in ("_layers", "_operations"))}
+
+
+def _new(cls: Any) -> Any:
+    return object.__new__(cls)
+
+
+def _new_tracked(cls: Any) -> Any:
+    made = cls.__new__(cls)
+    made.tracker = None  # which knows the whole model
+    return made
+
+
+def _set_tracker(tracker: Any, state: dict[str, Any]) -> None:
+    vars(tracker).update(state)
+    tracker.stored_ids = {name: {id(each) for each in store} for name, (_, store) in tracker.config.items()}
+
+
+def _set_seeds(generator: Any, state: dict[str, Any]) -> None:
+    vars(generator).update(state)
+    worker = current_worker()
+    if worker:
+        generator.next = functools.partial(_next, generator, worker)
+
+
+def _next(generator: Any, worker: int, ordered: bool = True) -> torch.Tensor:
+    seed: torch.Tensor = type(generator).next(generator, ordered)
+    return seed + worker * _SEEDS_APART % (1 << 31)

@@ -1,0 +1,358 @@
+"""Model.fit with parameter servers: workers take the steps, and Keras's own loop runs on the coordinator."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from distnb.coordinator.coordinator import ClusterCoordinator
+from distnb.coordinator.libraries import libraries
+from distnb.coordinator.per_worker import PerWorkerDataset, is_function
+from distnb.errors import OptionError
+from distnb.keras import compat
+from distnb.keras.by_state import HERE, METHODS, READS, OfKeras
+from distnb.keras.server_optimizer import make_remote
+from distnb.options import InputOptions
+from distnb.runtime.servers.server_variable import ServerVariable
+from distnb.runtime.this_process import this_process
+from distnb.strategies.live import live
+
+__all__ = ["DatasetCreator", "ModelOnServers"]
+
+_AHEAD = 8  # closures for each worker that the loop may be ahead of them
+libraries.append(OfKeras())
+
+
+class DatasetCreator:
+    """A dataset for `fit` and `evaluate` with a ParameterServerStrategy: each worker makes its own.
+
+    Args:
+        dataset_fn: Returns an iterable of batches, as a DataLoader is, that does not end. It is called on each worker,
+            with an InputContext (`input_pipeline_id` is the worker, of `num_input_pipelines`), or without arguments if
+            it takes none. A worker reads on where it was in the epoch before.
+        input_options: None. Batches are made where they are used.
+
+    Raises:
+        OptionError: `dataset_fn` cannot be called, or an option is given that says how batches are prefetched.
+
+    Example:
+        model.fit(distnb.keras.DatasetCreator(dataset_fn), epochs=5, steps_per_epoch=100)
+    """
+
+    def __init__(self, dataset_fn: Callable[..., Any], input_options: InputOptions | None = None) -> None:
+        if not callable(dataset_fn):
+            raise OptionError(f"DatasetCreator({dataset_fn!r}): give a function that returns a dataset.")
+        if input_options not in (None, InputOptions()):
+            raise OptionError(
+                f"DatasetCreator(input_options={input_options!r}): workers make their batches themselves, where they "
+                "are used. Prefetch in the dataset, as by DataLoader(num_workers=2)."
+            )
+        self.dataset_fn = dataset_fn
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+def _steps(model: Any, _optimizer: Any, data: Any, count: int, kind: str) -> dict[str, Any] | None:
+    """Some steps on a worker: the last one's logs; None: there was no data left."""
+    make, run = getattr(model, f"make_{kind}_function"), f"{kind}_function"
+    make()
+    logs: Any = None
+    with keras.device(str(this_process.servers.device)):
+        for place in range(count):
+            batch = data[place] if isinstance(data, list) else next(data, None)
+            if batch is None:
+                return None
+            if not isinstance(data, list):
+                batch = keras.tree.map_structure(_tensor, batch, none_is_leaf=False)
+            logs = getattr(model, run)([batch])
+    return {name: float(value) if np.ndim(value) == 0 else value for name, value in logs.items()}
+
+
+def _tensor(value: Any) -> Any:
+    """What arrays are to Keras's datasets with torch."""
+    if isinstance(value, torch.Tensor):
+        return value
+    value = np.asarray(value)
+    return keras.ops.convert_to_tensor(value, dtype=keras.backend.floatx() if value.dtype == np.float64 else None)
+
+
+def _look_up(embedding: Any, inputs: Any) -> Any:
+    """What Embedding's own `call` gives, of rows that are read alone."""
+    table = compat.tensor_of(compat.table_of(embedding))
+    rows = torch.nn.functional.embedding(keras.ops.cast(inputs, "int64"), table)
+    return keras.ops.cast(rows, embedding.compute_dtype)
+
+
+# -- the coordinator ---------------------------------------------------------------------------------------------------
+
+
+class _PerWorker(torch.utils.data.DataLoader[Any]):
+    """Stands in Keras's loop for a dataset that each worker has: as many numbers as steps are asked for."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(range(1 << 60), batch_size=None, generator=torch.Generator())  # type: ignore[arg-type]
+        self.source = source
+
+
+@dataclass
+class _Loop:
+    """A loop of `fit` or `evaluate` that runs.
+
+    Attributes:
+        source: The workers' iterators; None: batches are read here, and go with each step.
+        steps: Of an epoch; None: it is not known.
+        together: How many steps one closure takes, `steps_per_execution`.
+        waiting: What the next closure's steps are to read.
+        under_way: Closures that had not ended when they were last looked at.
+        logs: Of the step that was seen to end last.
+    """
+
+    kind: str
+    source: Any
+    steps: int | None
+    together: int = 1
+    waiting: list[Any] = field(default_factory=list)
+    under_way: list[Any] = field(default_factory=list)
+    taken: int = 0
+    logs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def what(self) -> str:
+        """Keras's word for it."""
+        return "training" if self.kind == "train" else "evaluating"
+
+
+class ModelOnServers:
+    """What stands behind the methods of a model whose variables are on servers, by which the model keeps it.
+
+    Attributes:
+        methods: Those that it has in the place of Keras's.
+    """
+
+    methods = (*METHODS, *READS, *HERE)
+
+    def __init__(self, strategy: Any, model: Any) -> None:
+        self._model = model
+        self._registration = strategy.runtime.registration
+        self._access = strategy.runtime.access
+        self._coordinator = ClusterCoordinator(strategy)
+        self._ahead = _AHEAD * len(this_process.cluster_link().workers)  # type: ignore[misc]
+        self._loops: list[_Loop] = []
+        compat.keep_ddp_away(model)
+        own: dict[str, Callable[..., Any]] = {
+            "fit": self._fit,
+            "evaluate": self._evaluate,
+            "_symbolic_build": self._build,
+            "_get_metrics_result_or_logs": self._end,
+            "make_train_function": functools.partial(self._make, "train"),
+            "make_test_function": functools.partial(self._make, "test"),
+            **dict.fromkeys(READS, self._read),
+            **dict.fromkeys(HERE, self._here),
+        }
+        for name, method in own.items():
+            plain = getattr(model, name)
+            setattr(model, name, functools.wraps(plain)(functools.partial(method, plain)))
+
+    # Before the first step ------------------------------------------------------------------------------------------
+
+    def _build(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Keras makes what it has not made yet: it is the servers' from now on."""
+        plain(*args, **kwargs)
+        self._registration.take(self._model)
+        for layer in compat.plain_embeddings(self._model):
+            variable = compat.table_of(layer)
+            if not isinstance(compat.tensor_of(variable), ServerVariable):
+                compat.put_tensor(variable, self._registration.as_table(compat.tensor_of(variable)))
+                vars(layer)["call"] = functools.partial(_look_up, layer)
+        compat.track_anew((self._model, *compat.own_layers(self._model)))
+        if self._model.optimizer is not None:
+            make_remote(self._model.optimizer)
+
+    def _build_for(self, source: Any) -> None:
+        """Have the model built, for batches that workers will make: one is made here, if that takes one."""
+        batch = None
+        if not compat.is_built(self._model):
+            batch = keras.tree.map_structure(_tensor, next(iter(source.maker.make_for_worker(0))), none_is_leaf=False)
+        self._model._symbolic_build(data_batch=batch)
+
+    def _shown(self, data: Any) -> Any:
+        """What Keras's loop is to read: the data themselves, or what stands for those that workers make."""
+        if isinstance(data, DatasetCreator):
+            data = data.dataset_fn
+        if data is not None and not isinstance(data, type) and is_function(data):
+            data = self._coordinator.create_per_worker_dataset(data)
+        if not isinstance(data, PerWorkerDataset):
+            return data
+        self._build_for(data)
+        return _PerWorker(iter(data))
+
+    # fit and evaluate -----------------------------------------------------------------------------------------------
+
+    def _fit(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(plain).bind(*args, **kwargs)
+        given = bound.arguments
+        steps = given.get("steps_per_epoch")
+        if steps is None:
+            raise OptionError(
+                "model.fit with a ParameterServerStrategy needs steps_per_epoch: the workers' datasets have no common "
+                "end. Give the number of steps that all workers together take in an epoch."
+            )
+        given["x"] = self._shown(given.get("x"))
+        if isinstance(given["x"], _PerWorker):
+            given["shuffle"] = False  # Keras warns that it would be ignored
+            _refuse_batch_size("fit", given)
+        validation = given.get("validation_data")
+        if validation is not None and not isinstance(validation, tuple):
+            given["validation_data"] = self._shown(validation)
+            if isinstance(given["validation_data"], _PerWorker) and given.get("validation_steps") is None:
+                raise OptionError(
+                    "model.fit got validation_data that workers make, which have no common end: give validation_steps."
+                )
+        if this_process.live_sink is not None and not isinstance(given.get("callbacks"), keras.callbacks.CallbackList):
+            given["callbacks"] = [*keras.tree.flatten(given.get("callbacks") or []), _Live()]
+        with self._loop("train", given["x"], steps):
+            return plain(*bound.args, **bound.kwargs)
+
+    def _evaluate(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(plain).bind(*args, **kwargs)
+        given = bound.arguments
+        given["x"] = self._shown(given.get("x"))
+        if isinstance(given["x"], _PerWorker):
+            if not self._loops:
+                _refuse_batch_size("evaluate", given)
+            if given.get("steps") is None:
+                raise OptionError(
+                    "model.evaluate got a dataset that each worker makes, and these have no common end: give steps, "
+                    "the number of batches that all workers together evaluate."
+                )
+        with self._loop("test", given["x"], given.get("steps")):
+            return plain(*bound.args, **bound.kwargs)
+
+    @contextmanager
+    def _loop(self, kind: str, data: Any, steps: int | None) -> Iterator[None]:
+        if not self._loops:
+            self._coordinator.join()
+            self._coordinator.forget(self._model)  # compiled anew, or with layers that do not learn
+        source, together = data.source if isinstance(data, _PerWorker) else None, self._model.steps_per_execution
+        self._loops.append(_Loop(kind, source, steps, together))
+        self._model.steps_per_execution = 1  # Keras takes none but whole executions
+        try:
+            yield
+        finally:
+            self._loops.pop()
+            self._model.steps_per_execution = together
+            setattr(self._model, f"{kind}_function", None)
+            if not self._loops:
+                self._access.refresh()
+
+    def _make(self, kind: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """`make_train_function` and its kin: in a loop a step is scheduled, else it is done here."""
+        if self._loops and self._loops[-1].kind == kind:
+            setattr(self._model, f"{kind}_function", self._schedule)
+        else:
+            plain(*args, **kwargs)
+
+    def _schedule(self, data: list[Any]) -> dict[str, Any]:
+        """Have a worker take the next step, with others if so many go together. Returns logs of what has ended."""
+        loop = self._loops[-1]
+        loop.waiting += data
+        loop.taken += 1
+        if loop.taken == loop.steps:
+            self._send(loop, 0)
+        elif len(loop.waiting) >= loop.together:
+            self._send(loop, self._ahead)
+        return self._logs(loop)
+
+    def _send(self, loop: _Loop, left: int) -> None:
+        """Schedule the steps that wait, and wait until only so many closures are under way."""
+        if loop.waiting:
+            optimizer = self._model.optimizer if loop.kind == "train" else None
+            data = loop.waiting if loop.source is None else loop.source
+            args = (self._model, optimizer, data, len(loop.waiting), loop.kind)
+            loop.under_way.append(self._coordinator.schedule(_steps, args=args))
+            loop.waiting = []
+        self._look(loop, left)
+
+    def _look(self, loop: _Loop, left: int) -> None:
+        """Wait until only so many closures are under way, and take over what the others told."""
+        self._coordinator.wait(loop.under_way, left)
+        ended = [each for each in loop.under_way if each.ended]
+        loop.under_way = [each for each in loop.under_way if each not in ended]
+        for each in ended:
+            if each.state != "done":
+                self._coordinator.join()  # raises what it raised, once
+            logs = each.fetch()
+            if logs is not None:
+                loop.logs = logs
+            elif not getattr(self._model, f"stop_{loop.what}"):
+                self._run_out(loop)
+
+    def _run_out(self, loop: _Loop) -> None:
+        warnings.warn(
+            f"A worker's dataset ran out of data, which ends the {loop.what}: with a ParameterServerStrategy any "
+            "worker may take any number of the steps. Let the dataset function repeat its data without end.",
+            stacklevel=2,
+        )
+        setattr(self._model, f"stop_{loop.what}", True)
+
+    def _logs(self, loop: _Loop) -> dict[str, Any]:
+        """What all steps that have ended have told: the metrics' values, and of other logs the last step's."""
+        found = self._model.get_metrics_result()
+        return {name: found.get(name, value) for name, value in loop.logs.items()} if loop.logs else found
+
+    def _end(self, plain: Callable[..., Any], logs: Any) -> Any:
+        """An epoch ends: all steps have, too, before callbacks see it."""
+        if self._loops:
+            loop = self._loops[-1]
+            self._send(loop, 0)
+            self._coordinator.join()
+            self._access.refresh()
+            loop.taken, logs = 0, self._logs(loop)
+        return plain(logs)
+
+    # What is done here ----------------------------------------------------------------------------------------------
+
+    def _read(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method that reads weights."""
+        self._access.read_anew((*self._model.parameters(), *self._model.buffers()))
+        return plain(*args, **kwargs)
+
+    def _here(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method that computes here, one batch at a time, also when a callback of `fit` calls it."""
+        names = ("steps_per_execution", *(f"{kind}_function" for kind in ("train", "test", "predict")))
+        before = {name: getattr(self._model, name) for name in names}
+        self._loops.append(_Loop("here", None, None))
+        try:
+            for name in names:
+                setattr(self._model, name, 1 if name == names[0] else None)
+            return self._read(plain, *args, **kwargs)
+        finally:
+            self._loops.pop()
+            for name, value in before.items():
+                setattr(self._model, name, value)
+
+
+def _refuse_batch_size(method: str, given: dict[str, Any]) -> None:
+    if given.get("batch_size") is not None:
+        raise OptionError(
+            f"model.{method} got batch_size={given['batch_size']!r} with a dataset that each worker makes: its batches "
+            "are what the dataset function gives. Leave it out."
+        )
+
+
+class _Live(keras.callbacks.Callback):  # type: ignore[misc]
+    """Draws the numbers of each epoch as curves."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs:
+            live(**{name: float(value) for name, value in logs.items()})

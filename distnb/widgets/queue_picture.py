@@ -1,0 +1,49 @@
+"""The queue of a coordinator as an SVG picture: a bar of all its closures, and how many there are of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+__all__ = ["queue_picture"]
+
+_COLORS = {"done": "#10b981", "failed": "#ef4444", "cancelled": "#ca8a04", "running": "#3b82f6", "waiting": "#a3a3a3"}
+_GREY = "#808080"  # an image cannot follow the theme
+_WIDTH, _HEIGHT = 640, 40
+_BAR = 10
+_LEAST = 3.0  # what there is can be seen
+
+
+def queue_picture(counts: Mapping[str, int], also: str = "") -> str:
+    """The bar, and below it a legend; `also` stands behind that.
+
+    Args:
+        counts: "done", "failed", "cancelled", "running", "waiting"; "retried" is told in words alone.
+    """
+    look = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    font = 'font-family="system-ui,sans-serif" font-size="12"'
+    drawn = "".join([*_bar(counts), *_legend(counts, also)])
+    return f'<svg xmlns="http://www.w3.org/2000/svg" class="queue" {look} {font}>{drawn}</svg>'
+
+
+def _bar(counts: Mapping[str, int]) -> Iterator[str]:
+    kinds = {name: counts[name] for name in _COLORS if counts[name]}
+    yield f'<clipPath id="bar"><rect y="2" width="{_WIDTH}" height="{_BAR}" rx="{_BAR / 2}"/></clipPath>'
+    yield '<g clip-path="url(#bar)">'
+    left, room = 0.0, _WIDTH - _LEAST * len(kinds)
+    for name, number in kinds.items():
+        width = _LEAST + room * number / sum(kinds.values())
+        yield f'<rect class="{name}" x="{left:.1f}" y="2" width="{width:.1f}" height="{_BAR}" fill="{_COLORS[name]}"/>'
+        left += width
+    yield "</g>"
+
+
+def _legend(counts: Mapping[str, int], also: str) -> Iterator[str]:
+    yield f'<text y="32" fill="{_GREY}">'
+    gap = 0
+    for name in filter(counts.get, (*_COLORS, "retried")):
+        sign, color = ("●", _COLORS[name]) if name in _COLORS else ("↻", _GREY)
+        yield f'<tspan dx="{gap}" fill="{color}">{sign}</tspan><tspan dx="5">{counts[name]:,} {name}</tspan>'
+        gap = 16
+    yield "</text>"
+    if also:
+        yield f'<text x="{_WIDTH}" y="32" text-anchor="end" fill="{_GREY}">{also}</text>'

@@ -1,0 +1,128 @@
+"""Model.fit with parameter servers on real workers, some of which are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import distnb
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+keras = pytest.importorskip("keras")
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[Any]:
+    distnb.start(workers=2, ps=2)
+    try:
+        yield distnb.ParameterServerStrategy()
+    finally:
+        distnb.stop()
+
+
+def dataset_fn(context: distnb.InputContext) -> Iterator[Any]:
+    """Batches without end: the label tells whether a row's sum is above 0."""
+    generator = np.random.default_rng(context.input_pipeline_id)
+    while True:
+        x = generator.normal(size=(32, 8)).astype("float32")
+        yield x, (x.sum(1, keepdims=True) > 0).astype("float32")
+
+
+class Slow(keras.layers.Layer):  # type: ignore[misc]
+    """Writes which process computes, and ends it once, in a training step, if a file tells so."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if x.device.type != "meta" and training:
+            Path(self.folder, str(os.getpid())).touch()
+            doomed = Path(self.folder, "doomed")
+            if doomed.exists():
+                try:
+                    doomed.unlink()
+                except FileNotFoundError:  # the other one was faster
+                    return x
+                os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def compiled(strategy: Any, folder: Path, **options: Any) -> Any:
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        layers = [Slow(str(folder)), keras.layers.Dense(16, activation="relu"), keras.layers.BatchNormalization()]
+        model = keras.Sequential([*layers, keras.layers.Dense(1, activation="sigmoid")])
+    model.compile(keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=["accuracy", "AUC"], **options)
+    return model
+
+
+def test_workers_train_validate_and_evaluate(strategy: Any, tmp_path: Path) -> None:
+    model = compiled(strategy, tmp_path, steps_per_execution=5)
+    creator = distnb.keras.DatasetCreator(dataset_fn)
+    save = keras.callbacks.ModelCheckpoint(str(tmp_path / "model.weights.h5"), save_weights_only=True)
+    history = model.fit(
+        creator,
+        epochs=3,
+        steps_per_epoch=50,
+        validation_data=creator,
+        validation_steps=10,
+        callbacks=[save],
+        verbose=0,
+    ).history
+    assert history["loss"][-1] < history["loss"][0]
+    assert history["val_accuracy"][-1] > 0.9
+    assert int(model.optimizer.iterations) == 150
+    assert len([each for each in tmp_path.iterdir() if each.name.isdigit()]) == 2, "both have computed"
+    assert str(os.getpid()) not in {each.name for each in tmp_path.iterdir()}
+    x, y = next(dataset_fn(distnb.InputContext(1, 7, 1)))
+    found = model.evaluate(x, y, verbose=0, return_dict=True)
+    assert found["accuracy"] == pytest.approx(((model.predict(x, verbose=0) > 0.5) == y).mean())
+    again = compiled(strategy, tmp_path)
+    again.build((None, 8))
+    again.load_weights(tmp_path / "model.weights.h5")
+    assert again.evaluate(x, y, verbose=0, return_dict=True) == pytest.approx(found)
+
+
+class Doom(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            (self.folder / "doomed").touch()
+
+
+def test_a_killed_workers_steps_are_taken_by_another(strategy: Any, tmp_path: Path) -> None:
+    model = compiled(strategy, tmp_path)
+    seen: list[tuple[int, float]] = []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append((batch, float(model.metrics[0].count)))
+    )
+    history = model.fit(dataset_fn, epochs=3, steps_per_epoch=40, callbacks=[Doom(tmp_path), count], verbose=0).history
+    assert not (tmp_path / "doomed").exists(), "a worker was killed"
+    assert int(model.optimizer.iterations) == 120, "each step was taken once"
+    assert len(seen) == 120
+    assert [counted for batch, counted in seen if batch == 39] == [40 * 32] * 3, "and counted once"
+    assert history["loss"][-1] < history["loss"][0]
+
+
+def test_an_error_in_a_step_ends_the_training(strategy: Any, tmp_path: Path) -> None:
+    def broken(context: distnb.InputContext) -> Iterator[Any]:
+        yield from (next(dataset_fn(context)) for _ in range(3))
+        raise LookupError("the disk is full")
+
+    model = compiled(strategy, tmp_path)
+    with pytest.raises(LookupError, match="the disk is full"):
+        model.fit(broken, steps_per_epoch=30, verbose=0)
+    history = model.fit(dataset_fn, steps_per_epoch=5, verbose=0).history
+    assert np.isfinite(history["loss"]).all()

@@ -1,0 +1,249 @@
+"""What a cell shows of a coordinator: its model, the picture of its queue, and when it is looked at."""
+
+from __future__ import annotations
+
+import threading
+import xml.etree.ElementTree as ET
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
+from distnb.notebook.output.closures_model import ClosuresModel, largest, runs_text, server_texts
+from distnb.notebook.output.live_model import LiveModel
+from distnb.runtime.servers.placement import PlacedShard
+from distnb.runtime.this_process import this_process
+from distnb.widgets.cell_view import CellView
+from distnb.widgets.content import head_text, picture_bundle, plain_summary, worker_table
+from distnb.widgets.coordinator_watch import CoordinatorWatch
+from distnb.widgets.publisher import Publisher
+from distnb.widgets.queue_picture import queue_picture
+from distnb.widgets.views import PictureView
+from distnb.wire.messages import Live, Output, TelemetrySample
+
+IDLE, LOST = WorkerStatus(0, "idle", done=10), WorkerStatus(1, "lost", done=14, how="was killed by SIGKILL")
+BEFORE = CoordinatorStatus(0, 0, 20, 0, 0, 1, (IDLE, WorkerStatus(1, "idle", done=10)), 0.0, 0, (), 15)
+
+
+def status(
+    waiting: int = 0, running: int = 0, done: int = 20, workers: tuple[WorkerStatus, ...] = (), **more: Any
+) -> CoordinatorStatus:
+    known = {"failed": 0, "cancelled": 0, "retried": 1, "mean_staleness": 0.0, "max_staleness": 0, "steps": 15, **more}
+    return CoordinatorStatus(waiting, running, done, workers=workers or BEFORE.workers, **known)
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cell_counts_what_ended_in_it_and_all_that_has_not() -> None:
+    model = ClosuresModel(BEFORE)
+    assert (model.under_way, model.queue_text(), model.staleness_text()) == (False, "", "")
+    model.feed(status(1204, 6, 810, retried=3, cancelled=2, steps=815, mean_staleness=0.94, max_staleness=3), 1.0)
+    assert model.under_way
+    assert model.queue_text() == "790 done · 2 cancelled · 6 running · 1,204 waiting · 2 retried"
+    assert model.staleness_text() == "staleness 0.9 (max 3)"
+    assert model.steps == 800
+
+
+def test_the_rate_is_of_the_last_seconds_and_in_the_end_of_all() -> None:
+    model = ClosuresModel(BEFORE)
+    assert model.closures_per_second() == 0
+    for second in range(11):
+        model.feed(status(100, 2, 20 + (10 * second if second < 6 else 50)), float(second))
+    assert model.closures_per_second() == 0
+    model.feed(status(done=120), 12.0)
+    assert model.closures_per_second() == 100 / 12
+
+
+def test_what_a_worker_runs_is_told_in_words() -> None:
+    workers = (IDLE, WorkerStatus(1, "running", "train_step", 0.2), LOST, WorkerStatus(3, "stuck"))
+    words = ["idle", "train_step", "lost: was killed by SIGKILL", "stuck in one that was ended"]
+    assert [runs_text(each) for each in workers] == words
+
+
+SHARDS = tuple(
+    PlacedShard(name, (size,), torch.float32, server, 4 * size, 7)
+    for name, size, server in [("table/part_0", 500, 0), ("table/part_1", 500, 1), ("bias", 3, 0)]
+)
+
+
+def test_servers_are_told_by_what_they_hold() -> None:
+    assert server_texts(SHARDS) == {0: "2 shards, 2.0 kB", 1: "1 shard, 2.0 kB"}
+    assert [each.name for each in largest(SHARDS, 2)] == ["table/part_0", "table/part_1"]
+    assert largest(SHARDS[::-1], 3) == list(SHARDS[::-1])
+    assert SHARDS[1].device == "/job:ps/replica:0/task:1/device:CPU:0"
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def test_the_queue_is_a_bar_of_all_its_closures() -> None:
+    counts = {"done": 750, "failed": 1, "cancelled": 0, "running": 0, "waiting": 249, "retried": 2}
+    svg = ET.fromstring(queue_picture(counts, "staleness 1.0 (max 2)"))
+    bars = {each.get("class"): each for each in svg.iter() if each.get("class") in counts}
+    assert list(bars) == ["done", "failed", "waiting"]
+    widths = {name: float(bar.get("width", "")) for name, bar in bars.items()}
+    assert abs(sum(widths.values()) - 640) < 0.2
+    assert abs(widths["done"] / widths["waiting"] - 3) < 0.1
+    assert widths["failed"] > 3
+    assert "".join(svg.itertext()) == "●750 done●1 failed●249 waiting↻2 retriedstaleness 1.0 (max 2)"
+
+
+def followed() -> LiveModel:
+    model = LiveModel(devices={0: "cpu:0", 1: "cpu:1"})
+    closures = ClosuresModel(BEFORE)
+    model.follow(closures, "parameter_server", 0.0)
+    workers = (WorkerStatus(0, "running", "<lambda>", 2.25, 30), LOST)
+    closures.feed(status(4, 2, 60, workers, steps=45, mean_staleness=1.0, max_staleness=2), 0.0)
+    closures.feed(status(4, 2, 60, workers, steps=45, mean_staleness=1.0, max_staleness=2), 4.0)
+    closures.place(SHARDS)
+    model.feed(TelemetrySample(0, 5, 0, 1.0, 20, 640, 300_000_000), 4.0)
+    model.feed(Live(0, 5, 0, ((20, 0, {"loss": 0.5}),)), 4.0)
+    return model
+
+
+def test_workers_have_a_row_each() -> None:
+    model = followed()
+    assert head_text(model, 4.0) == "parameter_server · 2 workers · running · 4.0 s · 30 steps"
+    assert model.closures is not None
+    header, rows = worker_table(model, model.closures)
+    assert header == ["worker", "device", "runs", "for", "done", "steps", "memory", "loss"]
+    assert rows[0] == ["0", "cpu:0", "<lambda>", "2.2 s", "20", "20", "300 MB", "0.5"]
+    assert rows[1] == ["1", "", "lost: was killed by SIGKILL", "", "4", "", "", ""]
+
+
+def test_the_last_picture_tells_all_also_in_plain_text() -> None:
+    model = followed()
+    assert model.closures is not None
+    workers = (WorkerStatus(0, "idle", done=30), LOST)
+    model.closures.feed(status(0, 0, 60, workers, failed=1, lost_servers=(1,)), 5.0)
+    model.end(5.0, failed=True)
+    bundle = picture_bundle(model, 5.0)
+    assert bundle["text/plain"] == plain_summary(model, 5.0)
+    assert bundle["text/plain"].splitlines()[1:] == [
+        "loss: 0.5",
+        "closures: 40 done · 1 failed",
+        "worker 0: 20 done, idle",
+        "worker 1: 4 done, lost: was killed by SIGKILL",
+        "ps 0: 2 shards, 2.0 kB",
+        "ps 1: lost",
+    ]
+    assert "· failed ·" in bundle["text/html"]
+    assert "table/part_1" not in bundle["text/html"]
+    for text in ("table/part_0", "[500]", "ps 0: 2 shards, 2.0 kB · ps 1: lost", 'alt="40 done · 1 failed"'):
+        assert text in bundle["text/html"]
+
+
+# -- looking at it -----------------------------------------------------------------------------------------------------
+
+
+class Kept(Publisher):
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def write(self, stream: str, text: str) -> None:
+        self.shown.append(text)
+
+    def display(self, name: str, data: Any, metadata: Any, *, update: bool = False) -> None:
+        self.shown.append(data["text/plain"])
+
+    def area(self, lines: tuple[str, ...]) -> None:
+        pass
+
+    def clear(self, wait: bool) -> None:
+        pass
+
+
+class Coordinator:
+    """A stand-in: its state is set, and it counts how often it is looked at."""
+
+    strategy = SimpleNamespace(spec=SimpleNamespace(kind="parameter_server"))
+
+    def __init__(self) -> None:
+        self.current = BEFORE
+        self.looks = 0
+        self.asked = 0
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def status(self) -> CoordinatorStatus:
+        self.looks += 1
+        return self.current
+
+    def placement(self) -> tuple[PlacedShard, ...]:
+        self.asked += 1
+        self.answers.wait(30)
+        return SHARDS
+
+
+Watching = tuple[Coordinator, CellView, Kept]
+
+
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> Watching:
+    coordinator, kept = Coordinator(), Kept()
+    monkeypatch.setattr(this_process, "servers", coordinator)
+    view = CellView(kept, PictureView, workers={0: 0, 1: 1})
+    view.watch(CoordinatorWatch(coordinator), 0.0)  # type: ignore[arg-type]
+    coordinator.current = status(5, 2, 30)
+    return coordinator, view, kept
+
+
+def test_a_view_appears_while_closures_are_under_way_and_looks_at_them_now_and_then(watching: Watching) -> None:
+    coordinator, view, kept = watching
+    for tick in range(40):
+        view.tick(tick * 0.05)
+        assert (not kept.shown) == (tick < 10)
+        assert not view.idle
+    assert coordinator.looks <= 12
+    assert coordinator.asked == 2
+    assert "closures: 10 done · 2 running · 5 waiting" in kept.shown[-1]
+
+
+def test_nobody_looks_when_all_closures_have_ended_until_there_are_others(watching: Watching) -> None:
+    coordinator, view, _ = watching
+    view.tick(0.6)
+    coordinator.current = status(done=37)
+    for now in (1.0, 2.0):
+        view.tick(now)
+    assert view.idle
+    assert not view.watches(coordinator)  # type: ignore[arg-type]
+    looks = coordinator.looks
+    view.tick(3.0)
+    assert coordinator.looks == looks
+    view.watch(CoordinatorWatch(coordinator), 4.0)  # type: ignore[arg-type]
+    coordinator.current = status(2, 2, 37)
+    view.tick(4.0)
+    assert view.watches(coordinator)  # type: ignore[arg-type]
+    assert view.model.closures is not None
+    assert view.model.closures.counts()["done"] == 17
+
+
+def test_a_short_cell_shows_nothing_and_asks_no_server(watching: Watching) -> None:
+    coordinator, view, kept = watching
+    view.tick(0.1)
+    coordinator.current = status(done=27)
+    view.finish(0.2, failed=False)
+    assert (kept.shown, coordinator.asked) == ([], 0)
+
+
+def test_a_server_that_hangs_holds_nobody_up(watching: Watching) -> None:
+    coordinator, view, kept = watching
+    coordinator.answers.clear()
+    for now in (0.6, 0.9, 2.0, 4.0):
+        view.tick(now)
+    coordinator.current = status(done=27)
+    view.finish(5.0, failed=False)
+    assert coordinator.asked == 1
+    assert "· ended ·" in kept.shown[-1]
+    coordinator.answers.set()
+
+
+def test_what_closures_print_is_marked_by_workers(watching: Watching) -> None:
+    _, view, kept = watching
+    view.feed(Output(0, 7, 0, "stdout", "both\nmine\n"), 0.1)
+    view.feed(Output(1, 8, 1, "stdout", "both\n"), 0.1)
+    view.flush(0.4)
+    assert "".join(kept.shown).splitlines() == ["[worker 0-1] both", "[worker 0] mine"]
