@@ -41,6 +41,9 @@ class Link(SimpleNamespace):
     def take_back(self, worker: int, program: int) -> None:
         self.asked_back.append(program)
 
+    def watch(self, coordinator: ClusterCoordinator) -> None:
+        pass
+
     def catch_up(self) -> None:
         pass
 
