@@ -50,6 +50,7 @@ from distnb.wire.messages import (
     Reply,
     RunCell,
     RunClosure,
+    ServersReplaced,
     TakeTask,
     Unread,
 )
@@ -190,7 +191,11 @@ class Agent:
                         break
                     if message is not None:
                         latest = link
-                        link.send(self.perform(message))
+                        if isinstance(message, ServersReplaced):
+                            assert self._worker is not None
+                            self._worker.renew(message)
+                        else:
+                            link.send(self.perform(message))
                         break
                 else:
                     return
@@ -366,8 +371,6 @@ class Agent:
         if message.tasks[self._engine].job == PS:
             self._server = self._server or ServerTask(self._connection, spread=message.spread)
             value = self._server.address
-        elif self._worker is not None:
-            self._worker.renew(message)
         else:
             self._worker = WorkerTask(message, self._connection, self._engine, self._device, self._near)
             self._ignore()  # what is listened to at the end

@@ -23,7 +23,7 @@ from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink
-from distnb.wire.messages import RunClosure, TakeTask
+from distnb.wire.messages import RunClosure, ServersReplaced, TakeTask
 
 if TYPE_CHECKING:
     from distnb.cluster.connection import Connection
@@ -78,7 +78,7 @@ class WorkerTask:
         self._fresh: frozenset[int] = frozenset()  # variables that this closure need not read
         self._random: tuple[Environment, list[torch.Tensor]] | None = None  # while others draw
 
-    def renew(self, message: TakeTask) -> None:
+    def renew(self, message: ServersReplaced) -> None:
         """Parameter servers have come in the place of others."""
         for server, address in message.servers.items():
             if self._addresses.get(server) != address:

@@ -35,7 +35,18 @@ from distnb.notebook.output.wording import cell_name
 from distnb.notebook.supervision import GiveUpOn
 from distnb.runtime.interrupts import drain
 from distnb.topology import PS, WORKER, Task
-from distnb.wire.messages import Died, ErrorReport, GivenBack, Hello, Output, Reply, RunClosure, TakeTask, Unread
+from distnb.wire.messages import (
+    Died,
+    ErrorReport,
+    GivenBack,
+    Hello,
+    Output,
+    Reply,
+    RunClosure,
+    ServersReplaced,
+    TakeTask,
+    Unread,
+)
 
 if TYPE_CHECKING:
     from distnb.coordinator.coordinator import ClusterCoordinator
@@ -103,11 +114,12 @@ class ClosureChannel:
         if servers:
             for engine, address in self._ask(servers, self._task_message).items():
                 self._take_in(self._tasks[engine].index, address)
-            # Those who knew the servers before are told of the new ones.
-            workers = sorted({*workers, *(engine for engine in self._up if engine in self._engines.left)})
+            # Those who knew the servers before are told of the new ones, before the closures that need them.
+            others = [engine for engine in self._up if engine in self._engines.left and engine not in workers]
+            self._run(partial(self._peers.send, others, ServersReplaced(dict(self._addresses))))
         if workers:
             self._ask(workers, self._task_message)
-            self._meet([engine for engine in workers if engine in engines])
+            self._meet(workers)
         for engine in servers:
             self._run(partial(self._tell, ServerUp(self._tasks[engine].index)))
 

@@ -32,6 +32,7 @@ __all__ = [
     "Reply",
     "RunCell",
     "RunClosure",
+    "ServersReplaced",
     "Stacks",
     "Status",
     "TakeBack",
@@ -118,6 +119,12 @@ class TakeTask(NamedTuple):
 
 
 # -- closure channel, coordinator to worker ----------------------------------------------------------------------
+
+
+class ServersReplaced(NamedTuple):
+    """Parameter servers are where these addresses say. It has no reply, and waits for the closure that runs."""
+
+    servers: Mapping[int, Any]
 
 
 class RunClosure(NamedTuple):
