@@ -65,7 +65,7 @@ class Worker:
         this_process.servers = self.access
         roles._runtimes.clear()
         try:
-            result = self.runner.run(message)
+            result = self.runner.run(message, self.access.take_fresh())
         finally:
             this_process.servers = before[0]
             roles._runtimes.clear()
@@ -410,3 +410,32 @@ def test_what_initializes_a_model_after_the_scope_reaches_the_servers(strategy: 
     model.weight.data.fill_(7)  # torch does not count such changes
     model.bias.data.zero_()
     assert Worker(servers, 0).run(packer_of(strategy), 1, lambda: model(torch.ones(1, 2)).tolist()) == [[14, 14]]
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_the_next_closure_reads_nothing_anew_if_it_was_there_at_the_last_step(
+    strategy: Any, servers: InHouse, queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distnb.runtime.servers.access._MOMENT_S", 60.0)
+    with strategy.scope():
+        weight = nn.Parameter(torch.zeros(1))
+        other = distnb.Variable(1.0)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+    packer, worker = packer_of(strategy), Worker(servers, 0)
+    worker.access.next_is_here = lambda: queued
+
+    def closure() -> Any:
+        seen = weight.item(), float((other + 0).detach())
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        other.assign_add(1)
+        return seen
+
+    found = []
+    for number in range(3):
+        servers.sent.clear()
+        found.append(worker.run(packer, number, closure))
+    assert found == [(0.0, 1.0), (-1.0, 2.0), (-2.0, 3.0)], "it sees what it changed itself after that"
+    asked = [shard for _, each in servers.sent if type(each).__name__ == "Pull" for shard in each.known]
+    stored = strategy.runtime.access.stored_of(weight)
+    assert asked.count((stored.number, 0)) == (1 if queued else 2), "with the step, and at the start"
