@@ -95,7 +95,7 @@ soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-tensorflow
 	@missed=; for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view transfer cross_device_ops \
-		central_storage checkpoints keras_fit parameter_servers; do \
+		central_storage checkpoints keras_fit server_transport parameter_servers; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || missed="$$missed $$name"; done; \
 	[ -z "$$missed" ] || { echo "Targets were missed, or runs failed, in:$$missed" >&2; exit 1; }
 
