@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -196,7 +197,7 @@ def test_an_engine_that_is_killed_amid(strategy: Any) -> None:
 
     with pytest.raises(EngineDied):  # of a result; or of the next call, where it has died by then
         [resolve(one) for one in call_often(strategy, dies, "killed", pid, calls=40)]
-    with pytest.raises(EngineDied):
+    with contextlib.suppress(EngineDied):  # of those that were sent before its end was known, if there were some
         session.settle()
     session.restart(missing=True)
     assert [int(one) for one in call_often(strategy, make_counter(), "afterwards", calls=9)] == list(range(1, 10))
