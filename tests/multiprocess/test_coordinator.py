@@ -142,7 +142,7 @@ def test_several_failures_are_all_told(coordinator: ClusterCoordinator) -> None:
             time.sleep(0.001)
         raise ValueError(word)
 
-    for _ in range(20):  # each is told to end when the other's error is known; mostly it has failed by then
+    for _ in range(200):  # each is told to end when the other's error is known; mostly it has failed by then
         with tempfile.TemporaryDirectory() as marks:
             for word in ("one", "two"):
                 coordinator.schedule(stubborn, args=(word, marks))

@@ -50,7 +50,10 @@ def test_commands_and_paths_in_a_paper_exist(paper: str) -> None:
     linked = re.findall(r"\]\(([\w./-]+)\)", text)
     missing += [path for path in linked if not ((ROOT / paper).parent / path).exists()]
     modules = re.findall(r"`python -m (benchmarks\.\w+)`", text)
-    missing += [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").exists()]
+    places = {
+        name: (ROOT / f"{name.replace('.', '/')}.py", ROOT / name.replace(".", "/") / "__main__.py") for name in modules
+    }
+    missing += [name for name, files in places.items() if not any(file.exists() for file in files)]
     assert not missing
 
 
