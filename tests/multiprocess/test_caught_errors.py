@@ -214,7 +214,10 @@ def in_script():
         for name in _CASES
     )
     program = "result = {}\n" + _BEGIN + "\nstrategy = distnb.MirroredStrategy()\n" + cases
-    return [rank.check().result for rank in run_ranks(program, n=2)]
+    ranks = run_ranks(program, n=2)
+    told = "\n".join(f"rank {each.rank}: {each.stderr}" for each in ranks)
+    assert all(each.returncode == 0 for each in ranks), told
+    return [rank.result for rank in ranks]
 
 
 @pytest.mark.parametrize("name", list(_CASES))
