@@ -25,7 +25,7 @@ class ParameterServerStrategy(Strategy):
     `distnb.coordinator.ClusterCoordinator`, and saves checkpoints; workers may come and go meanwhile.
 
     A model's parameters are variables like any other. In a function that is scheduled they are the worker's copy, read
-    when the function starts, and before a model that the scope made computes after a step of the function's own.
+    when the function starts, and again with each step of the function's own.
     `optimizer.step()` sends the gradients; the servers update, each all of its variables in one piece, so that no
     update is lost or half applied. Between servers there is no order: a worker may read one variable before, and
     another after an update. `torch.nn.Embedding` reads, and sends gradients of, only the rows that it is asked for.

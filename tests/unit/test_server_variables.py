@@ -439,3 +439,19 @@ def test_the_next_closure_reads_nothing_anew_if_it_was_there_at_the_last_step(
     asked = [shard for _, each in servers.sent if type(each).__name__ == "Pull" for shard in each.known]
     stored = strategy.runtime.access.stored_of(weight)
     assert asked.count((stored.number, 0)) == (1 if queued else 2), "with the step, and at the start"
+
+
+def test_a_new_server_is_not_asked_for_optimizers_that_are_gone(strategy: Any, servers: InHouse) -> None:
+    """A cell that makes the model was run twice; then a server is lost."""
+    for _ in range(2):
+        with strategy.scope():
+            model = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gc.collect()
+    strategy.runtime.access.send_changes()  # as schedule does: the first model's variables are dropped
+    for server in range(3):
+        servers.stores[server] = ShardStore(first_version=100)
+    for server in range(3):
+        strategy.runtime.access.recreate(server)
+    step(model, optimizer, torch.ones(1, 2), torch.ones(1, 2))
+    assert optimizer.iterations == 1

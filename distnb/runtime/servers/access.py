@@ -193,10 +193,17 @@ class ServerAccess:
             self._copies.pop(stored.number, None)
             for shard, part in stored.shards():
                 requests.setdefault(part.server, []).append(Drop((shard,)))
+        left = self._owners.keys()
+        self._optimizers = {
+            number: (factory, groups)
+            for number, (factory, groups) in self._optimizers.items()
+            if all(stored in left for group in groups for stored in group)
+        }
         self.exchange(requests)
 
     def recreate(self, server: int) -> None:
         """A server is new and empty: make anew what was on it, of what the coordinator knows, or of zeros."""
+        self.free_what_is_gone()
         for stored, owner in self._owners.items():
             tensor = owner()
             value = None if hasattr(tensor, "stored") else tensor  # what stands in for a variable has no value

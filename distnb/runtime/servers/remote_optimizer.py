@@ -60,8 +60,7 @@ class RemoteSteps:
     @property
     def iterations(self) -> int:
         """How many steps the servers have taken with it, of all workers."""
-        states = this_process.servers.optimizer_states(self._remote.number, self._remote.servers)
-        return max((found["steps"] for found in states.values()), default=0)
+        return self._steps_in(this_process.servers.optimizer_states(self._remote.number, self._remote.servers))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the gradients to the servers, which update the variables: each server's in one piece."""
@@ -209,10 +208,6 @@ def _remote_class(cls: Any) -> type:
     )
 
 
-def _class_of(optimizer: Any) -> Any:
-    return type(optimizer)
-
-
 def is_remote(optimizer: Any) -> bool:
     """Whether its steps are taken on the servers."""
     return isinstance(optimizer, RemoteSteps) and hasattr(optimizer, "_remote")
@@ -220,7 +215,8 @@ def is_remote(optimizer: Any) -> bool:
 
 def will_be_remote(optimizer: Any) -> None:
     """An optimizer is being made in a scope: its methods are ours from now on, also for what wraps them."""
-    optimizer.__class__ = _remote_class(_class_of(optimizer))
+    cls: Any = type(optimizer)
+    optimizer.__class__ = _remote_class(cls)
     optimizer._patch_step_function()  # torch calls hooks of steps: training steps are counted by one
 
 
