@@ -13,11 +13,14 @@ __all__ = ["tasks_in", "tasks_of", "tasks_told"]
 _JOBS = (WORKER, PS)
 
 
-def tasks_of(workers: int | None, ps: int | None, n: int | None = None) -> tuple[Task, ...]:
-    """As many workers and servers as a user wants; none where that was not said, and engines are all alike.
+def tasks_of(
+    workers: int | None, ps: int | None, n: int | None = None, replicas_per_worker: int | None = None
+) -> tuple[Task, ...]:
+    """The task of each engine, for as many workers and servers as a user wants; none where that was not said, and
+    engines are all alike.
 
     Raises:
-        OptionError: One of the two is missing, or is no number from 1; or `n` counts engines as well.
+        OptionError: One of the two is missing, or a number is none from 1; or `n` counts engines as well.
 
     Example:
         >>> tasks_of(1, 2)
@@ -25,7 +28,8 @@ def tasks_of(workers: int | None, ps: int | None, n: int | None = None) -> tuple
     """
     if workers is None and ps is None:
         return ()
-    counts = {"workers": workers, "ps": ps}
+    replicas = 1 if replicas_per_worker is None else replicas_per_worker
+    counts = {"workers": workers, "ps": ps, "replicas_per_worker": replicas}
     for name, count in counts.items():
         other = next(each for each in counts if each != name)
         if count is None:
@@ -40,7 +44,8 @@ def tasks_of(workers: int | None, ps: int | None, n: int | None = None) -> tuple
         raise OptionError(f"n={n} with workers={workers} and ps={ps}, which say how many engines there are. Give no n.")
     assert workers is not None
     assert ps is not None
-    return tuple(Task(job, index) for job, count in ((WORKER, workers), (PS, ps)) for index in range(count))
+    computing = tuple(Task(WORKER, index) for index in range(workers) for _ in range(replicas))
+    return (*computing, *(Task(PS, index) for index in range(ps)))
 
 
 def tasks_told(resolver: ClusterResolver) -> dict[Task, str]:

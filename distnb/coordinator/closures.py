@@ -426,6 +426,7 @@ class Runner:
         self.access = access
         self.worker = worker
         self.reach = _Reach(set(), set())
+        self._new_models: list[torch.nn.Module] = []
         on_cpu = access.device.type == "cpu"  # torch's mode for new tensors would only cost time there
         self._placed: AbstractContextManager[Any] = contextlib.nullcontext() if on_cpu else access.device
         self._packed: dict[int, Packed] = {}
@@ -449,6 +450,7 @@ class Runner:
         args, kwargs = pickle.loads(arguments, buffers=buffers)
         for number, its in settings.items():
             _set(self.resource(number), its)
+        self._keep_in_sync()
         reached = {each: self._resources[each] for each in self.reach.resources}
         metrics = {each: (kind, obj) for each, obj in reached.items() if (kind := library_of(obj)) is not None}
         for kind, metric in metrics.values():
@@ -463,10 +465,20 @@ class Runner:
                     "Datasets of workers are best endless: let the dataset function repeat its data (`while True: "
                     "yield from …`), or catch StopIteration."
                 ) from end
+            if self.access.replicas is not None:
+                value = self.access.replicas.whole(value)
         counted = {each: map_structure(_on_host, kind.contribution(obj)) for each, (kind, obj) in metrics.items()}
         contributions = {each: found for each, found in counted.items() if found is not None}
         packed = value if type(value) in _PLAIN else _dump(value, "The result of a closure")[0]
         return ClosureResult(packed, contributions or None, tuple(running.staleness))
+
+    def _keep_in_sync(self) -> None:
+        """What this closure is the first to use; a worker's replicas keep it in sync, if it has several."""
+        models, made = self._new_models, list(self.access.made)
+        self._new_models = []
+        self.access.made.clear()
+        if self.access.replicas is not None:
+            self.access.replicas.keep_in_sync(models, made)
 
     def resource(self, number: int) -> Any:
         """This worker's own object, made at its first use."""
@@ -481,6 +493,10 @@ class Runner:
                     found = remote_optimizer.opened(*found)
                 elif isinstance(found, torch.nn.Module) and library_of(found) is not None:
                     found.to(self.access.device)  # a metric: of models each parameter is a copy that is there already
+                    if self.access.replicas is not None:
+                        self.access.replicas.bind(found)
+                elif isinstance(found, torch.nn.Module):
+                    self._new_models.append(found)
                 self._reaches[number] = self.reach
                 self._resources[number] = found
                 del self._packed[number]

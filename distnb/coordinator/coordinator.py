@@ -47,7 +47,7 @@ from distnb.runtime.servers import roles
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
-from distnb.wire.messages import RunClosure
+from distnb.wire.messages import Reply, RunClosure
 
 __all__ = ["ClusterCoordinator", "running_coordinators"]
 
@@ -140,7 +140,7 @@ class ClusterCoordinator:
             )
         self.strategy = strategy
         self._link: ClusterLink = this_process.cluster_link()
-        self._queue = ClosureQueue(_DEPTH)
+        self._queue = ClosureQueue(_DEPTH if self._link.replicas_per_worker == 1 else 1)
         runtime = roles.coordinating(strategy)
         self._packer = Packer(roles.models, runtime.access)
         self._closures: dict[int, _Closure] = {}
@@ -362,7 +362,8 @@ class ClusterCoordinator:
             mean = sum(stale) / len(stale) if stale else 0.0
             lost = tuple(sorted(self._lost_servers))
             most = max(stale, default=0)
-            return CoordinatorStatus(*self._queue.counts, tuple(workers), mean, most, lost, self._steps)
+            replicas = self._link.replicas_per_worker
+            return CoordinatorStatus(*self._queue.counts, tuple(workers), mean, most, lost, self._steps, replicas)
 
     def __repr__(self) -> str:
         counts = self._queue.counts
@@ -489,9 +490,15 @@ class ClusterCoordinator:
             case ClosureGivenBack(program=program):
                 number, worker = self._programs.pop(program, (None, 0))
                 return [] if number is None else queue.given_back(worker, number, now)
-            case ClosureGivenUp(program=program):
+            case ClosureGivenUp(program=program, reply=reply):
                 number, worker = self._programs.get(program, (None, 0))  # its reply may come yet
-                return [] if number is None else queue.given_up(worker, number, now)
+                if number is None:
+                    return []
+                orders: list[Order] = []
+                if reply is not None and number in self._closures:
+                    self._errors.append(self._error_of(reply, worker, self._closures[number].value.name))
+                    orders = queue.cancel()
+                return orders + queue.given_up(worker, number, now)
             case WorkerUp(worker=worker):
                 self._forget_worker(worker)
                 self._lost.pop(worker, None)
@@ -523,7 +530,7 @@ class ClusterCoordinator:
         return []
 
     def _ended(self, event: ClosureEnded, now: float) -> list[Order]:
-        worker, reply = event
+        worker, reply, others = event
         number, _ = self._programs.pop(reply.program, (None, 0))
         if number is None:
             return []
@@ -533,8 +540,9 @@ class ClusterCoordinator:
         name = closure.value.name
         if reply.status == "ok":
             self._forget(number)
-            if reply.value.contributions is not None:
-                self._packer.merge(reply.value.contributions)
+            for each in (reply, *others):
+                if each.value.contributions is not None:
+                    self._packer.merge(each.value.contributions)
             self._staleness.extend(reply.value.staleness)
             self._steps += len(reply.value.staleness)
             closure.value.settle(reply.value.value, open_value)
@@ -545,13 +553,19 @@ class ClusterCoordinator:
             if not self._queue.ending:
                 self._why = "its worker was told to end it"
             return self._queue.ended(worker, number, "cancelled", now)
-        error = self._link.error(reply.error, worker, name)
-        if not self._queue.ending:
-            self._why = f"{name} failed on worker {worker} ({reply.error.type_name}: {_line(reply.error.text)})"
+        error = self._error_of(reply, worker, name)
         self._forget(number)
         closure.value.spoil(error, "failed")
         self._errors.append(error)
         return self._queue.ended(worker, number, "failed", now)
+
+    def _error_of(self, reply: Reply, worker: int, name: str) -> BaseException:
+        """What a closure raised. The others are cancelled for that."""
+        report = reply.error
+        assert report is not None
+        if not self._queue.ending:
+            self._why = f"{name} failed on worker {worker} ({report.type_name}: {_line(report.text)})"
+        return self._link.error(report, worker, name)
 
     def _forget_worker(self, worker: int) -> None:
         self._programs = {program: each for program, each in self._programs.items() if each[1] != worker}

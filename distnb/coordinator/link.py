@@ -53,10 +53,16 @@ class ServerGone(NamedTuple):
 
 
 class ClosureEnded(NamedTuple):
-    """A worker has replied to a program."""
+    """A worker has replied to a program.
+
+    Attributes:
+        reply: Its first replica's; or the one that tells of a failure.
+        others: Those of its other replicas, if all went well.
+    """
 
     worker: int
     reply: Reply
+    others: tuple[Reply, ...] = ()
 
 
 class ClosureGivenBack(NamedTuple):
@@ -67,10 +73,15 @@ class ClosureGivenBack(NamedTuple):
 
 
 class ClosureGivenUp(NamedTuple):
-    """A worker did not follow the order to end a program, and is still busy with it."""
+    """A worker did not follow the order to end a program, and is still busy with it.
+
+    Attributes:
+        reply: What another replica of it has replied that failed; that is why it was to end.
+    """
 
     worker: int
     program: int
+    reply: Reply | None = None
 
 
 class UserInterrupted(NamedTuple):
@@ -99,12 +110,14 @@ class ClusterLink(Protocol):
 
     Attributes:
         workers: The indices of its worker tasks, of those that are lost, too.
+        replicas_per_worker: How many replicas each of them has.
         num_servers: How many parameter servers it has.
         servers: This process's connections with them.
         closed: Whether the cluster was stopped.
     """
 
     workers: tuple[int, ...]
+    replicas_per_worker: int
     num_servers: int
     closed: bool
 
@@ -118,7 +131,10 @@ class ClusterLink(Protocol):
         """Send a closure; from any thread. Programs sent to one worker have ascending numbers."""
 
     def take_back(self, worker: int, program: int) -> None:
-        """Ask for a program that the worker may not have begun: `ClosureGivenBack`, or it runs to its end."""
+        """Ask for a program that the worker may not have begun: `ClosureGivenBack`, or it runs to its end.
+
+        Only of workers of one replica: of several, some may have begun.
+        """
 
     def interrupt(self, program: int) -> None:
         """End a program: its reply comes soon, or `ClosureGivenUp`."""

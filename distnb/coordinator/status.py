@@ -41,6 +41,7 @@ class CoordinatorStatus:
         mean_staleness, max_staleness: Of the latest optimizer steps: how many updates their gradients had missed.
         lost_servers: Parameter servers that are gone.
         steps: Optimizer steps of closures that ended well.
+        replicas_per_worker: Worker *w* has the replicas from *w* times as many on.
     """
 
     waiting: int
@@ -54,3 +55,4 @@ class CoordinatorStatus:
     max_staleness: int
     lost_servers: tuple[int, ...] = ()
     steps: int = 0
+    replicas_per_worker: int = 1

@@ -250,7 +250,7 @@ class Agent:
     def _replica(self, message: Program) -> int:
         if isinstance(message, RunClosure):
             assert self._worker is not None
-            return self._worker.index
+            return self._worker.number
         if self._worker is not None:
             self._worker.suspend()
         return message.team.rank_of(self._engine)
@@ -372,9 +372,12 @@ class Agent:
             self._server = self._server or ServerTask(self._connection, spread=message.spread)
             value = self._server.address
         else:
-            self._worker = WorkerTask(message, self._connection, self._engine, self._device, self._near)
+            before = self._worker
             self._ignore()  # what is listened to at the end
-            self._links = [*self._links, self._worker.link]
+            if before is not None:  # another replica of this worker was replaced, and all of them begin anew
+                before.close()
+            self._worker = WorkerTask(message, self._connection, self._engine, self._device, self._near, before)
+            self._links = [self._programs, self._worker.link]
             self._worker.link.send(Hello(self._engine, os.getpid(), socket.gethostname(), self._near))
         return Reply(message.program, "ok", value=value)
 
@@ -384,7 +387,7 @@ class Agent:
         worker.take_in(message)
 
         def body() -> Any:
-            self._join(worker.alone, 0)
+            self._join(message.team or worker.alone, worker.rank)
             groups.program_began(program)
             return worker.run(message)
 
@@ -394,11 +397,12 @@ class Agent:
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             groups.program_ended(True)
             reply = self._failed(program, error, alone=True)
+            disturbed = True
+        else:
+            reply = Reply(program, "ok", value=value)
+        if disturbed and message.team is None:
             groups.leave()
-            return reply
-        if disturbed:
-            groups.leave()
-        return Reply(program, "ok", value=value)
+        return reply._replace(renew=disturbed)
 
     # -- the shell of the engine -----------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from distnb.objects.modes import RANDOM, Environment, apply_environment, capture
 from distnb.runtime.randomness import streams
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.client import Servers
+from distnb.runtime.servers.replicas import Replicas
 from distnb.runtime.servers.service import Service
 from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
@@ -49,13 +50,25 @@ class WorkerTask:
     """A worker: closures come by a channel of their own, and run one at a time on the main thread.
 
     Attributes:
-        index: Which worker it is.
+        rank: Which replica of its worker it is.
+        number: Which one among the replicas of all workers.
         link: The channel.
-        alone: The team that it is while a closure runs.
+        alone: The team that it is while a closure runs, if its worker has no other replica.
     """
 
-    def __init__(self, message: TakeTask, connection: Connection, engine: int, device: Device, near: bool) -> None:
-        self.index = message.tasks[engine].index
+    def __init__(
+        self,
+        message: TakeTask,
+        connection: Connection,
+        engine: int,
+        device: Device,
+        near: bool,
+        before: WorkerTask | None = None,
+    ) -> None:
+        role = message.tasks[engine]
+        mates = [each for each, task in sorted(message.tasks.items()) if task == role]
+        self.rank = mates.index(engine)
+        self.number = role.index * len(mates) + self.rank
         self._connection = connection
         self._engine = engine
         keys = {
@@ -68,15 +81,22 @@ class WorkerTask:
         self._addresses = dict(message.servers)
         self._servers = Servers(self._addresses, engine + 1, connection)
         access = ServerAccess(self._servers, is_worker=True, device=torch_device(device))
-        access.next_is_here = self.link.has_message
+        if len(mates) == 1:
+            access.next_is_here = self.link.has_message  # of several replicas each would find another answer
         this_process.servers = self._access = access
-        self._runner = Runner(access, self.index)
+        self._replicas: Replicas | None = before._replicas if before is not None else None
+        self._runner = Runner(access, role.index)
         self.alone = _team_of_one(message.team, engine, device)
         self._definitions: tuple[tuple[int, Any], ...] = ()  # that have come, and may not be the runner's yet
         self._seed: int | None = None
         self._modes = Environment()
         self._fresh: frozenset[int] = frozenset()  # variables that this closure need not read
         self._random: tuple[Environment, list[torch.Tensor]] | None = None  # while others draw
+
+    def close(self) -> None:
+        """Take no more closures."""
+        self.link.close()
+        self._servers.close()
 
     def renew(self, message: ServersReplaced) -> None:
         """Parameter servers have come in the place of others."""
@@ -95,7 +115,10 @@ class WorkerTask:
         self._modes = message.modes if message.modes is not None else self._modes
 
     def run(self, message: RunClosure) -> ClosureResult:
-        """Run a closure that was taken in; raises what it does."""
+        """Run a closure that was taken in, in its team's process group; raises what it does."""
+        if message.team is not None:
+            self._replicas = self._access.replicas = self._replicas or Replicas(self._access)
+            self._replicas.begin(self._access)
         if self._seed is not None:
             _seed(self._seed)
             self._seed = None

@@ -109,6 +109,7 @@ def _start(parser: LineParser) -> None:
     add("-n", dest="count", metavar="N", type=_count, help="how many")
     add("--workers", metavar="N", type=_count, help="in place of -n, with --ps: how many that compute")
     add("--ps", metavar="N", type=_count, help="how many parameter servers, which keep the variables")
+    add("--replicas-per-worker", metavar="N", type=_count, help="how many engines, and devices, each worker has")
     add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1, or tpu for all TPU chips")
     add(
         "--oversubscribe",

@@ -34,7 +34,7 @@ from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.output.wording import cell_name
 from distnb.notebook.supervision import GiveUpOn
 from distnb.runtime.interrupts import drain
-from distnb.topology import PS, WORKER, Task
+from distnb.topology import PS, WORKER, Task, Team
 from distnb.wire.messages import (
     Died,
     ErrorReport,
@@ -61,6 +61,33 @@ _COORDINATOR = 0  # how the parameter servers know this process; engine e is e +
 Ask = Callable[[Sequence[int], Callable[[int, Any], Any]], dict[int, Any]]
 
 
+class _UnderWay:
+    """A program that was sent to the engines of a worker."""
+
+    __slots__ = ("engines", "given_up", "replies", "team")
+
+    def __init__(self, engines: tuple[int, ...], team: Team | None) -> None:
+        self.engines = engines
+        self.team = team
+        self.replies: dict[int, Reply] = {}
+        self.given_up: set[int] = set()
+
+    @property
+    def waiting(self) -> list[int]:
+        """The engines that have not replied."""
+        return [engine for engine in self.engines if engine not in self.replies]
+
+    def outcome(self) -> tuple[Reply, tuple[Reply, ...]]:
+        """Of all replies the one that tells how it ended, and, if it ended well, the others."""
+        first, *others = (self.replies[engine] for engine in self.engines)
+        failed = min((each for each in (first, *others) if each.status != "ok"), key=_gravity, default=None)
+        return (first, tuple(others)) if failed is None else (failed, ())
+
+
+def _gravity(reply: Reply) -> int:
+    return ("error", "interrupted", "aborted").index(reply.status)
+
+
 class ClosureChannel:
     """Implements `coordinator.link.ClusterLink` on a session's engines.
 
@@ -73,6 +100,7 @@ class ClosureChannel:
 
     Attributes:
         workers: The indices of the worker tasks.
+        replicas_per_worker: How many engines each of them has.
         num_servers: How many parameter servers there are.
         closed: Whether the cluster was stopped.
     """
@@ -85,16 +113,20 @@ class ClosureChannel:
         self._front = front
         self._open_error = open_error
         self._tasks = engines.tasks or {engine: Task(WORKER, engine) for engine in engines.ids}
-        self._engine_of = {task.index: engine for engine, task in self._tasks.items() if task.job == WORKER}
-        self.workers = tuple(sorted(self._engine_of))
-        self.num_servers = len(self._tasks) - len(self.workers)
+        self._engines_of: dict[int, tuple[int, ...]] = {}  # by worker, in replica order
+        for engine, task in sorted(self._tasks.items()):
+            if task.job == WORKER:
+                self._engines_of[task.index] = (*self._engines_of.get(task.index, ()), engine)
+        self.workers = tuple(sorted(self._engines_of))
+        self.replicas_per_worker = len(self._engines_of[self.workers[0]])
+        self.num_servers = sum(task.job == PS for task in self._tasks.values())
         self.closed = False
         self._supervisor = engines.supervisor
         self._peers, self._url = engines.open_peers()
         self._addresses: dict[int, Any] = {}
         self._client: Servers | None = None
         # What follows is changed by the thread alone, but for programs that are sent.
-        self._under_way: dict[int, int] = {}  # program: engine
+        self._under_way: dict[int, _UnderWay] = {}  # by program
         self._up: dict[int, int] = {}  # engine: its process
         self._listeners: list[tuple[Callable[[Event | None], None], Callable[[], float | None]]] = []
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -110,7 +142,10 @@ class ClosureChannel:
         """Let engines that have just come up take their tasks. Who calls it has the session's turn."""
         engines = [engine for engine in engines if engine in self._tasks]
         servers = [engine for engine in engines if self._tasks[engine].job == PS]
-        workers = [engine for engine in engines if self._tasks[engine].job == WORKER]
+        # The replicas of a worker begin together: what the others know the new one does not.
+        indices = sorted({self._tasks[engine].index for engine in engines if self._tasks[engine].job == WORKER})
+        mates = [self._engines_of[index] for index in indices]
+        workers = [engine for its in mates if set(its) <= set(self._engines.left) for engine in its]
         if servers:
             for engine, address in self._ask(servers, self._task_message).items():
                 self._take_in(self._tasks[engine].index, address)
@@ -118,6 +153,7 @@ class ClosureChannel:
             others = [engine for engine in self._up if engine in self._engines.left and engine not in workers]
             self._run(partial(self._peers.send, others, ServersReplaced(dict(self._addresses))))
         if workers:
+            self._run(lambda: [self._up.pop(engine, None) for engine in workers])
             self._ask(workers, self._task_message)
             self._meet(workers)
         for engine in servers:
@@ -186,17 +222,19 @@ class ClosureChannel:
 
     def send(self, worker: int, message: RunClosure) -> None:
         """Send a closure; from any thread."""
-        engine, program = self._engine_of[worker], message.program
-        self._under_way[program] = engine
-        self._supervisor.program_began(program, (engine,))
-        if self._peers.is_near(engine):
-            self._peers.send((engine,), message)  # if it has ended, its pidfd tells
+        engines, program = self._engines_of[worker], message.program
+        if len(engines) > 1:
+            message = message._replace(team=self._engines.team_of(engines))
+        self._under_way[program] = _UnderWay(engines, message.team)
+        self._supervisor.program_began(program, engines)
+        if all(map(self._peers.is_near, engines)):
+            self._peers.send(engines, message)  # if one has ended, its pidfd tells
         else:
-            self._do(partial(self._peers.send, (engine,), message))
+            self._do(partial(self._peers.send, engines, message))
 
     def take_back(self, worker: int, program: int) -> None:
         """Ask for a program that the worker may not have begun."""
-        self._supervisor.take_back(self._engine_of[worker], program)
+        self._supervisor.take_back(self._engines_of[worker][0], program)
 
     def interrupt(self, program: int) -> None:
         """End a program."""
@@ -204,7 +242,7 @@ class ClosureChannel:
 
     def error(self, report: ErrorReport, worker: int, closure: str) -> BaseException:
         """The exception that a worker has reported."""
-        device = self._engines.cluster.engines[self._engine_of[worker]].device
+        device = self._engines.cluster.engines[self._engines_of[worker][0]].device
         who = f"orker {worker} ({device}), in {closure},"
         lines = self._front().callers_lines
         return reported(report, f"W{who}", f"w{who}", callers_lines=lines, opened=self._open_error)
@@ -231,8 +269,9 @@ class ClosureChannel:
         entry = listener, deadline
 
         def begin() -> None:
-            for engine in sorted(self._up):
-                listener(WorkerUp(self._tasks[engine].index))
+            for worker in self.workers:
+                if self._is_up(worker):
+                    listener(WorkerUp(worker))
             self._listeners.append(entry)
 
         self._run(begin)
@@ -320,14 +359,16 @@ class ClosureChannel:
             listener(event)
 
     def _take(self, engine: int, message: Any) -> None:
+        worker = self._tasks[engine].index
         if isinstance(message, Hello):
             self._up[engine] = message.pid
-            self._tell(WorkerUp(self._tasks[engine].index))
+            if self._is_up(worker):
+                self._tell(WorkerUp(worker))
             return
         if isinstance(message, Unread | MessageError):
             # It stands for the oldest program that the engine has not replied to.
-            program = min((each for each, own in self._under_way.items() if own == engine), default=None)
-            if program is None:
+            waiting = (each for each, found in self._under_way.items() if engine in found.waiting)
+            if (program := min(waiting, default=None)) is None:
                 return
             if isinstance(message, MessageError):
                 text = str(message)
@@ -335,9 +376,33 @@ class ClosureChannel:
             else:
                 report = message.error
             message = Reply(program, "error", report)
-        self._under_way.pop(message.program, None)
         self._supervisor.replied(engine, message.program)
-        self._tell(ClosureEnded(self._tasks[engine].index, message))
+        found = self._under_way.get(message.program)
+        if found is None:
+            return  # its worker was lost
+        found.replies[engine] = message
+        if found.waiting:
+            self._tell_given_up(worker, message.program, found)
+            return
+        del self._under_way[message.program]
+        if found.team is not None and any(reply.renew for reply in found.replies.values()):
+            self._engines.teams.renew(after=found.team)
+        self._tell(ClosureEnded(worker, *found.outcome()))
+
+    def _give_up(self, engine: int, program: int) -> None:
+        found = self._under_way.get(program)
+        if found is not None:
+            found.given_up.add(engine)
+            self._tell_given_up(self._tasks[engine].index, program, found)
+
+    def _tell_given_up(self, worker: int, program: int, found: _UnderWay) -> None:
+        """All that will come of a program for now has come, and not from every replica."""
+        if found.given_up and found.given_up.issuperset(found.waiting):
+            failed = next((reply for reply in found.replies.values() if reply.status == "error"), None)
+            self._tell(ClosureGivenUp(worker, program, failed))
+
+    def _is_up(self, worker: int) -> bool:
+        return all(engine in self._up for engine in self._engines_of[worker])
 
     def _lose(self, engine: int, how: str) -> None:
         task = self._tasks[engine]
@@ -348,12 +413,14 @@ class ClosureChannel:
             return
         for message in self._peers.part(engine):
             self._take(engine, message)
+        was_up = self._is_up(task.index)
         if self._up.pop(engine, None) is None:
             return
-        for program in [each for each, own in tuple(self._under_way.items()) if own == engine]:
+        for program in [each for each, found in tuple(self._under_way.items()) if engine in found.engines]:
             del self._under_way[program]
             self._supervisor.replied(engine, program)
-        self._tell(WorkerLost(task.index, how))
+        if was_up:
+            self._tell(WorkerLost(task.index, how))
 
     # -- the supervisor's thread -------------------------------------------------------------------------------------
 
@@ -365,8 +432,8 @@ class ClosureChannel:
                 stream.flush()
         elif isinstance(event, Died):
             self._do(partial(self._bury, event))
-        elif isinstance(event, GiveUpOn) and event.program in self._under_way:
-            self._do(partial(self._tell, ClosureGivenUp(self._tasks[event.engine].index, event.program)))
+        elif isinstance(event, GiveUpOn):
+            self._do(partial(self._give_up, event.engine, event.program))
         elif isinstance(event, GivenBack):
             self._do(partial(self._give_back, event))
 

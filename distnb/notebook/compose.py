@@ -75,6 +75,7 @@ def start(
     *,
     workers: int | None = None,
     ps: int | None = None,
+    replicas_per_worker: int | None = None,
     oversubscribe: bool = False,
     hosts: str | Sequence[str] | None = None,
     per_host: int | None = None,
@@ -100,6 +101,8 @@ def start(
         workers, ps: In place of `n`, for a ParameterServerStrategy: how many workers, which compute, and how many
             parameter servers, which keep the variables, on the CPU. Workers are the first engines. With `hosts`,
             workers are dealt to the machines in turn, and then servers likewise, each from the first machine on.
+        replicas_per_worker: How many engines, and devices, each of these workers has; None for one, or as many as
+            `cluster_resolver` tells of accelerators.
         oversubscribe: Let several engines share one device; and let so many start that they crowd their machine: more
             than eight and more than two for each of its cores, or more than its memory takes. What its administrator
             allows (DISTNB_MAX_ENGINES, /etc/distnb/max_engines) holds all the same.
@@ -113,8 +116,8 @@ def start(
         ssh_args: More arguments for ssh.
         cluster_resolver: Instead of `hosts`: the cluster's chief and workers. Each runs a `distnb.Server`, unless
             `launcher` reaches them otherwise; a SlurmClusterResolver's are reached by srun. What the resolver tells of
-            accelerators says how many engines they get. With ps tasks among them, each worker and each ps is one
-            engine, a server (or a machine, for other launchers) at its own address, and this process is the chief: it
+            accelerators says how many engines they get. With ps tasks among them, each worker and each ps is a
+            server (or a machine, for other launchers) at its own address, and this process is the chief: it
             is the coordinator, and listens nowhere of its own. Servers that do not listen yet are waited for, 60
             seconds or as long as DISTNB_START_TIMEOUT says.
         secret: The secret file (mode 0600) that those servers have too; None for the one that the environment
@@ -141,7 +144,7 @@ def start(
     from distnb.cluster.tasks import tasks_of
     from distnb.notebook.session import Session
 
-    tasks = tasks_of(workers, ps, n)
+    tasks = tasks_of(workers, ps, n, replicas_per_worker)
     with _lock:
         running = current()
         if running is not None:
@@ -155,6 +158,7 @@ def start(
             n=n,
             launcher=launcher,
             tasks=tasks,
+            replicas_per_worker=replicas_per_worker,
             hosts=hosts,
             per_host=per_host,
             interface=interface,
@@ -163,6 +167,11 @@ def start(
             secret=secret,
             launcher_args=launcher_args,
         )
+        if replicas_per_worker is not None and not (tasks or (options is not None and options.tasks)):
+            raise OptionError(
+                f"replicas_per_worker={replicas_per_worker} is for a cluster with parameter servers: give workers and "
+                "ps, too. Engines that are all alike are counted by n, or by per_host."
+            )
         _session = Session.start(
             n,
             devices,

@@ -88,7 +88,7 @@ class Spmd:
             self._optimizers = SharedOptimizers(lambda: process.group, self._shared, self._sync)
         self.registration = Registration(strategy, self._sync, lambda: process.group, self._shared)
         self.home = ReplicaHome(self.registration, self._aggregation)
-        self._unmanaged = UnmanagedCheck(strategy, self.registration.owns)
+        self._unmanaged = UnmanagedCheck(strategy, self.owns)
         self._open_scopes = 0
         self._generation: int | None = None
 
@@ -98,6 +98,10 @@ class Spmd:
         if found is None or found.group is not group:
             found = self._of_group = Aggregation(group, self._ops, self._packs)
         return found
+
+    def owns(self, made: Any) -> bool:
+        """Whether this strategy keeps a parameter, or a model's parameters, in sync."""
+        return self.registration.owns(made)
 
     def changed_by_hand(self) -> dict[str, int]:
         """The mirrored parameters that may differ between replicas, with numbers to compare."""

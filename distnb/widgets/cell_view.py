@@ -54,6 +54,7 @@ class CellView:
         counted_before: Mapping[int, tuple[int, int]] | None = None,
         devices: Mapping[int, str] | None = None,
         workers: Mapping[int, int] | None = None,
+        who: str = "",
     ) -> None:
         self.publisher = publisher
         publisher.on_clear = self._reappear
@@ -63,6 +64,7 @@ class CellView:
         self._make_view = make_view
         self._replicas = replicas
         self._workers = workers or {}
+        self._who = who
         self._watch: CoordinatorWatch | None = None
         self._view: LiveView | None = None
         self._mergers: dict[int, OutputMerger] = {}  # by program; 0 for all that were not announced
@@ -98,7 +100,7 @@ class CellView:
 
     def _unannounced(self) -> OutputMerger:
         if self._workers:
-            return OutputMerger(max(self._workers.values()) + 1, f"{self._name}-0", "worker ")
+            return OutputMerger(max(self._workers.values()) + 1, f"{self._name}-0", self._who)
         return OutputMerger(self._replicas, f"{self._name}-0")
 
     def watches(self, coordinator: ClusterCoordinator) -> bool:

@@ -71,7 +71,8 @@ def worker_table(model: LiveModel, closures: ClosuresModel) -> tuple[list[str], 
     header = ["worker", "device", "runs", "for", "done", "steps", "examples/s", "memory", "on device", *model.curves]
     rows = []
     for worker in closures.status.workers:
-        row = model.rows.get(worker.worker) or ReplicaRow(worker.worker)
+        replicas = closures.status.replicas_per_worker
+        row = model.rows.get(worker.worker * replicas) or ReplicaRow(worker.worker)  # its first replica's
         rows.append(
             [
                 str(worker.worker),

@@ -60,7 +60,8 @@ class Front:
         self._unsubscribe: Callable[[], None] = lambda: None
         self._replicas = 1
         self._devices: dict[int, str] = {}
-        self._workers: dict[int, int] = {}  # which worker each engine is
+        self._workers: dict[int, int] = {}  # which of the workers' replicas each engine is
+        self._who = ""  # what these numbers are of
         self._counted: dict[int, tuple[int, int]] = {}  # steps and examples of each engine so far
         self._complained = False
 
@@ -84,7 +85,9 @@ class Front:
             self._replicas = len(rows)
             self._devices = {row.engine: row.device for row in rows}
             tasks = session.tasks
-            self._workers = {engine: task.index for engine, task in tasks.items() if task.job == WORKER}
+            computing = sorted(engine for engine, task in tasks.items() if task.job == WORKER)
+            self._workers = {engine: replica for replica, engine in enumerate(computing)}
+            self._who = "worker " if len({tasks[engine] for engine in computing}) == len(computing) else ""
 
     def _take(self, event: Any) -> None:
         """An event of the session; on the supervisor's thread, so it is only queued."""
@@ -122,7 +125,8 @@ class Front:
             boundary = self._session.latest_program if self._session is not None else 0
             publisher = publisher_for(self._shell)
             counted = {**self._counted, HERE: (step_count.steps, step_count.examples)}
-            view = CellView(publisher, self._make_view, self._replicas, counted, self._devices, self._workers)
+            who = self._workers, self._who
+            view = CellView(publisher, self._make_view, self._replicas, counted, self._devices, *who)
             self._cells.append((boundary, view))
             while len(self._cells) > _KEPT_CELLS:
                 # A widget is kept for a while: closing it at once would blank what a slow browser still shows.

@@ -138,6 +138,7 @@ class RunClosure(NamedTuple):
         inputs: Results of other closures that are among the arguments: their numbers, and packed values.
         forget: Definitions that nothing will need any more.
         sources: Of cells that functions are from, the first time: what code objects carry, the text, and the label.
+        team: The replicas of a worker that has several: each gets the message, and runs it with the others.
         modes: Torch's and other modes, as they were when it was scheduled; None: as those of the last message.
         seed: Of the worker's random numbers, with the first closure that it gets.
     """
@@ -153,6 +154,7 @@ class RunClosure(NamedTuple):
     sources: tuple[tuple[str, str, str], ...] = ()
     modes: Any = None
     seed: int | None = None
+    team: Team | None = None
 
 
 # -- program channel, engine to notebook -------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,8 @@ class HostOptions:
         secret: The secret file, where the machines run servers.
         without_gpus: How many engines each gets that has no GPUs, in place of two.
         tasks: In a cluster with parameter servers: the machine of each worker and each server, in engine order. These
-            are all of its engines.
+            have all of its engines.
+        replicas: How many engines each of these workers has.
     """
 
     hosts: tuple[str, ...]
@@ -66,6 +67,7 @@ class HostOptions:
     secret: Path | None = None
     without_gpus: Mapping[str, int] = field(default_factory=dict)
     tasks: Mapping[Task, str] = field(default_factory=dict)
+    replicas: int = 1
 
     def transport(self) -> Transport:
         """How the machines are reached."""
@@ -78,11 +80,17 @@ class HostOptions:
 
 
 def read_host_options(
-    *, n: int | None = None, launcher: str | None = None, tasks: Sequence[Task] = (), **given: Any
+    *,
+    n: int | None = None,
+    launcher: str | None = None,
+    tasks: Sequence[Task] = (),
+    replicas_per_worker: int | None = None,
+    **given: Any,
 ) -> HostOptions | None:
     """Read what `distnb.start` was given of other machines; None where the engines are to run on this one.
 
-    `tasks` are dealt to the machines in turn: workers from the first one on, and then servers from the first one on.
+    `tasks`, of all engines, are dealt to the machines in turn: workers from the first one on, and then servers from the
+    first one on.
 
     Example:
         >>> read_host_options(hosts="a,b", per_host=2).hosts
@@ -116,11 +124,12 @@ def read_host_options(
     machines = _with_tasks(_machines(chosen, hosts, resolver), tasks)
     if machines.tasks and per_host is not None:
         raise OptionError(
-            f"per_host={per_host} for a cluster of {', '.join(map(str, machines.tasks))}: each of these is one engine. "
-            "Leave it out."
+            f"per_host={per_host} for a cluster of {', '.join(map(str, machines.tasks))}: a server is one engine, a "
+            "worker as many as replicas_per_worker says. Leave it out."
         )
     return replace(
         machines,
+        replicas=machines.replicas if replicas_per_worker is None else replicas_per_worker,
         per_host=machines.per_host if per_host is None else per_host,
         interface=given.get("interface"),
         arguments=(*given.get("ssh_args", ()), *given.get("launcher_args", ())),
@@ -196,10 +205,11 @@ def _with_tasks(machines: HostOptions, tasks: Sequence[Task]) -> HostOptions:
         return machines
     if machines.tasks:
         raise OptionError(
-            f"{len(tasks)} workers and servers were asked for, and the cluster_resolver names those that there are: "
-            f"{', '.join(map(str, machines.tasks))}. Leave out one of the two."
+            f"{len(set(tasks))} workers and servers were asked for, and the cluster_resolver names those that there "
+            f"are: {', '.join(map(str, machines.tasks))}. Leave out one of the two."
         )
-    return replace(machines, tasks={task: machines.hosts[task.index % len(machines.hosts)] for task in tasks})
+    dealt = {task: machines.hosts[task.index % len(machines.hosts)] for task in tasks}
+    return replace(machines, tasks=dealt, replicas=tasks.count(tasks[0]))
 
 
 def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
@@ -218,7 +228,7 @@ def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
                     f"The cluster gives several tasks the address of {task}, {address}. Each has one of its own; those "
                     "of one machine have different ports."
                 )
-        return HostOptions(addresses, tasks=tasks)
+        return HostOptions(addresses, tasks=tasks, replicas=_replicas_told(resolver, tasks))
     found = {worker.address: [worker] for worker in _workers(resolver) if not _is_own(worker, resolver)}
     if not found:
         raise OptionError(
@@ -234,7 +244,8 @@ def _machines_of(resolver: ClusterResolver) -> HostOptions:
     parameter servers, those of its workers and servers."""
     if told := tasks_told(resolver):
         placed = {task: host_of(address) for task, address in told.items()}
-        return HostOptions(tuple(dict.fromkeys(placed.values())), tasks=placed)
+        machines = tuple(dict.fromkeys(placed.values()))
+        return HostOptions(machines, tasks=placed, replicas=_replicas_told(resolver, placed))
     by_host: dict[str, list[Worker]] = {}
     for worker in _workers(resolver):
         by_host.setdefault(host_of(worker.address), []).append(worker)
@@ -275,6 +286,21 @@ def _engines(resolver: ClusterResolver, workers: Mapping[str, Sequence[Worker]])
         for name, tasks in workers.items()
     }
     return {name: count for name, count in counts.items() if count} or None
+
+
+def _replicas_told(resolver: ClusterResolver, tasks: Iterable[Task]) -> int:
+    """How many accelerators each worker of a cluster with parameter servers has, where the resolver knows; else 1."""
+    if not resolver.knows_accelerators:
+        return 1
+    counts = {
+        str(task): sum(resolver.num_accelerators(task.job, task.index).values()) for task in tasks if task.job == WORKER
+    }
+    if len(set(counts.values())) > 1:
+        raise OptionError(
+            f"The workers have different numbers of accelerators, {counts}, and a step of each is to be of as many "
+            "replicas. Say how many each uses: distnb.start(..., replicas_per_worker=1)."
+        )
+    return max(1, *counts.values())
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------
@@ -331,7 +357,7 @@ def make_plan(
     address = listening_address(map(transport.network_name, options.hosts), options.interface)
     found = probe(options.hosts, transport, on_progress)
     if options.tasks:
-        return _plan_tasks(options.tasks, found, devices, transport, address, oversubscribe=oversubscribe)
+        return _plan_tasks(options, found, devices, transport, address, oversubscribe=oversubscribe)
     hosts: list[str] = []
     planned: list[Device] = []
     notices: list[str] = []
@@ -352,7 +378,7 @@ def make_plan(
 
 
 def _plan_tasks(
-    tasks: Mapping[Task, str],
+    options: HostOptions,
     found: Mapping[str, tuple[int, Capacity]],
     devices: str | Sequence[str | Device] | None,
     transport: Transport,
@@ -360,20 +386,24 @@ def _plan_tasks(
     *,
     oversubscribe: bool,
 ) -> HostPlan:
-    """One engine for each task; the workers of one machine share its GPUs out among them."""
-    by_machine: dict[str, list[Task]] = {}
-    for task, host in tasks.items():
-        by_machine.setdefault(transport.machine(host), []).append(task)
-    planned = dict.fromkeys(tasks, _SERVERS_DEVICE)
+    """The engines of each task; the workers of one machine share its GPUs out among them."""
+    by_machine: dict[str, list[int]] = {}
+    tasks = options.tasks
+    engines = [task for task in tasks for _ in range(options.replicas if task.job == WORKER else 1)]
+    for engine, task in enumerate(engines):
+        by_machine.setdefault(transport.machine(tasks[task]), []).append(engine)
+    planned = [_SERVERS_DEVICE] * len(engines)
     notices: list[str] = []
     for machine, theirs in by_machine.items():
-        gpus, capacity = found[tasks[theirs[0]]]
-        workers = [task for task in theirs if task.job == WORKER]
+        gpus, capacity = found[tasks[engines[theirs[0]]]]
+        computing = [engine for engine in theirs if engines[engine].job == WORKER]
         try:
-            if workers:
-                there = plan_devices(len(workers), devices, oversubscribe=oversubscribe, gpus=gpus)
-                planned |= zip(workers, there, strict=True)
+            if computing:
+                there = plan_devices(len(computing), devices, oversubscribe=oversubscribe, gpus=gpus)
+                for engine, device in zip(computing, there, strict=True):
+                    planned[engine] = device
             notices += check_capacity(len(theirs), capacity, machine, oversubscribe=oversubscribe)
         except DistnbError as error:
             raise type(error)(f"{machine}: {error}") from None
-    return HostPlan(tuple(planned.values()), address, tuple(tasks.values()), transport, tuple(notices), tuple(tasks))
+    hosts = tuple(tasks[task] for task in engines)
+    return HostPlan(tuple(planned), address, hosts, transport, tuple(notices), tuple(engines))

@@ -167,6 +167,11 @@ class GradientSync:
         return changed_by_hand(self.groups) if self.aggregates else {}
 
     @property
+    def is_synced(self) -> bool:
+        """Whether a pass that begins now is aggregated, and not within `no_sync`."""
+        return not self._unsynced
+
+    @property
     def in_pass(self) -> bool:
         """Whether a backward pass is under way."""
         return self._pass is not None

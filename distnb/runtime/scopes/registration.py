@@ -173,6 +173,11 @@ class Registration:
         """Register what a model that a scope made has got since, and parameters beside it. All replicas do so."""
         self._take([model], beside)
 
+    def take_equal(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> None:
+        """Register what modules hold, and parameters of no module, whose values others see to. All replicas do so."""
+        self._enter(roots, loose)
+        note_versions(self._sync.groups)
+
     def _is_open_here(self) -> bool:
         innermost = contexts.innermost()
         return innermost is not None and innermost[0] is self.strategy and innermost[1] is None
@@ -217,6 +222,21 @@ class Registration:
 
         All replicas do so in the same order, and take over the values of replica 0.
         """
+        new, lazy = self._enter(roots, loose)
+        if self.group.size == 1:
+            return
+        for part in lazy:
+            _equalise_when_materialised(part, self._group)
+        ready = [(name, tensor) for name, tensor in new if not is_lazy(tensor)]
+        if ready:
+            self.group.note("strategy.scope", ())
+        make_equal(self.group, ready, self._told)
+        note_versions(self._sync.groups)
+
+    def _enter(
+        self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]
+    ) -> tuple[list[tuple[str, torch.Tensor]], list[torch.nn.Module]]:
+        """Register parameters and buffers. Gives those that are new, by name, and the parts that have no values yet."""
         new: list[tuple[str, torch.Tensor]] = []
         lazy: list[torch.nn.Module] = []
         for root in roots:
@@ -230,15 +250,7 @@ class Registration:
             lazy += [part for part in root.modules() if any(map(is_lazy, part.parameters(recurse=False)))]
         key = _GroupKey("parameters")
         new += [("Parameter", parameter) for parameter in loose if self._register(parameter, key)]
-        if self.group.size == 1:
-            return
-        for part in lazy:
-            _equalise_when_materialised(part, self._group)
-        ready = [(name, tensor) for name, tensor in new if not is_lazy(tensor)]
-        if ready:
-            self.group.note("strategy.scope", ())
-        make_equal(self.group, ready, self._told)
-        note_versions(self._sync.groups)
+        return new, lazy
 
     @property
     def _told(self) -> str:

@@ -24,6 +24,7 @@ from distnb.runtime.servers.messages import (
     SetOptimizer,
     Shard,
     Step,
+    StepDone,
     Token,
     Write,
 )
@@ -31,6 +32,7 @@ from distnb.runtime.servers.placement import Part, PlacedShard, Stored
 
 if TYPE_CHECKING:
     from distnb.runtime.servers.client import Servers
+    from distnb.runtime.servers.replicas import Replicas
 
 __all__ = ["ClosureRun", "Copy", "ServerAccess"]
 
@@ -123,6 +125,9 @@ class ServerAccess:
 
     Attributes:
         next_is_here: Whether a worker has the next closure already.
+        stand_ins: What stands for variables that have no copy here.
+        made: The copies of parameters that were made since this was last emptied.
+        replicas: Of a worker that has several, this one among them. They do alike, but for reading rows.
     """
 
     def __init__(self, servers: Servers, *, is_worker: bool, device: torch.device | None = None) -> None:
@@ -140,11 +145,18 @@ class ServerAccess:
         self._owners: dict[Stored, TensorWeakRef] = {}
         self._optimizers: dict[int, tuple[bytes, Sequence[Sequence[Stored]]]] = {}
         self.stand_ins: dict[Stored, Any] = {}
+        self.replicas: Replicas | None = None
+        self.made: list[torch.nn.Parameter] = []
 
     # Talking to the servers -----------------------------------------------------------------------------------------
 
     def exchange(self, requests: dict[int, list[Any]]) -> dict[int, tuple[Any, ...]]:
-        """Send each server its operations, in one message, and wait for all answers."""
+        """Send each server its operations, in one message, and wait for all answers; those that replica 0 gets."""
+        if self.replicas is None:
+            return self._exchange(requests)
+        return self.replicas.ask_once(lambda: self._exchange(requests))  # type: ignore[no-any-return]
+
+    def _exchange(self, requests: dict[int, list[Any]]) -> dict[int, tuple[Any, ...]]:
         return (
             self.servers.exchange(requests, self.closure.oldest if self.closure is not None else 0) if requests else {}
         )
@@ -243,7 +255,7 @@ class ServerAccess:
             mine = requests.setdefault(part.server, [])
             places.append((part.server, len(mine), shard))
             mine.append(PullRows(shard, inside))
-        answers = self.exchange(requests)
+        answers = self._exchange(requests)
         found = [answers[server][place] for server, place, _ in places]
         self._row_versions.update({shard: version for (_, _, shard), (version, _) in zip(places, found, strict=True)})
         values = [value for _, value in found]
@@ -330,7 +342,10 @@ class ServerAccess:
         copy = self._copies.get(stored.number)
         if copy is None:
             tensor = torch.zeros(stored.shape, dtype=stored.dtype, device=self.device)
-            self.adopt(stored, torch.nn.Parameter(tensor, stored.trainable) if is_parameter else tensor)
+            if is_parameter:
+                tensor = torch.nn.Parameter(tensor, stored.trainable)
+                self.made.append(tensor)
+            self.adopt(stored, tensor)
             copy = self._copies[stored.number]
         return copy.tensor
 
@@ -371,6 +386,11 @@ class ServerAccess:
         for variable in touched:
             self._copies[variable].note()
         self._stale.difference_update(copy.stored.number for copy in copies)
+
+    def forget_versions(self) -> None:
+        """All copies are read whole when they are next refreshed."""
+        for copy in self._copies.values():
+            copy.versions = [_UNKNOWN] * len(copy.versions)
 
     def read_anew(self, copies: Iterable[torch.Tensor]) -> None:
         """Of the coordinator's copies, tell the servers what was changed here, and bring some up to date."""
@@ -462,7 +482,7 @@ class ServerAccess:
         operations = self._changes()
         for server, step in requests.items():
             operations.setdefault(server, []).append(step._replace(token=self.token()))
-        closure, steps = self.closure, {server: len(operations[server]) - 1 for server in requests}
+        closure = self.closure
         copies = [self._copies[each] for each in self._variables if each in self._copies] if closure is not None else []
         pulls = _pulls(copies)
         for server, pull in pulls.items():
@@ -471,8 +491,9 @@ class ServerAccess:
         answers = self.exchange(operations)
         self._take_in(copies, (answers[server][-1] for server in pulls))
         self._fresh = self._variables if ahead else frozenset(), time.monotonic()
-        if closure is not None and steps:
-            closure.staleness.append(max(answers[server][place].staleness for server, place in steps.items()))
+        if closure is not None and requests:
+            steps = (each for server in requests for each in answers[server] if isinstance(each, StepDone))
+            closure.staleness.append(max(each.staleness for each in steps))
 
     def take_fresh(self) -> frozenset[int]:
         """Variables whose copies are as new as the closure that comes now may ask for, and were read a moment ago."""

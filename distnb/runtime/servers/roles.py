@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from distnb.runtime.in_process import InProcess
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.placement import Placement
 from distnb.runtime.servers.registration import ServerRegistration
+from distnb.runtime.servers.replicas import WorkingTogether
 from distnb.runtime.this_process import this_process
 from distnb.variables.homes import Home
 from distnb.variables.settings import Settings
@@ -27,6 +28,21 @@ class ServerHome(Home):
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
+        self._replicas = getattr(this_process.servers, "replicas", None)
+        self.alone = self._replicas is None
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self._replicas is None else self._replicas.home.num_replicas
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._replicas is None else self._replicas.home.sum(tensor)
+
+    def first(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._replicas is None else self._replicas.home.first(tensor)
+
+    def every(self, value: Any) -> Sequence[Any]:
+        return [value] if self._replicas is None else self._replicas.home.every(value)
 
     def in_replica(self, *, writing: bool) -> bool:
         innermost = contexts.innermost()
@@ -47,12 +63,17 @@ class ServerHome(Home):
 class Coordinating(InProcess):
     """The coordinator: variables are made on the servers. What `run` is called for here, is computed here."""
 
-    def __init__(self, strategy: Owner, access: ServerAccess, num_servers: int) -> None:
+    def __init__(self, strategy: Owner, access: ServerAccess, link: Any) -> None:
         super().__init__(strategy, "cpu")
         self.access = access
+        self._link = link
         self.registration = ServerRegistration(
-            strategy, access, Placement(num_servers, strategy.spec.option("variable_partitioner"))
+            strategy, access, Placement(link.num_servers, strategy.spec.option("variable_partitioner"))
         )
+
+    def num_replicas(self) -> int:
+        """Those of each worker: a step is of theirs."""
+        return int(self._link.replicas_per_worker)
 
     @contextmanager
     def scope(self) -> Iterator[Owner]:
@@ -62,7 +83,7 @@ class Coordinating(InProcess):
 
 
 class Working(InProcess):
-    """A worker, in a function that the coordinator has scheduled."""
+    """A worker of one replica, in a function that the coordinator has scheduled."""
 
 
 def coordinating(strategy: Owner) -> Coordinating:
@@ -82,10 +103,10 @@ def models() -> list[Any]:
     return [root for each in _runtimes.values() if isinstance(each, Coordinating) for root in each.registration.roots]
 
 
-_runtimes: dict[Owner, Coordinating | Working] = {}
+_runtimes: dict[Owner, Coordinating | Working | WorkingTogether] = {}
 
 
-def runtime_of(strategy: Owner) -> Coordinating | Working:
+def runtime_of(strategy: Owner) -> Coordinating | Working | WorkingTogether:
     """Where a ParameterServerStrategy is, from this process.
 
     Raises:
@@ -94,7 +115,11 @@ def runtime_of(strategy: Owner) -> Coordinating | Working:
     runtime, servers = _runtimes.get(strategy), this_process.servers
     if servers is not None and servers.is_worker:
         if runtime is None:
-            runtime = _runtimes[strategy] = Working(strategy, str(servers.device))
+            if servers.replicas is None:
+                runtime = Working(strategy, str(servers.device))
+            else:
+                runtime = WorkingTogether(strategy, servers.replicas)
+            _runtimes[strategy] = runtime
         return runtime
     if this_process.cluster_link is None:
         raise NoClusterError(
@@ -105,5 +130,5 @@ def runtime_of(strategy: Owner) -> Coordinating | Working:
     if servers is None or servers.servers is not link.servers:
         servers = this_process.servers = ServerAccess(link.servers, is_worker=False)
     if not isinstance(runtime, Coordinating) or runtime.access is not servers:
-        runtime = _runtimes[strategy] = Coordinating(strategy, servers, link.num_servers)
+        runtime = _runtimes[strategy] = Coordinating(strategy, servers, link)
     return runtime

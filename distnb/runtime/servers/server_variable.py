@@ -182,14 +182,20 @@ class ServerVariable(Variable):
     # Assigning ------------------------------------------------------------------------------------------------------
 
     def _write(self, method: str, value: Any) -> Any:
-        homes.of(self._strategy).in_replica(writing=True)
+        home = homes.of(self._strategy)
+        in_replica = home.in_replica(writing=True)
         new = value_for(self.stored.like(), self._settings.label, method, value)
+        if in_replica and not home.alone:
+            new = self._from_replica(home, new, method)
         this_process.servers.write(self.stored, method, new)
         return self
 
     def _scatter(self, method: str, indices: Any, updates: Any = None) -> Any:
-        homes.of(self._strategy).in_replica(writing=True)
+        home = homes.of(self._strategy)
+        in_replica = home.in_replica(writing=True)
         rows, changes = scattering.rows_and_updates(self.stored.like(), self._settings.label, method, indices, updates)
+        if in_replica and not home.alone:
+            rows, changes = scattering.of_all_replicas(home, self._settings, method, rows, changes)
         this_process.servers.write_rows(self.stored, method, rows, changes)
         return self
 

@@ -1,0 +1,232 @@
+"""A worker of several replicas, each on a device of its own: all run the function, and to the servers they are one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distnb.collectives.algorithms.aggregation import Aggregation
+from distnb.collectives.algorithms.sums import sum_sparse
+from distnb.collectives.gradients.backward_passes import BACKWARD_PASSES
+from distnb.collectives.gradients.gradient_sync import GradientSync
+from distnb.runtime import contexts
+from distnb.runtime.reduction.gathering import broadcast_bytes
+from distnb.runtime.replica import Spmd
+from distnb.runtime.scopes import metric_binding
+from distnb.runtime.scopes.registration import Registration
+from distnb.runtime.this_process import this_process
+from distnb.runtime.variable_homes import ReplicaHome
+from distnb.values.distributed import PerReplica
+from distnb.values.structure import map_structure
+from distnb.variables.variable import Variable
+from distnb.wire.codec import Frame, decode
+from distnb.wire.tensors import encode_tensors
+
+if TYPE_CHECKING:
+    from distnb.collectives.group.interface import Group
+    from distnb.runtime.base import Owner
+    from distnb.runtime.servers.access import ServerAccess
+    from distnb.runtime.servers.server_variable import ServerVariable
+    from distnb.runtime.spmd import SpmdProcess
+
+__all__ = ["Replicas", "WorkingTogether"]
+
+_NONE, _SPARSE, _DENSE = range(3)
+
+
+class Replicas:
+    """The replicas of this worker, of which this process is one, whatever strategy a function uses.
+
+    Replica 0 talks with the servers for all: the others make the same requests, and are given its answers. Rows of
+    tables each reads by itself. Gradients are added up over the replicas as those of a MirroredStrategy are.
+
+    Attributes:
+        access: This replica's copies of the variables.
+        process: Which replica this is.
+        sync, registration, home: Of the parameters of models.
+    """
+
+    def __init__(self, access: ServerAccess) -> None:
+        assert this_process.replica is not None
+        self.access = access
+        self.process: SpmdProcess = this_process.replica
+        self.sync = GradientSync(
+            self._aggregation,
+            in_replica=contexts.in_replica,
+            after_pass=lambda reached: self.registration.average_statistics(reached),
+        )
+        self.registration = _Copies(None, self.sync, lambda: self._group)
+        self.home = ReplicaHome(self.registration, self._aggregation)
+        self._rows = _GradientsElsewhere(self)
+        self._of_group: Aggregation | None = None
+        self._generation = -1
+
+    @property
+    def _group(self) -> Group:
+        return self.process.group
+
+    def _aggregation(self) -> Aggregation:
+        if self._of_group is None or self._of_group.group is not self._group:
+            self._of_group = Aggregation(self._group)
+        return self._of_group
+
+    def begin(self, access: ServerAccess) -> None:
+        """A closure begins, in the process group of the day.
+
+        Args:
+            access: Another one than before if a replica was replaced: then all of them have begun anew.
+        """
+        if access is not self.access:
+            self.sync.detach()
+            self.access = access
+        if self._group.generation != self._generation:
+            # What ended the last one may have left them with copies that differ.
+            self._generation = self._group.generation
+            access.forget_versions()
+
+    def keep_in_sync(self, models: Sequence[torch.nn.Module], parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Add up the gradients of new copies over the replicas from now on. They are made alike on all."""
+        within = {id(parameter) for model in models for parameter in model.parameters()}
+        loose = [parameter for parameter in parameters if id(parameter) not in within]
+        if models or loose:
+            self.registration.take_equal(models, loose)
+        if self.access.stand_ins:
+            BACKWARD_PASSES.listen(self._rows)
+
+    def bind(self, metric: Any) -> None:
+        """Each replica updates its own of a metric, with its own part."""
+        metric_binding.bind(metric)
+
+    def owns(self, made: Any) -> bool:
+        """Whether it is the copy of a variable on the servers, or stands for one."""
+        return self.registration.owns(made) or self.access.stored_of(made) is not None
+
+    def ask_once(self, ask: Callable[[], Any]) -> Any:
+        """What replica 0 is answered, on all replicas, which all call this. An error of it ends them all."""
+        if self._group.rank == 0:
+            answers = ask()
+            broadcast_bytes(self._group, _joined(encode_tensors(answers)), 0)
+            return answers
+        return decode(_split(broadcast_bytes(self._group, None, 0)))
+
+    def whole(self, value: Any) -> Any:
+        """The result of a function with the components of all replicas."""
+        return map_structure(self._gathered, value)
+
+    def _gathered(self, leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        (own,) = leaf.values
+        return PerReplica(self._group.all_gather_object(map_structure(_on_host, own)))
+
+
+class _Copies(Registration):
+    """The copies of variables that models have as their parameters; what stands for a table is none."""
+
+    def _register(self, parameter: torch.nn.Parameter, *args: Any, **kwargs: Any) -> bool:
+        return not isinstance(parameter, Variable) and super()._register(parameter, *args, **kwargs)
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _joined(frames: Sequence[Frame]) -> bytes:
+    """Frames as one text of bytes: how many, how long each is, and what is in them."""
+    lengths = [len(frames), *(memoryview(frame).nbytes for frame in frames)]
+    return b"".join([each.to_bytes(8, "little") for each in lengths] + list(frames))
+
+
+def _split(data: bytes) -> list[Frame]:
+    count = int.from_bytes(data[:8], "little")
+    begin, frames = 8 * (count + 1), list[Frame]()
+    for place in range(count):
+        nbytes = int.from_bytes(data[8 * place + 8 : 8 * place + 16], "little")
+        frames.append(bytearray(memoryview(data)[begin : begin + nbytes]))
+        begin += nbytes
+    return frames
+
+
+class WorkingTogether(Spmd):
+    """A strategy in a worker of several replicas, in a function that the coordinator has scheduled."""
+
+    def __init__(self, strategy: Owner, replicas: Replicas) -> None:
+        self._replicas = replicas
+        super().__init__(replicas.process, strategy)
+        self._sync, self.registration, self.home = replicas.sync, replicas.registration, replicas.home
+
+    def owns(self, made: Any) -> bool:
+        return self._replicas.owns(made)
+
+    def _resynchronise(self, within: str) -> None:
+        self._generation = self._process.group.generation  # the servers have what is right, and `begin` had it read
+
+
+class _GradientsElsewhere:
+    """Adds up the gradients of variables that are no parameters here: of rows that were read, and `distnb.Variable`s.
+
+    It listens to backward passes, as `GradientSync` does for parameters.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._before: list[tuple[ServerVariable, torch.Tensor | None]] = []
+        self._local: set[int] = set()  # variables whose gradients are this replica's own, made under `no_sync`
+        self._in_replica = False
+
+    @property
+    def aggregates(self) -> bool:
+        return self._replicas.process.size > 1 and this_process.servers is self._replicas.access
+
+    def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
+        self._in_replica = contexts.in_replica()
+        variables = [each for each in self._replicas.access.stand_ins.values() if each.requires_grad]
+        self._before = [(each, None if each.number in self._local else each.grad) for each in variables]
+        for variable, before in self._before:
+            if before is not None:
+                variable.grad = None
+
+    def end(self) -> None:
+        if self._in_replica and not self._replicas.sync.is_synced:
+            self._local.update(each.number for each, _ in self._before if each.grad is not None)
+        elif self._in_replica and self._before:
+            self._add_up([each for each, _ in self._before])
+        for variable, before in self._before:
+            if before is not None:
+                fresh, variable.grad = variable.grad, before
+                if fresh is not None:
+                    variable._add_gradient(fresh)
+        self._before = []
+
+    def failed(self) -> None:
+        for variable, before in self._before:
+            if variable.number not in self._local:
+                variable.grad = before
+        self._before = []
+
+    def _add_up(self, variables: Sequence[ServerVariable]) -> None:
+        group = self._replicas.process.group
+        own = [_NONE if each.grad is None else _SPARSE if each.grad.is_sparse else _DENSE for each in variables]
+        kinds = torch.tensor(own)
+        group.all_reduce(kinds, "max")
+        for variable, kind in zip(variables, kinds.tolist(), strict=True):
+            if kind == _NONE:
+                continue
+            gradient = variable.grad
+            if kind == _SPARSE:
+                variable.grad = sum_sparse(group, self._no_rows(variable) if gradient is None else gradient)
+                continue
+            if gradient is None:
+                gradient = torch.zeros(variable.shape, dtype=variable.dtype, device=self._replicas.access.device)
+            total = gradient.to_dense().clone(memory_format=torch.contiguous_format)
+            group.all_reduce(total)
+            variable.grad = total
+        self._local.clear()
+
+    def _no_rows(self, variable: ServerVariable) -> torch.Tensor:
+        device = self._replicas.access.device
+        rows = torch.zeros((1, 0), dtype=torch.int64, device=device)
+        values = torch.zeros((0, *variable.shape[1:]), dtype=variable.dtype, device=device)
+        return torch.sparse_coo_tensor(rows, values, variable.shape, check_invariants=False)
