@@ -142,6 +142,12 @@ class ModelOnServers:
     methods = (*METHODS, *READS, *HERE)
 
     def __init__(self, strategy: Any, model: Any) -> None:
+        if strategy.num_replicas_in_sync > 1:
+            raise OptionError(
+                "Keras's loop has each step taken by one replica, and each worker of this cluster has "
+                f"{strategy.num_replicas_in_sync}. Start a cluster of more workers, with replicas_per_worker=1; or "
+                "train by scheduled functions that call strategy.run."
+            )
         self._model = model
         self._registration = strategy.runtime.registration
         self._access = strategy.runtime.access

@@ -54,7 +54,7 @@ class CellView:
         counted_before: Mapping[int, tuple[int, int]] | None = None,
         devices: Mapping[int, str] | None = None,
         workers: Mapping[int, int] | None = None,
-        who: str = "",
+        who: str = "worker ",
     ) -> None:
         self.publisher = publisher
         publisher.on_clear = self._reappear

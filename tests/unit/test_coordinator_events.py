@@ -23,7 +23,7 @@ class Link(SimpleNamespace):
     """Remembers what it is to send."""
 
     def __init__(self) -> None:
-        super().__init__(servers=InHouse(1), num_servers=1, workers=(0, 1), closed=False)
+        super().__init__(servers=InHouse(1), num_servers=1, replicas_per_worker=1, workers=(0, 1), closed=False)
         self.sent: list[tuple[int, RunClosure]] = []
         self.asked_back: list[int] = []
         self._programs = 0

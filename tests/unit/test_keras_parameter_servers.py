@@ -77,7 +77,7 @@ def workers() -> int:
 def servers(monkeypatch: pytest.MonkeyPatch, workers: int) -> Iterator[InHouse]:
     house = InHouse(2)
     monkeypatch.setattr(parameter_servers, "ClusterCoordinator", Coordinator)
-    link = SimpleNamespace(servers=house, num_servers=2, workers=tuple(range(workers)))
+    link = SimpleNamespace(servers=house, num_servers=2, replicas_per_worker=1, workers=tuple(range(workers)))
     monkeypatch.setattr(this_process, "cluster_link", lambda: link)
     monkeypatch.setattr(this_process, "require_tasks", lambda resolver: None)
     monkeypatch.setattr(this_process, "servers", None)

@@ -11,6 +11,7 @@ import pytest
 import distnb
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan, read_host_options
+from distnb.cluster.remote.mpiexec import MPI
 from distnb.cluster.remote.secret import read_secret, secret_path
 from distnb.cluster.remote.server_client import connect_patience_s
 from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
@@ -26,6 +27,7 @@ CLUSTER = {"chief": ["c:1"], "worker": ["a:1", "a:2"], "ps": ["b:1"], "evaluator
 def test_counts_make_tasks_workers_first() -> None:
     assert tasks_of(2, 1) == (W0, W1, PS0)
     assert tasks_of(None, None) == ()
+    assert tasks_of(2, 1, replicas_per_worker=2) == (W0, W0, W1, W1, PS0)
     assert [*map(str, tasks_of(1, 1))] == ["worker 0", "ps 0"]
 
 
@@ -36,6 +38,8 @@ def test_counts_make_tasks_workers_first() -> None:
         ({"ps": 2}, "ps=2 without workers"),
         ({"workers": 0, "ps": 1}, "workers=0: give a whole number, from 1"),
         ({"workers": 1, "ps": True}, "ps=True: give a whole number"),
+        ({"workers": 1, "ps": 1, "replicas_per_worker": 0}, "replicas_per_worker=0: give a whole number"),
+        ({"replicas_per_worker": 2}, "replicas_per_worker=2 is for a cluster with parameter servers"),
         ({"workers": 1, "ps": 1, "n": 2}, "n=2 with workers=1 and ps=1"),
         ({"workers": 1, "ps": 1, "per_host": 2, "hosts": ["a"]}, "per_host=2 for a cluster of worker 0, ps 0"),
         ({"workers": 1, "ps": 1, "cluster_resolver": SimpleClusterResolver(CLUSTER)}, "names those that there are"),
@@ -126,6 +130,23 @@ def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, 
     assert crowded is not None
     crowded = HostOptions(crowded.hosts, tasks=crowded.tasks, launcher="mpi")
     assert "3 engines share the 2 cores of a" in planned(monkeypatch, crowded, gpus=0).notices[0]
+
+
+def test_workers_of_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As was asked for, or as a resolver tells of accelerators."""
+    asked = read_host_options(hosts="a,b", tasks=tasks_of(2, 1, replicas_per_worker=2))
+    assert asked == HostOptions(("a", "b"), tasks={W0: "a", W1: "b", PS0: "a"}, replicas=2)
+    monkeypatch.setattr(HostOptions, "transport", lambda self: MPI(()))
+    plan = planned(monkeypatch, asked, gpus=2)
+    assert plan.tasks == (W0, W0, W1, W1, PS0)
+    assert plan.hosts == ("a", "a", "b", "b", "a")
+    assert [*map(str, plan.devices)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cpu:0"]
+    told = SimpleClusterResolver(CLUSTER, num_accelerators={"GPU": 4})
+    for given, replicas in (None, 4), (1, 1):
+        read = read_host_options(launcher="ssh", cluster_resolver=told, replicas_per_worker=given)
+        assert read is not None
+        assert read.replicas == replicas
+    assert read_host_options(launcher="ssh", cluster_resolver=SimpleClusterResolver(CLUSTER)).replicas == 1  # type: ignore[union-attr]
 
 
 def test_tasks_of_this_machine() -> None:

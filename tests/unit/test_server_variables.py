@@ -78,7 +78,7 @@ class Worker:
 def servers() -> Iterator[InHouse]:
     house = InHouse(3)
     before = this_process.cluster_link, this_process.servers, this_process.require_tasks
-    this_process.cluster_link = lambda: SimpleNamespace(servers=house, num_servers=3)  # type: ignore[assignment,return-value]
+    this_process.cluster_link = lambda: SimpleNamespace(servers=house, num_servers=3, replicas_per_worker=1)  # type: ignore[assignment,return-value]
     this_process.servers = None
     this_process.require_tasks = lambda resolver: None
     roles._runtimes.clear()
