@@ -1,4 +1,4 @@
-"""Every error that distnb raises, in one tree.
+"""Every error that distnb raises, in one tree::
 
     DistnbError
     ├── ClusterError                     engines could not be started, reached or kept

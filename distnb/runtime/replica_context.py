@@ -51,7 +51,7 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device on which this replica computes, such as `("cpu:0",)`."""
+        """The device on which this replica computes, alone in a tuple."""
         device = self.strategy.worker_devices[self.replica_id_in_sync_group]
         return (device,)
 

@@ -1,0 +1,81 @@
+"""The documentation site: `make docs` builds it from docs/ and notebooks/, and any warning is an error.
+
+The repository's root is Sphinx's source folder, so the relative links of a page lead to the same places on the site and on
+a code host. Notebooks are shown as they were saved: `make test` runs each and compares what its cells show.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+import distnb
+
+os.environ["KERAS_BACKEND"] = "torch"  # read when distnb.keras is loaded, for its reference
+
+project, version, release = "distnb", distnb.__version__, distnb.__version__
+root_doc = "docs/index"
+include_patterns = ["docs/**", "notebooks/**"]
+exclude_patterns = [".*", "build", "dist", "extension", "tests", "benchmarks", "distnb", "**/.ipynb_checkpoints"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+
+nb_execution_mode = "off"
+nb_merge_streams = True
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 90
+default_role = "py:obj"  # docstrings write `name`: a link where there is such a name, else code
+napoleon_use_rtype = False
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = "distnb"
+html_static_path = ["site"]
+html_css_files = ["site.css"]
+html_extra_path = ["site/index.html"]  # at the site's root; it leads to the first page
+html_copy_source = False
+
+
+def take_in_new_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the pages that the first page's lists do not name where it says so: a new page of docs/ needs no entry."""
+    if page == root_doc:
+        named = {f"docs/{line.strip()}" for line in source[0].splitlines()} | {root_doc}
+        pages = sorted(name for name in app.env.found_docs if name.count("/") == 1 and name.startswith("docs/"))
+        source[0] = source[0].replace("(others)", "\n".join(name[5:] for name in pages if name not in named))
+
+
+def keep_first_sentence(app: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
+    """Let no colon in the first line of an attribute's text part off what napoleon would take for its type."""
+    if kind in ("attribute", "property", "data"):
+        lines.insert(0, "")
+
+
+_PUBLIC = {where.rpartition(":")[2] if ":" in where else name: name for name, where in distnb._WHERE.items()}
+"""What a public object is called where it is defined, and its public name."""
+
+
+def find_public_name(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: nodes.Element
+) -> nodes.Element | None:
+    """Lead from where an object is defined to the entry of its public name."""
+    name = _PUBLIC.get(str(node.get("reftarget", "")).rpartition(".")[2])
+    if node.get("refdomain") != "py" or name is None:
+        return None
+    domain: Any = env.get_domain("py")
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", f"distnb.{name}", node, shown)
+
+
+def setup(app: Sphinx) -> None:
+    """What Sphinx calls."""
+    app.connect("source-read", take_in_new_pages)
+    app.connect("autodoc-process-docstring", keep_first_sentence, priority=400)  # before napoleon
+    app.connect("missing-reference", find_public_name)
