@@ -3,6 +3,7 @@
 #
 #   make demo     2 CPU engines (or one per GPU) run notebooks/quickstart.ipynb for real
 #   make lab      JupyterLab on the quickstart
+#   make docs     the documentation site, build/docs/index.html
 #   make test     linters, types, import contracts, and the tests, notebooks and browser tests: what CI runs
 #   make soak     the tests that take long: random walks, stress, many seeds, every number of replicas
 #   make bench    the benchmarks against their peers (see benchmarks/)
@@ -28,7 +29,7 @@ TENSORFLOW := tensorflow-cpu==2.21.0
 WORKERS ?= 2
 INSTALL := $(PIP) install -qq -c constraints.txt
 
-.PHONY: help demo lab test check lint types imports tests soak bench hooks clean
+.PHONY: help demo lab docs test check lint types imports tests soak bench hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -67,6 +68,11 @@ demo: $(VENV)/.made-demo
 
 lab: $(VENV)/.made-lab $(VENV)/.made-demo
 	@$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/quickstart.ipynb $(ARGS)
+
+# Notebooks are shown as they were saved; `make test` runs them and compares what they show.
+docs: $(VENV)/.made-docs
+	@$(BIN)/python -m sphinx -E -q -W --keep-going -b html -c docs . build/docs $(ARGS)
+	@echo "The site is in build/docs: open build/docs/index.html."
 
 test:
 	@SECONDS=0; $(MAKE) --no-print-directory check; checks=$$SECONDS; SECONDS=0; $(MAKE) --no-print-directory tests; \

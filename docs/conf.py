@@ -26,6 +26,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
 nb_execution_mode = "off"
 nb_merge_streams = True
+nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # widgets need a kernel; what stays of them is a picture
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
