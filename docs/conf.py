@@ -44,6 +44,7 @@ html_static_path = ["site"]
 html_css_files = ["site.css"]
 html_extra_path = ["site/index.html"]  # at the site's root; it leads to the first page
 html_copy_source = False
+html_show_copyright = False
 
 
 def take_in_new_pages(app: Sphinx, page: str, source: list[str]) -> None:
