@@ -1,7 +1,7 @@
 """The documentation site: `make docs` builds it from docs/ and notebooks/, and any warning is an error.
 
-The repository's root is Sphinx's source folder, so the relative links of a page lead to the same places on the site and on
-a code host. Notebooks are shown as they were saved: `make test` runs each and compares what its cells show.
+The repository's root is Sphinx's source folder, so the relative links of a page lead to the same places on the site
+and on a code host. Notebooks are shown as they were saved: `make test` runs each and compares what its cells show.
 """
 
 from __future__ import annotations

@@ -1,10 +1,15 @@
-"""Takes the README's picture: a real cell, running in JupyterLab. `python -m tests.browser.picture docs/running.png`."""
+"""Takes the documentation's pictures: real cells, in JupyterLab. `python -m tests.browser.picture [NAME.png …]`."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 
 from PIL import Image
@@ -33,51 +38,126 @@ for epoch in range(100):
         distnb.live(loss=loss, own_part=losses)
     print(f"epoch {epoch + 1}: loss {loss.item():.3f}")
 """
+SERVERS = """%%distribute parameter_server
+import torch
+with strategy.scope():
+    model = torch.nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train_step():
+    optimizer.zero_grad()
+    loss = model(torch.randn(32, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    distnb.live(loss=loss)
+
+for _ in range(20_000):
+    coordinator.schedule(train_step)
+coordinator.join()
+"""
+FAILS = """%%distribute mirrored
+def train_step(learning_rate):
+    if distnb.replica_id() == 1:
+        raise ValueError(f"{learning_rate=} is too large")
+    return distnb.get_replica_context().all_reduce("sum", torch.ones(3))
+
+strategy.run(train_step, args=(10.0,))
+"""
+DIFFERS = """%%distribute mirrored
+def step():
+    context = distnb.get_replica_context()
+    if distnb.replica_id() == 0:
+        return context.all_reduce("sum", torch.ones(3))
+    return context.all_gather(torch.ones(3), axis=0)
+
+strategy.run(step)
+"""
 
 
-_HEIGHT = 800.0
-
-
-def cells_to_run() -> list[str]:
-    """The quick start's cells up to the one that trains, and a shorter one in its place, which tells of each replica."""
+def _quickstart() -> list[str]:
+    """The quick start's cells up to the one that trains."""
     notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    trains = next(i for i, cell in enumerate(cells) if cell.startswith("%%distribute"))
-    return [*cells[:trains], TRAINS.strip()]
+    return cells[: next(i for i, cell in enumerate(cells) if cell.startswith("%%distribute"))]
 
 
-def take(path: Path) -> None:
-    """Run the cells, and keep what the last one shows while it runs."""
-    cells = cells_to_run()
+@dataclass(frozen=True)
+class Scene:
+    """What a picture shows.
+
+    Attributes:
+        cells: Run one after the other; the last one is in the picture.
+        shown: A pattern that is in its output when the picture is taken.
+        height: Of the picture, in pixels, where the cell is not smaller.
+        seconds: How long a moving picture runs.
+    """
+
+    cells: list[str]
+    shown: str
+    height: float = 800.0
+    seconds: float = 0.0
+
+
+_TWO = ["%load_ext distnb\nimport torch, distnb\n%distnb start -n 2"]
+_SERVERS = ["%load_ext distnb\nimport distnb\n%distnb start --workers 2 --ps 2"]
+SCENES = {
+    "running.png": Scene([*_quickstart(), TRAINS], "epoch 4:"),
+    "running.gif": Scene([*_quickstart(), TRAINS], "", 720.0, seconds=7.0),
+    "servers.png": Scene([*_SERVERS, SERVERS], r"\d{3} done"),
+    "failure.png": Scene([*_TWO, FAILS], "too large"),
+    "mismatch.png": Scene([*_TWO, DIFFERS], "all_gather"),
+}
+
+
+def take(path: Path, scene: Scene) -> None:
+    """Run the cells, and keep what the last one shows."""
+    last = len(scene.cells) - 1
     with tempfile.TemporaryDirectory() as home, sync_playwright() as playwright:
         server = Server(Path(home))
         browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
         try:
-            server.write("quickstart.ipynb", cells)
-            with OpenNotebook(browser, server, "quickstart.ipynb") as notebook:
+            server.write("picture.ipynb", [cell.strip() for cell in scene.cells])
+            with OpenNotebook(browser, server, "picture.ipynb") as notebook:
                 notebook.page.set_viewport_size({"width": 900, "height": 1500})
                 notebook.command("application:toggle-left-area")
-                for index in range(len(cells) - 1):
+                for index in range(last):
                     notebook.run(index, 120)
-                notebook.start(len(cells) - 1)
-                output = notebook.output(len(cells) - 1)
-                notebook.see(lambda: "epoch 4:" in output.inner_text())
-                notebook.page.screenshot(path=path, clip=_around(notebook, len(cells) - 1))
-                Image.open(path).convert("RGB").quantize(96).save(path, optimize=True)
+                notebook.start(last)
+                if scene.seconds:
+                    _record(notebook, path, scene)
+                else:
+                    notebook.see(lambda: re.search(scene.shown, notebook.output(last).inner_text()) is not None)
+                    notebook.page.screenshot(path=path, clip=_around(notebook, last, scene.height))
+                    Image.open(path).convert("RGB").quantize(96).save(path, optimize=True)
                 notebook.press_stop()
-                notebook.wait(len(cells) - 1)
+                notebook.wait(last)
         finally:
             browser.close()
             server.close()
 
 
-def _around(notebook: OpenNotebook, index: int) -> dict[str, float]:
+def _around(notebook: OpenNotebook, index: int, height: float) -> dict[str, float]:
     cell = notebook.page.locator(".jp-Notebook .jp-Cell").nth(index)
     cell.scroll_into_view_if_needed()
     box = cell.bounding_box()
     assert box is not None
-    return {"x": box["x"], "y": max(0.0, box["y"]), "width": box["width"], "height": min(box["height"], _HEIGHT)}
+    return {"x": box["x"], "y": max(0.0, box["y"]), "width": box["width"], "height": min(box["height"], height)}
+
+
+def _record(notebook: OpenNotebook, path: Path, scene: Scene) -> None:
+    """A moving picture at the speed at which it was seen; it stands for two seconds before it begins again."""
+    around = {**_around(notebook, len(scene.cells) - 1, scene.height), "height": scene.height}
+    frames, times, began = [], [], time.monotonic()
+    while (now := time.monotonic()) < began + scene.seconds:
+        frames.append(Image.open(BytesIO(notebook.page.screenshot(clip=around))).convert("RGB"))
+        times.append(now)
+        notebook.page.wait_for_timeout(100)
+    colours = frames[-1].quantize(64)
+    pictures = [frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames]
+    lasts = [round(1000 * (after - before)) for before, after in pairwise(times)] + [2000]
+    pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=lasts, loop=0, optimize=True)
 
 
 if __name__ == "__main__":
-    take(Path(sys.argv[1]))
+    for name in sys.argv[1:] or SCENES:
+        take(ROOT / "docs" / name, SCENES[name])

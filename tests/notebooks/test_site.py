@@ -68,7 +68,9 @@ def test_no_other_host_is_asked(site: dict[Path, Page]) -> None:
     folder = next(path for path in site if path.name == "search.html").parent
     styles = [path.read_text(encoding="utf-8") for path in folder.rglob("*.css")]
     assert styles
-    assert not [found for style in styles for found in re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//[^)]*", style)]
+    assert not [
+        found for style in styles for found in re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//[^)]*", style)
+    ]
 
 
 def test_all_pages_and_notebooks_are_there(site: dict[Path, Page]) -> None:
