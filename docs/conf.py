@@ -34,7 +34,7 @@ autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 90
 default_role = "py:obj"  # docstrings write `name`: a link where there is such a name, else code
-napoleon_use_rtype = False
+napoleon_custom_sections = ["Returns", "Yields"]  # as text: types are in the signature, and a colon is a colon
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 
@@ -57,8 +57,8 @@ def take_in_new_pages(app: Sphinx, page: str, source: list[str]) -> None:
 
 def keep_first_sentence(app: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
     """Let no colon in the first line of an attribute's text part off what napoleon would take for its type."""
-    if kind in ("attribute", "property", "data"):
-        lines.insert(0, "")
+    if kind in ("attribute", "property", "data") and lines:
+        lines[:1] = lines[0].split(" ", 1)
 
 
 _PUBLIC = {where.rpartition(":")[2] if ":" in where else name: name for name, where in distnb._WHERE.items()}
