@@ -6,6 +6,7 @@ Importing this package loads neither torch nor IPython and starts nothing: every
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -148,3 +149,15 @@ def load_ipython_extension(ipython: Any) -> None:
     from distnb.magics import load_ipython_extension as load
 
     load(ipython)
+
+
+def _offer_magics() -> None:
+    """In a shell that imports distnb, let the first use of a magic do what a forgotten `%load_ext distnb` would."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    if shell is not None:
+        for magic in ("distnb", "distribute", "autodistribute"):
+            shell.magics_manager.register_lazy(magic, "distnb")
+
+
+_offer_magics()

@@ -234,10 +234,12 @@ class Agent:
         step_count.watch_optimizers()
         datasets.program_began()
         self._control.program_began(message.program, replica, measured=not isinstance(message, Apply | TakeTask))
+        began = time.monotonic()
         try:
             reply = self._handlers[type(message)](message, replica)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             reply = self._failed(message.program, error)
+        reply = reply._replace(seconds=time.monotonic() - began)
         if reply.status == "ok" and not isinstance(message, RunCell):
             # The reply itself tells of a call that went well; a wake-up of both control threads would double its cost.
             self._control.program_ended(None)
@@ -287,8 +289,9 @@ class Agent:
             self._namespace.open(message.snapshot, replica)
             mark = self._namespace.begin(message.source)
             groups.program_began(program)
-            with strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext():
-                self._executor.run(message.source, message.filename, message.label)
+            if message.only is None or replica in message.only:
+                with strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext():
+                    self._executor.run(message.source, message.filename, message.label)
             self._shell.events.trigger("post_execute")  # figures that were drawn are shown now
 
         try:

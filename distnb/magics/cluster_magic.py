@@ -19,6 +19,7 @@ from distnb.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from distnb.errors import OptionError, ServerLost, closest
+from distnb.magics.cell_history import HEADER
 from distnb.magics.commands import COMMANDS, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
@@ -33,6 +34,7 @@ from distnb.topology import PS, WORKER, Task
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from distnb.magics.cell_history import CellHistory
     from distnb.notebook.session import Session
     from distnb.widgets.front import Front
 
@@ -49,9 +51,10 @@ _ANY = StrategySpec("mirrored")
 class ClusterMagic:
     """The subcommands of `%distnb`."""
 
-    def __init__(self, shell: InteractiveShell, front: Front) -> None:
+    def __init__(self, shell: InteractiveShell, front: Front, history: CellHistory) -> None:
         self._shell = shell
         self._front = front
+        self._history = history
 
     def distnb(self, line: str) -> None:
         """Run a line of `%distnb COMMAND …`."""
@@ -161,6 +164,23 @@ class ClusterMagic:
         unheard = "It does not answer: it has ended, or native code holds Python's lock.\n"
         for row in session.status():
             print(f"── engine {row.engine} ({row.device}) ──\n{stacks.get(row.engine, unheard) or 'idle'}".rstrip())
+
+    def logs(self, found: Namespace) -> None:
+        """`%distnb logs [ENGINE]`."""
+        logs = sessions.require().logs()
+        if found.engine is not None and found.engine not in logs:
+            raise OptionError(f"There is no engine {found.engine}; the engines are {', '.join(map(str, logs))}.")
+        for engine, text in logs.items():
+            if found.engine in (None, engine):
+                print(f"── engine {engine} ──\n{text}")
+
+    def history(self, found: Namespace) -> None:
+        """`%distnb history`."""
+        rows = self._history.rows()
+        if rows:
+            self._table(HEADER, rows, numeric=("cell", "replicas", "seconds"))
+        else:
+            print("No cell has run on engines.")
 
     def interrupt(self, found: Namespace) -> None:
         """`%distnb interrupt`."""

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from distnb.errors import OptionError, closest
 
-__all__ = ["COMMANDS", "DISTRIBUTE", "LIVE_MODES", "asks_for_help", "distnb_help"]
+__all__ = ["AUTODISTRIBUTE", "COMMANDS", "DISTRIBUTE", "LIVE_MODES", "asks_for_help", "distnb_help"]
 
 LIVE_MODES = ("auto", "widget", "picture", "text", "off")
 
@@ -78,6 +78,8 @@ def _commands() -> dict[str, LineParser]:
         "status": "what each engine is, and does",
         "devices": "the devices, and who uses them",
         "stacks": "where each engine is in its program",
+        "logs": "what each engine wrote outside programs",
+        "history": "the cells that ran on engines: how long, and how they ended",
         "interrupt": "end the program, as the stop button does",
         "variables": "where each variable lives",
         "check": "whether replicas hold the same bits",
@@ -90,6 +92,7 @@ def _commands() -> dict[str, LineParser]:
     add("engines", metavar="ENGINE", nargs="*", type=_whole, help="their numbers, as %%distnb status shows them")
     add("--missing", action="store_true", help="those that have ended; what is mirrored is restored to them")
     commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables; without one, all mirrored ones")
+    commands["logs"].add_argument("engine", metavar="ENGINE", nargs="?", type=_whole, help="of this engine alone")
     add = commands["output"].add_argument
     add(
         "replica",
@@ -139,6 +142,29 @@ def _distribute() -> LineParser:
     add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1")
     add("--gradients", choices=("sum", "mean"), help="how gradients are combined; without it, their sum")
     add("--oversubscribe", action="store_true", help="several replicas may share a device")
+    add("--replicas", dest="only", metavar="0,2-3", type=_numbers, help="only these run it; the others do nothing")
+    add("--time", action="store_true", help="tell where its time went")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """ "0,2-3" as (0, 2, 3)."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdigit() and (last or first).isdigit() and int(first) <= int(last or first)):
+            raise argparse.ArgumentTypeError(f"{text} names no replicas. Write 1, or 0,2-3")
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
+
+
+def _autodistribute() -> LineParser:
+    parser = LineParser(
+        "%autodistribute",
+        "run the cells that follow as %%distribute cells, until %autodistribute off. Those that begin with %, ! or ? "
+        "run in the notebook",
+    )
+    parser.add_argument("line", metavar="STRATEGY", nargs="?", default="", help="as after %%%%distribute, or off")
     return parser
 
 
@@ -147,6 +173,9 @@ COMMANDS = _commands()
 
 DISTRIBUTE = _distribute()
 """The parser of `%%distribute`."""
+
+AUTODISTRIBUTE = _autodistribute()
+"""The parser of `%autodistribute`, as far as its first word."""
 
 
 def distnb_help() -> str:

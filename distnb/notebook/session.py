@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
+from distnb.errors import OptionError
 from distnb.notebook.closure_channel import ClosureChannel
 from distnb.notebook.dispatch import Outcome
 from distnb.notebook.engines import Engines, EngineStatus
@@ -23,7 +25,7 @@ from distnb.topology import Device, Task, Team
 from distnb.wire.exchange import Snapshot
 from distnb.wire.messages import Apply, CallFunction, ObjectId, RunCell, Status
 
-__all__ = ["EngineStatus", "Session"]
+__all__ = ["CellTimes", "EngineStatus", "Session"]
 
 _OUTPUT_PATIENCE_S = 1.0
 
@@ -37,6 +39,20 @@ class _Call(NamedTuple):
     changes: int
 
 
+class CellTimes(NamedTuple):
+    """Where the time of a cell went, in seconds.
+
+    Attributes:
+        packing: Until it was sent, with what it reads.
+        running: On each replica, in replica order.
+        taking: From the last reply on: what it did was taken over.
+    """
+
+    packing: float
+    running: tuple[float, ...]
+    taking: float
+
+
 class Session:
     """A running cluster as the notebook sees it. `start` makes one.
 
@@ -46,6 +62,7 @@ class Session:
         namespace: The notebook's side of the one namespace.
         unshown: Programs that nobody asked for by running a cell (see `looking`): their output is not shown.
         latest_strategy: The word for the one that the latest call was made of.
+        latest_times: Of the latest cell that ended.
     """
 
     def __init__(self, user_ns: dict[str, Any], plan: HostPlan) -> None:
@@ -64,6 +81,7 @@ class Session:
         self.unshown: set[int] = set()
         self._owner = os.getpid()
         self.latest_strategy = ""
+        self.latest_times: CellTimes | None = None
 
     # -- the cluster -----------------------------------------------------------------------------------------------
 
@@ -163,6 +181,10 @@ class Session:
         """
         return self._supervisor.await_flush(self._engines.left, timeout_s)
 
+    def logs(self) -> dict[int, str]:
+        """The last lines of each engine's log: what it wrote outside programs."""
+        return {engine: self._engines.cluster.log_tail(engine) for engine in self._engines.ids}
+
     def stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
         """Where each engine is in the program that it runs, as lines of a traceback; "" for an idle one.
 
@@ -185,7 +207,14 @@ class Session:
         return self._dispatch.latest
 
     def run_cell(
-        self, source: str, spec: StrategySpec, *, filename: str, label: str = "", in_scope: bool = False
+        self,
+        source: str,
+        spec: StrategySpec,
+        *,
+        filename: str,
+        label: str = "",
+        in_scope: bool = False,
+        only: tuple[int, ...] | None = None,
     ) -> None:
         """Run a cell on every replica of a strategy, and bind what it assigned.
 
@@ -194,30 +223,39 @@ class Session:
             filename: What code objects of the cell carry.
             label: How tracebacks call the cell, "Cell In[3]".
             in_scope: Run it within `strategy.scope()`.
+            only: The replicas that run it; None for all.
 
         Raises:
+            OptionError: There is no such replica.
             BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
         """
+        began = time.monotonic()
         with self._dispatch.turn:
             self._send_besides()
             self.settle()  # what earlier calls did belongs to the namespace that the cell gets
             team = self.team(spec)
+            if only and max(only) >= team.size:
+                raise OptionError(f"There is no replica {max(only)}: the program's are 0 to {team.size - 1}.")
             self._dispatch.require_ready(team.engines)
             program = self._dispatch.number()
             with self._dispatch.interrupts as interrupts:
                 with interrupts.brief():
                     snapshot = self.namespace.outgoing(source, team)
                     self.namespace.operations.changes += 1
-                message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot)
+                message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot, only)
                 self._supervisor.publish(Status(program, "started", team))
                 outcome = self._dispatch.post(program, team.engines, message, quiet=False)
+                sent = time.monotonic()
                 self._wait(outcome, team)
+                ended = time.monotonic()
                 self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
                 self._supervisor.publish(Status(program, "ended", team, "" if outcome.ok else "failed"))
                 with interrupts.brief():
                     self.namespace.incoming(team, outcome.done(team))
                     if outcome.stuck:
                         self.namespace.failed(snapshot)
+        running = tuple(outcome.replies[each].seconds for each in team.engines if each in outcome.replies)
+        self.latest_times = CellTimes(sent - began, running, time.monotonic() - ended)
         warn_of_drift(outcome)
         self._raise_failure(outcome, team)
 

@@ -132,6 +132,11 @@ class Front:
                 # A widget is kept for a while: closing it at once would blank what a slow browser still shows.
                 self._cells.popleft()[1].close()
 
+    @property
+    def title(self) -> str:
+        """Which strategy the cell runs; "" if it said none."""
+        return self._current.model.title if self._current is not None else ""
+
     def name_cell(self, title: str) -> None:
         """Say which strategy the cell runs."""
         if self._current is not None:

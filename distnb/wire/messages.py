@@ -58,6 +58,7 @@ class RunCell(NamedTuple):
         filename: Key of the source in linecache, the notebook's own name for the cell.
         label: How tracebacks call it, "Cell In[3]".
         in_scope: Run inside `strategy.scope()`.
+        only: The replicas that run it, by their ids; the others do nothing. None: all.
         snapshot: What it needs of the namespace (see `wire.exchange`).
     """
 
@@ -69,6 +70,7 @@ class RunCell(NamedTuple):
     label: str = ""
     in_scope: bool = False
     snapshot: Any = None
+    only: tuple[int, ...] | None = None
 
 
 class CallFunction(NamedTuple):
@@ -183,6 +185,7 @@ class Reply(NamedTuple):
 
     Attributes:
         value: What it gave.
+        seconds: How long it took there, from its beginning to this reply.
         changed: The mirrored parameters that it changed by hand, with numbers that are equal for equal values.
         renew: Whether it caught errors in which replicas parted: the next program needs a new process group.
     """
@@ -193,6 +196,7 @@ class Reply(NamedTuple):
     value: Any = None
     renew: bool = False
     changed: Mapping[str, int] = {}
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
