@@ -106,12 +106,13 @@ class Agent:
         for descriptor, name in streams:
             reading, logs[name], forward = pipe_descriptor(engine, descriptor, name, self._running, self._emit)
             pipes[reading] = forward
+        self._telemetry = telemetry.Telemetry()
         self._control = Control(
             engine,
             Link(context, engine, connection.control_url, **keys),
             self._guard,
             free_collectives=groups.abort,
-            sample=telemetry.sample,
+            sample=self._telemetry.sample,
             pipes=pipes,
         )
         self._serving = self._listening = False
