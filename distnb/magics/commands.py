@@ -37,7 +37,7 @@ class LineParser(argparse.ArgumentParser):
         usage = self.usage_line
         raise OptionError(
             f"{self.prog}: {message.removeprefix('argument ')}. "
-            + (f"Usage: {usage}" if len(usage) < 110 else f"{self.prog} -h shows its options.")
+            + (f"Usage: {usage}" if len(usage) < 160 else f"{self.prog} -h shows its options.")
         )
 
     def read(self, line: str) -> argparse.Namespace:
@@ -83,6 +83,7 @@ def _commands() -> dict[str, LineParser]:
         "check": "whether replicas hold the same bits",
         "output": "all that the replicas wrote",
         "live": "how curves and replicas are drawn",
+        "timeline": "where the time of the latest steps went, and who is the straggler",
     }
     commands = {name: LineParser(f"%distnb {name}", text) for name, text in about.items()}
     _start(commands["start"])
@@ -99,6 +100,9 @@ def _commands() -> dict[str, LineParser]:
         help="of this replica; without it, of all, in the latest cell where one wrote",
     )
     add("--save", metavar="FILE", help="write it to a file")
+    add = commands["timeline"].add_argument
+    add("--steps", metavar="N", type=_count, default=10, help="of so many steps, the latest; without it, of 10")
+    add("--save", metavar="FILE", help="write it as a Chrome trace, which ui.perfetto.dev opens")
     add = commands["live"].add_argument
     add("mode", metavar="MODE", choices=LIVE_MODES, help=f"{', '.join(LIVE_MODES)}; auto chooses")
     return commands
@@ -138,6 +142,8 @@ def _distribute() -> LineParser:
     add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1")
     add("--gradients", choices=("sum", "mean"), help="how gradients are combined; without it, their sum")
     add("--oversubscribe", action="store_true", help="several replicas may share a device")
+    add("--timeline", action="store_true", help="draw each wait of the latest steps, replica by replica")
+    add("--profile", metavar="DIR", help="run torch.profiler on every replica; each one's trace is put there")
     return parser
 
 

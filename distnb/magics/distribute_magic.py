@@ -22,6 +22,7 @@ from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
 from distnb.magics.commands import DISTRIBUTE, asks_for_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
+from distnb.notebook.output.profiles import profile_folder
 from distnb.notebook.output.wording import cell_name
 from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
@@ -108,20 +109,25 @@ class DistributeMagic(ast.NodeTransformer):
             # their lines in this one: for tracebacks, inspect, and replicas that they are sent to later.
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             with presented():
+                profile = profile_folder(request.profile) if request.profile else None
                 session = self._ensure(request.spec)
                 self._names(request)
-                self._run(session, source, request.spec, filename, in_scope=False)
+                self._front.draw_each_wait(request.timeline)
+                watched = {"detailed": request.timeline, "profile": profile}
+                self._run(session, source, request.spec, filename, in_scope=False, **watched)
 
     def run_in_scope(self, source: str, spec: StrategySpec, filename: str) -> None:
         """Run the body of a top-level `with strategy.scope():` on the replicas."""
         self._front.name_cell(spec.kind)
         self._run(self._ensure(), source, spec, filename, in_scope=True)
 
-    def _run(self, session: Session, source: str, spec: StrategySpec, filename: str, *, in_scope: bool) -> None:
+    def _run(
+        self, session: Session, source: str, spec: StrategySpec, filename: str, *, in_scope: bool, **watched: Any
+    ) -> None:
         # IPython's counter may be one further already.
         label = cell_name(filename, self._shell) or f"Cell In[{self._shell.execution_count}]"
         try:
-            session.run_cell(source, spec, filename=filename, label=label, in_scope=in_scope)
+            session.run_cell(source, spec, filename=filename, label=label, in_scope=in_scope, **watched)
         finally:
             # All that the replicas wrote stands in the cell before its error does.
             self._front.flush()

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
@@ -17,6 +18,8 @@ from distnb.notebook.failures import raise_failure, warn_of_drift
 from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
+from distnb.notebook.output.profiles import write_profiles
+from distnb.notebook.output.timeline_model import TimelineModel
 from distnb.notebook.pending import BesideCall, PendingCall, Unsettled
 from distnb.options import StrategySpec
 from distnb.topology import Device, Task, Team
@@ -170,6 +173,13 @@ class Session:
         """
         return self._supervisor.ask_stacks(self._engines.left, timeout_s)
 
+    def timeline(self, timeout_s: float = 2.0) -> TimelineModel:
+        """How the replicas have spent their time lately; nothing of engines that do not answer in time."""
+        model = TimelineModel()
+        for sample in self._supervisor.ask_activity(self._engines.left, timeout_s):
+            model.feed(sample)
+        return model
+
     # -- programs --------------------------------------------------------------------------------------------------
 
     def team(self, spec: StrategySpec) -> Team:
@@ -185,7 +195,15 @@ class Session:
         return self._dispatch.latest
 
     def run_cell(
-        self, source: str, spec: StrategySpec, *, filename: str, label: str = "", in_scope: bool = False
+        self,
+        source: str,
+        spec: StrategySpec,
+        *,
+        filename: str,
+        label: str = "",
+        in_scope: bool = False,
+        detailed: bool = False,
+        profile: Path | None = None,
     ) -> None:
         """Run a cell on every replica of a strategy, and bind what it assigned.
 
@@ -194,6 +212,8 @@ class Session:
             filename: What code objects of the cell carry.
             label: How tracebacks call the cell, "Cell In[3]".
             in_scope: Run it within `strategy.scope()`.
+            detailed: Have events tell each wait of the replicas.
+            profile: A folder for what torch.profiler records on each replica.
 
         Raises:
             BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
@@ -208,7 +228,9 @@ class Session:
                 with interrupts.brief():
                     snapshot = self.namespace.outgoing(source, team)
                     self.namespace.operations.changes += 1
-                message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot)
+                message = RunCell(
+                    program, team, spec, source, filename, label, in_scope, snapshot, detailed, profile is not None
+                )
                 self._supervisor.publish(Status(program, "started", team))
                 outcome = self._dispatch.post(program, team.engines, message, quiet=False)
                 self._wait(outcome, team)
@@ -218,6 +240,9 @@ class Session:
                     self.namespace.incoming(team, outcome.done(team))
                     if outcome.stuck:
                         self.namespace.failed(snapshot)
+        if profile is not None:
+            traces = {team.rank_of(engine): reply.profile for engine, reply in outcome.replies.items()}
+            write_profiles(profile, {replica: trace for replica, trace in traces.items() if trace is not None})
         warn_of_drift(outcome)
         self._raise_failure(outcome, team)
 

@@ -320,13 +320,14 @@ class Waiting(NamedTuple):
     """What a replica waits in, when it was measured.
 
     Attributes:
-        kind, what, where, number: See `distnb.activity`.
+        kind, what, where, group, number: See `distnb.activity`.
         seconds: For how long.
     """
 
     kind: Kind
     what: str
     where: str
+    group: str
     number: int
     seconds: float
 

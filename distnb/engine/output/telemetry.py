@@ -109,8 +109,8 @@ def _waiting() -> Waiting | None:
     wait = activity.waiting()
     if wait is None:
         return None
-    arrival = wait.arrival
-    return Waiting(wait.kind, arrival.what, arrival.where, arrival.number, activity.clock() - wait.begin)
+    _, group, number, what, where = wait.arrival
+    return Waiting(wait.kind, what, where, group, number, activity.clock() - wait.begin)
 
 
 def _callee(code: CodeType, instruction: int) -> str:

@@ -198,8 +198,9 @@ class LiveModel:
                 row.values.update(values)
         elif isinstance(event, TelemetrySample):
             row = self._row(event.replica, event.engine)
-            row.measured(event, *self._before(event.engine, event.steps, event.examples))
-            self.timeline.feed(event)
+            before = self._before(event.engine, event.steps, event.examples)
+            row.measured(event, *before)
+            self.timeline.feed(event, before[0])
             self.waits.feed(event, now)
         elif isinstance(event, Status):
             self._status(event)

@@ -26,7 +26,6 @@ State = Literal["compute", "communication", "waiting", "input", "idle"]
 _ABOVE: Final = ("waiting", "communication", "input", "compute")  # where several are true at once, the first counts
 
 _STEPS = 10  # that are looked at, the latest
-_QUEUE_WINDOW_S = 4.0
 _MOST_OFFSETS = 200
 _HELD_UP = 0.1  # of the time: less waiting than this is not worth a name
 _FOR_ONE = 2 / 3  # of all waiting: whoever is waited for so much is the straggler
@@ -104,6 +103,7 @@ class _Track:
         self.newest = 0
         self.now = 0.0  # up to which it has told all
         self.began: float | None = None  # of the program that runs
+        self.steps_before = 0
         self.queued: deque[tuple[float, float]] = deque(maxlen=64)  # moment, seconds
 
     def take(self, sample: TelemetrySample) -> None:
@@ -115,8 +115,6 @@ class _Track:
         self.now = events[-1].end
         if sample.queued_s is not None:
             self.queued.append((self.now, sample.queued_s))
-            while len(self.queued) > 2 and self.queued[1][0] < self.now - _QUEUE_WINDOW_S:
-                self.queued.popleft()
         serials = [event.serial for event in events if event.serial]
         if serials and (serials[0] > self.newest + 1 or serials[-1] < self.newest):
             self.events.clear()  # there is a gap; or another process has taken the engine's place
@@ -132,11 +130,13 @@ class _Track:
             return first.begin if first.serial == 1 else first.end
         return self.now if self.began is None else self.began
 
-    def queued_share(self) -> float | None:
-        if len(self.queued) < 2 or self.queued[-1][0] - self.queued[0][0] < 0.5:
+    def queued_share(self, begin: float, end: float) -> float | None:
+        """Of the time between the samples around a time, for how much it was ready and had no processor."""
+        before = next((each for each in reversed(self.queued) if each[0] <= begin), None)
+        after = next((each for each in self.queued if each[0] >= end), None)
+        if before is None or after is None or after[0] <= before[0]:
             return None
-        (then, before), (now, queued) = self.queued[0], self.queued[-1]
-        return (queued - before) / (now - then)
+        return (after[1] - before[1]) / (after[0] - before[0])
 
 
 class TimelineModel:
@@ -151,9 +151,11 @@ class TimelineModel:
     def __init__(self) -> None:
         self._tracks: dict[int, _Track] = {}
 
-    def feed(self, sample: TelemetrySample) -> None:
-        """Take a sample of a replica."""
-        self._tracks.setdefault(sample.replica, _Track()).take(sample)
+    def feed(self, sample: TelemetrySample, steps_before: int = 0) -> None:
+        """Take a sample of a replica; that many of the steps it tells of are not looked at."""
+        track = self._tracks.setdefault(sample.replica, _Track())
+        track.steps_before = steps_before
+        track.take(sample)
 
     @property
     def replicas(self) -> list[int]:
@@ -170,10 +172,15 @@ class TimelineModel:
             return None
         begin, end, count = window
         pieces = self._pieces(events, begin, end)
-        seconds = {replica: dict.fromkeys(KINDS, 0.0) for replica in self._tracks}
+        seconds = {replica: dict.fromkeys(KINDS, 0.0) for replica in self.replicas}
         for piece in pieces:
             seconds[piece.replica][piece.kind] += piece.end - piece.begin
-        queued = {replica: share for replica in self._tracks if (share := self._tracks[replica].queued_share())}
+        queued = {}
+        for replica in self.replicas:
+            offset = self._offset(replica)
+            share = self._tracks[replica].queued_share(begin + offset, end + offset)
+            if share is not None:
+                queued[replica] = share
         straggler = _straggler(events, seconds, begin, end)
         return Spent(begin, end, count, seconds, straggler, queued, self._crowd())
 
@@ -184,8 +191,13 @@ class TimelineModel:
         if window is None:
             return [], []
         begin, end, _ = window
-        ends = [(at, number) for at, number in _step_ends(events[self._first]) if begin <= at <= end]
-        return self._pieces(events, begin, end), ends
+        return self._pieces(events, begin, end), [each for each in self._step_ends(events) if begin <= each[0] <= end]
+
+    def _step_ends(self, events: Mapping[int, list[Event]]) -> list[tuple[float, int]]:
+        """When steps ended on the first replica, and their numbers."""
+        before = self._tracks[self._first].steps_before
+        steps = [(each.end, each.arrival.number) for each in events[self._first] if each.kind == "step"]
+        return [(at, number - before) for at, number in steps if number > before]
 
     @property
     def _first(self) -> int:
@@ -229,7 +241,7 @@ class TimelineModel:
         offsets = {replica: self._offset(replica) for replica in events}
         begin = max(track.since - offsets[replica] for replica, track in self._tracks.items())
         end = min(track.now - offsets[replica] for replica, track in self._tracks.items())
-        ends = [at for at, _ in _step_ends(events[self._first]) if begin <= at <= end][-steps - 1 :]
+        ends = [at for at, _ in self._step_ends(events) if begin <= at <= end][-steps - 1 :]
         if len(ends) > 1:
             return ends[0], ends[-1], len(ends) - 1
         return (begin, end, 0) if end > begin else None
@@ -254,10 +266,6 @@ def _name(event: Event) -> tuple[str, int]:
 def _is_met(event: Event) -> bool:
     """Whether it is a collective that a thread waited in, which other replicas know."""
     return event.kind == "collective" and bool(event.arrival.group)
-
-
-def _step_ends(events: list[Event]) -> Iterator[tuple[float, int]]:
-    return ((event.end, event.arrival.number) for event in events if event.kind == "step")
 
 
 def _arrivals(events: Mapping[int, list[Event]]) -> dict[tuple[str, int], dict[int, float]]:

@@ -57,48 +57,35 @@ class WaitsModel:
         return (sample.waiting.seconds if sample.waiting is not None else 0.0) + now - came
 
     def _line(self, replicas: list[int], now: float) -> str:
-        wait = self._wait(replicas[0])
+        sample = self._latest[replicas[0]][0]
+        wait = sample.waiting
         assert wait is not None
         seconds = max(self._seconds(replica, now) for replica in replicas)
-        many = len(replicas) > 1
-        at = _in(cell_place(wait.where) or self._latest[replicas[0]][0].where)
-        number = f", collective number {wait.number}" if wait.number else ""
-        said = {
-            "collective": f"wait{'' if many else 's'} in {_short(wait.what)}{at}{number}",
-            "background": f"ha{'ve' if many else 's'} {_short(wait.what)}{at}{number} under way",
-            "input": f"wait{'' if many else 's'} for {'their' if many else 'its'} next batch{at}",
-            "servers": f"wait{'' if many else 's'} for {wait.what}{at}",
-        }.get(wait.kind, "")
-        line = f"{self._name(replicas)} {said} since {seconds:.0f} s"
+        line = f"{self._name(replicas)} {_words(sample, wait, len(replicas))} since {seconds:.0f} s"
         if wait.kind in ("input", "servers"):
             return f"{line}."
         absent = [replica for replica in sorted(self._latest) if not self._is_there(replica, wait)]
-        return "; ".join([line, *(self._elsewhere(replica, now) for replica in absent)]) + "."
+        others = [self._elsewhere(replica, now) for replica in absent] or ["all are there"]
+        return "; ".join([line, *others]) + "."
 
     def _is_there(self, replica: int, wait: Waiting) -> bool:
-        """Whether a replica is in the same collective, or has come to a later one."""
+        """Whether a replica is in the same collective, or has come to a later one of the group."""
         other = self._wait(replica)
-        same = other is not None and other.number == wait.number and _short(other.what) == _short(wait.what)
-        return same and other is not None and other.kind in ("collective", "background")
+        return other is not None and other.group == wait.group and other.number >= wait.number
 
     def _elsewhere(self, replica: int, now: float) -> str:
         sample, came = self._latest[replica]
-        name, wait = self._name([replica]), sample.waiting
+        name = f"{self._name([replica])} is not there"
         if not self._is_fresh(replica, now):
             seen = f"; it was last seen in {sample.where}" if sample.where else ""
-            return f"{name} is not there, and has told nothing for {now - came:.0f} s{seen}"
-        if wait is not None and wait.kind == "input":
+            return f"{name}, and has told nothing for {now - came:.0f} s{seen}"
+        if sample.waiting is not None:
             seconds = self._seconds(replica, now)
-            return f"{name} is not there: it waits for its next batch{_in(sample.where)} since {seconds:.0f} s"
-        if wait is not None and wait.kind == "servers":
-            return f"{name} is not there: it waits for {wait.what}{_in(sample.where)}"
-        if wait is not None:
-            number = f", collective number {wait.number}" if wait.number else ""
-            return f"{name} is in another one: {_short(wait.what)}{_in(cell_place(wait.where) or sample.where)}{number}"
+            return f"{name}: it {_words(sample, sample.waiting)} since {seconds:.0f} s"
         if not sample.where:
-            return f"{name} is not there"
+            return name
         call = f", in {sample.call}" if sample.call else ""
-        return f"{name} is not there: it is in {sample.where}{call}, since {now - self._steady[replica]:.0f} s"
+        return f"{name}: it is in {sample.where}{call}, since {now - self._steady[replica]:.0f} s"
 
     def _name(self, replicas: list[int]) -> str:
         return f"{self.who}{'s' if len(replicas) > 1 else ''} {', '.join(ranges(replicas))}"
@@ -106,11 +93,21 @@ class WaitsModel:
 
 def _place(sample: TelemetrySample) -> tuple[object, ...]:
     wait = sample.waiting
-    return sample.where, sample.call, sample.steps, (wait.kind, wait.what, wait.number) if wait is not None else None
+    return sample.where, sample.steps, (wait.kind, wait.what, wait.number) if wait is not None else None
 
 
-def _in(place: str) -> str:
-    return f" ({place})" if place else ""
+def _words(sample: TelemetrySample, wait: Waiting, count: int = 1) -> str:
+    """What one replica does who waits, or several: "waits in all_reduce (cell 3, line 4; number 17)"."""
+    told = [cell_place(wait.where) or sample.where, f"number {wait.number}" if wait.number else ""]
+    at = f" ({'; '.join(filter(None, told))})" if any(told) else ""
+    s = "s" if count == 1 else ""
+    if wait.kind == "input":
+        return f"wait{s} for {'its' if s else 'their'} next batch{at}"
+    if wait.kind == "servers":
+        return f"wait{s} for {wait.what}{at}"
+    if wait.kind == "background":
+        return f"ha{'s' if s else 've'} {_short(wait.what)}{at} under way"
+    return f"wait{s} in {_short(wait.what)}{at}"
 
 
 def _short(operation: str) -> str:
