@@ -160,6 +160,6 @@ def distnb_help() -> str:
     lines = []
     for parser in COMMANDS.values():
         usage = parser.usage_line
-        shown = usage if len(usage) < width else "%distnb start [-n N] …"
+        shown = usage if len(usage) < width else f"{' '.join(usage.split()[:4])} …"  # the magic, and an option
         lines.append(f"{shown:<{width}}{parser.about}")
     return "\n".join([*lines, "", "%distnb COMMAND -h tells more of a command.", "", COMMANDS["start"].format_help()])

@@ -25,6 +25,7 @@ __all__ = ["Telemetry", "remember_cell", "where_it_failed"]
 
 _FEW_EVENTS = 64  # in a sample, where nobody asked for all
 _KNOWN_CALLS = 64
+_CACHE = dis.opmap["CACHE"]
 _labels: dict[str, str] = {}
 _loaded = time.monotonic()
 
@@ -115,7 +116,10 @@ def _waiting() -> Waiting | None:
 
 def _callee(code: CodeType, instruction: int) -> str:
     """What is called by an instruction, as the source has it: "time.sleep"; "" if it is no call."""
-    if not dis.opname[code.co_code[instruction]].startswith("CALL"):
+    content = code.co_code
+    while instruction > 0 and content[instruction] == _CACHE:  # behind the call of a function that is in Python, too
+        instruction -= 2
+    if not dis.opname[content[instruction]].startswith("CALL"):
         return ""
     first, last, begin, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
     if first is None or last is None or begin is None or end is None:

@@ -324,7 +324,7 @@ def _straggler(
     others = len(events) - 1
     for own in events.values():
         for event in own:
-            there = arrivals.get(_name(event), {}) if _is_met(event) and begin <= event.end <= end else {}
+            there = arrivals.get(_name(event), {}) if _is_met(event) and begin < event.end <= end else {}
             if len(there) > 1:
                 latest = max(there, key=lambda replica: there[replica])
                 held[latest] += max(0.0, min(there[latest], event.end) - event.begin) / others
