@@ -137,6 +137,8 @@ def gantt_picture(pieces: list[Piece], steps: list[tuple[float, int]]) -> str:
                 yield _bar("gantt", each.kind, x, rows[each.replica] * (height + 3) + 14, width, height, tip)
         for tick in nice_ticks(0.0, (end - begin) * 1e3, 6):
             x = _LEFT + tick / 1e3 * scale
+            if x > _WIDTH - 22:
+                continue
             look = f'y="{bottom + 8}" text-anchor="middle" fill="{_GREY}"'
             yield f'<text x="{x:.1f}" {look}>{short_number(tick)} ms</text>'
         yield from _legend(bottom + 12, {each.kind for each in pieces})

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from distnb.activity import Event, Kind
+from distnb.activity import Kind
 from distnb.options import StrategySpec
 from distnb.topology import Task, Team
 
@@ -343,7 +343,7 @@ class TelemetrySample:
         where: The user's line that the replica is in, when known ("cell 3, line 12").
         call: What that line calls, if it did so a sample ago, too: "time.sleep".
         waiting: What it waits in.
-        events: The latest of `distnb.activity`; their serials tell whether some are left out since the last sample.
+        events: The latest of `distnb.activity`, as plain tuples; their serials tell whether some are left out.
         machine: Whose clock the events' moments are of.
         queued_s: How long its main thread has been ready and had no processor, in all; None where it is not known.
         processors: How many processors the engine may use.
@@ -360,7 +360,7 @@ class TelemetrySample:
     where: str = ""
     call: str = ""
     waiting: Waiting | None = None
-    events: tuple[Event, ...] = ()
+    events: tuple[tuple[Any, ...], ...] = ()
     machine: str = ""
     queued_s: float | None = None
     processors: int = 0

@@ -42,9 +42,9 @@ def trained(
                 ("collective", met, end, arrival),
                 ("step", end, end, Arrival(end, number=step + 1)),
             ]
-        numbered = [Event(serial + place, *event) for place, event in enumerate(events)]  # type: ignore[arg-type]
+        numbered = [Event(serial + place, *event[:3], *event[3]) for place, event in enumerate(events)]  # type: ignore[arg-type]
         now = numbered[-1].end
-        found.append((*numbered, Event(0, "program", 100.0 + offset - 0.01, now, Arrival(0.0))))
+        found.append((*numbered, Event(0, "program", 100.0 + offset - 0.01, now, 0.0)))
     return found
 
 
@@ -109,8 +109,8 @@ def test_replicas_that_wait_by_turns_have_no_straggler() -> None:
             met = begin + (0.038 if step % 2 == replica else 0.01)
             own.append(("collective", met, begin + 0.04, Arrival(met, "w", step + 1)))
             own.append(("step", begin + 0.04, begin + 0.04, Arrival(0.0, number=step + 1)))
-        numbered = tuple(Event(place + 1, *event) for place, event in enumerate(own))
-        events.append((*numbered, Event(0, "program", 10.0, own[-1][2], Arrival(0.0))))
+        numbered = tuple(Event(place + 1, *event[:3], *event[3]) for place, event in enumerate(own))
+        events.append((*numbered, Event(0, "program", 10.0, own[-1][2], 0.0)))
     spent = model_of(events).spent()
     assert spent is not None
     assert spent.straggler is None
@@ -128,11 +128,11 @@ def test_input_is_told_apart_and_may_make_the_straggler() -> None:
 
 def test_a_collective_within_a_read_counts_as_such() -> None:
     events = (
-        Event(1, "step", 0.0, 0.0, Arrival(0.0, number=1)),
-        Event(2, "collective", 0.02, 0.05, Arrival(0.02, "w", 1)),
-        Event(3, "input", 0.01, 0.06, Arrival(0.01)),
-        Event(4, "step", 0.1, 0.1, Arrival(0.1, number=2)),
-        Event(0, "program", -1.0, 0.1, Arrival(0.0)),
+        Event(1, "step", 0.0, 0.0, 0.0, number=1),
+        Event(2, "collective", 0.02, 0.05, 0.02, "w", 1),
+        Event(3, "input", 0.01, 0.06, 0.01),
+        Event(4, "step", 0.1, 0.1, 0.1, number=2),
+        Event(0, "program", -1.0, 0.1, 0.0),
     )
     model = model_of([events])
     spent = model.spent()
@@ -144,7 +144,7 @@ def test_a_collective_within_a_read_counts_as_such() -> None:
 
 def test_the_time_between_programs_is_idle() -> None:
     events = tuple(
-        Event(place + 1, *event)
+        Event(place + 1, *event[:3], *event[3])
         for place, event in enumerate(
             (kind, 0.1 * call + begin, 0.1 * call + 0.03, Arrival(0.0, number=call + 1))
             for call in range(5)
@@ -191,7 +191,7 @@ def test_processors_that_are_shared_are_told_only_if_replicas_waited_for_them() 
     for queued in (0.0, 0.3):
         model = TimelineModel()
         for replica, own in enumerate(trained([0.010] * 4, 30)):
-            early = (own[0], Event(0, "program", 99.0, own[0].end, Arrival(0.0)))
+            early = (own[0], Event(0, "program", 99.0, own[0].end, 0.0))
             model.feed(sample(replica, early, queued_s=1.0))
             rest = (*own[1:-1], own[-1])
             model.feed(sample(replica, rest, queued_s=1.0 + queued * 0.29 * (replica < 2)))
@@ -308,7 +308,7 @@ def test_waits_within_waits_are_kept_apart() -> None:
     assert wait.kind == "input"
     activity.end()
     assert activity.waiting() is None
-    inner, outer = activity.latest(2)
+    inner, outer = map(Event._make, activity.latest(2))
     assert (inner.kind, outer.kind) == ("collective", "input")
     assert outer.begin <= inner.begin <= inner.end <= outer.end
 
@@ -346,8 +346,8 @@ def test_samples_bring_each_event_once_and_a_dump_all() -> None:
     for number in range(100):
         activity.note_step(number)
     first = telemetry.sample(0, 1, 0)
-    assert [each.arrival.number for each in first.events[:-1]] == list(range(36, 100))
-    assert (first.events[-1].kind, first.events[-1].serial) == ("program", 0)
+    assert [each[6] for each in first.events[:-1]] == list(range(36, 100))
+    assert first.events[-1][1::-1] == ("program", 0)
     assert len(telemetry.sample(0, 1, 0).events) == 1
     assert len(telemetry.sample(0, 1, 0, whole=True).events) > 100
 

@@ -205,6 +205,16 @@ class Communicator:
 
     def _await(self, heard: Callable[[], bool], number: int | None) -> None:
         """Wait for what all others tell. Nothing is entered yet that would end in Gloo when one of them dies."""
+        if heard():
+            return
+        what = verifier.describe(number) if number is not None and (verifier := self.verifier) is not None else ""
+        activity.begin("collective", activity.Arrival(activity.clock(), self.name, number or 0, what))
+        try:
+            self._hear(heard, number)
+        finally:
+            activity.end()
+
+    def _hear(self, heard: Callable[[], bool], number: int | None) -> None:
         closed_since = None
         while not heard():
             self.examine(number)

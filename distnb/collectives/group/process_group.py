@@ -299,17 +299,17 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Post a collective, and begin it. Returns what it is done with, its number, and what `begin` returned."""
         while True:
             current, backends = self.ready()
-            arrival = Arrival(activity.clock(), "", 0, record.operation, record.place)
-            activity.begin("collective", arrival)
+            at = activity.clock()
             try:
                 with current.posting:
                     number = current.post(record, limit_s)
-                    arrival = Arrival(arrival.at, current.name, number, record.operation, record.place)
-                    return current, number, begin(current, backends, arrival)
+                    arrival = Arrival(at, current.name, number, record.operation, record.place)
+                    made = begin(current, backends, arrival)
             except Superseded as found:
                 current.supersede(found)
-            finally:
-                activity.end(arrival)
+            else:
+                activity.begun(arrival)
+                return current, number, made
 
     def run(
         self,

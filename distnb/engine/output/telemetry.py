@@ -57,7 +57,7 @@ class Telemetry:
         most = activity.MOST_EVENTS if self.detailed or whole else _FEW_EVENTS
         events = activity.latest(most, after=0 if whole else self._told)
         if not whole:
-            self._told = max((event.serial for event in events), default=0) or self._told
+            self._told = max((event[0] for event in events), default=0) or self._told
         return TelemetrySample(
             engine=engine,
             program=program,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from distnb.activity import MOST_EVENTS, Arrival, Event
+from distnb.activity import MOST_EVENTS, Event
 from distnb.notebook.output.wording import cell_place
 from distnb.wire.messages import TelemetrySample
 
@@ -107,7 +107,7 @@ class _Track:
         self.queued: deque[tuple[float, float]] = deque(maxlen=64)  # moment, seconds
 
     def take(self, sample: TelemetrySample) -> None:
-        events = sample.events
+        events = [Event._make(event) for event in sample.events]
         if not events:
             return
         self.machine, self.processors = sample.machine, sample.processors
@@ -196,7 +196,7 @@ class TimelineModel:
     def _step_ends(self, events: Mapping[int, list[Event]]) -> list[tuple[float, int]]:
         """When steps ended on the first replica, and their numbers."""
         before = self._tracks[self._first].steps_before
-        steps = [(each.end, each.arrival.number) for each in events[self._first] if each.kind == "step"]
+        steps = [(each.end, each.number) for each in events[self._first] if each.kind == "step"]
         return [(at, number - before) for at, number in steps if number > before]
 
     @property
@@ -217,7 +217,7 @@ class TimelineModel:
         for replica, track in sorted(self._tracks.items()):
             events = list(track.events)
             if track.began is not None:
-                events.append(Event(0, "program", track.began, track.now, Arrival(track.began)))
+                events.append(Event(0, "program", track.began, track.now))
             offset = self._offset(replica)
             found[replica] = [_moved(event, -offset) for event in events] if offset else events
         return found
@@ -255,17 +255,16 @@ class TimelineModel:
 
 
 def _moved(event: Event, by: float) -> Event:
-    arrival = event.arrival._replace(at=event.arrival.at + by)
-    return event._replace(begin=event.begin + by, end=event.end + by, arrival=arrival)
+    return event._replace(begin=event.begin + by, end=event.end + by, at=event.at + by)
 
 
 def _name(event: Event) -> tuple[str, int]:
-    return event.arrival.group, event.arrival.number
+    return event.group, event.number
 
 
 def _is_met(event: Event) -> bool:
     """Whether it is a collective that a thread waited in, which other replicas know."""
-    return event.kind == "collective" and bool(event.arrival.group)
+    return event.kind == "collective" and bool(event.group)
 
 
 def _arrivals(events: Mapping[int, list[Event]]) -> dict[tuple[str, int], dict[int, float]]:
@@ -274,7 +273,7 @@ def _arrivals(events: Mapping[int, list[Event]]) -> dict[tuple[str, int], dict[i
     for replica, own in events.items():
         for event in own:
             if _is_met(event):
-                found[_name(event)].setdefault(replica, event.arrival.at)
+                found[_name(event)].setdefault(replica, event.at)
     return found
 
 
@@ -309,8 +308,7 @@ def _swept(replica: int, spans: list[tuple[float, float, State, Event]], begin: 
                 yield Piece(replica, "idle", at, moment)
             else:
                 _, _, state, event = spans[max(open_[kind])]
-                arrival = event.arrival
-                yield Piece(replica, state, at, moment, arrival.what, cell_place(arrival.where), arrival.number)
+                yield Piece(replica, state, at, moment, event.what, cell_place(event.where), event.number)
             at = moment
         if place >= 0:
             (open_[spans[place][2]].add if opens else open_[spans[place][2]].discard)(place)
@@ -377,9 +375,12 @@ def sentence(spent: Spent) -> str:
     if crowded:
         share = statistics.fmean(spent.queued[replica] for replica in crowded)
         processors, sharing = spent.processors
+        reason = "other threads or programs had them"
+        if sharing > processors:
+            reason = f"{sharing} replicas of a machine share {processors} processor{'s' if processors != 1 else ''}"
         parts.append(
             f"{len(crowded)} of {count} replicas were ready to compute, but had no processor, for {share:.0%} of their "
-            f"time: {sharing} replicas of a machine share {processors} processor{'s' if processors != 1 else ''}."
+            f"time: {reason}."
         )
     return " ".join(filter(None, parts))
 
