@@ -336,8 +336,9 @@ def test_another_threads_wait_is_seen_and_ends_by_itself() -> None:
 def test_an_end_whose_beginning_was_lost_does_no_harm() -> None:
     activity.begin("input")
     activity.program_began()
-    activity.end()
     assert activity.waiting() is None
+    activity.end()
+    assert activity.latest(1)[-1][1] == "program"
 
 
 def test_samples_bring_each_event_once_and_a_dump_all() -> None:
