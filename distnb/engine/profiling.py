@@ -14,6 +14,8 @@ __all__ = ["Profile"]
 class Profile:
     """Records what the main thread, and those that work for it, do within. On devices, too, where there are some."""
 
+    _profiler: Any = None
+
     def __enter__(self) -> Profile:
         import torch
         from torch.profiler import ProfilerActivity, profile
@@ -29,7 +31,9 @@ class Profile:
         self._profiler.stop()
 
     def trace(self) -> Any:
-        """A Chrome trace, compressed by gzip, as an array of bytes: these travel as they are."""
+        """A Chrome trace, compressed by gzip, as an array of bytes: these travel as they are. None if it never began."""
+        if self._profiler is None:
+            return None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json.gz")
             self._profiler.export_chrome_trace(str(path))
