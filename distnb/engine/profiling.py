@@ -31,7 +31,7 @@ class Profile:
         self._profiler.stop()
 
     def trace(self) -> Any:
-        """A Chrome trace, compressed by gzip, as an array of bytes: these travel as they are. None if it never began."""
+        """A Chrome trace as an array of gzip's bytes, which travel as they are; None if it never began."""
         if self._profiler is None:
             return None
         with tempfile.TemporaryDirectory() as folder:
