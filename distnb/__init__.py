@@ -26,6 +26,7 @@ _WHERE = {
     "partitioners": "distnb.partitioners:",
     "experimental": "distnb.strategies.aliases:experimental",
     "live": "distnb.strategies.live",
+    "timeline": "distnb.widgets.timeline",
     "Strategy": "distnb.strategies.base",
     "OneDeviceStrategy": "distnb.strategies.one_device",
     "MirroredStrategy": "distnb.strategies.mirrored",
@@ -123,6 +124,7 @@ if TYPE_CHECKING:
     from distnb.values import DistributedValues as DistributedValues
     from distnb.values import Mirrored as Mirrored
     from distnb.values import PerReplica as PerReplica
+    from distnb.widgets.timeline import timeline as timeline
 
 
 def __getattr__(name: str) -> Any:

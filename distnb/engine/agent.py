@@ -31,6 +31,7 @@ from distnb.engine.namespace.engine_namespace import EngineNamespace
 from distnb.engine.namespace.engine_objects import ObjectsOfTeams
 from distnb.engine.output import error_reports, progress_bars, telemetry
 from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
+from distnb.engine.profiling import Profile
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import dataset as datasets
@@ -106,12 +107,13 @@ class Agent:
         for descriptor, name in streams:
             reading, logs[name], forward = pipe_descriptor(engine, descriptor, name, self._running, self._emit)
             pipes[reading] = forward
+        self._telemetry = telemetry.Telemetry()
         self._control = Control(
             engine,
             Link(context, engine, connection.control_url, **keys),
             self._guard,
             free_collectives=groups.abort,
-            sample=telemetry.sample,
+            sample=self._telemetry.sample,
             pipes=pipes,
         )
         self._serving = self._listening = False
@@ -280,6 +282,8 @@ class Agent:
 
     def _run_cell(self, message: RunCell, replica: int) -> Reply:
         program, mark = message.program, None
+        profile = Profile() if message.profiled else None
+        self._telemetry.detailed = message.detailed
         failed: BaseException | None = None
         there = set(multiprocessing.active_children())
 
@@ -290,7 +294,8 @@ class Agent:
             mark = self._namespace.begin(message.source)
             groups.program_began(program)
             if message.only is None or replica in message.only:
-                with strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext():
+                scope = strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext()
+                with scope, profile or nullcontext():
                     self._executor.run(message.source, message.filename, message.label)
             self._shell.events.trigger("post_execute")  # figures that were drawn are shown now
 
@@ -306,10 +311,12 @@ class Agent:
         if mark is not None:
             results, interrupt = self._described(program, partial(self._namespace.finish, mark))
         failed = interrupt or failed
+        trace = profile.trace() if profile is not None and not self._guard.aborted else None
         try:
             if failed is None:
-                return Reply(program, "ok", value=results, renew=renew, changed=self._process.changed_by_hand())
-            return self._failed(program, failed, results)
+                changed = self._process.changed_by_hand()
+                return Reply(program, "ok", value=results, renew=renew, changed=changed, profile=trace)
+            return self._failed(program, failed, results)._replace(profile=trace)
         finally:
             failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
 

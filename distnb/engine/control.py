@@ -20,12 +20,15 @@ from typing import Any
 import zmq
 
 import distnb
+from distnb import activity
 from distnb.engine import guard
 from distnb.engine.guard import Guard
 from distnb.strategies import live
 from distnb.wire.channel import Link
 from distnb.wire.messages import (
     Abort,
+    Activity,
+    DumpActivity,
     DumpStacks,
     Flush,
     Flushed,
@@ -51,7 +54,8 @@ class Control:
     Args:
         link: The control channel; used by this thread only.
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
-        sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample.
+        sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample, with all
+            events that are kept if it is told `whole=True`.
         pipes: File descriptors to read from, each with the function that takes what is read.
 
     Attributes:
@@ -65,7 +69,7 @@ class Control:
         guard: Guard,
         *,
         free_collectives: Callable[[str], None],
-        sample: Callable[[int, int, int], TelemetrySample],
+        sample: Callable[..., TelemetrySample],
         pipes: dict[int, Callable[[bytes], None]],
     ) -> None:
         self._engine = engine
@@ -94,12 +98,15 @@ class Control:
         self._next_sample = max(self._next_sample, time.monotonic())  # many short ones are sampled as one long one
         if measured:
             self._measured = (program, replica)
+            activity.program_began()
         self.running = (program, replica)
 
     def program_ended(self, event: ProgramEnded | None) -> None:
         """Tell the notebook at once; all that the program wrote goes out before. None: the reply alone tells."""
-        if self.running == self._measured and (event is not None or time.monotonic() >= self._next_sample):
-            self._measure()
+        if self.running == self._measured:
+            activity.program_ended()
+            if event is not None or time.monotonic() >= self._next_sample:
+                self._measure()
         self.running = None
         if event is not None:
             self.emit(event, urgent=True)
@@ -156,6 +163,9 @@ class Control:
                 self.emit(GivenBack(self._engine, order.program))
         elif isinstance(order, DumpStacks):
             self.emit(Stacks(self._engine, _program_stack()))
+        elif isinstance(order, DumpActivity):
+            whole = self._sample(self._engine, *self._measured, whole=True) if self._measured is not None else None
+            self.emit(Activity(self._engine, whole))
         elif isinstance(order, Flush):
             if self._measured is not None:
                 self._measure()

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from distnb import activity
 from distnb.errors import ProgramError
 from distnb.input.agreeing import Agree, OwnData, SameData
 from distnb.input.batch_placement import placement_for
@@ -256,6 +257,7 @@ class DistributedIterator(AskedIterator):
                 )
             raise StopIteration
         self._read_in = _program
+        activity.begin("input")
         try:
             batch = self._batches.next()
         except StopIteration:
@@ -268,6 +270,8 @@ class DistributedIterator(AskedIterator):
         except BaseException:
             self.cut_short()
             raise
+        finally:
+            activity.end()
         self._progress.steps += 1
         return batch
 
@@ -279,11 +283,14 @@ class DistributedIterator(AskedIterator):
         if not self._open:
             return []
         self._read_in = _program
+        activity.begin("input")
         try:
             return [batch.tree for batch in self._reader.peek(count)]
         except BaseException:
             self.cut_short()
             raise
+        finally:
+            activity.end()
 
     def close(self) -> None:
         """End this iteration: later calls of `next` find nothing."""

@@ -30,6 +30,7 @@ from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.this_process import this_process
 from distnb.topology import PS, WORKER, Task
+from distnb.widgets.timeline import timeline
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -233,6 +234,14 @@ class ClusterMagic:
             print(f"{text.count(chr(10)):,} lines written to {found.save}.")
         else:
             print(text or f"No {who} has written anything.")
+
+    def timeline(self, found: Namespace) -> None:
+        """`%distnb timeline [--steps N] [--save FILE]`."""
+        made = timeline(found.steps)
+        if found.save:
+            print(f"{len(made.rows):,} pieces of time written to {made.save(found.save)}. {made.text}")
+        else:
+            self._shell.display_pub.publish({"text/plain": repr(made), "text/html": made._repr_html_()})
 
     def live(self, found: Namespace) -> None:
         """`%distnb live auto|widget|picture|text|off`."""

@@ -37,7 +37,7 @@ class LineParser(argparse.ArgumentParser):
         usage = self.usage_line
         raise OptionError(
             f"{self.prog}: {message.removeprefix('argument ')}. "
-            + (f"Usage: {usage}" if len(usage) < 110 else f"{self.prog} -h shows its options.")
+            + (f"Usage: {usage}" if len(usage) < 160 else f"{self.prog} -h shows its options.")
         )
 
     def read(self, line: str) -> argparse.Namespace:
@@ -85,6 +85,7 @@ def _commands() -> dict[str, LineParser]:
         "check": "whether replicas hold the same bits",
         "output": "all that the replicas wrote",
         "live": "how curves and replicas are drawn",
+        "timeline": "where the time of the latest steps went, and who is the straggler",
     }
     commands = {name: LineParser(f"%distnb {name}", text) for name, text in about.items()}
     _start(commands["start"])
@@ -102,6 +103,9 @@ def _commands() -> dict[str, LineParser]:
         help="of this replica; without it, of all, in the latest cell where one wrote",
     )
     add("--save", metavar="FILE", help="write it to a file")
+    add = commands["timeline"].add_argument
+    add("--steps", metavar="N", type=_count, default=10, help="of so many steps, the latest; without it, of 10")
+    add("--save", metavar="FILE", help="write it as a Chrome trace, which ui.perfetto.dev opens")
     add = commands["live"].add_argument
     add("mode", metavar="MODE", choices=LIVE_MODES, help=f"{', '.join(LIVE_MODES)}; auto chooses")
     return commands
@@ -144,6 +148,8 @@ def _distribute() -> LineParser:
     add("--oversubscribe", action="store_true", help="several replicas may share a device")
     add("--replicas", dest="only", metavar="0,2-3", type=_numbers, help="only these run it; the others do nothing")
     add("--time", action="store_true", help="tell where its time went")
+    add("--timeline", action="store_true", help="draw each wait of the latest steps, replica by replica")
+    add("--profile", metavar="DIR", help="run torch.profiler on every replica; each one's trace is put there")
     return parser
 
 
@@ -184,6 +190,6 @@ def distnb_help() -> str:
     lines = []
     for parser in COMMANDS.values():
         usage = parser.usage_line
-        shown = usage if len(usage) < width else "%distnb start [-n N] …"
+        shown = usage if len(usage) < width else f"{' '.join(usage.split()[:4])} …"  # the magic, and an option
         lines.append(f"{shown:<{width}}{parser.about}")
     return "\n".join([*lines, "", "%distnb COMMAND -h tells more of a command.", "", COMMANDS["start"].format_help()])

@@ -22,6 +22,7 @@ from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
 from distnb.magics.commands import AUTODISTRIBUTE, DISTRIBUTE, asks_for_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
+from distnb.notebook.output.profiles import profile_folder
 from distnb.notebook.output.wording import cell_name
 from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
@@ -109,10 +110,13 @@ class DistributeMagic(ast.NodeTransformer):
             # their lines in this one: for tracebacks, inspect, and replicas that they are sent to later.
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             with presented():
+                profile = profile_folder(request.profile) if request.profile else None
                 session = self._ensure(request.spec)
                 self._names(request)
+                self._front.draw_each_wait(request.timeline)
+                watched = {"only": request.only, "detailed": request.timeline, "profile": profile}
                 try:
-                    self._run(session, source, request.spec, filename, only=request.only)
+                    self._run(session, source, request.spec, filename, **watched)
                 finally:
                     if request.time and session.latest_times is not None:
                         print(_told(session.latest_times))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
@@ -19,6 +20,8 @@ from distnb.notebook.failures import raise_failure, warn_of_drift
 from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
+from distnb.notebook.output.profiles import write_profiles
+from distnb.notebook.output.timeline_model import TimelineModel
 from distnb.notebook.pending import BesideCall, PendingCall, Unsettled
 from distnb.options import StrategySpec
 from distnb.topology import Device, Task, Team
@@ -192,6 +195,13 @@ class Session:
         """
         return self._supervisor.ask_stacks(self._engines.left, timeout_s)
 
+    def timeline(self, timeout_s: float = 2.0) -> TimelineModel:
+        """How the replicas have spent their time lately; nothing of engines that do not answer in time."""
+        model = TimelineModel()
+        for sample in self._supervisor.ask_activity(self._engines.left, timeout_s):
+            model.feed(sample)
+        return model
+
     # -- programs --------------------------------------------------------------------------------------------------
 
     def team(self, spec: StrategySpec) -> Team:
@@ -215,6 +225,8 @@ class Session:
         label: str = "",
         in_scope: bool = False,
         only: tuple[int, ...] | None = None,
+        detailed: bool = False,
+        profile: Path | None = None,
     ) -> None:
         """Run a cell on every replica of a strategy, and bind what it assigned.
 
@@ -224,6 +236,8 @@ class Session:
             label: How tracebacks call the cell, "Cell In[3]".
             in_scope: Run it within `strategy.scope()`.
             only: The replicas that run it; None for all.
+            detailed: Have events tell each wait of the replicas.
+            profile: A folder for what torch.profiler records on each replica.
 
         Raises:
             OptionError: There is no such replica.
@@ -242,7 +256,8 @@ class Session:
                 with interrupts.brief():
                     snapshot = self.namespace.outgoing(source, team)
                     self.namespace.operations.changes += 1
-                message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot, only)
+                watched = only, detailed, profile is not None
+                message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot, *watched)
                 self._supervisor.publish(Status(program, "started", team))
                 outcome = self._dispatch.post(program, team.engines, message, quiet=False)
                 sent = time.monotonic()
@@ -256,6 +271,9 @@ class Session:
                         self.namespace.failed(snapshot)
         running = tuple(outcome.replies[each].seconds for each in team.engines if each in outcome.replies)
         self.latest_times = CellTimes(sent - began, running, time.monotonic() - ended)
+        if profile is not None:
+            traces = {team.rank_of(engine): reply.profile for engine, reply in outcome.replies.items()}
+            write_profiles(profile, {replica: trace for replica, trace in traces.items() if trace is not None})
         warn_of_drift(outcome)
         self._raise_failure(outcome, team)
 

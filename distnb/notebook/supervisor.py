@@ -22,7 +22,20 @@ from distnb.notebook.supervision import EndProgram, GiveUpOn, Order, Supervision
 from distnb.runtime.interrupts import drain
 from distnb.wire.channel import receive_from, send_frames
 from distnb.wire.codec import encode
-from distnb.wire.messages import Abort, Died, DumpStacks, Flush, Flushed, Hello, ProgramEnded, Stacks, TakeBack
+from distnb.wire.messages import (
+    Abort,
+    Activity,
+    Died,
+    DumpActivity,
+    DumpStacks,
+    Flush,
+    Flushed,
+    Hello,
+    ProgramEnded,
+    Stacks,
+    TakeBack,
+    TelemetrySample,
+)
 
 __all__ = ["EventHub", "Supervisor"]
 
@@ -147,6 +160,18 @@ class Supervisor:
             return isinstance(event, Stacks)
 
         self._ask(engines, DumpStacks(), answers, timeout_s)
+        return found
+
+    def ask_activity(self, engines: Iterable[int], timeout_s: float) -> list[TelemetrySample]:
+        """How each engine has spent its time lately, in samples that bring all events; of those that have computed."""
+        found: list[TelemetrySample] = []
+
+        def answers(event: Any) -> bool:
+            if isinstance(event, Activity) and event.sample is not None:
+                found.append(event.sample)
+            return isinstance(event, Activity)
+
+        self._ask(engines, DumpActivity(), answers, timeout_s)
         return found
 
     def _ask(self, engines: Iterable[int], question: Any, answers: Callable[[Any], bool], timeout_s: float) -> bool:

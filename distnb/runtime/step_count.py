@@ -11,6 +11,8 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import Any
 
+from distnb import activity
+
 __all__ = ["Axis", "Place", "calling", "examples", "note_step", "place", "steps", "watch_optimizers"]
 
 steps = 0
@@ -43,6 +45,7 @@ class _Calling:
         _call = 0
         if _stepped and kind is None:
             steps += 1
+            activity.note_step(steps)
         _stepped = False
 
 
@@ -103,3 +106,4 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         _stepped = True
     else:
         steps += 1
+        activity.note_step(steps)

@@ -9,6 +9,7 @@ from distnb.notebook.output.live_model import Curve, Line, LiveModel, ReplicaRow
 from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.widgets.picture import as_image, pictures, short_number
 from distnb.widgets.queue_picture import queue_picture
+from distnb.widgets.timeline_picture import timeline_html, timeline_image, timeline_text, waits_html
 
 __all__ = [
     "closures_lines",
@@ -95,6 +96,7 @@ def plain_summary(model: LiveModel, now: float) -> str:
     lines = [head_text(model, now), *(_curve_text(curve) for curve in model.curves.values())]
     if model.closures is not None:
         lines += closures_lines(model.closures)
+    lines += filter(None, [timeline_text(model), *model.waits.lines(now)])
     return "\n".join(lines)
 
 
@@ -143,16 +145,18 @@ def live_html(model: LiveModel, now: float) -> str:
     dot = f'<span class="dot {model.state}"></span>'
     head = f'<div class="status">{dot}<span class="head">{html.escape(head_text(model, now))}</span></div>'
     queue = _queue_svg(model.closures) if model.closures is not None else ""
-    return f'{head}{queue}<div class="charts">{"".join(pictures(model).values())}</div>{_tables_html(model)}'
+    charts = f'<div class="charts">{"".join(pictures(model).values())}</div>'
+    return f"{head}{waits_html(model, now)}{queue}{charts}{timeline_html(model)}{_tables_html(model)}"
 
 
 def picture_bundle(model: LiveModel, now: float) -> dict[str, str]:
     """Pictures and replicas: what stays when the cell has ended. Nothing in it needs a kernel, a script or trust."""
     dot = f'<span style="color:{_COLORS.get(model.state, "#808080")}">●</span>'
-    parts = [f'<div style="font-size:13px">{dot} {html.escape(head_text(model, now))}</div>']
+    parts = [f'<div style="font-size:13px">{dot} {html.escape(head_text(model, now))}</div>', waits_html(model, now)]
     if model.closures is not None:
         parts.append(as_image(_queue_svg(model.closures), model.closures.queue_text(), wide=True))
     parts += [as_image(svg, _curve_text(model.curves[name])) for name, svg in pictures(model).items()]
+    parts.append(timeline_image(model))
     if model.ended_at is None or model.curves or model.steps or model.state in _COLORS or model.closures is not None:
         parts.append(_tables_html(model))
     html_text = f'<div class="distnb-live">{"".join(parts)}</div>'

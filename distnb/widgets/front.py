@@ -142,6 +142,11 @@ class Front:
         if self._current is not None:
             self._current.model.title = title
 
+    def draw_each_wait(self, wanted: bool) -> None:
+        """Say whether the cell's view shows how replicas spend their time in detail."""
+        if self._current is not None:
+            self._current.model.timeline.in_detail = wanted
+
     def flush(self) -> None:
         """Show all that has come so far for the running cell. Called before its error is raised, and at its end."""
         with self._lock:

@@ -65,6 +65,7 @@ class TextView(LiveView):
             values.append(f"{curve.name} {'/'.join(short_number(line.last) for line in lines.values())}")
         if self.model.closures is not None:
             values.append(closures_lines(self.model.closures)[0])
+        values = self.model.waits.lines(now) or values
         self.publisher.area((" · ".join([head_text(self.model, now), *values]),))
 
     def finish(self, now: float) -> None:

@@ -11,15 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from distnb.activity import Kind
 from distnb.options import StrategySpec
 from distnb.topology import Task, Team
 
 __all__ = [
     "Abort",
+    "Activity",
     "Apply",
     "CallFunction",
     "Died",
     "Display",
+    "DumpActivity",
     "DumpStacks",
     "ErrorReport",
     "Flush",
@@ -39,6 +42,7 @@ __all__ = [
     "TakeTask",
     "TelemetrySample",
     "Unread",
+    "Waiting",
 ]
 
 ObjectId = tuple[int, str]
@@ -60,6 +64,8 @@ class RunCell(NamedTuple):
         in_scope: Run inside `strategy.scope()`.
         only: The replicas that run it, by their ids; the others do nothing. None: all.
         snapshot: What it needs of the namespace (see `wire.exchange`).
+        detailed: Whether telemetry brings every event of the timeline, not the latest alone.
+        profiled: Whether torch.profiler records it.
     """
 
     program: int
@@ -71,6 +77,8 @@ class RunCell(NamedTuple):
     in_scope: bool = False
     snapshot: Any = None
     only: tuple[int, ...] | None = None
+    detailed: bool = False
+    profiled: bool = False
 
 
 class CallFunction(NamedTuple):
@@ -187,6 +195,7 @@ class Reply(NamedTuple):
         value: What it gave.
         seconds: How long it took there, from its beginning to this reply.
         changed: The mirrored parameters that it changed by hand, with numbers that are equal for equal values.
+        profile: What torch.profiler recorded: a Chrome trace, compressed by gzip.
         renew: Whether it caught errors in which replicas parted: the next program needs a new process group.
     """
 
@@ -197,6 +206,7 @@ class Reply(NamedTuple):
     renew: bool = False
     changed: Mapping[str, int] = {}
     seconds: float = 0.0
+    profile: Any = None
 
 
 @dataclass(frozen=True)
@@ -228,6 +238,11 @@ class TakeBack:
 @dataclass(frozen=True)
 class DumpStacks:
     """Tell where the main thread is, in `Stacks`."""
+
+
+@dataclass(frozen=True)
+class DumpActivity:
+    """Tell how the time of the latest programs was spent, in `Activity`."""
 
 
 @dataclass(frozen=True)
@@ -307,6 +322,22 @@ class Live:
     points: tuple[tuple[int, int, dict[str, float]], ...]
 
 
+class Waiting(NamedTuple):
+    """What a replica waits in, when it was measured.
+
+    Attributes:
+        kind, what, where, group, number: See `distnb.activity`.
+        seconds: For how long.
+    """
+
+    kind: Kind
+    what: str
+    where: str
+    group: str
+    number: int
+    seconds: float
+
+
 @dataclass(frozen=True)
 class TelemetrySample:
     """What a replica's control thread measured.
@@ -316,6 +347,12 @@ class TelemetrySample:
         steps, examples: Training steps (see `runtime.progress`) and examples since the engine began.
         rss_nbytes: Resident memory of the engine; device_nbytes: allocated on the accelerator, or None.
         where: The user's line that the replica is in, when known ("cell 3, line 12").
+        call: What that line calls, if it did so a sample ago, too: "time.sleep".
+        waiting: What it waits in.
+        events: The latest of `distnb.activity`, as plain tuples; their serials tell whether some are left out.
+        machine: Whose clock the events' moments are of.
+        queued_s: How long its main thread has been ready and had no processor, in all; None where it is not known.
+        processors: How many processors the engine may use.
     """
 
     engine: int
@@ -327,6 +364,12 @@ class TelemetrySample:
     rss_nbytes: int
     device_nbytes: int | None = None
     where: str = ""
+    call: str = ""
+    waiting: Waiting | None = None
+    events: tuple[tuple[Any, ...], ...] = ()
+    machine: str = ""
+    queued_s: float | None = None
+    processors: int = 0
 
 
 @dataclass(frozen=True)
@@ -335,6 +378,14 @@ class Stacks:
 
     engine: int
     text: str
+
+
+@dataclass(frozen=True)
+class Activity:
+    """The answer to `DumpActivity`: a sample, with all events that are kept; None before the first program."""
+
+    engine: int
+    sample: TelemetrySample | None
 
 
 @dataclass(frozen=True)

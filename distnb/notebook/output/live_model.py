@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distnb.notebook.output.closures_model import ClosuresModel
+from distnb.notebook.output.timeline_model import TimelineModel
+from distnb.notebook.output.waits_model import WaitsModel
 from distnb.runtime import step_count
 from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
 
@@ -160,6 +162,8 @@ class LiveModel:
 
     Attributes:
         closures: What a coordinator does, where the cell uses one: then replicas are its workers.
+        timeline: How the replicas spend their time.
+        waits: What they wait in.
     """
 
     def __init__(
@@ -172,6 +176,8 @@ class LiveModel:
         self.curves: dict[str, Curve] = {}
         self.rows: dict[int, ReplicaRow] = {}
         self.closures: ClosuresModel | None = None
+        self.timeline = TimelineModel()
+        self.waits = WaitsModel()
         self.state: State = "starting"
         self.began: float | None = None
         self.ended_at: float | None = None
@@ -192,7 +198,10 @@ class LiveModel:
                 row.values.update(values)
         elif isinstance(event, TelemetrySample):
             row = self._row(event.replica, event.engine)
-            row.measured(event, *self._before(event.engine, event.steps, event.examples))
+            before = self._before(event.engine, event.steps, event.examples)
+            row.measured(event, *before)
+            self.timeline.feed(event, before[0])
+            self.waits.feed(event, now)
         elif isinstance(event, Status):
             self._status(event)
         elif isinstance(event, ProgramEnded | Died):
@@ -201,6 +210,7 @@ class LiveModel:
     def follow(self, closures: ClosuresModel, title: str, now: float) -> None:
         """The cell uses a coordinator."""
         self.closures = closures
+        self.waits.who = "worker"
         self.title = self.title or title
         if self.began is None:
             self.began = now
@@ -252,6 +262,7 @@ class LiveModel:
     def _replica_ended(self, event: ProgramEnded | Died) -> None:
         for row in self.rows.values():
             if row.engine == event.engine:
+                self.waits.ended([row.replica])
                 if isinstance(event, Died):
                     row.state, row.where = "died", event.exit_status
                 else:
@@ -279,6 +290,7 @@ class LiveModel:
     def end(self, now: float, *, failed: bool) -> None:
         """The cell ended."""
         self.ended_at = now
+        self.waits.ended(self.rows)
         for row in self.rows.values():
             if row.state == "running":  # calls from an ordinary cell tell of their ends by their replies alone
                 row.state = "ended"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_name", "filled", "html_table", "human_bytes", "mark", "ranges"]
+__all__ = ["cell_name", "cell_place", "filled", "html_table", "human_bytes", "mark", "ranges"]
 
 _CELL = "padding:1px 14px 1px 0;text-align:{align};vertical-align:top;border:none;background:none;white-space:{space}"
 
@@ -38,6 +38,11 @@ def cell_name(filename: str, shell: InteractiveShell | None = None) -> str:
         shell = ipython.get_ipython()
     name = shell.compile.format_code_name(filename) if shell is not None else None
     return " ".join(name) if name is not None else ""
+
+
+def cell_place(place: str) -> str:
+    """A line as views name it: "cell 3, line 4" for "Cell In[3], line 4"."""
+    return place.replace("Cell In[", "cell ", 1).replace("], line", ", line", 1)
 
 
 def human_bytes(nbytes: int | None) -> str:
