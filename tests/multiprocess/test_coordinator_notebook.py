@@ -39,5 +39,6 @@ def test_closures_in_a_notebook() -> None:
         notebook.wait_for_output(cell, "waits")
         notebook.interrupt()
         assert notebook.finish(cell).error_name == "KeyboardInterrupt"
+        notebook.run("coordinator.join()")  # the stop may have come before the cell joined
         assert notebook.value("[value.state for value in values]") == ["cancelled"] * 8
         notebook.run("coordinator.schedule(step, args=(3,)).fetch()")
