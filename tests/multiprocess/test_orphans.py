@@ -70,7 +70,9 @@ def test_other_signals(number: signal.Signals) -> None:
     assert_all_gone(directory)
 
 
-@pytest.mark.parametrize("ending", ["return", pytest.param("raise", marks=pytest.mark.soak), "_exit"])
+@pytest.mark.parametrize(
+    "ending", ["return", *(pytest.param(each, marks=pytest.mark.soak) for each in ("raise", "_exit"))]
+)
 def test_an_end_without_stopping_the_cluster(ending: str) -> None:
     notebook, _, directory = started_notebook(ending, "workers")
     notebook.wait(_WITHIN_S)

@@ -125,8 +125,9 @@ def hold_chaos(training: Training, seconds: float, every_s: float, at_once: int,
     return len(numbers), kills
 
 
+@pytest.mark.soak
 def test_closures_of_killed_workers_are_done_exactly_once(training: Training) -> None:
-    count, _ = hold_chaos(training, 0, 0.5, 1, least=2)
+    count, _ = hold_chaos(training, 10, 0.5, 1, least=2)
     assert training.coordinator.status().retried >= 1
     values = [training.coordinator.schedule(training.step(), args=(count + each, 0.0)) for each in range(300)]
     training.losses.reset()
