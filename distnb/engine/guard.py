@@ -157,8 +157,9 @@ class Guard:
 
     @property
     def running(self) -> bool:
-        """Whether a program runs that was not told to end."""
-        return self._run is not None and self._run.frame is not None and self._run.reason is None
+        """Whether a program runs that was not told to end; what it left is no program."""
+        run = self._run
+        return run is not None and run.frame is not None and run.reason is None and not run.is_leftover
 
     @property
     def aborted(self) -> bool:

@@ -328,6 +328,8 @@ class Communicator:
         left = ""
         try:
             with self.posting:
+                if not waiting and number is not None and number not in self.open:
+                    return  # it was refused as it began: an error of this replica's own is on its way to who catches it
                 verifier.check()
                 if number is not None:
                     failed, left = verifier.check_departed(number), verifier.departed(number)
