@@ -27,7 +27,7 @@ class FrontEnd:
             knows of none.
     """
 
-    live: Callable[[dict[str, Any], tuple[int, int]], None] | None = None
+    live: Callable[[dict[str, Any], tuple[int, int], str], None] | None = None
     follow: Callable[[Any], None] = lambda session: None
     session_for: Callable[[Any], Any] = lambda strategy: None
     catch_up: Callable[[], None] = lambda: None

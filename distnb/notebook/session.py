@@ -19,6 +19,7 @@ from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.pending import BesideCall, PendingCall, Unsettled
 from distnb.options import StrategySpec
+from distnb.runtime import step_count
 from distnb.topology import Device, Task, Team
 from distnb.wire.exchange import Snapshot
 from distnb.wire.messages import Apply, CallFunction, ObjectId, RunCell, Status
@@ -342,6 +343,7 @@ class Session:
             with interrupts.brief():
                 if outcome.ok:  # perhaps before it heard of an interrupt
                     values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
+                    step_count.stepped(outcome.replies[team.engines[0]].steps)
                     result = self.namespace.result(team, values, call.changes)
                 else:
                     self.namespace.failed(snapshot, outcome.done(team))

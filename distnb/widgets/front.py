@@ -15,7 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from distnb.notebook.output.live_model import HERE, LiveModel
+from distnb.notebook.output.live_model import HERE, LiveModel, Told
+from distnb.notebook.output.runs import History
 from distnb.runtime import step_count
 from distnb.strategies import live
 from distnb.topology import WORKER
@@ -43,11 +44,13 @@ class Front:
     Attributes:
         mode: How the live view is drawn: "auto" picks widgets in a notebook and text in a terminal; "widget",
             "picture", "text" and "off".
+        history: The runs of this notebook.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self.mode = "auto"
+        self.history = History()
         # Events of the session, and what a cell's view is to do: called with the time.
         self._queue: deque[tuple[Callable[[float], object] | None, Any]] = deque()
         self._lock = threading.RLock()
@@ -92,11 +95,12 @@ class Front:
             self._queue.append((None, event))
             self._wake_up()
 
-    def live(self, point: live.Point, place: step_count.Place) -> None:
+    def live(self, point: live.Point, place: step_count.Place, run: str) -> None:
         """A call of `distnb.live` in this process."""
         view = self._current
         if view is not None:
-            self._queue.append((partial(view.feed_here, point, place), None))
+            told = Told(point, place, run, time.time(), step_count.epochs_begun(), step_count.reading())
+            self._queue.append((partial(view.feed_here, told), None))
             self._wake_up()
 
     def watch(self, coordinator: ClusterCoordinator) -> None:
@@ -122,7 +126,10 @@ class Front:
             boundary = self._session.latest_program if self._session is not None else 0
             publisher = publisher_for(self._shell)
             counted = {**self._counted, HERE: (step_count.steps, step_count.examples)}
-            view = CellView(publisher, self._make_view, self._replicas, counted, self._devices, self._workers)
+            name = f"In[{self._shell.execution_count}]"
+            view = CellView(
+                publisher, self._make_view, self._replicas, counted, self._devices, self._workers, name, self.history
+            )
             self._cells.append((boundary, view))
             while len(self._cells) > _KEPT_CELLS:
                 # A widget is kept for a while: closing it at once would blank what a slow browser still shows.

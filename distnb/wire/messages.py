@@ -183,6 +183,7 @@ class Reply(NamedTuple):
         value: What it gave.
         changed: The mirrored parameters that it changed by hand, with numbers that are equal for equal values.
         renew: Whether it caught errors in which replicas parted: the next program needs a new process group.
+        steps: Training steps that a call made.
     """
 
     program: int
@@ -191,6 +192,7 @@ class Reply(NamedTuple):
     value: Any = None
     renew: bool = False
     changed: Mapping[str, int] = {}
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -293,12 +295,19 @@ class Display:
 
 @dataclass(frozen=True)
 class Live:
-    """Values of `distnb.live`, batched: (training step, number of the call of `run` or 0, {name: value})."""
+    """Values of `distnb.live`, batched: (training step, number of the call of `run` or 0, {name: value}).
+
+    Attributes:
+        times: When each was told, in seconds since 1970 by the engine's clock; empty: when they came.
+        run: The run that they are told of; "" for the cell's.
+    """
 
     engine: int
     program: int
     replica: int
     points: tuple[tuple[int, int, dict[str, float]], ...]
+    times: tuple[float, ...] = ()
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -310,6 +319,9 @@ class TelemetrySample:
         steps, examples: Training steps (see `runtime.progress`) and examples since the engine began.
         rss_nbytes: Resident memory of the engine; device_nbytes: allocated on the accelerator, or None.
         where: The user's line that the replica is in, when known ("cell 3, line 12").
+        epochs: Of each iteration over data that training began since the last sample: the steps before it, its number.
+        reading: Of the data that is trained on: number of the iteration, batches that it gave, batches that it has (or
+            None), and how many iterations there will be (or None).
     """
 
     engine: int
@@ -321,6 +333,8 @@ class TelemetrySample:
     rss_nbytes: int
     device_nbytes: int | None = None
     where: str = ""
+    epochs: tuple[tuple[int, int], ...] = ()
+    reading: tuple[int, int, int | None, int | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ def sample(engine: int, program: int, replica: int) -> TelemetrySample:
         rss_nbytes=int(psutil.Process().memory_info().rss),
         device_nbytes=allocated_nbytes(),
         where=_innermost(traceback.walk_stack(frame)) if frame is not None else "",
+        epochs=step_count.epochs_begun(),
+        reading=step_count.reading(),
     )
 
 
