@@ -237,9 +237,10 @@ class Chart {
     return inside
       .filter((_, i) => i % every === 0)
       .map(([step, number], i) => {
-        const x = this.x(step).toFixed(1);
+        const x = this.x(step);
+        const side = x < this.width - 60 ? `x="${x + 3}"` : `x="${x - 3}" text-anchor="end"`;
         const words = i === 0 ? `epoch ${number + 1}` : number + 1;
-        return `<path class="epoch" d="M${x} ${TOP}V${foot}"/><text x="${+x + 3}" y="${TOP + 9}">${words}</text>`;
+        return `<path class="epoch" d="M${x.toFixed(1)} ${TOP}V${foot}"/><text ${side} y="${TOP + 9}">${words}</text>`;
       })
       .join("");
   }
@@ -328,7 +329,8 @@ class Chart {
       dots.map(([{ color }, point]) => `<circle cx="${x.toFixed(1)}" cy="${this.y(point[1]).toFixed(1)}" r="3" fill="${color}"/>`).join("");
     this.tip.innerHTML = [this.where(points, place), ...found.map(([series, point]) => this.row(series, point, at))].join("<br>");
     const left = x + 12 + this.tip.offsetWidth < this.width ? x + 12 : Math.max(0, x - 12 - this.tip.offsetWidth);
-    Object.assign(this.tip.style, { left: `${left}px`, top: `${this.svg.offsetTop + TOP}px` });
+    const top = this.y(points[place][1]) < this.height / 2 ? this.height / 2 : TOP; // not on the line
+    Object.assign(this.tip.style, { left: `${left}px`, top: `${this.caption.offsetHeight + top}px` });
   }
 
   where(points, place) {

@@ -108,7 +108,8 @@ def _chart(chart: Chart, width: int, height: int) -> str:
         parts.append(_stroke(runs, color, 5 if len(line) == 1 else 2.6 if series.thick else 1.3))
     parts.append(_marks([(area.x(point[0]), point[1]) for point in points if not math.isfinite(point[1])], area))
     parts += [_explosion(area.x(step)) for step in chart.exploded]
-    parts.append(f'<text class="facts" x="{_LEFT}" y="{height - 6}" fill="{_GREY}">{html.escape(chart.facts)}</text>')
+    facts = html.escape(chart.facts.replace(" at step ", " at "))
+    parts.append(f'<text class="facts" x="6" y="{height - 6}" font-size="11" fill="{_GREY}">{facts}</text>')
     return "".join(parts)
 
 
@@ -137,7 +138,8 @@ def _epochs(epochs: Mapping[int, int], area: _Area) -> str:
         dotted = f'stroke="{_GREY}" stroke-opacity=".6" stroke-dasharray="2 3"'
         parts.append(f'<path class="epoch" d="M{x:.1f} {_TOP}V{area.foot}" {dotted}/>')
         words = f"epoch {number + 1}" if not parts[1:] else str(number + 1)
-        parts.append(f'<text x="{x + 3:.1f}" y="{_TOP + 9}" font-size="10" fill="{_GREY}">{words}</text>')
+        side = f'x="{x + 3:.1f}"' if x < area.width - 60 else f'x="{x - 3:.1f}" text-anchor="end"'
+        parts.append(f'<text {side} y="{_TOP + 9}" font-size="10" fill="{_GREY}">{words}</text>')
     return "".join(parts)
 
 
