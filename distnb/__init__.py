@@ -25,6 +25,8 @@ _WHERE = {
     "partitioners": "distnb.partitioners:",
     "experimental": "distnb.strategies.aliases:experimental",
     "live": "distnb.strategies.live",
+    "history": "distnb.widgets.exports",
+    "live_figure": "distnb.widgets.exports",
     "Strategy": "distnb.strategies.base",
     "OneDeviceStrategy": "distnb.strategies.one_device",
     "MirroredStrategy": "distnb.strategies.mirrored",
@@ -122,6 +124,8 @@ if TYPE_CHECKING:
     from distnb.values import DistributedValues as DistributedValues
     from distnb.values import Mirrored as Mirrored
     from distnb.values import PerReplica as PerReplica
+    from distnb.widgets.exports import history as history
+    from distnb.widgets.exports import live_figure as live_figure
 
 
 def __getattr__(name: str) -> Any:

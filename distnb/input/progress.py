@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from distnb.errors import OptionError
-from distnb.input.dealing import Place
+
+if TYPE_CHECKING:
+    from distnb.input.dealing import Place
 
 __all__ = ["VERSION", "Progress", "checked_state", "pipelines_of"]
 

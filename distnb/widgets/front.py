@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from distnb.notebook.output.event_files import EventFiles
 from distnb.notebook.output.live_model import HERE, LiveModel, Told
 from distnb.notebook.output.runs import History
 from distnb.runtime import step_count
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Front"]
 
 _TICK_S = 0.05
+_EVENTS_S = 1.0
 _KEPT_CELLS = 3
 
 
@@ -51,6 +53,8 @@ class Front:
         self._shell = shell
         self.mode = "auto"
         self.history = History()
+        self._events: EventFiles | None = None
+        self._next_events = 0.0
         # Events of the session, and what a cell's view is to do: called with the time.
         self._queue: deque[tuple[Callable[[float], object] | None, Any]] = deque()
         self._lock = threading.RLock()
@@ -135,6 +139,19 @@ class Front:
                 # A widget is kept for a while: closing it at once would blank what a slow browser still shows.
                 self._cells.popleft()[1].close()
 
+    def write_events(self, files: EventFiles | None) -> None:
+        """Write what is drawn to TensorBoard's files, too, from now on; None ends it."""
+        with self._lock:
+            before, self._events = self._events, files
+        if before is not None:
+            before.close()
+
+    def _write_events(self) -> None:
+        if self._events is not None:
+            for _, view in self._cells:
+                self._events.write(view.model.runs.values())
+            self._events.flush()
+
     def name_cell(self, title: str) -> None:
         """Say which strategy the cell runs."""
         if self._current is not None:
@@ -161,6 +178,7 @@ class Front:
             self._drain()
             if self._current is not None:
                 self._guarded(partial(self._current.finish, failed=failed), time.monotonic())
+            self._guarded(self._write_events)
 
     def written(self) -> dict[int, str]:
         """What each replica wrote in the latest cell in which one did."""
@@ -184,6 +202,9 @@ class Front:
                     self._drain()
                     for _, view in self._cells:
                         self._guarded(self._tick, view)
+                    if time.monotonic() >= self._next_events:
+                        self._next_events = time.monotonic() + _EVENTS_S
+                        self._guarded(self._write_events)
                     if not self._queue and all(view.idle for _, view in self._cells):
                         break
                 time.sleep(_TICK_S)

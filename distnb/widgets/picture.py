@@ -13,14 +13,11 @@ from distnb.notebook.output.curves import Point
 from distnb.notebook.output.live_model import LiveModel
 from distnb.notebook.output.wording import short_number
 
-__all__ = ["COLORS", "as_image", "nice_ticks", "picture", "pictures", "short_name"]
-
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999933", "#808080")
-"""Okabe and Ito's, which the colour-blind can tell apart, with those that show on light and on dark alike."""
+__all__ = ["as_image", "nice_ticks", "picture", "pictures", "short_name"]
 
 _GREY = "#808080"  # an image cannot follow the theme: mid-grey shows on light and dark
 _RED = "#e5484d"
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 28, 38
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 28, 38
 _MOST_MARKS = 12
 _MOST_LABELS = 8
 
@@ -99,7 +96,7 @@ def _chart(chart: Chart, width: int, height: int) -> str:
         parts.append(f'<text {at} text-anchor="middle" fill="{_GREY}">{short_number(tick)}</text>')
     parts.append(_epochs(chart.epochs, area))
     for series, line in reversed(drawn):  # the first is the most important
-        color = COLORS[series.color % len(COLORS)]
+        color = series.css_color
         runs = [
             [(area.x(step), area.y(value), area.y(low), area.y(high)) for step, value, low, high in run]
             for run in _finite_runs(line)
@@ -119,7 +116,7 @@ def _title(chart: Chart, area: _Area) -> str:
         # With many lines the title says which is which; the facts, and the table, have their values.
         words = [short_number(series.last)] if len(chart.series) <= 2 else []
         words += [series.label] if series.label else []
-        told.append((" ".join(words), COLORS[series.color % len(COLORS)]))
+        told.append((" ".join(words), series.css_color))
     if len(chart.series) > _MOST_LABELS:
         told.append((f"and {len(chart.series) - _MOST_LABELS} more", _GREY))
     room = area.right - _LEFT - sum(7 + 7 * len(words) for words, _ in told)

@@ -16,7 +16,6 @@ import traitlets
 from distnb.notebook.output.chart_model import Chart, charts
 from distnb.notebook.output.curves import Line, Point
 from distnb.widgets.content import head_text, live_html, picture_bundle
-from distnb.widgets.picture import COLORS
 from distnb.widgets.views import LiveView
 
 __all__ = ["LiveWidget", "WidgetView"]
@@ -108,7 +107,7 @@ class WidgetView(LiveView):
             series = []
             for each in chart.series:
                 numbers = [[self._number(line), replica] for replica, line in each.lines.items()]
-                series.append([each.label, COLORS[each.color % len(COLORS)], each.thick, numbers])
+                series.append([each.label, each.css_color, each.thick, numbers])
                 for number, line in zip(numbers, each.lines.values(), strict=True):
                     new = _new_points(line, sent, number[0])
                     if new:

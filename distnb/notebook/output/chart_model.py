@@ -11,7 +11,10 @@ from distnb.notebook.output.live_model import LiveModel
 from distnb.notebook.output.runs import Run
 from distnb.notebook.output.wording import mark, short_number
 
-__all__ = ["Chart", "Series", "charts", "facts"]
+__all__ = ["COLORS", "Chart", "Series", "charts", "facts", "series_of"]
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999933", "#808080")
+"""Okabe and Ito's, which the colour-blind can tell apart, with those that show on light and on dark alike."""
 
 _RISING = ("acc", "auc", "f1", "precision", "recall", "score", "iou", "bleu", "psnr")
 _FALLING = ("loss", "error", "perplexity", "mae", "mse", "rmse")
@@ -31,6 +34,11 @@ class Series(NamedTuple):
     color: int
     lines: dict[int, Line]
     thick: bool
+
+    @property
+    def css_color(self) -> str:
+        """As `#0072b2`."""
+        return COLORS[self.color % len(COLORS)]
 
     def points(self) -> list[Point]:
         """What is drawn."""
@@ -61,16 +69,26 @@ class Chart(NamedTuple):
 
 def charts(model: LiveModel) -> list[Chart]:
     """Every chart of a cell, in the order in which the names came."""
-    total = max(1, len(model.rows))
     drawn = []
     for name, runs in model.charts().items():
         own = runs[-1]
         curve = own.curves[name]
         exploded = [line.exploded[0].step for line in curve.shown().values() if line.exploded is not None]
-        epochs = model.marks(own)
-        series = _of_runs(runs, name, model) if len(runs) > 1 else _of_replicas(curve, total)
-        drawn.append(Chart(name, series, epochs, exploded, facts(curve)))
+        series = series_of(name, runs, max(1, len(model.rows)))
+        drawn.append(Chart(name, series, model.marks(own), exploded, facts(curve)))
     return drawn
+
+
+def series_of(name: str, runs: Sequence[Run], replicas: int = 0) -> list[Series]:
+    """The lines of a name: one for each run, or for each replica of a single one, which has so many or more."""
+    if len(runs) == 1:
+        curve = runs[0].curves[name]
+        return _of_replicas(curve, max(replicas, len(curve.lines)))
+    series = []
+    for number, run in enumerate(runs):
+        lines = {whose[0]: line for whose, line in run.curves[name].shown().items()}
+        series.append(Series(run.name, number, lines, True))
+    return series
 
 
 def _of_replicas(curve: Curve, total: int) -> list[Series]:
@@ -83,14 +101,6 @@ def _of_replicas(curve: Curve, total: int) -> list[Series]:
         Series(mark(replicas) if total > 1 else "", replicas[0], {replicas[0]: line}, len(replicas) > 1 or total == 1)
         for replicas, line in shown.items()
     ]
-
-
-def _of_runs(runs: Sequence[Run], name: str, model: LiveModel) -> list[Series]:
-    series = []
-    for number, run in enumerate(runs):
-        lines = {replicas[0]: line for replicas, line in run.curves[name].shown().items()}
-        series.append(Series(run.name, number, lines, run.name in model.runs))
-    return series
 
 
 def facts(curve: Curve) -> str:

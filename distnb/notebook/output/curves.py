@@ -247,24 +247,30 @@ class Curve:
     def troubles(self) -> list[str]:
         """What is wrong with it, in words: `loss is nan since step 120 (replica 1)`."""
         told: dict[str, list[int]] = {}
+        exploded: list[tuple[float, Line, list[int]]] = []
         for replicas, line in self.shown().items():
-            for text in _troubles(self.name, line):
-                told.setdefault(text, []).extend(replicas)
+            if line.bad is not None:
+                told.setdefault(_bad_text(self.name, line, line.bad), []).extend(replicas)
+            if line.exploded is not None:
+                exploded.append((line.exploded[0].step, line, list(replicas)))
+        if exploded:
+            _, first, _ = min(exploded, key=lambda each: each[0])
+            told[_exploded_text(self.name, first)] = [replica for *_, replicas in exploded for replica in replicas]
         return [text + _whose(replicas, self.lines) for text, replicas in told.items()]
 
 
-def _troubles(name: str, line: Line) -> Iterator[str]:
-    if line.bad is not None and line.is_bad:
-        yield f"{name} is {line.bad.value:g} since step {line.bad.step:,.0f}"
-    elif line.bad is not None:
-        more = f" ({line.bad_count:,} such values in all)" if line.bad_count > 1 else ""
-        yield f"{name} was {line.bad.value:g} at step {line.bad.step:,.0f}{more}"
-    if line.exploded is not None:
-        there, before = line.exploded
-        yield (
-            f"{name} exploded: {short_number(there.value)} at step {there.step:,.0f}, "
-            f"where it had been {short_number(before)} at most"
-        )
+def _bad_text(name: str, line: Line, bad: Extreme) -> str:
+    if line.is_bad:
+        return f"{name} is {bad.value:g} since step {bad.step:,.0f}"
+    more = f" ({line.bad_count:,} such values in all)" if line.bad_count > 1 else ""
+    return f"{name} was {bad.value:g} at step {bad.step:,.0f}{more}"
+
+
+def _exploded_text(name: str, line: Line) -> str:
+    assert line.exploded is not None
+    there, before = line.exploded
+    value, usual = short_number(there.value), short_number(before)
+    return f"{name} exploded: {value} at step {there.step:,.0f}, where it had been {usual} at most"
 
 
 def _whose(replicas: Sequence[int], all_of_them: Mapping[int, Line]) -> str:

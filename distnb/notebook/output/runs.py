@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class Run:
     Attributes:
         name: As `distnb.live(run=…)` gave it, or the cell's, "In[3]".
         is_named: Whether the user named it: such runs are compared with those of other cells.
+        began: When, in seconds since 1970.
         base: Training steps of the cell before it began.
         curves: By name, in the order in which they came.
     """
@@ -35,6 +37,7 @@ class Run:
     is_named: bool = False
     base: int = 0
     curves: dict[str, Curve] = field(default_factory=dict)
+    began: float = field(default_factory=time.time)
     axes: defaultdict[int, Axis] = field(default_factory=lambda: defaultdict(Axis))  # by replica, and HERE
 
     def curve(self, name: str) -> Curve:
