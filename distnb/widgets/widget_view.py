@@ -20,7 +20,7 @@ from distnb.widgets.views import LiveView
 
 __all__ = ["LiveWidget", "WidgetView"]
 
-_FASTEST_S = 0.2
+_FASTEST_S = 0.1
 _REPEATED_POINTS = 300
 _BYTES_PER_S = 200_000
 """The Jupyter server drops messages, the cell's own among them, where more than a megabyte a second comes."""

@@ -55,8 +55,9 @@ class Record:
     def add(self, step: float, value: float, seconds: float) -> None:
         """Add a value."""
         if self.told % self.stride == 0:
-            for each, number in ((self.steps, step), (self.values, value), (self.times, seconds)):
-                each.append(number)
+            self.steps.append(step)
+            self.values.append(value)
+            self.times.append(seconds)
             if len(self) > self._most:
                 for each in (self.steps, self.values, self.times):
                     del each[1::2]
