@@ -27,6 +27,8 @@ _WHERE = {
     "experimental": "distnb.strategies.aliases:experimental",
     "live": "distnb.strategies.live",
     "timeline": "distnb.widgets.timeline",
+    "history": "distnb.widgets.exports",
+    "live_figure": "distnb.widgets.exports",
     "Strategy": "distnb.strategies.base",
     "OneDeviceStrategy": "distnb.strategies.one_device",
     "MirroredStrategy": "distnb.strategies.mirrored",
@@ -124,6 +126,8 @@ if TYPE_CHECKING:
     from distnb.values import DistributedValues as DistributedValues
     from distnb.values import Mirrored as Mirrored
     from distnb.values import PerReplica as PerReplica
+    from distnb.widgets.exports import history as history
+    from distnb.widgets.exports import live_figure as live_figure
     from distnb.widgets.timeline import timeline as timeline
 
 

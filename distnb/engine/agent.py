@@ -359,6 +359,8 @@ class Agent:
     def _run_together(self, program: int, team: Team, replica: int, body: Callable[[], Any]) -> Reply:
         """Run something that may communicate with the rest of the team."""
 
+        before = step_count.steps
+
         def joined() -> Any:
             self._join(team, replica)
             groups.program_began(program)
@@ -370,7 +372,8 @@ class Agent:
             groups.program_ended(True)
             results, _ = self._described(program, self._namespace.give_up_call)
             return self._failed(program, error, results)
-        return Reply(program, "ok", value=value, renew=groups.program_ended(False))
+        renew = groups.program_ended(False)
+        return Reply(program, "ok", value=value, renew=renew, steps=step_count.steps - before)
 
     # -- closures --------------------------------------------------------------------------------------------------
 

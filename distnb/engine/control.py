@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -46,6 +46,16 @@ __all__ = ["Control"]
 _FLUSH_S = 0.05
 _TELEMETRY_S = 0.2
 _POINTS_S = 0.2  # to read them costs the training a moment of Python's lock: not as often as output
+
+
+class _Told(NamedTuple):
+    """A call of `distnb.live`: in which (program, replica), of which run, where, what, and when, since 1970."""
+
+    program: tuple[int, int]
+    run: str
+    place: tuple[int, int]
+    values: dict[str, Any]
+    seconds: float
 
 
 class Control:
@@ -79,7 +89,7 @@ class Control:
         self._sample = sample
         self._pipes = pipes
         self._events: deque[Any] = deque()
-        self._points: deque[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = deque()
+        self._points: deque[_Told] = deque()
         self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.running: tuple[int, int] | None = None
@@ -117,9 +127,9 @@ class Control:
         if urgent or self._asleep:
             self.wake()
 
-    def live(self, values: dict[str, Any], place: tuple[int, int]) -> None:
+    def live(self, values: dict[str, Any], place: tuple[int, int], run: str) -> None:
         """Leave a point of `distnb.live`. Tensors are read by this thread, so that the training never waits for one."""
-        self._points.append((self.running or (0, 0), place, values))
+        self._points.append(_Told(self.running or (0, 0), run, place, values, time.time()))
         if self._asleep:
             self.wake()
 
@@ -178,7 +188,7 @@ class Control:
         self._events.append(self._sample(self._engine, *self._measured))
 
     def _flush(self) -> None:
-        if self._points and (time.monotonic() >= self._next_points or self.running != self._points[0][0]):
+        if self._points and (time.monotonic() >= self._next_points or self.running != self._points[0].program):
             self._next_points = time.monotonic() + _POINTS_S
             self._events.extendleft(reversed(self._read_points()))
         if not self._events:
@@ -188,11 +198,17 @@ class Control:
 
     def _read_points(self) -> list[Live]:
         """The points whose numbers have arrived from the device; after the program's end those still under way too."""
-        read: dict[tuple[int, int], list[tuple[int, int, dict[str, float]]]] = {}
-        while self._points and (self.running != self._points[0][0] or live.is_ready(self._points[0][2])):
-            running, (step, call), values = self._points.popleft()
-            read.setdefault(running, []).append((step, call, {name: float(value) for name, value in values.items()}))
-        return [Live(self._engine, *running, points=tuple(points)) for running, points in read.items()]
+        read: list[_Told] = []
+        while self._points and (self.running != self._points[0].program or live.is_ready(self._points[0].values)):
+            read.append(self._points.popleft())
+        events = []
+        for ((program, replica), run), told in itertools.groupby(read, lambda each: (each.program, each.run)):
+            points, times = [], []
+            for each in told:
+                points.append((*each.place, {name: float(value) for name, value in each.values.items()}))
+                times.append(each.seconds)
+            events.append(Live(self._engine, program, replica, tuple(points), tuple(times), run))
+        return events
 
 
 def _join_outputs(events: list[Any]) -> list[Any]:

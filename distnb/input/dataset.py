@@ -70,6 +70,8 @@ class DistributedDataset(Iterable[Any]):
         resume = self._resume
         progress = Progress(self._next_epoch() if resume is None else resume["epoch"])
         loads = self._start(progress, resume)
+        batches = self.cardinality
+        progress.batches = None if batches == UNKNOWN_CARDINALITY else batches
         self._progress, self._resume = progress, None
         placement = placement_for(self._place.target)
         reader = Reader(loads, self._place, placement, self._depth())
@@ -272,7 +274,7 @@ class DistributedIterator(AskedIterator):
             raise
         finally:
             activity.end()
-        self._progress.steps += 1
+        self._progress.gave()
         return batch
 
     def peek(self, count: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import uuid
 from argparse import Namespace
@@ -20,16 +21,18 @@ from distnb.cluster.resolvers import (
 )
 from distnb.errors import OptionError, ServerLost, closest
 from distnb.magics.cell_history import HEADER
-from distnb.magics.commands import COMMANDS, asks_for_help, distnb_help
+from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
 from distnb.notebook.output.closures_model import runs_text, server_texts
+from distnb.notebook.output.event_files import EventFiles
 from distnb.notebook.output.wording import filled, html_table
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.this_process import this_process
 from distnb.topology import PS, WORKER, Task
+from distnb.widgets import exports
 from distnb.widgets.timeline import timeline
 
 if TYPE_CHECKING:
@@ -244,8 +247,33 @@ class ClusterMagic:
             self._shell.display_pub.publish({"text/plain": repr(made), "text/html": made._repr_html_()})
 
     def live(self, found: Namespace) -> None:
-        """`%distnb live auto|widget|picture|text|off`."""
-        self._front.mode = found.mode
+        """`%distnb live [auto|widget|picture|text|off] [--tensorboard DIR]`."""
+        if found.tensorboard is not None:
+            self._front.write_events(None if found.tensorboard == "off" else EventFiles(found.tensorboard))
+        elif found.mode is None:
+            raise OptionError(f"%distnb live: say how, one of {', '.join(LIVE_MODES)}, or --tensorboard DIR.")
+        self._front.mode = found.mode or self._front.mode
+
+    def curves(self, found: Namespace) -> None:
+        """`%distnb curves [NAME …] [--runs A,B] [--log] [--smoothing S] [--save FILE]`."""
+        runs = [name.strip() for name in found.runs.split(",")] if found.runs else []
+        path = Path(found.save).expanduser() if found.save else None
+        if path is not None and path.suffix == ".csv":
+            table = exports.history(*runs)
+            table = table[table["name"].isin(found.names)] if found.names else table
+            table.to_csv(path, index=False)
+            print(f"{len(table):,} values written to {found.save}.")
+            return
+        figure = exports.live_figure(*found.names, runs=runs, log=found.log, smoothing=found.smoothing)
+        if path is not None:
+            figure.savefig(path)
+            print(f"The charts are in {found.save}.")
+            return
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png")
+        told = ", ".join(axes.get_title() for axes in figure.axes)
+        text = f"Charts of {told}. --save FILE writes them where no pictures are shown."
+        self._shell.display_pub.publish({"image/png": picture.getvalue(), "text/plain": text})
 
     # -- pieces ----------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,8 @@ def _commands() -> dict[str, LineParser]:
         "variables": "where each variable lives",
         "check": "whether replicas hold the same bits",
         "output": "all that the replicas wrote",
-        "live": "how curves and replicas are drawn",
+        "live": "how curves and replicas are drawn; also to TensorBoard's files",
+        "curves": "charts of what was drawn, here or in a file",
         "timeline": "where the time of the latest steps went, and who is the straggler",
     }
     commands = {name: LineParser(f"%distnb {name}", text) for name, text in about.items()}
@@ -107,7 +108,14 @@ def _commands() -> dict[str, LineParser]:
     add("--steps", metavar="N", type=_count, default=10, help="of so many steps, the latest; without it, of 10")
     add("--save", metavar="FILE", help="write it as a Chrome trace, which ui.perfetto.dev opens")
     add = commands["live"].add_argument
-    add("mode", metavar="MODE", choices=LIVE_MODES, help=f"{', '.join(LIVE_MODES)}; auto chooses")
+    add("mode", metavar="MODE", nargs="?", choices=LIVE_MODES, help=f"{', '.join(LIVE_MODES)}; auto chooses")
+    add("--tensorboard", metavar="DIR", help="write what is drawn from now on to event files there; off ends it")
+    add = commands["curves"].add_argument
+    add("names", metavar="NAME", nargs="*", help="curves; without one, all")
+    add("--runs", metavar="A,B", help="which runs; without it, the latest, and if that has a name, all that have one")
+    add("--log", action="store_true", help="a log scale")
+    add("--smoothing", metavar="S", type=float, default=0.0, help="from 0 to below 1: 0.9 smooths much")
+    add("--save", metavar="FILE", help="write it to a file: .png, .svg, .pdf; or the values, .csv")
     return commands
 
 

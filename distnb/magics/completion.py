@@ -54,5 +54,5 @@ def _known(magic: str, before: list[str], user_ns: Mapping[str, Any]) -> Iterabl
     if not before:
         return COMMANDS
     if before[0] == "live":
-        return LIVE_MODES
+        return [*LIVE_MODES, *COMMANDS["live"].words()]
     return COMMANDS[before[0]].words() if before[0] in COMMANDS else ()

@@ -69,6 +69,7 @@ class Extension:
             callers_lines=partial(tracebacks.callers_lines, shell),
             watch=self._front.watch,
             module_version=partial(_autoreloaded, shell),
+            history=self._front.history,
         )
         compose.attach(front_end)
         # The cell that loads the extension may go on to use it.

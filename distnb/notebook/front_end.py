@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from distnb.coordinator.coordinator import ClusterCoordinator
+    from distnb.notebook.output.runs import History
 
 __all__ = ["FrontEnd"]
 
@@ -25,12 +26,14 @@ class FrontEnd:
         watch: Shows, in the cell that runs, what a coordinator does until its closures have ended.
         module_version: Which version of its file a module has, where the front end reloads modules; None where it
             knows of none.
+        history: The runs that it drew.
     """
 
-    live: Callable[[dict[str, Any], tuple[int, int]], None] | None = None
+    live: Callable[[dict[str, Any], tuple[int, int], str], None] | None = None
     follow: Callable[[Any], None] = lambda session: None
     session_for: Callable[[Any], Any] = lambda strategy: None
     catch_up: Callable[[], None] = lambda: None
     callers_lines: Callable[[BaseException], list[str]] = lambda error: []
     watch: Callable[[ClusterCoordinator], None] = lambda coordinator: None
     module_version: Callable[[str], object] = lambda name: None
+    history: History | None = None

@@ -24,6 +24,7 @@ from distnb.notebook.output.profiles import write_profiles
 from distnb.notebook.output.timeline_model import TimelineModel
 from distnb.notebook.pending import BesideCall, PendingCall, Unsettled
 from distnb.options import StrategySpec
+from distnb.runtime import step_count
 from distnb.topology import Device, Task, Team
 from distnb.wire.exchange import Snapshot
 from distnb.wire.messages import Apply, CallFunction, ObjectId, RunCell, Status
@@ -398,6 +399,7 @@ class Session:
             with interrupts.brief():
                 if outcome.ok:  # perhaps before it heard of an interrupt
                     values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
+                    step_count.stepped(outcome.replies[team.engines[0]].steps)
                     result = self.namespace.result(team, values, call.changes)
                 else:
                     self.namespace.failed(snapshot, outcome.done(team))

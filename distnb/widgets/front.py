@@ -15,7 +15,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from distnb.notebook.output.live_model import HERE, LiveModel
+from distnb.notebook.output.event_files import EventFiles
+from distnb.notebook.output.live_model import HERE, LiveModel, Told
+from distnb.notebook.output.runs import History
 from distnb.runtime import step_count
 from distnb.strategies import live
 from distnb.topology import WORKER
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Front"]
 
 _TICK_S = 0.05
+_EVENTS_S = 1.0
 _KEPT_CELLS = 3
 
 
@@ -43,11 +46,15 @@ class Front:
     Attributes:
         mode: How the live view is drawn: "auto" picks widgets in a notebook and text in a terminal; "widget",
             "picture", "text" and "off".
+        history: The runs of this notebook.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self.mode = "auto"
+        self.history = History()
+        self._events: EventFiles | None = None
+        self._next_events = 0.0
         # Events of the session, and what a cell's view is to do: called with the time.
         self._queue: deque[tuple[Callable[[float], object] | None, Any]] = deque()
         self._lock = threading.RLock()
@@ -95,11 +102,12 @@ class Front:
             self._queue.append((None, event))
             self._wake_up()
 
-    def live(self, point: live.Point, place: step_count.Place) -> None:
+    def live(self, point: live.Point, place: step_count.Place, run: str) -> None:
         """A call of `distnb.live` in this process."""
         view = self._current
         if view is not None:
-            self._queue.append((partial(view.feed_here, point, place), None))
+            told = Told(point, place, run, time.time(), step_count.epochs_begun(), step_count.reading())
+            self._queue.append((partial(view.feed_here, told), None))
             self._wake_up()
 
     def watch(self, coordinator: ClusterCoordinator) -> None:
@@ -126,7 +134,10 @@ class Front:
             publisher = publisher_for(self._shell)
             counted = {**self._counted, HERE: (step_count.steps, step_count.examples)}
             who = self._workers, self._who
-            view = CellView(publisher, self._make_view, self._replicas, counted, self._devices, *who)
+            name = f"In[{self._shell.execution_count}]"
+            view = CellView(
+                publisher, self._make_view, self._replicas, counted, self._devices, *who, name, self.history
+            )
             self._cells.append((boundary, view))
             while len(self._cells) > _KEPT_CELLS:
                 # A widget is kept for a while: closing it at once would blank what a slow browser still shows.
@@ -136,6 +147,19 @@ class Front:
     def title(self) -> str:
         """Which strategy the cell runs; "" if it said none."""
         return self._current.model.title if self._current is not None else ""
+
+    def write_events(self, files: EventFiles | None) -> None:
+        """Write what is drawn to TensorBoard's files, too, from now on; None ends it."""
+        with self._lock:
+            before, self._events = self._events, files
+        if before is not None:
+            before.close()
+
+    def _write_events(self) -> None:
+        if self._events is not None:
+            for _, view in self._cells:
+                self._events.write(view.model.runs.values())
+            self._events.flush()
 
     def name_cell(self, title: str) -> None:
         """Say which strategy the cell runs."""
@@ -168,6 +192,7 @@ class Front:
             self._drain()
             if self._current is not None:
                 self._guarded(partial(self._current.finish, failed=failed), time.monotonic())
+            self._guarded(self._write_events)
 
     def written(self) -> dict[int, str]:
         """What each replica wrote in the latest cell in which one did."""
@@ -191,6 +216,9 @@ class Front:
                     self._drain()
                     for _, view in self._cells:
                         self._guarded(self._tick, view)
+                    if time.monotonic() >= self._next_events:
+                        self._next_events = time.monotonic() + _EVENTS_S
+                        self._guarded(self._write_events)
                     if not self._queue and all(view.idle for _, view in self._cells):
                         break
                 time.sleep(_TICK_S)

@@ -197,6 +197,7 @@ class Reply(NamedTuple):
         changed: The mirrored parameters that it changed by hand, with numbers that are equal for equal values.
         profile: What torch.profiler recorded: a Chrome trace, compressed by gzip.
         renew: Whether it caught errors in which replicas parted: the next program needs a new process group.
+        steps: Training steps that a call made.
     """
 
     program: int
@@ -207,6 +208,7 @@ class Reply(NamedTuple):
     changed: Mapping[str, int] = {}
     seconds: float = 0.0
     profile: Any = None
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -314,12 +316,19 @@ class Display:
 
 @dataclass(frozen=True)
 class Live:
-    """Values of `distnb.live`, batched: (training step, number of the call of `run` or 0, {name: value})."""
+    """Values of `distnb.live`, batched: (training step, number of the call of `run` or 0, {name: value}).
+
+    Attributes:
+        times: When each was told, in seconds since 1970 by the engine's clock; empty: when they came.
+        run: The run that they are told of; "" for the cell's.
+    """
 
     engine: int
     program: int
     replica: int
     points: tuple[tuple[int, int, dict[str, float]], ...]
+    times: tuple[float, ...] = ()
+    run: str = ""
 
 
 class Waiting(NamedTuple):
@@ -353,6 +362,9 @@ class TelemetrySample:
         machine: Whose clock the events' moments are of.
         queued_s: How long its main thread has been ready and had no processor, in all; None where it is not known.
         processors: How many processors the engine may use.
+        epochs: Of each iteration over data that training began since the last sample: the steps before it, its number.
+        reading: Of the data that is trained on: number of the iteration, batches that it gave, batches that it has (or
+            None), and how many iterations there will be (or None).
     """
 
     engine: int
@@ -370,6 +382,8 @@ class TelemetrySample:
     machine: str = ""
     queued_s: float | None = None
     processors: int = 0
+    epochs: tuple[tuple[int, int], ...] = ()
+    reading: tuple[int, int, int | None, int | None] | None = None
 
 
 @dataclass(frozen=True)

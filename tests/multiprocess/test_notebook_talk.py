@@ -331,7 +331,7 @@ def test_the_step_is_the_training_step_in_both_kinds_of_cells(notebook: Notebook
     for text in ("cpu:0", "cpu:1", "inner", "loss", "double", "rate", "accuracy"):
         assert f">{text}<" in html
     for picture in re.findall(r"base64,([A-Za-z0-9+/=]+)", html):
-        ticks = re.findall(r'y="174"[^>]*>([\d.]+)<', base64.b64decode(picture).decode())
+        ticks = re.findall(r'y="187"[^>]*>([\d.]+)<', base64.b64decode(picture).decode())
         assert max(map(float, ticks)) <= 6
 
 

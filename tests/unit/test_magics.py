@@ -184,7 +184,7 @@ def test_the_word_and_the_class_name_the_same_object() -> None:
         ("x", ["'x' is a int", "strategy is needed"]),
         ("mirrored -n 0", ["-n: 0", "1 or more"]),
         ("mirrored -n two", ["two", "whole number"]),
-        ("mirrored -n", ["-n", "-h shows"]),
+        ("mirrored -n", ["-n", "expected one argument"]),
         ("mirrored --gradients max", ["max", "sum", "mean"]),
         ("mirrored --device cuda:0", ["--device", "did you mean --devices"]),
         ("mirrored --devices gpu:x", ["gpu:x", "cuda:1"]),

@@ -229,7 +229,7 @@ def fed(in_detail: bool = False) -> LiveModel:
 @pytest.mark.parametrize("in_detail", [False, True])
 def test_the_view_shows_it_in_pictures_and_in_words(in_detail: bool) -> None:
     model = fed(in_detail)
-    html = live_html(model, 1.0)
+    html = "".join(live_html(model, 1.0))
     assert ('class="queue gantt"' if in_detail else 'class="queue shares"') in html
     assert "Replica 1 is the straggler" in html
     bundle = picture_bundle(model, 1.0)
@@ -243,7 +243,7 @@ def test_nothing_is_shown_before_there_are_steps() -> None:
     for replica, own in enumerate(trained([0.010, 0.038], 2)):
         model.feed(sample(replica, own), 1.0)
     assert "A step takes" not in plain_summary(model, 1.0)
-    assert "<svg" not in live_html(model, 1.0)
+    assert "<svg" not in "".join(live_html(model, 1.0))
 
 
 def test_bars_are_as_long_as_what_they_stand_for() -> None:

@@ -98,7 +98,7 @@ def test_the_view_tells_it_while_the_cell_runs_and_no_longer() -> None:
     model.feed(sample(0, 6.0), 6.0)
     model.feed(sample(1, 6.0, waiting=waits(6.0)), 6.0)
     for shown in (
-        live_html(model, 6.0),
+        "".join(live_html(model, 6.0)),
         picture_bundle(model, 6.0)["text/html"],
         picture_bundle(model, 6.0)["text/plain"],
     ):

@@ -74,6 +74,8 @@ class Telemetry:
             machine=self._machine,
             queued_s=_queued_s(),
             processors=len(os.sched_getaffinity(0)),
+            epochs=() if whole else step_count.epochs_begun(),
+            reading=step_count.reading(),
         )
 
     def _where(self) -> tuple[str, FrameType | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_name", "cell_place", "filled", "html_table", "human_bytes", "mark", "ranges"]
+__all__ = ["cell_name", "cell_place", "filled", "html_table", "human_bytes", "mark", "ranges", "short_number"]
 
 _CELL = "padding:1px 14px 1px 0;text-align:{align};vertical-align:top;border:none;background:none;white-space:{space}"
 
@@ -90,6 +91,15 @@ def html_table(
     style = "border-collapse:collapse;font-size:12px;margin:2px 0"
     head = f"<thead><tr>{cells('th', header)}</tr></thead>"
     return f'{above}<table style="{style}">{head}<tbody>{body}</tbody></table>'
+
+
+def short_number(value: float | None) -> str:
+    """A number in little room."""
+    if value is None:
+        return ""
+    if value and math.isfinite(value) and abs(value) >= 100_000:
+        return f"{value:.3g}"
+    return f"{value:.4g}"
 
 
 def filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
