@@ -31,6 +31,8 @@ from distnb.wire.messages import (
     Flushed,
     GivenBack,
     Live,
+    MeasureMemory,
+    MemoryUse,
     Output,
     ProgramEnded,
     Stacks,
@@ -52,6 +54,7 @@ class Control:
         link: The control channel; used by this thread only.
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
         sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample.
+        memory: Measures its memory: engine → MemoryUse.
         pipes: File descriptors to read from, each with the function that takes what is read.
 
     Attributes:
@@ -66,6 +69,7 @@ class Control:
         *,
         free_collectives: Callable[[str], None],
         sample: Callable[[int, int, int], TelemetrySample],
+        memory: Callable[[int], MemoryUse],
         pipes: dict[int, Callable[[bytes], None]],
     ) -> None:
         self._engine = engine
@@ -73,6 +77,7 @@ class Control:
         self._guard = guard
         self._free_collectives = free_collectives
         self._sample = sample
+        self._memory = memory
         self._pipes = pipes
         self._events: deque[Any] = deque()
         self._points: deque[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = deque()
@@ -156,6 +161,8 @@ class Control:
                 self.emit(GivenBack(self._engine, order.program))
         elif isinstance(order, DumpStacks):
             self.emit(Stacks(self._engine, _program_stack()))
+        elif isinstance(order, MeasureMemory):
+            self.emit(self._memory(self._engine))
         elif isinstance(order, Flush):
             if self._measured is not None:
                 self._measure()

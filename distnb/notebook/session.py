@@ -21,7 +21,7 @@ from distnb.notebook.pending import BesideCall, PendingCall, Unsettled
 from distnb.options import StrategySpec
 from distnb.topology import Device, Task, Team
 from distnb.wire.exchange import Snapshot
-from distnb.wire.messages import Apply, CallFunction, ObjectId, RunCell, Status
+from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, RunCell, Status
 
 __all__ = ["EngineStatus", "Session"]
 
@@ -169,6 +169,13 @@ class Session:
         Native code that holds Python's lock lets nothing be asked: engines that did not answer in time are missing.
         """
         return self._supervisor.ask_stacks(self._engines.left, timeout_s)
+
+    def memory(self, timeout_s: float = 0.5) -> dict[int, MemoryUse]:
+        """How much memory each engine takes, and what its machine and its device have free, now.
+
+        Engines that did not answer in time are missing: native code that holds Python's lock lets nothing be asked.
+        """
+        return self._supervisor.ask_memory(self._engines.left, timeout_s)
 
     # -- programs --------------------------------------------------------------------------------------------------
 

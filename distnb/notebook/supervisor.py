@@ -22,7 +22,19 @@ from distnb.notebook.supervision import EndProgram, GiveUpOn, Order, Supervision
 from distnb.runtime.interrupts import drain
 from distnb.wire.channel import receive_from, send_frames
 from distnb.wire.codec import encode
-from distnb.wire.messages import Abort, Died, DumpStacks, Flush, Flushed, Hello, ProgramEnded, Stacks, TakeBack
+from distnb.wire.messages import (
+    Abort,
+    Died,
+    DumpStacks,
+    Flush,
+    Flushed,
+    Hello,
+    MeasureMemory,
+    MemoryUse,
+    ProgramEnded,
+    Stacks,
+    TakeBack,
+)
 
 __all__ = ["EventHub", "Supervisor"]
 
@@ -147,6 +159,18 @@ class Supervisor:
             return isinstance(event, Stacks)
 
         self._ask(engines, DumpStacks(), answers, timeout_s)
+        return found
+
+    def ask_memory(self, engines: Iterable[int], timeout_s: float) -> dict[int, MemoryUse]:
+        """How much memory each engine takes, and its machine and device have; those that did not answer are missing."""
+        found: dict[int, MemoryUse] = {}
+
+        def answers(event: Any) -> bool:
+            if isinstance(event, MemoryUse):
+                found[event.engine] = event
+            return isinstance(event, MemoryUse)
+
+        self._ask(engines, MeasureMemory(), answers, timeout_s)
         return found
 
     def _ask(self, engines: Iterable[int], question: Any, answers: Callable[[Any], bool], timeout_s: float) -> bool:

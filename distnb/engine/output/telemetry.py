@@ -11,11 +11,11 @@ from types import FrameType
 
 import psutil
 
-from distnb.accelerators import allocated_nbytes
+from distnb.accelerators import allocated_nbytes, device_memory
 from distnb.runtime import step_count
-from distnb.wire.messages import TelemetrySample
+from distnb.wire.messages import MemoryUse, TelemetrySample
 
-__all__ = ["remember_cell", "sample", "where_it_failed"]
+__all__ = ["memory", "remember_cell", "sample", "where_it_failed"]
 
 _labels: dict[str, str] = {}
 _loaded = time.monotonic()
@@ -39,6 +39,19 @@ def sample(engine: int, program: int, replica: int) -> TelemetrySample:
         rss_nbytes=int(psutil.Process().memory_info().rss),
         device_nbytes=allocated_nbytes(),
         where=_innermost(traceback.walk_stack(frame)) if frame is not None else "",
+    )
+
+
+def memory(engine: int) -> MemoryUse:
+    """Measure the memory of this process, of its machine, and of its accelerator if it has used one."""
+    host, device = psutil.virtual_memory(), device_memory()
+    return MemoryUse(
+        engine,
+        int(psutil.Process().memory_info().rss),
+        int(host.available),
+        int(host.total),
+        allocated_nbytes(),
+        *(device or (None, None)),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distnb.notebook.output.wording import mark
+from distnb.wire.inspection import PLACEMENT, VALUE
 
 __all__ = ["Area", "Bundle", "Clear", "Instruction", "Show", "Stream", "Write", "combine", "is_figure", "plain_text"]
 
@@ -17,6 +18,7 @@ Stream = Literal["stdout", "stderr"]
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/svg+xml")
 _WIDGET = "application/vnd.jupyter.widget-view+json"
+_REPORTS = (VALUE, PLACEMENT)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ Instruction = Write | Show | Area | Clear
 
 def is_figure(data: Mapping[str, Any]) -> bool:
     """Whether a bundle is one that is shown beside those of other replicas."""
-    return "text/html" in data or any(kind in data for kind in _IMAGES)
+    return any(kind in data for kind in ("text/html", *_IMAGES, *_REPORTS))
 
 
 def plain_text(data: Mapping[str, Any]) -> str | None:
@@ -81,7 +83,17 @@ def plain_text(data: Mapping[str, Any]) -> str | None:
 
 
 def combine(group: Mapping[int, Bundle], total: int, who: str = "") -> Bundle:
-    """What is displayed for {replica: display}: one where all are equal, else each with its replicas' mark."""
+    """What is displayed for {replica: display}: one where all are equal, else each with its replicas' mark.
+
+    What replicas told of components of one value is told of that value.
+    """
+    for report in _REPORTS:
+        told = [group[replica].data.get(report) for replica in sorted(group)]
+        if told[0] and all(
+            each and (each["kind"], each["size"]) == (told[0]["kind"], told[0]["size"]) for each in told
+        ):
+            replicas = {replica: component for each in told for replica, component in each["replicas"].items()}
+            return Bundle.of({report: {**told[0], "replicas": replicas}}, {})
     equal: dict[str, list[int]] = {}
     for replica in sorted(group):
         equal.setdefault(group[replica].identity, []).append(replica)
