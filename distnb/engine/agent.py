@@ -416,6 +416,7 @@ class Agent:
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
         formatter = self._shell.display_formatter
+        assert formatter is not None
         formatter.mimebundle_formatter.for_type(DistributedValues, _told)
         formatter.formatters["text/html"].for_type(DistributedValues, lambda value: None)  # the notebook draws
         this_process.show_placement = self._show_placement

@@ -101,13 +101,15 @@ def server_placement(strategy: Strategy) -> PlacementModel | None:
     for row in strategy.placement():
         rows.setdefault(row.name, []).append(row)
     held = [
-        Holding(
-            name, row.shape, None, "stored", str(row.dtype).removeprefix("torch."), "", row.nbytes, f"ps {row.server}"
-        )
+        Holding(name, row.shape, None, "stored", _dtype(row), "", row.nbytes, f"ps {row.server}")
         for name, shards in rows.items()
         for row in shards
     ]
     return PlacementModel.of("variables on parameter servers", 1, {0: held})
+
+
+def _dtype(row: PlacedShard) -> str:
+    return str(row.dtype).removeprefix("torch.")
 
 
 def _held(user_ns: Mapping[str, Any]) -> dict[int, dict[str, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -119,13 +119,11 @@ class LoaderSource(Source):
 
     def sizes(self) -> tuple[int, int] | None:
         loader = self.data
-        if not self._fed or type(loader.batch_sampler) is not BatchSampler:
+        batches = loader.batch_sampler
+        if not self._fed or type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
             return None
-        try:
-            examples, batch = len(loader.batch_sampler.sampler), loader.batch_sampler.batch_size
-        except TypeError:
-            return None
-        return examples - (examples % batch if loader.batch_sampler.drop_last else 0), batch
+        examples, batch = len(batches.sampler), batches.batch_size
+        return examples - (examples % batch if batches.drop_last else 0), batch
 
     def kept(self) -> bool:
         return self.exclusive and self._copy is not None and has_workers(self._copy)

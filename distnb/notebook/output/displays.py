@@ -88,11 +88,9 @@ def combine(group: Mapping[int, Bundle], total: int, who: str = "") -> Bundle:
     What replicas told of components of one value is told of that value.
     """
     for report in _REPORTS:
-        told = [group[replica].data.get(report) for replica in sorted(group)]
-        if told[0] and all(
-            each and (each["kind"], each["size"]) == (told[0]["kind"], told[0]["size"]) for each in told
-        ):
-            replicas = {replica: component for each in told for replica, component in each["replicas"].items()}
+        told = [bundle.data[report] for _, bundle in sorted(group.items()) if report in bundle.data]
+        if len(told) == len(group) and len({(each["kind"], each["size"]) for each in told}) == 1:
+            replicas = {replica: part for each in told for replica, part in each["replicas"].items()}
             return Bundle.of({report: {**told[0], "replicas": replicas}}, {})
     equal: dict[str, list[int]] = {}
     for replica in sorted(group):

@@ -17,8 +17,8 @@ __all__ = ["value_html"]
 
 _RED = "#ef4444"
 _GREY = "color:#808080"
-_COLUMNS = ("name", "on", "type", "shape", "dtype", "device", "parameters", "size", "min", "mean", "max", "norm")
-_COLUMNS += ("grad norm", "spread", "value", "note")
+_FACTS = ("name", "on", "type", "shape", "dtype", "device", "parameters", "size")
+_COLUMNS = (*_FACTS, "min", "mean", "max", "norm", "grad norm", "spread", "value", "note")
 _NUMERIC = ("parameters", "size", "min", "mean", "max", "norm", "grad norm")
 
 Parts = Mapping[int, Inspected]
