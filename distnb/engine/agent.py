@@ -36,7 +36,7 @@ from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
 from distnb.runtime import spmd, step_count
-from distnb.runtime.inspection import holdings, inspecting
+from distnb.runtime.inspection import inspecting
 from distnb.runtime.this_process import this_process
 from distnb.topology import PS, Device, Team
 from distnb.values import DistributedValues
@@ -44,7 +44,6 @@ from distnb.values.structure import select
 from distnb.wire import codec, unix_socket
 from distnb.wire.channel import Link, ProgramLink
 from distnb.wire.exchange import Result
-from distnb.wire.inspection import PLACEMENT, VALUE
 from distnb.wire.messages import (
     Apply,
     CallFunction,
@@ -417,19 +416,10 @@ class Agent:
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
         formatter = self._shell.display_formatter
         assert formatter is not None
-        formatter.mimebundle_formatter.for_type(DistributedValues, _told)
+        formatter.mimebundle_formatter.for_type(DistributedValues, inspecting.displayed)
         formatter.formatters["text/html"].for_type(DistributedValues, lambda value: None)  # the notebook draws
-        this_process.show_placement = self._show_placement
+        this_process.publish = self._shell.display_pub.publish
         unattended.install(self._shell)
-
-    def _show_placement(self, value: Any) -> None:
-        """What `distnb.visualize` does here: the notebook puts together what all replicas tell, and draws it."""
-        told = holdings.report(value)
-        self._shell.display_pub.publish({PLACEMENT: told, "text/plain": repr(told["replicas"])})
-
-
-def _told(value: DistributedValues) -> dict[str, Any]:
-    return {VALUE: inspecting.report(value), "text/plain": repr(value)}
 
 
 def install(shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> Agent:

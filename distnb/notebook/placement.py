@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distnb.errors import OptionError
 from distnb.notebook import compose as sessions
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.output.devices_model import DevicesModel
 from distnb.notebook.output.placement_model import PlacementModel
 from distnb.notebook.remote_dataset import RemoteDataset
 from distnb.runtime.base import PARAMETER_SERVER, is_in_process
-from distnb.runtime.inspection.holdings import holdings_of
+from distnb.runtime.inspection.holdings import holdings_of, may_hold, no_tensor
 from distnb.values import structure
 from distnb.wire.inspection import Holding
 
@@ -54,11 +53,10 @@ def placement_of(value: Any) -> PlacementModel:
         notes += [_EARLIER] if found is None else []
         for replica, holdings in (found or {}).items():
             told.setdefault(replica, []).extend(each._replace(name=_joined(path, each.name)) for each in holdings)
-    if not told and not notes:
-        raise OptionError(
-            f"visualize got a {type(value).__name__} without any tensor. It draws where models, optimizers, tensors, "
-            "batches, distributed datasets and strategies are, and whatever is nested of these."
-        )
+    if not any(told.values()) and not notes:
+        if not any(isinstance(leaf, HANDLES) or may_hold(leaf) for leaf in structure.flatten(value)[0]):
+            raise no_tensor(value)
+        notes.append("It holds no tensor now.")
     kind = kinds[0] if len(set(kinds)) == 1 and not structure.children(value) else type(value).__name__
     title = f"{kind} on {size} replica{'s' * (size != 1)}" if size > 1 else kind
     return PlacementModel.of(title, size, told, dict.fromkeys(notes))

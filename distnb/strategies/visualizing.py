@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from distnb.runtime.this_process import this_process
+from distnb.wire.inspection import PLACEMENT
 
 __all__ = ["visualize"]
 
@@ -32,7 +33,10 @@ def visualize(value: Any) -> None:
         shape   dtype    part  on            device  each
         (2, 3)  float32  all   this process  cpu     24 B
     """
-    if this_process.show_placement is not None:
-        this_process.show_placement(value)
+    if this_process.publish is not None:
+        from distnb.runtime.inspection.holdings import report
+
+        told = report(value)
+        this_process.publish({PLACEMENT: told, "text/plain": repr(told["replicas"])})
     else:
         import_module("distnb.widgets.values.showing").visualize(value)

@@ -37,6 +37,12 @@ class Bundle:
         seen = {kind: kept[kind] for kind in _IMAGES if kind in kept} or kept
         return cls(kept, dict(metadata), json.dumps(seen, sort_keys=True, default=str))
 
+    @property
+    def site(self) -> bytes | None:
+        """The line of the user's that a replica's part of something is shown from; None of what stands for itself."""
+        found: bytes | None = next((self.data[kind]["site"] for kind in _REPORTS if kind in self.data), None)
+        return found
+
 
 @dataclass(frozen=True)
 class Write:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from distnb.collectives.gradients.parameter_groups import find_mirror
+from distnb.collectives.verify import callsite
+from distnb.errors import OptionError
 from distnb.input.cutting import slice_bounds
 from distnb.input.dataset import DistributedDataset
 from distnb.runtime.inspection.inspecting import as_tensor, device_of
@@ -16,14 +18,35 @@ from distnb.runtime.this_process import this_process
 from distnb.values import DistributedValues, Mirrored, structure
 from distnb.wire.inspection import Bounds, Holding, Kind
 
-__all__ = ["holdings_of", "report"]
+__all__ = ["holdings_of", "may_hold", "no_tensor", "report"]
 
 
 def report(value: Any) -> dict[str, Any]:
-    """What a process tells of a value for others to draw: what it holds of it."""
+    """What a replica tells of a value for others to draw: what it holds of it, and who asks.
+
+    Raises:
+        OptionError: It is nothing that could hold a tensor.
+    """
     process = this_process.replica
     size, rank = (process.size, process.rank) if process is not None else (1, 0)
-    return {"kind": type(value).__name__, "size": size, "replicas": {rank: holdings_of(value)}}
+    held = holdings_of(value)
+    if not held and not may_hold(value):
+        raise no_tensor(value)
+    site = callsite.current().identity
+    return {"kind": type(value).__name__, "size": size, "replicas": {rank: held}, "site": site}
+
+
+def may_hold(value: Any) -> bool:
+    """Whether it is something of which tensors are expected, though it may have none yet, as an optimizer."""
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer | DistributedValues | torch.Tensor)
+
+
+def no_tensor(value: Any) -> OptionError:
+    """The error for a value that has nothing to be drawn."""
+    return OptionError(
+        f"visualize got a {type(value).__name__} without any tensor. It draws where models, optimizers, tensors, "
+        "batches, distributed datasets and strategies are, and whatever is nested of these."
+    )
 
 
 def holdings_of(value: Any) -> tuple[Holding, ...]:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from distnb.collectives.digests import digest_of_text
+from distnb.collectives.verify import callsite
 from distnb.runtime.inspection.images import picture_of, tensor_picture
 from distnb.runtime.inspection.statistics import MOST_ELEMENTS, digest_of, local_part, norms, statistics_of
 from distnb.values import DistributedValues, structure
-from distnb.wire.inspection import Inspected
+from distnb.wire.inspection import VALUE, Inspected
 
-__all__ = ["as_tensor", "device_of", "inspect", "report"]
+__all__ = ["as_tensor", "device_of", "displayed", "inspect", "report"]
 
 _MOST_TENSORS = 24  # with statistics of their own; of further ones only what they are
 _MOST_ITEMS = 60
@@ -32,9 +33,15 @@ def inspect(value: Any) -> Inspected:
 
 
 def report(value: DistributedValues) -> dict[str, Any]:
-    """What a replica tells of a distributed value for others to draw: the components that are here."""
+    """What a process tells of a distributed value for others to draw: the components that are here, and who asks."""
     components = dict(zip(value.replica_ids, map(inspect, value.values), strict=True))
-    return {"kind": type(value).__name__, "size": value.num_replicas, "replicas": components}
+    site = callsite.current().identity
+    return {"kind": type(value).__name__, "size": value.num_replicas, "replicas": components, "site": site}
+
+
+def displayed(value: DistributedValues) -> dict[str, Any]:
+    """What IPython's `display` makes of a distributed value on a replica."""
+    return {VALUE: report(value), "text/plain": repr(value)}
 
 
 class _Inspection:

@@ -80,5 +80,6 @@ def _value_model(report: Mapping[str, Any]) -> ValueModel:
 
 
 def _placement_model(report: Mapping[str, Any]) -> PlacementModel:
-    size = report["size"]
-    return PlacementModel.of(f"{report['kind']} on {size} replica{'s' * (size != 1)}", size, report["replicas"])
+    size, held = report["size"], report["replicas"]
+    notes = [] if any(held.values()) else ["It holds no tensor now."]
+    return PlacementModel.of(f"{report['kind']} on {size} replica{'s' * (size != 1)}", size, held, notes)
