@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 __all__ = ["BINS", "PLACEMENT", "VALUE", "Bounds", "Holding", "Inspected", "Kind", "Statistics"]
@@ -48,13 +47,13 @@ class Inspected(NamedTuple):
         text: Its value, if that is short.
         shape, dtype, device: Of tensors and arrays, else "". The shape is the whole's, of a DTensor, too.
         nbytes: What its tensors take here.
-        content: Equal where the contents are; 0: it cannot be told.
+        content: Equal where the contents are; 0: it cannot be told, or is each replica's own affair.
         statistics: Of tensors.
         picture: A data URL.
         items: Its parts by name.
         left_out: Parts that are not among these.
         parameters: Of a module or its tensors: how many numbers are trained; -1 for other values.
-        norm, gradient_norm: Of these; nan where there is none.
+        norm, gradient_norm: Of these; None where there is none.
         note: What else there is to say.
     """
 
@@ -70,8 +69,8 @@ class Inspected(NamedTuple):
     items: tuple[tuple[str, Inspected], ...] = ()
     left_out: int = 0
     parameters: int = -1
-    norm: float = math.nan
-    gradient_norm: float = math.nan
+    norm: float | None = None
+    gradient_norm: float | None = None
     note: str = ""
 
 

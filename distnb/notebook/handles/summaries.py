@@ -84,4 +84,7 @@ def as_model(handle: DistributedValues) -> ValueModel:
             components[replica] = Inspected(
                 each.type.rsplit(".", 1)[-1], each.text or "", shape, each.dtype, each.device, note="not looked at"
             )
-    return ValueModel(kind, size, components, absent, notes=() if told is not None else (_EARLIER.strip(),))
+    notes = () if told is not None else (_EARLIER.strip(),)
+    if state.together:
+        notes = (*notes, "Each replica holds a part; what it is as a whole, they read together.")
+    return ValueModel(kind, size, components, absent, notes, state.together)

@@ -23,6 +23,7 @@ class ValueModel:
         components: What they told, by replica; those that are elsewhere are missing.
         absent: Why a replica has none: "<unassigned>".
         notes: What else there is to say.
+        together: The components are parts, of which reading makes one value.
     """
 
     kind: str
@@ -30,15 +31,18 @@ class ValueModel:
     components: Mapping[int, Inspected]
     absent: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    together: bool = False
 
     @property
     def is_mirrored(self) -> bool:
         """Whether its components are to be equal."""
-        return self.kind == "Mirrored"
+        return self.kind == "Mirrored" and not self.together
 
     @property
     def title(self) -> str:
         """Its kind, and on how many replicas."""
+        if self.kind not in ("PerReplica", "Mirrored"):
+            return self.kind
         return f"{self.kind} on {self.size} replica{'s' * (self.size != 1)}"
 
     @cached_property
@@ -112,7 +116,7 @@ def _drifted(components: Mapping[int, Inspected]) -> set[int]:
 
 def _gradient(told: Inspected) -> str:
     """Gradients count as equal where their norms are, but for what the order of summing makes."""
-    return f"{told.gradient_norm:.5g}"
+    return "" if told.gradient_norm is None else f"{told.gradient_norm:.5g}"
 
 
 def parts(components: Mapping[int, Inspected]) -> Iterator[tuple[str, dict[int, Inspected]]]:

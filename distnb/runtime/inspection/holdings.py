@@ -12,7 +12,7 @@ from distnb.collectives.verify import callsite
 from distnb.errors import OptionError
 from distnb.input.cutting import slice_bounds
 from distnb.input.dataset import DistributedDataset
-from distnb.runtime.inspection.inspecting import as_tensor, device_of
+from distnb.runtime.inspection.inspecting import as_tensor, device_of, optimizer_state
 from distnb.runtime.scopes.registration import is_scope_buffer
 from distnb.runtime.this_process import this_process
 from distnb.values import DistributedValues, Mirrored, structure
@@ -69,7 +69,7 @@ def _holdings(value: Any, name: str) -> Iterator[Holding]:
         named = [*value.named_parameters(prefix=name), *value.named_buffers(prefix=name)]
         yield from (part for full, tensor in named for part in _tensor(tensor, full))
     elif isinstance(value, torch.optim.Optimizer):
-        yield from _holdings(value.state_dict()["state"], name)
+        yield from _holdings(optimizer_state(value), name)
     elif (children := structure.children(value)) is not None:
         yield from (part for inner, child in children for part in _holdings(child, name + inner))
     elif as_tensor(value) is not None:
@@ -129,7 +129,7 @@ def _part(value: Any, whole: tuple[int, ...]) -> tuple[Kind, Bounds, str]:
 def _shard(value: Any, everything: Bounds) -> tuple[Kind, Bounds, str]:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    note = " ".join(str(placement) for placement in value.placements) + f" on a mesh {tuple(value.device_mesh.shape)}"
+    note = f"{', '.join(map(_placement, value.placements))} on a mesh {tuple(value.device_mesh.shape)}"
     shape, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     if len(offsets) != len(everything):  # this process is not in the mesh
         return "shard", tuple((0, 0) for _ in everything), note
@@ -137,6 +137,11 @@ def _shard(value: Any, everything: Bounds) -> tuple[Kind, Bounds, str]:
     if any(placement.is_partial() for placement in value.placements):
         return "partial", bounds, note
     return "copy" if bounds == everything else "shard", bounds, note
+
+
+def _placement(placement: Any) -> str:
+    """`Shard(0)`, as one writes it."""
+    return repr(placement).replace("dim=", "")
 
 
 def _owner(value: Any) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from distnb.collectives.digests import digest_of_text
 from distnb.collectives.verify import callsite
 from distnb.runtime.inspection.images import picture_of, tensor_picture
 from distnb.runtime.inspection.statistics import MOST_ELEMENTS, digest_of, local_part, norms, statistics_of
+from distnb.runtime.scopes.registration import is_scope_buffer
 from distnb.values import DistributedValues, structure
 from distnb.wire.inspection import VALUE, Inspected
 
-__all__ = ["as_tensor", "device_of", "displayed", "inspect", "report"]
+__all__ = ["as_tensor", "device_of", "displayed", "inspect", "optimizer_state", "report"]
 
 _MOST_TENSORS = 24  # with statistics of their own; of further ones only what they are
 _MOST_ITEMS = 60
@@ -55,8 +56,13 @@ class _Inspection:
         tensor = as_tensor(value)
         if tensor is not None:
             return self._tensor(value, tensor)
+        if isinstance(getattr(type(value), "metric_state", None), property):
+            return self._metric(value, depth)
         if isinstance(value, torch.nn.Module):
             return _module(value)
+        if isinstance(value, torch.optim.Optimizer):
+            state = optimizer_state(value)
+            return self._container(value, structure.children(state) or [], depth)._replace(text=_groups_of(value))
         if depth < _DEEPEST and (children := structure.children(value)) is not None:
             return self._container(value, children, depth)
         picture = self._picture_of(value)
@@ -90,8 +96,14 @@ class _Inspection:
             content=digest_of(tensor),
             statistics=statistics_of(tensor),
             picture=picture,
-            gradient_norm=math.nan if gradient is None else norms([local_part(gradient)])[0],
+            gradient_norm=None if gradient is None else norms([local_part(gradient)])[0],
         )
+
+    def _metric(self, metric: Any, depth: int) -> Inspected:
+        """A metric by its states, which are each replica's own until it is read."""
+        told = self._container(metric, structure.children(dict(metric.metric_state)) or [], depth)
+        items = tuple((name, each._replace(content=0)) for name, each in told.items)
+        return told._replace(text="", content=0, items=items, note="each replica's own states, put together when read")
 
     def _container(self, value: Any, children: list[tuple[str, Any]], depth: int) -> Inspected:
         items = tuple((name, self.value(child, depth + 1)) for name, child in children[:_MOST_ITEMS])
@@ -123,10 +135,10 @@ def _module(module: torch.nn.Module) -> Inspected:
     for (name, tensor), norm in zip(tensors.items(), found, strict=False):
         trained = isinstance(named[name], torch.nn.Parameter)
         leaves[name] = _facts(named[name], tensor)._replace(
-            content=digest_of(tensor, most),
+            content=0 if is_scope_buffer(named[name]) else digest_of(tensor, most),
             parameters=named[name].numel() if trained else 0,
-            norm=norm,
-            gradient_norm=of_gradients.get(name, math.nan),
+            norm=None if tensor.is_meta else norm,
+            gradient_norm=of_gradients.get(name),
             note="" if named[name].requires_grad else "frozen" if trained else "buffer",
         )
     inspected = _layer(module, "", leaves, 0)
@@ -167,6 +179,17 @@ def _layer(module: torch.nn.Module, path: str, leaves: Mapping[str, Inspected], 
     )
 
 
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    """What an optimizer keeps for each parameter that it has stepped, by their place; as it is here."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return {place: dict(optimizer.state[each]) for place, each in enumerate(parameters) if each in optimizer.state}
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> str:
+    """`lr 0.01`, for each group of parameters."""
+    return " | ".join(f"lr {group['lr']}" for group in optimizer.param_groups if "lr" in group)
+
+
 def _settings_of(module: torch.nn.Module) -> str:
     try:
         return str(module.extra_repr())[:80]
@@ -174,9 +197,9 @@ def _settings_of(module: torch.nn.Module) -> str:
         return ""
 
 
-def _together(parts: Any) -> float:
-    known = [part for part in parts if not math.isnan(part)]
-    return math.sqrt(sum(part * part for part in known)) if known else math.nan
+def _together(parts: Iterable[float | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return math.hypot(*known) if known else None
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 
 from distnb.notebook.output.devices_model import DevicesModel, Memory
-from distnb.notebook.output.wording import filled, html_table
+from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.widgets.picture import as_image
 
 __all__ = ["devices_html", "devices_text"]
@@ -61,5 +61,12 @@ def _bar(memory: Memory) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(drawn)}{frame}</svg>'
     )
-    text = f"{memory.name}: {memory.text}"
-    return f'<div style="color:{_GREY};margin-top:4px">{html.escape(text)}</div>{as_image(svg, text, wide=True)}'
+    legend = [
+        f'<span style="color:{color}">■</span> {html.escape(name)}: {human_bytes(nbytes)}'
+        for name, nbytes, color, _ in parts
+        if nbytes
+    ]
+    legend.append(f"free: {human_bytes(memory.free)} of {human_bytes(memory.total)}")
+    told = f"{html.escape(memory.name)}: {' · '.join(legend)}"
+    image = as_image(svg, f"{memory.name}: {memory.text}", wide=True)
+    return f'<div style="color:{_GREY};margin-top:4px">{told}</div>{image}'

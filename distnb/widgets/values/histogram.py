@@ -32,7 +32,7 @@ def histogram(told: Statistics | None) -> str:
     )
     encoded = base64.b64encode(svg.encode()).decode()
     alt = html.escape(f"histogram from {short_number(told.low)} to {short_number(told.high)}", quote=True)
-    look = f'width="{_WIDTH}" height="{_HEIGHT}" style="vertical-align:middle"'
+    look = f'width="{_WIDTH}" height="{_HEIGHT}" style="vertical-align:middle;min-width:96px;max-width:none"'
     return Html(f'<img src="data:image/svg+xml;base64,{encoded}" alt="{alt}" {look}>')
 
 

@@ -31,7 +31,7 @@ def placement_html(model: PlacementModel) -> str:
     """Draw it: nothing in it needs a script, or a kernel."""
     pictures = []
     for tensor in _split(model.tensors):
-        title = " ".join(filter(None, [tensor.name, str(list(tensor.whole)), tensor.dtype]))
+        title = _title(tensor)
         parts = "; ".join(f"{bounds_text(part.what)} on {part.who}" for part in tensor.parts)
         svg = placement_svg(tensor)
         if svg:
@@ -107,10 +107,19 @@ def _held_as(part: Part) -> str:
     return ", ".join(filter(None, [_KINDS[part.what.kind], part.what.note]))
 
 
+def _title(tensor: PlacedTensor) -> str:
+    title = " ".join(filter(None, [tensor.name, str(list(tensor.whole)), tensor.dtype]))
+    axes = tensor.cut_axes
+    if len(tensor.whole) < 2:
+        return title
+    down = f"axis {axes[-2]} downwards, " if len(axes) > 1 else ""
+    return f"{title}: {down}axis {axes[-1]} to the right"
+
+
 def _drawn(tensor: PlacedTensor) -> list[str]:
     """A cut tensor in characters: a box for each part."""
     axes = tensor.cut_axes
-    lines = [" ".join(filter(None, [tensor.name, str(list(tensor.whole)), tensor.dtype]))]
+    lines = [_title(tensor)]
     for title, rows, columns, fixed in grids(tensor):
         lines += [title] if title else []
         cells = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.output.placement_model import PlacementModel
 from distnb.notebook.output.value_model import ValueModel
@@ -16,7 +16,10 @@ from distnb.widgets.values.value_html import value_html
 from distnb.widgets.values.value_text import value_text
 from distnb.wire.inspection import PLACEMENT, VALUE
 
-__all__ = ["as_html", "drawn", "show", "visualize"]
+if TYPE_CHECKING:
+    from distnb.coordinator.remote_values import RemoteValue
+
+__all__ = ["as_html", "drawn", "result_html", "show", "visualize"]
 
 
 def as_html(value: DistributedValues) -> str:
@@ -29,6 +32,13 @@ def as_html(value: DistributedValues) -> str:
     from distnb.runtime.inspection.inspecting import report
 
     return value_html(_value_model(report(value)))
+
+
+def result_html(value: RemoteValue) -> str:
+    """Draw what a closure gave: a copy of that is here."""
+    from distnb.runtime.inspection.inspecting import inspect
+
+    return value_html(ValueModel(f"RemoteValue of {value.name}", 1, {0: inspect(value.fetch())}))
 
 
 def drawn(data: Mapping[str, Any]) -> dict[str, Any]:

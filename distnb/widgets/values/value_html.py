@@ -19,6 +19,7 @@ _RED = "#ef4444"
 _GREY = "color:#808080"
 _FACTS = ("name", "on", "type", "shape", "dtype", "device", "parameters", "size")
 _COLUMNS = (*_FACTS, "min", "mean", "max", "norm", "grad norm", "spread", "value", "note")
+_BESIDE = "display:inline-block;vertical-align:top;margin:2px 12px 4px 0;max-width:48%"
 _NUMERIC = ("parameters", "size", "min", "mean", "max", "norm", "grad norm")
 
 Parts = Mapping[int, Inspected]
@@ -63,7 +64,7 @@ class _Drawing:
         return f"<details{is_open}><summary>{self._summary(name, told)}</summary>{inside}</details>"
 
     def _summary(self, name: str, told: Parts) -> str:
-        texts = []
+        texts: list[tuple[str, Folded]] = []
         folded = fold(told)
         for group in folded:
             what = group.what
@@ -73,20 +74,38 @@ class _Drawing:
             else:
                 facts.append(what.text)
             facts += [human_bytes(what.nbytes)] if what.nbytes else []
-            facts += [f"norm {short_number(what.norm)}"] if not math.isnan(what.norm) else []
-            facts += [f"grad norm {short_number(what.gradient_norm)}"] if not math.isnan(what.gradient_norm) else []
+            facts += [f"norm {short_number(what.norm)}"] if what.norm is not None else []
+            facts += [f"grad norm {short_number(what.gradient_norm)}"] if what.gradient_norm is not None else []
             facts += [what.note] if what.note else []
-            text = html.escape(" · ".join(filter(None, facts)))
-            if len(folded) > 1 or len(told) < self._model.size:
-                text = f"{html.escape(self._whose(group))}: {text}"
-            texts.append(self._marked(text, group))
+            texts.append((html.escape(" · ".join(filter(None, facts))), group))
+        several = len({text for text, _ in texts}) > 1 or len(told) < self._model.size
+        if not several and not self._drifts(told):
+            texts = texts[:1]
+        else:
+            texts = [(f"{html.escape(self._whose(group))}: {text}", group) for text, group in texts]
         shown = f"<b>{html.escape(name)}</b> " if name else ""
-        return shown + " | ".join(texts)
+        return shown + " | ".join(self._marked(text, group) for text, group in texts)
 
     def _table(self, leaves: Iterable[tuple[str, Parts]]) -> str:
-        rows = [row for name, told in leaves for row in self._rows(name, told)]
+        leaves = list(leaves)
+        # What is nothing but a picture needs no row.
+        rows = [row for name, told in leaves if not _are_pictures(told) for row in self._rows(name, told)]
         header, rows = filled(_COLUMNS, rows)
-        return html_table(header, rows, numeric=_NUMERIC, code=("value",))
+        table = html_table(header, rows, numeric=_NUMERIC) if rows else ""
+        return table + "".join(self._gallery(name, told) for name, told in leaves)
+
+    def _gallery(self, name: str, told: Parts) -> str:
+        """The pictures of some components side by side."""
+        shown = []
+        for group in fold(told):
+            if not group.what.picture:
+                continue
+            title = html.escape(" ".join(filter(None, [name, self._whose(group) if self._model.size > 1 else ""])))
+            alt = html.escape(" ".join(filter(None, [group.what.type, group.what.shape, "of", title])), quote=True)
+            image = f'<img src="{group.what.picture}" alt="{alt}" style="max-width:100%">'
+            text = self._marked(title, group)
+            shown.append(f'<div style="{_BESIDE}"><div style="{_GREY}">{text}</div>{image}</div>')
+        return f"<div>{''.join(shown)}</div>" if shown else ""
 
     def _rows(self, name: str, told: Parts) -> Iterator[list[str]]:
         for place, group in enumerate(fold(told)):
@@ -103,8 +122,8 @@ class _Drawing:
                 f"{what.parameters:,}" if what.parameters > 0 else "",
                 human_bytes(what.nbytes) if what.nbytes else "",
                 *numbers,
-                short_number(norm) if not math.isnan(norm) or group.broken else "",
-                short_number(what.gradient_norm) if not math.isnan(what.gradient_norm) else "",
+                short_number(norm),
+                short_number(what.gradient_norm),
                 histogram(what.statistics),
                 _shown(what),
                 self._notes(group),
@@ -117,7 +136,7 @@ class _Drawing:
             notes.append("drift")
         if group.broken:
             notes.append(f'<span style="color:{_RED}">⚠ {group.broken}</span>')
-        elif group.what.parameters >= 0 and not math.isfinite(group.what.norm):
+        elif group.what.norm is not None and not math.isfinite(group.what.norm):
             notes.append(f'<span style="color:{_RED}">⚠ not finite</span>')
         if told is not None and told.looked_at < told.elements:
             notes.append(f"a sample of {told.looked_at:,} elements")
@@ -139,9 +158,10 @@ class _Drawing:
 
 
 def _shown(what: Inspected) -> str:
-    """A value, or its picture."""
-    text = html.escape(what.text)
-    if not what.picture:
-        return Html(text) if what.text and what.parameters < 0 else ""
-    alt = html.escape(f"{what.type} {what.shape}".strip(), quote=True)
-    return Html(f'<img src="{what.picture}" alt="{alt}" style="max-width:192px;image-rendering:auto">{text}')
+    """A short value."""
+    style = "font-family:monospace;white-space:pre-wrap;display:inline-block;max-width:44em"
+    return Html(f'<span style="{style}">{html.escape(what.text)}</span>') if what.text and what.parameters < 0 else ""
+
+
+def _are_pictures(told: Parts) -> bool:
+    return all(each.picture and not each.shape for each in told.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from distnb.notebook.output.value_model import Folded, ValueModel, fold, parts, replicas_text
@@ -47,8 +46,8 @@ def _facts(group: Folded) -> str:
         shown.append(human_bytes(what.nbytes))
     low, mean, high = figures(what.statistics)
     shown += [f"min {low} mean {mean} max {high}"] if low else []
-    shown += [f"norm {short_number(what.norm)}"] if not math.isnan(what.norm) else []
-    shown += [f"grad norm {short_number(what.gradient_norm)}"] if not math.isnan(what.gradient_norm) else []
+    shown += [f"norm {short_number(what.norm)}"] if what.norm is not None else []
+    shown += [f"grad norm {short_number(what.gradient_norm)}"] if what.gradient_norm is not None else []
     shown += [f"⚠ {group.broken}"] if group.broken else []
     shown += [f"({what.note})"] if what.note else []
     value = " ".join(what.text.split()) if what.parameters < 0 else ""
