@@ -119,8 +119,7 @@ def _held(user_ns: Mapping[str, Any]) -> dict[int, dict[str, int]]:
         state = state_of_handle(value)
         if state.tracked.ended:
             continue
-        for replica, holdings in (state.operations.holdings(value) or {}).items():
-            nbytes = sum(each.nbytes for each in holdings)
+        for replica, nbytes in (state.operations.nbytes(value) or {}).items():
             if nbytes:
                 held.setdefault(state.tracked.key[0][replica], {})[name] = nbytes
     return held

@@ -25,7 +25,7 @@ from distnb.wire.messages import Apply, ObjectId
 
 __all__ = ["QUIET", "carry_out"]
 
-QUIET = frozenset({"export", "fetch", "holdings", "import", "inspect", "rename", "summary"})
+QUIET = frozenset({"export", "fetch", "holdings", "import", "inspect", "nbytes", "rename", "summary"})
 """Operations that run nothing of the user's which could communicate."""
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
@@ -50,9 +50,9 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         namespace.open(snapshot, replica)
         return None if spectator else _TRANSFERS[message.operation](namespace, objects, request)
     args, kwargs = namespace.open_call(snapshot, replica)
-    if message.operation == "holdings":
-        held = holdings_of(_owned(objects, message.target))
-        return namespace.finish_with(lambda describer: held)
+    if message.operation in _PLACES:
+        told = _PLACES[message.operation](_owned(objects, message.target))
+        return namespace.finish_with(lambda describer: told)
     target = follow(_object(objects, message.target), request.path)
     if message.operation in ("list", "next"):
         items = list(target) if message.operation == "list" else _next(target)
@@ -116,6 +116,10 @@ _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "check": lambda target, args, kwargs: drift_report(target),
     "get": lambda target, args, kwargs: target,
     "read": lambda target, args, kwargs: read_together(target),
+}
+_PLACES: dict[str, Callable[[Any], Any]] = {
+    "holdings": holdings_of,
+    "nbytes": lambda target: sum(each.nbytes for each in holdings_of(target)),
 }
 _SUMMARIES: dict[str, Callable[[Any], Summary | Inspected]] = {
     "inspect": lambda target: inspect(own_part(target)),

@@ -25,10 +25,10 @@ __all__ = ["HandleOperations", "Perform"]
 Path = tuple[tuple[str, Any], ...]
 
 
-_LOOKING = ("summary", "read_summary", "inspect", "holdings", "get", "list", "read", "check")
+_LOOKING = ("summary", "read_summary", "inspect", "holdings", "nbytes", "get", "list", "read", "check")
 
 
-_OF_THOSE_LEFT = ("summary", "inspect", "holdings")
+_OF_THOSE_LEFT = ("summary", "inspect", "holdings", "nbytes")
 """What is asked of those who still have the object, whoever has lost it."""
 
 
@@ -189,6 +189,11 @@ class HandleOperations:
     def holdings(self, handle: DistributedValues) -> dict[int, tuple[Holding, ...]] | None:
         """Which parts of a value each replica holds, by replica; None while an engine is stuck."""
         found: dict[int, tuple[Holding, ...]] | None = self._look(handle, "holdings")
+        return found
+
+    def nbytes(self, handle: DistributedValues) -> dict[int, int] | None:
+        """What the tensors of a value take, by replica; None while an engine is stuck."""
+        found: dict[int, int] | None = self._look(handle, "nbytes")
         return found
 
     def _look(self, handle: DistributedValues, operation: str) -> dict[int, Any] | None:

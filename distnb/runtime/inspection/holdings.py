@@ -20,6 +20,9 @@ from distnb.wire.inspection import Bounds, Holding, Kind
 
 __all__ = ["holdings_of", "may_hold", "no_tensor", "report"]
 
+_DEEPEST = 12
+_MOST = 20_000  # parts of one value
+
 
 def report(value: Any) -> dict[str, Any]:
     """What a replica tells of a value for others to draw: what it holds of it, and who asks.
@@ -54,34 +57,36 @@ def holdings_of(value: Any) -> tuple[Holding, ...]:
 
     Nothing is computed, and no other replica has to take part.
     """
-    return tuple(_holdings(value, ""))
+    return tuple(_holdings(value, "", iter(range(_MOST)), 0))
 
 
-def _holdings(value: Any, name: str) -> Iterator[Holding]:
+def _holdings(value: Any, name: str, left: Iterator[int], depth: int) -> Iterator[Holding]:
+    if depth > _DEEPEST or next(left, None) is None:  # a container that holds itself has no end
+        return
     process = this_process.replica
     if hasattr(type(value), "worker_devices") and process is not None:  # a strategy
         yield Holding("", (), None, "own", device=str(process.team.devices[process.rank]))
     elif isinstance(value, DistributedDataset):
         yield from _batches(value)
     elif isinstance(value, DistributedValues):
-        yield from _components(value, name)
+        yield from _components(value, name, left, depth)
     elif isinstance(value, torch.nn.Module):
         named = [*value.named_parameters(prefix=name), *value.named_buffers(prefix=name)]
         yield from (part for full, tensor in named for part in _tensor(tensor, full))
     elif isinstance(value, torch.optim.Optimizer):
-        yield from _holdings(optimizer_state(value), name)
+        yield from _holdings(optimizer_state(value), name, left, depth)
     elif (children := structure.children(value)) is not None:
-        yield from (part for inner, child in children for part in _holdings(child, name + inner))
+        yield from (part for inner, child in children for part in _holdings(child, name + inner, left, depth + 1))
     elif as_tensor(value) is not None:
         yield from _tensor(value, name)
 
 
-def _components(value: DistributedValues, name: str) -> Iterator[Holding]:
+def _components(value: DistributedValues, name: str, left: Iterator[int], depth: int) -> Iterator[Holding]:
     """The components that are here: of a batch its rows, which lie in the order of the replicas."""
     examples = value.global_batch_size
     for replica, component in zip(value.replica_ids, value.values, strict=True):
         holder = f"replica {replica}" if len(value.values) > 1 else ""
-        for part in _holdings(component, name):
+        for part in _holdings(component, name, left, depth):
             shape = part.whole
             if examples is not None and part.kind == "own" and shape:
                 first, last = slice_bounds(examples, value.num_replicas, replica)

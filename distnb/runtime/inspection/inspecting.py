@@ -21,7 +21,8 @@ from distnb.wire.inspection import VALUE, Inspected
 __all__ = ["as_tensor", "device_of", "displayed", "inspect", "optimizer_state", "report"]
 
 _MOST_TENSORS = 24  # with statistics of their own; of further ones only what they are
-_MOST_ITEMS = 60
+_MOST_ITEMS = 60  # of one container
+_MOST_PARTS = 500  # of all
 _MOST_PICTURES = 4
 _DEEPEST = 8
 _FEW_ELEMENTS = 64
@@ -48,6 +49,7 @@ def displayed(value: DistributedValues) -> dict[str, Any]:
 class _Inspection:
     def __init__(self) -> None:
         self._tensors = _MOST_TENSORS
+        self._parts = _MOST_PARTS
         self._pictures = _MOST_PICTURES
 
     def value(self, value: Any, depth: int) -> Inspected:
@@ -106,16 +108,18 @@ class _Inspection:
         return told._replace(text="", content=0, items=items, note="each replica's own states, put together when read")
 
     def _container(self, value: Any, children: list[tuple[str, Any]], depth: int) -> Inspected:
-        items = tuple((name, self.value(child, depth + 1)) for name, child in children[:_MOST_ITEMS])
+        shown = children[: min(_MOST_ITEMS, self._parts)]
+        self._parts -= len(shown)
+        items = tuple((name, self.value(child, depth + 1)) for name, child in shown)
         told = [child.content for _, child in items]
-        whole = len(children) <= _MOST_ITEMS and all(told)
+        whole = len(children) == len(shown) and all(told)
         return Inspected(
             type_name(value),
             text=f"{len(children)} item{'s' * (len(children) != 1)}",
             nbytes=sum(child.nbytes for _, child in items),
             content=digest_of_text(repr(told)) if whole else 0,
             items=items,
-            left_out=max(0, len(children) - _MOST_ITEMS),
+            left_out=len(children) - len(shown),
         )
 
 
