@@ -114,3 +114,16 @@ def test_what_the_servers_hold_is_told_on_demand(notebook: Notebook) -> None:
 def test_a_short_cell_shows_no_view(notebook: Notebook) -> None:
     ran = notebook.run("coordinator.schedule(lambda: 1).fetch()")
     assert [each for each in ran.displays if "closures" in str(each)] == []
+
+
+def test_variables_are_drawn_on_their_servers(notebook: Notebook) -> None:
+    text = notebook.run("distnb.visualize(model)").text
+    assert "ps 0: 40 B" in text
+    assert "weight  (2, 4)  float32  all   ps 0  cpu     32 B  on a parameter server" in text
+    text = notebook.run("distnb.visualize(strategy)").text
+    assert "worker 0" in text
+    assert "weight  (2, 4)  float32" in text
+    assert "ps 0" in notebook.run("%distnb devices").text
+    ran = notebook.run("import torch\nvalue = coordinator.schedule(lambda: torch.arange(3.0))\nvalue.fetch()\nvalue")
+    assert "RemoteValue of &lt;lambda&gt;" in ran.displays[-1]["text/html"]
+    assert "histogram from 0 to 2" in ran.displays[-1]["text/html"]

@@ -21,7 +21,7 @@ from distnb.wire.inspection import Bounds, Holding, Kind
 __all__ = ["holdings_of", "may_hold", "no_tensor", "report"]
 
 _DEEPEST = 12
-_MOST = 20_000  # parts of one value
+_MOST = 5_000  # parts of one value
 
 
 def report(value: Any) -> dict[str, Any]:
