@@ -22,6 +22,7 @@ def step():
     optimizer.step()
     return loss.detach()
 losses = strategy.run(step)
+model[1].running_mean.fill_(distnb.replica_id())
 """
 
 
