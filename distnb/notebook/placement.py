@@ -11,7 +11,6 @@ from distnb.notebook.output.devices_model import DevicesModel
 from distnb.notebook.output.placement_model import PlacementModel
 from distnb.notebook.remote_dataset import RemoteDataset
 from distnb.runtime.base import PARAMETER_SERVER, is_in_process
-from distnb.runtime.inspection.holdings import holdings_of, may_hold, no_tensor
 from distnb.values import structure
 from distnb.wire.inspection import Holding
 
@@ -34,6 +33,8 @@ def placement_of(value: Any) -> PlacementModel:
     Raises:
         OptionError: There is no tensor in it.
     """
+    from distnb.runtime.inspection.holdings import holdings_of, may_hold, no_tensor  # with torch
+
     value = value.handle if isinstance(value, RemoteDataset) else value
     told: dict[int, list[Holding]] = {}
     size, notes, kinds = 1, [], []
