@@ -68,6 +68,7 @@ _WHERE = {
     "AutoShardPolicy": "distnb.options",
     "TensorSpec": "distnb.input.sources.element_spec",
     "DistributedDataset": "distnb.input.dataset",
+    "visualize": "distnb.strategies.visualizing",
     "DistributedIterator": "distnb.input.dataset",
     "CommunicationImplementation": "distnb.options",
     "CommunicationOptions": "distnb.options",
@@ -123,6 +124,7 @@ if TYPE_CHECKING:
     from distnb.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from distnb.strategies.tpu import TPUStrategy as TPUStrategy
     from distnb.strategies.variable_class import Variable as Variable
+    from distnb.strategies.visualizing import visualize as visualize
     from distnb.values import DistributedValues as DistributedValues
     from distnb.values import Mirrored as Mirrored
     from distnb.values import PerReplica as PerReplica

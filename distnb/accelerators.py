@@ -131,6 +131,21 @@ def allocated_nbytes() -> int | None:
         return None
 
 
+def device_memory() -> tuple[int, int] | None:
+    """Free and all memory of the process's current device, in bytes, whoever uses it.
+
+    None where torch has not used one yet, and for types that do not tell.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or allocated_nbytes() is None:
+        return None
+    module = _module(torch.accelerator.current_accelerator().type)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, total = module.mem_get_info(torch.accelerator.current_device_index())
+    return int(free), int(total)
+
+
 class _ModuleGenerator:
     """A device's generator, by its module's functions: of types whose module shows no generator objects."""
 

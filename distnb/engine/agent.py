@@ -37,8 +37,10 @@ from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
 from distnb.runtime import spmd, step_count
+from distnb.runtime.inspection import inspecting
 from distnb.runtime.this_process import this_process
 from distnb.topology import PS, Device, Team
+from distnb.values import DistributedValues
 from distnb.values.structure import select
 from distnb.wire import codec, unix_socket
 from distnb.wire.channel import Link, ProgramLink
@@ -114,6 +116,7 @@ class Agent:
             self._guard,
             free_collectives=groups.abort,
             sample=self._telemetry.sample,
+            memory=telemetry.memory,
             pipes=pipes,
         )
         self._serving = self._listening = False
@@ -428,6 +431,11 @@ class Agent:
         sys.stdout = ReplicaStream(engine, "stdout", control, logs["stdout"], 1, sys.stdout)
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
+        formatter = self._shell.display_formatter
+        assert formatter is not None
+        formatter.mimebundle_formatter.for_type(DistributedValues, inspecting.displayed)
+        formatter.formatters["text/html"].for_type(DistributedValues, lambda value: None)  # the notebook draws
+        this_process.publish = self._shell.display_pub.publish
         unattended.install(self._shell)
 
 

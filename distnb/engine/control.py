@@ -34,6 +34,8 @@ from distnb.wire.messages import (
     Flushed,
     GivenBack,
     Live,
+    MeasureMemory,
+    MemoryUse,
     Output,
     ProgramEnded,
     Stacks,
@@ -66,6 +68,7 @@ class Control:
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
         sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample, with all
             events that are kept if it is told `whole=True`.
+        memory: Measures its memory: engine → MemoryUse.
         pipes: File descriptors to read from, each with the function that takes what is read.
 
     Attributes:
@@ -80,6 +83,7 @@ class Control:
         *,
         free_collectives: Callable[[str], None],
         sample: Callable[..., TelemetrySample],
+        memory: Callable[[int], MemoryUse],
         pipes: dict[int, Callable[[bytes], None]],
     ) -> None:
         self._engine = engine
@@ -87,6 +91,7 @@ class Control:
         self._guard = guard
         self._free_collectives = free_collectives
         self._sample = sample
+        self._memory = memory
         self._pipes = pipes
         self._events: deque[Any] = deque()
         self._points: deque[_Told] = deque()
@@ -176,6 +181,8 @@ class Control:
         elif isinstance(order, DumpActivity):
             whole = self._sample(self._engine, *self._measured, whole=True) if self._measured is not None else None
             self.emit(Activity(self._engine, whole))
+        elif isinstance(order, MeasureMemory):
+            self.emit(self._memory(self._engine))
         elif isinstance(order, Flush):
             if self._measured is not None:
                 self._measure()

@@ -117,6 +117,16 @@ class DistributedDataset(Iterable[Any]):
             raise TypeError(f"The number of batches of this dataset is not known beforehand: {error}") from None
 
     @property
+    def place(self) -> Place:
+        """Which replica reads, and which part of each batch is its."""
+        return self._place
+
+    @property
+    def sizes(self) -> tuple[int, int] | None:
+        """How many examples there are, and how many a full global batch has; None where reading alone tells."""
+        return self._source.sizes()
+
+    @property
     def cardinality(self) -> int:
         """Number of global batches; -2 (tf.data's UNKNOWN_CARDINALITY) when it is not known beforehand."""
         try:

@@ -24,6 +24,7 @@ from distnb.magics.cell_history import HEADER
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
+from distnb.notebook import placement
 from distnb.notebook.output.closures_model import runs_text, server_texts
 from distnb.notebook.output.event_files import EventFiles
 from distnb.notebook.output.wording import filled, html_table
@@ -34,6 +35,7 @@ from distnb.runtime.this_process import this_process
 from distnb.topology import PS, WORKER, Task
 from distnb.widgets import exports
 from distnb.widgets.timeline import timeline
+from distnb.widgets.values.devices import devices_html, devices_text
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -151,15 +153,10 @@ class ClusterMagic:
 
     def devices(self, found: Namespace) -> None:
         """`%distnb devices`."""
-        session = sessions.current()
         gpus = [f"cuda:{index}" for index in range(available_gpus())]
         there = gpus + [f"tpu:{index}" for index in range(tpu_chips.chips())] or ["cpu:0"]
-        by_device: dict[str, list[str]] = {device: [] for device in there}
-        for row in session.status() if session is not None else ():
-            by_device.setdefault(row.device, []).append(row.task or f"engine {row.engine}")
-        self._table(
-            ("device", "used by"), [(device, ", ".join(users) or "–") for device, users in sorted(by_device.items())]
-        )
+        model = placement.devices_model(self._shell.user_ns, there)
+        self._shell.display_pub.publish({"text/plain": devices_text(model), "text/html": devices_html(model)})
 
     def stacks(self, found: Namespace) -> None:
         """`%distnb stacks`."""

@@ -76,7 +76,7 @@ def _commands() -> dict[str, LineParser]:
         "stop": "end the engines",
         "restart": "replace all engines, or those named",
         "status": "what each engine is, and does",
-        "devices": "the devices, and who uses them",
+        "devices": "the devices, who uses them, and their memory now",
         "stacks": "where each engine is in its program",
         "logs": "what each engine wrote outside programs",
         "history": "the cells that ran on engines: how long, and how they ended",

@@ -27,7 +27,7 @@ from distnb.options import StrategySpec
 from distnb.runtime import step_count
 from distnb.topology import Device, Task, Team
 from distnb.wire.exchange import Snapshot
-from distnb.wire.messages import Apply, CallFunction, ObjectId, RunCell, Status
+from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, RunCell, Status
 
 __all__ = ["CellTimes", "EngineStatus", "Session"]
 
@@ -202,6 +202,13 @@ class Session:
         for sample in self._supervisor.ask_activity(self._engines.left, timeout_s):
             model.feed(sample)
         return model
+
+    def memory(self, timeout_s: float = 0.5) -> dict[int, MemoryUse]:
+        """How much memory each engine takes, and what its machine and its device have free, now.
+
+        Engines that did not answer in time are missing: native code that holds Python's lock lets nothing be asked.
+        """
+        return self._supervisor.ask_memory(self._engines.left, timeout_s)
 
     # -- programs --------------------------------------------------------------------------------------------------
 

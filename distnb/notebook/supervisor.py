@@ -31,6 +31,8 @@ from distnb.wire.messages import (
     Flush,
     Flushed,
     Hello,
+    MeasureMemory,
+    MemoryUse,
     ProgramEnded,
     Stacks,
     TakeBack,
@@ -172,6 +174,18 @@ class Supervisor:
             return isinstance(event, Activity)
 
         self._ask(engines, DumpActivity(), answers, timeout_s)
+        return found
+
+    def ask_memory(self, engines: Iterable[int], timeout_s: float) -> dict[int, MemoryUse]:
+        """How much memory each engine takes, and its machine and device have; those that did not answer are missing."""
+        found: dict[int, MemoryUse] = {}
+
+        def answers(event: Any) -> bool:
+            if isinstance(event, MemoryUse):
+                found[event.engine] = event
+            return isinstance(event, MemoryUse)
+
+        self._ask(engines, MeasureMemory(), answers, timeout_s)
         return found
 
     def _ask(self, engines: Iterable[int], question: Any, answers: Callable[[Any], bool], timeout_s: float) -> bool:

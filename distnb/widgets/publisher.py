@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.output.displays import Area, Clear, Instruction, Show, Write
+from distnb.widgets.values.showing import drawn
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -37,7 +38,7 @@ class Publisher(ABC):
                 self.latest = (self.latest + each.text)[-_LATEST_CHARACTERS:]
                 self.write(each.stream, each.text)
             elif isinstance(each, Show):
-                self.display(each.name, each.bundle.data, each.bundle.metadata, update=each.update)
+                self.display(each.name, drawn(each.bundle.data), each.bundle.metadata, update=each.update)
             elif isinstance(each, Area):
                 self.area(each.lines)
             elif isinstance(each, Clear):

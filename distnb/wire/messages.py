@@ -30,6 +30,8 @@ __all__ = [
     "GivenBack",
     "Hello",
     "Live",
+    "MeasureMemory",
+    "MemoryUse",
     "Output",
     "ProgramEnded",
     "Reply",
@@ -248,6 +250,11 @@ class DumpActivity:
 
 
 @dataclass(frozen=True)
+class MeasureMemory:
+    """Tell how much memory there is, in `MemoryUse`; also while a program runs."""
+
+
+@dataclass(frozen=True)
 class Flush:
     """Send every event that waits, and then `Flushed` with the same number."""
 
@@ -400,6 +407,27 @@ class Activity:
 
     engine: int
     sample: TelemetrySample | None
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The answer to `MeasureMemory`, in bytes.
+
+    Attributes:
+        rss: Resident memory of the engine.
+        host_free, host_total: Memory of its machine, and what of it can be used.
+        allocated: What torch holds on the engine's accelerator.
+        device_free, device_total: Memory of that accelerator, of all processes. None, as `allocated`, for the CPU, and
+            before the engine has used its accelerator: to ask would take memory there.
+    """
+
+    engine: int
+    rss: int
+    host_free: int
+    host_total: int
+    allocated: int | None = None
+    device_free: int | None = None
+    device_total: int | None = None
 
 
 @dataclass(frozen=True)

@@ -149,3 +149,16 @@ def test_the_stop_button_ends_closures(notebook: Notebook) -> None:
     notebook.run("coordinator.join()")  # the stop may have come before the cell joined
     assert notebook.value("[value.state for value in values]") == ["cancelled"] * 8
     assert notebook.value("coordinator.schedule(abs, args=(-3,)).fetch()") == 3
+
+
+def test_variables_are_drawn_on_their_servers(notebook: Notebook) -> None:
+    text = notebook.run("distnb.visualize(model)").text
+    assert "ps 0: 40 B" in text
+    assert "weight  (2, 4)  float32  all   ps 0  cpu     32 B  on a parameter server" in text
+    text = notebook.run("distnb.visualize(strategy)").text
+    assert "worker 0" in text
+    assert "weight  (2, 4)  float32" in text
+    assert "ps 0" in notebook.run("%distnb devices").text
+    ran = notebook.run("import torch\nvalue = coordinator.schedule(lambda: torch.arange(3.0))\nvalue.fetch()\nvalue")
+    assert "RemoteValue of &lt;lambda&gt;" in ran.displays[-1]["text/html"]
+    assert "histogram from 0 to 2" in ran.displays[-1]["text/html"]

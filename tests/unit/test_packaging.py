@@ -59,7 +59,10 @@ def test_commands_and_paths_in_a_paper_exist(paper: str) -> None:
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in ROOT.glob("docs/*") if f"docs/{page.name}" not in readme] == []
+    pages = list(ROOT.glob("docs/*.md"))
+    assert [page.name for page in pages if f"docs/{page.name}" not in readme] == []
+    text = readme + "".join(page.read_text(encoding="utf-8") for page in pages)
+    assert [picture.name for picture in ROOT.glob("docs/*.*g*") if picture.name not in text] == []
 
 
 def test_the_commands_that_are_documented_exist() -> None:

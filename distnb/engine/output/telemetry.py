@@ -17,11 +17,11 @@ from types import CodeType, FrameType
 import psutil
 
 from distnb import activity
-from distnb.accelerators import allocated_nbytes
+from distnb.accelerators import allocated_nbytes, device_memory
 from distnb.runtime import step_count
-from distnb.wire.messages import TelemetrySample, Waiting
+from distnb.wire.messages import MemoryUse, TelemetrySample, Waiting
 
-__all__ = ["Telemetry", "remember_cell", "where_it_failed"]
+__all__ = ["Telemetry", "memory", "remember_cell", "where_it_failed"]
 
 _FEW_EVENTS = 64  # in a sample, where nobody asked for all
 _KNOWN_CALLS = 64
@@ -92,6 +92,19 @@ class Telemetry:
                 self._calls.clear()
             self._calls[self._place] = _callee(*self._place)
         return self._calls[self._place]
+
+
+def memory(engine: int) -> MemoryUse:
+    """Measure the memory of this process, of its machine, and of its accelerator if it has used one."""
+    host, device = psutil.virtual_memory(), device_memory()
+    return MemoryUse(
+        engine,
+        int(psutil.Process().memory_info().rss),
+        int(host.available),
+        int(host.total),
+        allocated_nbytes(),
+        *(device or (None, None)),
+    )
 
 
 def where_it_failed(error: BaseException) -> str:

@@ -7,7 +7,7 @@ own order is kept. Unfinished lines (progress bars) are shown in an area of thei
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -111,6 +111,8 @@ class OutputMerger:
         self._beside: _Slot | None = None  # figures of other replicas may still be shown in it
         self._named: defaultdict[int, dict[str, _Slot]] = defaultdict(dict)  # by replica, and by its own names
         self._named_slots: list[_Slot] = []
+        self._parts: dict[tuple[bytes, int], _Slot] = {}
+        self._counts: Counter[tuple[int, bytes]] = Counter()
         self._numbers = itertools.count()
         self._seen: set[int] = set()  # replicas with output since the last clearing
         self._area: tuple[str, ...] = ()
@@ -181,6 +183,8 @@ class OutputMerger:
             self._gates[replica].count += 1
         elif name is not None:
             self._feed_named(replica, str(name), bundle, now)
+        elif bundle.site is not None:
+            self._feed_part(replica, bundle.site, bundle, now)
         else:
             self._weave.add(("display", bundle.identity), replica, bundle, now)
 
@@ -194,6 +198,15 @@ class OutputMerger:
             self._weave.add(("named", slot.name), replica, slot, now)
         slots[name].group[replica] = bundle
         slots[name].dirty = True
+
+    def _feed_part(self, replica: int, site: bytes, bundle: Bundle, now: float) -> None:
+        """A replica's part of a value: to those that the others show from the same line, as often as this one has."""
+        count = self._counts[replica, site] = self._counts[replica, site] + 1
+        if (site, count) not in self._parts:
+            self._parts[site, count] = _Slot(self._new_name())
+        slot = self._parts[site, count]
+        slot.group[replica], slot.dirty = bundle, True
+        self._weave.add(("named", slot.name), replica, slot, now)
 
     def _new_name(self) -> str:
         return f"{self._name}-{next(self._numbers)}"

@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_name", "cell_place", "filled", "html_table", "human_bytes", "mark", "ranges", "short_number"]
+__all__ = ["Html", "cell_name", "cell_place", "filled", "html_table", "human_bytes", "mark", "ranges", "short_number"]
 
 _CELL = "padding:1px 14px 1px 0;text-align:{align};vertical-align:top;border:none;background:none;white-space:{space}"
+
+
+class Html(str):
+    """Text that is HTML already, and is put into a table as it is."""
+
+    __slots__ = ()
 
 
 def ranges(numbers: Iterable[int]) -> list[str]:
@@ -66,7 +72,7 @@ def html_table(
     code: Collection[str] = (),
     caption: str = "",
 ) -> str:
-    """Draw a table; cells are escaped, and `caption` stands above it.
+    """Draw a table; cells are escaped, but for `Html`, and `caption` stands above it.
 
     Args:
         numeric: Titles of the columns that are aligned to the right.
@@ -83,7 +89,8 @@ def html_table(
                 style += ";color:#808080;font-weight:normal"
             elif title in code:
                 style += ";font-family:monospace;min-width:30em"
-            drawn.append(f'<{tag} style="{style}">{html.escape(str(value))}</{tag}>')
+            text = value if isinstance(value, Html) else html.escape(str(value))
+            drawn.append(f'<{tag} style="{style}">{text}</{tag}>')
         return "".join(drawn)
 
     body = "".join(f'<tr style="background:none">{cells("td", row)}</tr>' for row in rows)
