@@ -7,8 +7,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
+from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
 from distnb.notebook.closure_channel import ClosureChannel
 from distnb.notebook.dispatch import Outcome
@@ -18,6 +20,7 @@ from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.pending import BesideCall, PendingCall, Unsettled
+from distnb.notebook.reports import process_text, stacks_text
 from distnb.options import StrategySpec
 from distnb.topology import Device, Task, Team
 from distnb.wire.exchange import Snapshot
@@ -58,6 +61,7 @@ class Session:
         self.events = self._supervisor.events
         self._dispatch = self._engines.dispatch
         self._closures: ClosureChannel | None = None
+        self._terminal: TerminalSocket | None = None
         self._unsettled = Unsettled()
         self._besides: list[BesideCall] = []
         self._lookers = threading.local()
@@ -90,6 +94,8 @@ class Session:
         session = cls(user_ns, plan)
         try:
             session._engines.start(on_progress)
+            answers = {"stacks": partial(stacks_text, session), "process": partial(process_text, session)}
+            session._terminal = TerminalSocket(session._engines.cluster.directory, answers)
         except BaseException:
             session.stop()
             raise
@@ -100,6 +106,8 @@ class Session:
         if os.getpid() == self._owner:  # a forked child must not end its parent's engines
             if self._closures is not None:
                 self._closures.close()
+            if self._terminal is not None:
+                self._terminal.close()
             self._engines.stop()
 
     @property
