@@ -1,4 +1,4 @@
-"""The command `distnb`: `run` runs a script on several replicas, `worker` is a server, `stacks` looks into notebooks."""
+"""The command `distnb`: `run` runs a script on several replicas, `worker` serves, `stacks` looks into notebooks."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from distnb.notebook import compose
 from distnb.notebook.front_end import FrontEnd
 from distnb.objects.modes import cell_began
 from distnb.widgets.front import Front
+from distnb.widgets.panel.side_panel import SidePanel
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult
@@ -68,6 +69,8 @@ class Extension:
             module_version=partial(_autoreloaded, shell),
         )
         compose.attach(front_end)
+        if hasattr(shell, "kernel"):
+            SidePanel(shell.kernel, self._front).install()
         # The cell that loads the extension may go on to use it.
         self._stops.install()
         _choose_debugger()

@@ -1,4 +1,4 @@
-"""What people ask of a running cluster, as text: the same for `%distnb stacks`, a second terminal, and the side panel."""
+"""What people ask of a running cluster, as text: alike for `%distnb stacks`, a second terminal, and the side panel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def stacks_text(session: Session) -> str:
     lines = []
     for row in session.status():
         task = f"{row.task}, " if row.task else ""
-        lines.append(f"── {task}engine {row.engine} ({row.device}) ──\n{stacks.get(row.engine, _UNHEARD) or row.state}".rstrip())
+        stack = stacks.get(row.engine, _UNHEARD) or row.state
+        lines.append(f"── {task}engine {row.engine} ({row.device}) ──\n{stack}".rstrip())
     return "\n".join(lines) + "\n"
 
 

@@ -435,6 +435,12 @@ class Session:
             return self._closures
 
     @contextmanager
+    def between_programs(self) -> Iterator[None]:
+        """Within it no program runs: those of other threads have ended, or wait."""
+        with self._dispatch.turn:
+            yield
+
+    @contextmanager
     def looking(self) -> Iterator[None]:
         """Look at objects for the user, who has run nothing: Tab does. What that makes replicas print is not shown."""
         self._lookers.deep = getattr(self._lookers, "deep", 0) + 1
