@@ -100,19 +100,30 @@ export class StrategyPicker extends Widget {
   }
 
   protected override onAfterAttach(): void {
+    const notebook = this._cell.parent;
+    const kernel = notebook instanceof Notebook && (notebook.parent as NotebookPanel)?.sessionContext?.session?.kernel;
+    this._link = kernel ? KernelLink.of(kernel) : null;
+    this._link?.changed.connect(this._draw, this);
     this._draw();
+  }
+
+  protected override onBeforeDetach(): void {
+    this._link?.changed.disconnect(this._draw, this);
   }
 
   private _draw(): void {
     const word = strategyOf(this._cell.model.sharedModel.getSource());
-    const notebook = this._cell.parent;
-    const kernel = notebook instanceof Notebook && (notebook.parent as NotebookPanel)?.sessionContext?.session?.kernel;
-    const known = Boolean(kernel && KernelLink.of(kernel).snapshot);
-    this.setHidden(this._cell.model.type !== 'code' || !(known || word !== null));
+    this.setHidden(this._cell.model.type !== 'code' || !(this._link?.snapshot || word !== null));
+    if (this._drawn === word) {
+      return; // the list may be open
+    }
+    this._drawn = word;
     const words = word && !STRATEGIES.includes(word) ? [...STRATEGIES, word] : STRATEGIES;
     const options = words.map(each => new Option(each, each, false, each === word));
     this._select.replaceChildren(new Option('not distributed', '', false, word === null), ...options);
   }
 
   private _select = element('select', 'distnb-select');
+  private _link: KernelLink | null = null;
+  private _drawn: string | null | undefined;
 }
