@@ -1,9 +1,11 @@
 // Distributed cells: marked with their strategy and their replicas' states, and a picker that writes the magic line.
 
 import { Cell, ICellModel } from '@jupyterlab/cells';
-import { Notebook, NotebookPanel } from '@jupyterlab/notebook';
+import { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
+import { Signal } from '@lumino/signaling';
 import { Widget } from '@lumino/widgets';
 import { element } from './dom';
+import { icon } from './icon';
 import { IMark, KernelLink } from './kernel';
 
 const MAGIC = /^%%distribute(?:[ \t]+(\S+))?/;
@@ -85,7 +87,10 @@ function markCell(cell: Cell, mark: IMark | undefined): void {
 
 /** The picker in the toolbar of a cell. It is there where the kernel has distnb, or the cell has the magic. */
 export class StrategyPicker extends Widget {
-  constructor(private _cell: Cell<ICellModel>) {
+  constructor(
+    private _cell: Cell<ICellModel>,
+    private _tracker: INotebookTracker
+  ) {
     super();
     this.addClass('distnb-picker');
     this._select.setAttribute('aria-label', 'Strategy of this cell');
@@ -94,26 +99,32 @@ export class StrategyPicker extends Widget {
       const shared = this._cell.model.sharedModel;
       shared.setSource(withStrategy(shared.getSource(), this._select.value || null));
     };
+    // As small as its neighbours: JupyterLab hides a toolbar that takes more than half of the cell's width.
+    icon.element({ container: this.node, tag: 'span', width: '16px', height: '16px' });
     this.node.append(this._select);
     _cell.model.contentChanged.connect(this._draw, this);
+    KernelLink.news.connect(this._draw, this);
     this._draw();
+  }
+
+  override dispose(): void {
+    Signal.clearData(this);
+    super.dispose();
   }
 
   protected override onAfterAttach(): void {
-    const notebook = this._cell.parent;
-    const kernel = notebook instanceof Notebook && (notebook.parent as NotebookPanel)?.sessionContext?.session?.kernel;
-    this._link = kernel ? KernelLink.of(kernel) : null;
-    this._link?.changed.connect(this._draw, this);
     this._draw();
   }
 
-  protected override onBeforeDetach(): void {
-    this._link?.changed.disconnect(this._draw, this);
-  }
-
   private _draw(): void {
+    if (this._cell.isDisposed) {
+      return;
+    }
     const word = strategyOf(this._cell.model.sharedModel.getSource());
-    this.setHidden(this._cell.model.type !== 'code' || !(this._link?.snapshot || word !== null));
+    const notebook = this._tracker.find(panel => panel.content.widgets.includes(this._cell));
+    const kernel = notebook?.sessionContext.session?.kernel;
+    const known = word !== null || Boolean(kernel && KernelLink.of(kernel).snapshot);
+    this.setHidden(this._cell.model.type !== 'code' || !known);
     if (this._drawn === word) {
       return; // the list may be open
     }
@@ -124,6 +135,5 @@ export class StrategyPicker extends Widget {
   }
 
   private _select = element('select', 'distnb-select');
-  private _link: KernelLink | null = null;
   private _drawn: string | null | undefined;
 }

@@ -36,7 +36,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
       execute: () => app.shell.activateById(panel.id)
     });
     palette?.addItem({ command: SHOW, category: 'Notebook' });
-    toolbars?.addFactory<Cell>('Cell', 'distnb-strategy', cell => new StrategyPicker(cell));
+    toolbars?.addFactory<Cell>('Cell', 'distnb-strategy', cell => new StrategyPicker(cell, tracker));
     if (statusBar) {
       addStatus(app, statusBar, panel);
     }

@@ -44,6 +44,8 @@ const ORDER = 'distnb_order';
 const PATIENCE_MS = 3000;
 
 export class KernelLink {
+  /** Emitted when there is something new of any kernel. */
+  static readonly news = new Signal<typeof KernelLink, void>(KernelLink);
   /** Emitted when there is something new to show. */
   readonly changed = new Signal<this, void>(this);
   /** The latest that the kernel told; null while it has not loaded distnb, as far as is known. */
@@ -121,6 +123,7 @@ export class KernelLink {
   private _take(snapshot: ISnapshot | null): void {
     this.snapshot = snapshot;
     this.changed.emit();
+    KernelLink.news.emit();
   }
 
   private static _links = new WeakMap<Kernel.IKernelConnection, KernelLink>();

@@ -1,19 +1,11 @@
 // The side panel: the replicas of the notebook that is in front.
 
 import { NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
-import { LabIcon } from '@jupyterlab/ui-components';
 import { Signal } from '@lumino/signaling';
 import { Widget } from '@lumino/widgets';
 import { curve, element, engineRow } from './dom';
+import { icon } from './icon';
 import { KernelLink } from './kernel';
-
-export const icon = new LabIcon({
-  name: 'distnb:replicas',
-  svgstr:
-    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><g class="jp-icon3" fill="none" stroke="#616161" ' +
-    'stroke-width="1.4"><circle cx="8" cy="3.2" r="2"/><circle cx="3.2" cy="12.6" r="2"/><circle cx="12.8" cy="12.6" r="2"/>' +
-    '<path d="M7 5 4.2 10.8M9 5l2.8 5.8M5.2 12.6h5.6"/></g></svg>'
-});
 
 const LINES = '%load_ext distnb\n%distnb start';
 
