@@ -107,7 +107,9 @@ def test_a_page_and_a_terminal_see_and_end_a_cell_that_hangs(notebook: Notebook)
         text = page.order("stacks")["text"]
         assert text.count("time.sleep(0.01)") == 2, text
         states = (m["content"]["execution_state"] for m in page.heard() if m["msg_type"] == "status")
-        assert (next(states), next(states), next(states)) == ("busy", "idle", "busy"), "the cell runs on, and is shown so"
+        assert (next(states), next(states), next(states)) == ("busy", "idle", "busy"), (
+            "the cell runs on, and is shown so"
+        )
         assert page.order("nonsense")["error"] == "distnb has no order 'nonsense'."
 
         seen = terminal(notebook, "stacks")

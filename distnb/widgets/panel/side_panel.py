@@ -138,7 +138,7 @@ class SidePanel:
         asyncio.get_running_loop().call_soon(self._say_busy)
 
     def _say_busy(self) -> None:
-        """After each message of the control channel a kernel says it is idle, and pages take that for the cell's end."""
+        """After each message of the control channel a kernel says it is idle; pages take that for the cell's end."""
         if self._front.busy:
             content = {"execution_state": "busy"}
             self._kernel.session.send(self._kernel.iopub_socket, "status", content, ident=b"kernel.status")
