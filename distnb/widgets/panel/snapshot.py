@@ -10,7 +10,6 @@ from distnb.errors import DistnbError
 from distnb.notebook.output.live_model import Curve, Line, LiveModel, ReplicaRow
 from distnb.notebook.output.wording import mark
 from distnb.widgets.content import closures_lines, head_text
-from distnb.widgets.picture import short_number
 
 if TYPE_CHECKING:
     from distnb.notebook.engines import EngineStatus
@@ -99,5 +98,10 @@ def _line(replicas: tuple[int, ...], line: Line) -> dict[str, Any]:
     """At most so many points, evenly chosen, the last among them; null where a value is nan or infinite."""
     every = max(1, math.ceil(len(line.points) / _MOST_POINTS))
     chosen = line.points[::-1][::every][::-1]
-    points = [[step, value if math.isfinite(value) else None] for step, value, *_ in chosen]
-    return {"mark": mark(replicas), "first": replicas[0], "last": short_number(line.last), "points": points}
+    points = [[step, float(_short(value)) if math.isfinite(value) else None] for step, value, *_ in chosen]
+    last = "" if line.last is None else _short(line.last)
+    return {"mark": mark(replicas), "first": replicas[0], "last": last, "points": points}
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
