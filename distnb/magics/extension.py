@@ -69,8 +69,9 @@ class Extension:
             module_version=partial(_autoreloaded, shell),
         )
         compose.attach(front_end)
-        if hasattr(shell, "kernel"):
-            SidePanel(shell.kernel, self._front).install()
+        kernel = getattr(shell, "kernel", None)
+        if hasattr(kernel, "control_handlers"):  # it is ipykernel's
+            SidePanel(kernel, self._front).install()
         # The cell that loads the extension may go on to use it.
         self._stops.install()
         _choose_debugger()

@@ -42,6 +42,7 @@ export interface ISnapshot {
 const NAME = 'distnb';
 const ORDER = 'distnb_order';
 const PATIENCE_MS = 3000;
+const WARMS = 'torch.nn.Module.f';
 
 export class KernelLink {
   /** Emitted when there is something new of any kernel. */
@@ -121,10 +122,16 @@ export class KernelLink {
   }
 
   private _take(snapshot: ISnapshot | null): void {
+    if (snapshot && !this._isWarm) {
+      // The first completion loads its library, longer than JupyterLab waits where the machine is busy: Tab shows nothing.
+      void this._kernel.requestComplete({ code: WARMS, cursor_pos: WARMS.length }).catch(() => undefined);
+    }
+    this._isWarm = snapshot !== null;
     this.snapshot = snapshot;
     this.changed.emit();
     KernelLink.news.emit();
   }
 
+  private _isWarm = false;
   private static _links = new WeakMap<Kernel.IKernelConnection, KernelLink>();
 }
