@@ -102,7 +102,7 @@ bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV
 
 # Only who changes extension/ needs this, and npm: the built files are in the repository.
 extension: $(VENV)/.made-lab
-	cd extension && npm ci && PATH="$(CURDIR)/$(BIN):$$PATH" npm run build
+	cd extension && npm ci && rm -rf labextension/static && PATH="$(CURDIR)/$(BIN):$$PATH" npm run build
 	cd extension && sha256sum src/* style/* schema/* *.json .npmrc > labextension.sha256
 
 hooks: $(VENV)/.made-test
