@@ -28,6 +28,7 @@ from distnb.notebook import placement
 from distnb.notebook.output.closures_model import runs_text, server_texts
 from distnb.notebook.output.event_files import EventFiles
 from distnb.notebook.output.wording import filled, html_table
+from distnb.notebook.reports import stacks_text
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
@@ -160,11 +161,7 @@ class ClusterMagic:
 
     def stacks(self, found: Namespace) -> None:
         """`%distnb stacks`."""
-        session = sessions.require()
-        stacks = session.stacks()
-        unheard = "It does not answer: it has ended, or native code holds Python's lock.\n"
-        for row in session.status():
-            print(f"── engine {row.engine} ({row.device}) ──\n{stacks.get(row.engine, unheard) or 'idle'}".rstrip())
+        print(stacks_text(sessions.require()), end="")
 
     def logs(self, found: Namespace) -> None:
         """`%distnb logs [ENGINE]`."""

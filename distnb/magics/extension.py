@@ -22,6 +22,7 @@ from distnb.notebook import compose
 from distnb.notebook.front_end import FrontEnd
 from distnb.objects.modes import cell_began
 from distnb.widgets.front import Front
+from distnb.widgets.panel.side_panel import SidePanel
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult
@@ -72,6 +73,9 @@ class Extension:
             history=self._front.history,
         )
         compose.attach(front_end)
+        kernel = getattr(shell, "kernel", None)
+        if hasattr(kernel, "control_handlers"):  # it is ipykernel's
+            SidePanel(kernel, self._front).install()
         # The cell that loads the extension may go on to use it.
         self._stops.install()
         _choose_debugger()

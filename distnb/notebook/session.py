@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
 from distnb.errors import OptionError
 from distnb.notebook.closure_channel import ClosureChannel
@@ -23,6 +25,7 @@ from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.output.profiles import write_profiles
 from distnb.notebook.output.timeline_model import TimelineModel
 from distnb.notebook.pending import BesideCall, PendingCall, Unsettled
+from distnb.notebook.reports import process_text, stacks_text
 from distnb.options import StrategySpec
 from distnb.runtime import step_count
 from distnb.topology import Device, Task, Team
@@ -79,6 +82,7 @@ class Session:
         self.events = self._supervisor.events
         self._dispatch = self._engines.dispatch
         self._closures: ClosureChannel | None = None
+        self._terminal: TerminalSocket | None = None
         self._unsettled = Unsettled()
         self._besides: list[BesideCall] = []
         self._lookers = threading.local()
@@ -112,6 +116,8 @@ class Session:
         session = cls(user_ns, plan)
         try:
             session._engines.start(on_progress)
+            answers = {"stacks": partial(stacks_text, session), "process": partial(process_text, session)}
+            session._terminal = TerminalSocket(session._engines.cluster.directory, answers)
         except BaseException:
             session.stop()
             raise
@@ -122,6 +128,8 @@ class Session:
         if os.getpid() == self._owner:  # a forked child must not end its parent's engines
             if self._closures is not None:
                 self._closures.close()
+            if self._terminal is not None:
+                self._terminal.close()
             self._engines.stop()
 
     @property
@@ -490,6 +498,12 @@ class Session:
                     raise
                 self._closures = closures
             return self._closures
+
+    @contextmanager
+    def between_programs(self) -> Iterator[None]:
+        """Within it no program runs: those of other threads have ended, or wait."""
+        with self._dispatch.turn:
+            yield
 
     @contextmanager
     def looking(self) -> Iterator[None]:

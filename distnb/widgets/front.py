@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distnb.notebook.output.event_files import EventFiles
 from distnb.notebook.output.live_model import HERE, LiveModel, Told
@@ -25,7 +25,7 @@ from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
 from distnb.widgets.views import LiveView, PictureView, TextView
-from distnb.wire.messages import Died, Display, Output, TelemetrySample
+from distnb.wire.messages import Died, Display, Output, ProgramEnded, Status, TelemetrySample
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from distnb.notebook.session import Session
 
 __all__ = ["Front"]
+
+Seen = TypeVar("Seen")
 
 _TICK_S = 0.05
 _EVENTS_S = 1.0
@@ -47,6 +49,9 @@ class Front:
         mode: How the live view is drawn: "auto" picks widgets in a notebook and text in a terminal; "widget",
             "picture", "text" and "off".
         history: The runs of this notebook.
+        busy: Whether a cell runs.
+        on_news: Called, on any thread, when the state of something has changed: it must not block.
+        on_end: Called with a cell's view when the cell has ended.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
@@ -55,6 +60,9 @@ class Front:
         self.history = History()
         self._events: EventFiles | None = None
         self._next_events = 0.0
+        self.busy = False
+        self.on_news: Callable[[], None] = lambda: None
+        self.on_end: Callable[[CellView], None] = lambda view: None
         # Events of the session, and what a cell's view is to do: called with the time.
         self._queue: deque[tuple[Callable[[float], object] | None, Any]] = deque()
         self._lock = threading.RLock()
@@ -69,7 +77,7 @@ class Front:
         self._devices: dict[int, str] = {}
         self._workers: dict[int, int] = {}  # which of the workers' replicas each engine is
         self._who = ""  # what these numbers are of
-        self._counted: dict[int, tuple[int, int]] = {}  # steps and examples of each engine so far
+        self._samples: dict[int, TelemetrySample] = {}  # the latest of each engine
         self._complained = False
 
     # -- the session -----------------------------------------------------------------------------------------------
@@ -82,7 +90,7 @@ class Front:
         with self._lock:
             # The next session counts its programs from one again: none of them may be taken for an earlier one's.
             self._drain()
-            self._counted.clear()
+            self._samples.clear()
             self._session, self._unsubscribe = session, lambda: None
             boundary = session.latest_program if session is not None else 0
             self._cells = deque((boundary, view) for _, view in self._cells)
@@ -95,12 +103,15 @@ class Front:
             computing = sorted(engine for engine, task in tasks.items() if task.job == WORKER)
             self._workers = {engine: replica for replica, engine in enumerate(computing)}
             self._who = "worker " if len({tasks[engine] for engine in computing}) == len(computing) else ""
+        self.on_news()
 
     def _take(self, event: Any) -> None:
         """An event of the session; on the supervisor's thread, so it is only queued."""
         if isinstance(event, VIEW_EVENTS):
             self._queue.append((None, event))
             self._wake_up()
+        if isinstance(event, Status | ProgramEnded | Died):
+            self.on_news()
 
     def live(self, point: live.Point, place: step_count.Place, run: str) -> None:
         """A call of `distnb.live` in this process."""
@@ -132,7 +143,8 @@ class Front:
                 previous.publisher.current = False  # what still comes for it is sent to it by name
             boundary = self._session.latest_program if self._session is not None else 0
             publisher = publisher_for(self._shell)
-            counted = {**self._counted, HERE: (step_count.steps, step_count.examples)}
+            counted = {engine: (sample.steps, sample.examples) for engine, sample in self._samples.items()}
+            counted[HERE] = (step_count.steps, step_count.examples)
             who = self._workers, self._who
             name = f"In[{self._shell.execution_count}]"
             view = CellView(
@@ -142,6 +154,8 @@ class Front:
             while len(self._cells) > _KEPT_CELLS:
                 # A widget is kept for a while: closing it at once would blank what a slow browser still shows.
                 self._cells.popleft()[1].close()
+            self.busy = True
+        self.on_news()
 
     @property
     def title(self) -> str:
@@ -192,11 +206,19 @@ class Front:
             self._drain()
             if self._current is not None:
                 self._guarded(partial(self._current.finish, failed=failed), time.monotonic())
+                self._guarded(self.on_end, self._current)
             self._guarded(self._write_events)
+            self.busy = False
 
     def written(self) -> dict[int, str]:
         """What each replica wrote in the latest cell in which one did."""
         return dict(sorted(self._of_output.written.items())) if self._of_output is not None else {}
+
+    def look(self, at: Callable[[list[CellView], dict[int, TelemetrySample]], Seen]) -> Seen:
+        """What a function makes of the latest cells' views and engines' measurements, while nothing changes them."""
+        with self._lock:
+            self._drain()
+            return at([view for _, view in self._cells], self._samples)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -236,9 +258,9 @@ class Front:
                 self._guarded(action, now)
                 continue
             if isinstance(event, TelemetrySample):
-                self._counted[event.engine] = (event.steps, event.examples)
+                self._samples[event.engine] = event
             elif isinstance(event, Died):
-                self._counted.pop(event.engine, None)
+                self._samples.pop(event.engine, None)
             view = self._view_of(event)
             if view is not None:
                 self._guarded(view.feed, event, now)

@@ -28,6 +28,9 @@ class Publisher(ABC):
     on_clear: Callable[[], None] | None = None
     """Called after the cell's output was cleared, for whoever must appear again."""
 
+    cell_id = ""
+    """The notebook's id of the cell, where the front end tells it."""
+
     latest = ""
     """The end of what was written: a page that is reloaded while the cell runs misses the rest of its output."""
 
@@ -81,6 +84,7 @@ class NotebookPublisher(Publisher):
         self.current = True
         self._shell = shell
         self._parent: dict[str, Any] = shell.get_parent()
+        self.cell_id = str(self._parent.get("metadata", {}).get("cellId", ""))
         self._area = ""  # its display id, while it is shown
 
     def adopt_thread(self) -> None:

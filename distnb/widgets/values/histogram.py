@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import html
 
-from distnb.notebook.output.wording import Html
-from distnb.notebook.output.wording import short_number
+from distnb.notebook.output.wording import Html, short_number
 from distnb.wire.inspection import Statistics
 
 __all__ = ["figures", "histogram"]
