@@ -22,6 +22,7 @@ __all__ = [
     "checked",
     "count",
     "device_of_rank",
+    "free_share",
     "generator",
     "placed_on",
     "torch_device",
@@ -129,6 +130,23 @@ def allocated_nbytes() -> int | None:
         return int(torch.accelerator.memory_allocated())
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def free_share() -> float:
+    """How much of the process's current device is free for it, from 0 to 1; 1 where that is not known, or it has none.
+
+    What torch holds and does not use is free.
+    """
+    allocated = allocated_nbytes()
+    if allocated is None:
+        return 1.0
+    import torch
+
+    try:
+        free, total = torch.accelerator.get_memory_info()
+        return float((free + torch.accelerator.memory_reserved() - allocated) / total)
+    except (RuntimeError, NotImplementedError):
+        return 1.0
 
 
 class _ModuleGenerator:

@@ -78,6 +78,7 @@ def _commands() -> dict[str, LineParser]:
         "status": "what each engine is, and does",
         "devices": "the devices, and who uses them",
         "stacks": "where each engine is in its program",
+        "debug": "open a debugger where the latest cell or call failed, on a replica",
         "interrupt": "end the program, as the stop button does",
         "variables": "where each variable lives",
         "check": "whether replicas hold the same bits",
@@ -90,6 +91,9 @@ def _commands() -> dict[str, LineParser]:
     add("engines", metavar="ENGINE", nargs="*", type=_whole, help="their numbers, as %%distnb status shows them")
     add("--missing", action="store_true", help="those that have ended; what is mirrored is restored to them")
     commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables; without one, all mirrored ones")
+    add = commands["debug"].add_argument
+    add("--replica", metavar="N", type=_whole, help="which; without it, the one that failed")
+    add("--here", action="store_true", help="in the notebook instead, where its cell called the replicas")
     add = commands["output"].add_argument
     add(
         "replica",

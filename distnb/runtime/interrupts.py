@@ -8,14 +8,16 @@ import threading
 import time
 from _signal import getsignal  # type: ignore[import-not-found]  # `signal`'s wrappers cost 30 µs a call
 from _signal import signal as set_handler
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from distnb.frames import within
 
 __all__ = ["Interrupts", "drain"]
+
+T = TypeVar("T")
 
 _SIGINT = int(signal.SIGINT)
 _BRIEFLY_S = 0.2
@@ -37,6 +39,9 @@ class Interrupts:
         self._depth = 0
         self._until: float | None = None  # for so long, and for one press, it is held back
         self._heard = 0
+        self._asking = False
+        self._withdrawn = False
+        self._asked = threading.Lock()  # for who is asked not to be withdrawn when that is over
 
     def __enter__(self) -> Interrupts:
         # SIGINT may raise until it is held back: what is changed before is as good without it.
@@ -65,6 +70,7 @@ class Interrupts:
 
     def take(self) -> bool:
         """Whether SIGINT has come since this was last asked: who asks sees to what the user wants."""
+        self._asking = False  # a SIGINT that came when that ended
         count, self.count = self.count, 0
         return count > 0
 
@@ -78,7 +84,38 @@ class Interrupts:
         yield
         self._until = None
 
+    def raised_in(self, ask: Callable[[], T]) -> T:
+        """Ask the user something, in the main thread: there SIGINT raises as ever, and so does `withdraw`.
+
+        Raises:
+            KeyboardInterrupt: The user's, which `note` counts, or that of a withdrawal.
+        """
+        self._asking = True
+        try:
+            return ask()
+        finally:
+            self._asking = False
+            with self._asked:
+                pass  # a withdrawal that has begun is over
+
+    def withdraw(self) -> None:
+        """From another thread: let who is asked at the moment be asked no more."""
+        with self._asked:
+            if self._asking:
+                self._withdrawn = True
+                signal.pthread_kill(threading.main_thread().ident or 0, _SIGINT)
+
+    def note(self) -> None:
+        """The user's SIGINT was raised; it counts as one that was not."""
+        self.count += 1
+
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        withdrawn, self._withdrawn = self._withdrawn, False
+        if self._asking:
+            self._before(signum, frame)
+            return
+        if withdrawn:
+            return  # it comes late
         lasts = self._until is not None and (self.count > self._heard or time.monotonic() > self._until)
         if lasts and not within(frame, _WHOLE):
             raise KeyboardInterrupt

@@ -15,7 +15,7 @@ from distnb.accelerators import allocated_nbytes
 from distnb.runtime import step_count
 from distnb.wire.messages import TelemetrySample
 
-__all__ = ["remember_cell", "sample", "where_it_failed"]
+__all__ = ["innermost", "remember_cell", "sample", "where_it_failed"]
 
 _labels: dict[str, str] = {}
 _loaded = time.monotonic()
@@ -38,16 +38,16 @@ def sample(engine: int, program: int, replica: int) -> TelemetrySample:
         examples=step_count.examples,
         rss_nbytes=int(psutil.Process().memory_info().rss),
         device_nbytes=allocated_nbytes(),
-        where=_innermost(traceback.walk_stack(frame)) if frame is not None else "",
+        where=innermost(traceback.walk_stack(frame)) if frame is not None else "",
     )
 
 
 def where_it_failed(error: BaseException) -> str:
     """The innermost line of a cell that an error came through; "" if it came through none."""
-    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
+    return innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
-def _innermost(places: Iterable[tuple[FrameType, int]]) -> str:
+def innermost(places: Iterable[tuple[FrameType, int]]) -> str:
     """The first of these frames and lines that is of a cell, for people."""
     for frame, number in places:
         label = _labels.get(frame.f_code.co_filename)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from distnb.notebook.output.closures_model import ClosuresModel
 from distnb.runtime import step_count
-from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
+from distnb.wire.messages import Asks, Died, GoesOn, Live, ProgramEnded, Status, TelemetrySample
 
 __all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveModel", "Point", "State"]
 
@@ -24,8 +24,9 @@ HERE = -1
 Point = tuple[float, float, float, float]
 """Step, value, and the least and greatest finite value of the steps that the point stands for."""
 
-State = Literal["starting", "running", "ended", "stopped", "interrupted", "failed", "died"]
-"""A replica is "stopped" when another one failed, and "interrupted" when the user ended the program."""
+State = Literal["starting", "running", "asks", "ended", "stopped", "interrupted", "failed", "died"]
+"""A replica "asks" while it waits for a line of the user's, as at a debugger's prompt. It is "stopped" when another one
+failed, and "interrupted" when the user ended the program."""
 
 _ENDS: dict[str, State] = {"ok": "ended", "error": "failed", "aborted": "stopped", "interrupted": "interrupted"}
 
@@ -195,6 +196,8 @@ class LiveModel:
             row.measured(event, *self._before(event.engine, event.steps, event.examples))
         elif isinstance(event, Status):
             self._status(event)
+        elif isinstance(event, Asks | GoesOn):
+            self._row(event.replica, event.engine).state = "asks" if isinstance(event, Asks) else "running"
         elif isinstance(event, ProgramEnded | Died):
             self._replica_ended(event)
 
@@ -280,7 +283,10 @@ class LiveModel:
         """The cell ended."""
         self.ended_at = now
         for row in self.rows.values():
-            if row.state == "running":  # calls from an ordinary cell tell of their ends by their replies alone
+            if row.state in (
+                "running",
+                "asks",
+            ):  # calls from an ordinary cell tell of their ends by their replies alone
                 row.state = "ended"
         if failed:
             self.state = self._failure()
