@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import IPython
 
-from distnb.errors import DistnbError
+from distnb.errors import DistnbError, ProgramError
 from distnb.frames import OWN, frames_of, ours, rebuilt, torch_frames, with_frames
 from distnb.notebook.handles.handle import HANDLES
 
@@ -46,11 +46,13 @@ def debug_on_replicas(shell: InteractiveShell, session: Callable[[], Session | N
     def debugger(force: bool = False) -> None:
         current = session()
         failure = current.failure if current is not None else None
-        if failure is None or failure.error is not getattr(sys, "last_value", None):
+        if current is None or failure is None or failure.error is not getattr(sys, "last_value", None):
             here(force=force)
         elif force or shell.call_pdb:
-            assert current is not None
-            current.debug()
+            try:
+                current.debug()
+            except ProgramError:  # no line of the user's failed there, or its process has ended
+                here(force=True)
 
     shell.debugger = debugger  # type: ignore[method-assign]
 

@@ -83,14 +83,6 @@ def test_input_in_a_default_cell(notebook: Notebook) -> None:
     assert notebook.value("name") == "me"
 
 
-@pytest.mark.parametrize("question", ["input('who? ')", "breakpoint()", "__import__('pdb').set_trace()"])
-def test_a_replica_cannot_ask_and_says_so(notebook: Notebook, question: str) -> None:
-    failed = notebook.try_run(f"%%distribute mirrored\nx = 1\n{question}\ny = 2\n")
-    assert failed.error_name == "RuntimeError"
-    assert "a replica has no keyboard" in failed.error_text
-    assert question in failed.traceback
-
-
 def test_the_cluster_is_the_notebooks_and_a_replica_says_so(notebook: Notebook) -> None:
     failed = notebook.try_run("%%distribute mirrored\n%distnb status")
     assert "Write it in a cell of its own, without %%distribute" in failed.error_text

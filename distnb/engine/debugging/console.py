@@ -125,6 +125,7 @@ class Console(io.TextIOBase):
     def check(self) -> None:
         """Raise what ends the program if it was told to end: debuggers pass over a KeyboardInterrupt."""
         if self._guard.aborted:
+            self._written = []  # what debuggers say of it
             raise self._guard.error
 
     def leave(self) -> None:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import bdb
+import cmd
 import inspect
+import os
+import pdb  # noqa: T100  (to know its frames)
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
+import torch
+from IPython.core import debugger
+
 from distnb.accelerators import free_share
 from distnb.cluster.local.capacity import available_nbytes
 from distnb.engine.output.error_reports import users_part
+from distnb.errors import ProgramAborted
 from distnb.frames import OWN, chain, frames_of, rebuilt
 
 __all__ = ["KeptFailure"]
 
 _FREE_NBYTES = 512 * 2**20
 _FREE_SHARE = 0.1
+# In these a replica waits: for others, or for the user.
+_WAITING = (os.path.dirname(torch.__file__) + os.sep, bdb.__file__, cmd.__file__, pdb.__file__, debugger.__file__)
 
 
 @dataclass
@@ -36,8 +46,12 @@ class KeptFailure:
 
     @property
     def traceback(self) -> TracebackType | None:
-        """The user's part of its traceback."""
-        return rebuilt(users_part(self.error))
+        """The user's part of its traceback; of a replica that was ended from without, down to the user's own line."""
+        frames = users_part(self.error)
+        if isinstance(self.error, (ProgramAborted, KeyboardInterrupt)):
+            while len(frames) > 1 and frames[-1].tb_frame.f_code.co_filename.startswith(_WAITING):
+                del frames[-1]
+        return rebuilt(frames)
 
     def limit(self) -> None:
         """Let go of what need not, or must not, be kept.
