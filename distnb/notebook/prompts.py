@@ -32,6 +32,7 @@ class Prompts:
     Attributes:
         fd: Readable when somebody has begun to ask.
         front: Gives the front end that asks.
+        latest: Who was asked last.
     """
 
     def __init__(self, supervisor: Supervisor, interrupts: Interrupts) -> None:
@@ -39,6 +40,7 @@ class Prompts:
         self._interrupts = interrupts
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.front: Callable[[], FrontEnd] = FrontEnd
+        self.latest: Asks | None = None
         self._lock = threading.Lock()  # of what follows
         self._waiting: dict[int, Asks] = {}  # by engine, in the order in which they came
         self._there: set[int] = set()  # engines where the user is, or is to come
@@ -77,6 +79,7 @@ class Prompts:
         """Ask the user, and answer. If he interrupts, it is noted, and whoever waits ends the program."""
         with self._lock:
             self._current = asks.engine
+        self.latest = asks
         answer = self._answer(asks)
         with self._lock:
             if answer is None or self._waiting.get(asks.engine) is not asks:

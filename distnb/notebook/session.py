@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
@@ -244,9 +245,12 @@ class Session:
                 raise_failure(outcome, team, callers_lines=callers_lines, opened=self.namespace.open_error)
             except BaseException as error:
                 if kept:
+                    asked = self._dispatch.prompts.latest
                     engine = failing_engine(outcome, team)
-                    if engine is None and not outcome.died:  # the user has ended it
+                    if engine is None and not outcome.died:  # the user has ended it, perhaps where he was asked
                         engine = next((each for each in team.engines if each in outcome.replies), None)
+                        if asked is not None and asked.program == outcome.program and asked.engine in outcome.replies:
+                            engine = asked.engine
                     self.failure = Failure(error, team, engine)
                 raise
 
@@ -445,7 +449,12 @@ class Session:
                 "There is nothing to look into: the latest distributed cell or call went well, or none has run."
             )
         engine = self.failure.engine_of(replica)
-        if not self._ask((engine,), PostMortem)[engine]:
+        try:
+            found = self._ask((engine,), PostMortem)[engine]
+        except KeyboardInterrupt as stop:
+            self.failure = replace(self.failure, error=stop)  # the error that was shown last still leads there
+            raise
+        if not found:
             raise ProgramError(
                 f"Replica {self.failure.team.rank_of(engine)} keeps nothing to look at: its part went well, or no line "
                 "of the user's failed there."

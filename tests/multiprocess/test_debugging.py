@@ -164,7 +164,9 @@ def test_stepping_stays_in_the_users_code(notebook: Notebook) -> None:
         "def step():\n    if me() == 1:\n        breakpoint()\n    z = inner(1)\n    return z\n"
         "result = strategy.run(step)\nlast = 2\n"
     )
-    ran, asked = notebook.converse(source, "s", "n", "n", "p ('y', y)", "u", "w", "r", "n", "n", "n", "n", "p last", "c")
+    ran, asked = notebook.converse(
+        source, "s", "n", "n", "p ('y', y)", "u", "w", "r", "n", "n", "n", "n", "p last", "c"
+    )
     text = ran.check().stdout
     assert "('y', 2)" in text
     assert "distnb/" not in text
@@ -244,6 +246,7 @@ def test_the_stop_button_ends_it_on_all(notebook: Notebook, source: str) -> None
     message = at_the_prompt(notebook, source)
     notebook.interrupt()
     assert notebook.finish(message).error_name == "KeyboardInterrupt"
+    assert notebook.converse("%debug", "q")[1] == [ONE], "where the user was"
     works(notebook)
 
 

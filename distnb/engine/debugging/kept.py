@@ -46,9 +46,13 @@ class KeptFailure:
 
     @property
     def traceback(self) -> TracebackType | None:
-        """The user's part of its traceback; of a replica that was ended from without, down to the user's own line."""
+        """The user's part of its traceback; of a replica that was ended from without, down to the user's own line.
+
+        None where there is no line of the user's.
+        """
         frames = users_part(self.error)
         if isinstance(self.error, (ProgramAborted, KeyboardInterrupt)):
+            frames = [each for each in frames if not each.tb_frame.f_code.co_filename.startswith(OWN)]
             while len(frames) > 1 and frames[-1].tb_frame.f_code.co_filename.startswith(_WAITING):
                 del frames[-1]
         return rebuilt(frames)
