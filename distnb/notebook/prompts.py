@@ -93,10 +93,9 @@ class Prompts:
         try:
             return self._interrupts.raised_in(partial(self._ask_user, asks))
         except KeyboardInterrupt:
-            if self._is_waiting(asks):
-                with self._lock:
-                    del self._waiting[asks.engine]
-                self._interrupts.note()
+            with self._lock:
+                self._waiting.pop(asks.engine, None)
+            self._interrupts.note()
             return None
         except EOFError:
             return Answer(asks.program)
@@ -104,13 +103,10 @@ class Prompts:
             return Answer(asks.program, refusal=_CANNOT.format(error=str(error).rstrip(".") or type(error).__name__))
 
     def _ask_user(self, asks: Asks) -> Answer | None:
-        if not self._is_waiting(asks):  # from here on a withdrawal raises
-            return None
-        return Answer(asks.program, self.front().ask(asks))
-
-    def _is_waiting(self, asks: Asks) -> bool:
         with self._lock:
-            return self._waiting.get(asks.engine) is asks
+            if self._waiting.get(asks.engine) is not asks:  # from here on a withdrawal ends it
+                return None
+        return Answer(asks.program, self.front().ask(asks))
 
     def close(self) -> None:
         """Free the descriptor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import threading
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 _SIGINT = int(signal.SIGINT)
 _BRIEFLY_S = 0.2
+_AGAIN_S = 0.2
 
 
 class Interrupts:
@@ -39,7 +41,7 @@ class Interrupts:
         self._depth = 0
         self._until: float | None = None  # for so long, and for one press, it is held back
         self._heard = 0
-        self._asking = False
+        self._questions = self._asking = 0  # how many the user was asked, and which he is asked now
         self._withdrawn = False
         self._asked = threading.Lock()  # for who is asked not to be withdrawn when that is over
 
@@ -70,7 +72,7 @@ class Interrupts:
 
     def take(self) -> bool:
         """Whether SIGINT has come since this was last asked: who asks sees to what the user wants."""
-        self._asking = False  # a SIGINT that came when that ended
+        self._asking = 0  # if a SIGINT came just as that ended
         count, self.count = self.count, 0
         return count > 0
 
@@ -84,37 +86,50 @@ class Interrupts:
         yield
         self._until = None
 
-    def raised_in(self, ask: Callable[[], T]) -> T:
-        """Ask the user something, in the main thread: there SIGINT raises as ever, and so does `withdraw`.
+    def raised_in(self, ask: Callable[[], T]) -> T | None:
+        """Ask the user something, in the main thread: there SIGINT raises as ever. None: `withdraw` has ended it.
 
         Raises:
-            KeyboardInterrupt: The user's, which `note` counts, or that of a withdrawal.
+            KeyboardInterrupt: The user's, which `note` counts.
         """
-        self._asking = True
+        self._questions += 1
+        self._asking = self._questions
         try:
             return ask()
+        except KeyboardInterrupt:
+            if self._withdrawn:
+                return None
+            raise
         finally:
-            self._asking = False
+            self._asking = 0
             with self._asked:
-                pass  # a withdrawal that has begun is over
+                time.sleep(0)  # what a withdrawal has sent by now arrives, at the latest, in this call of the system
+            self._withdrawn = False
 
     def withdraw(self) -> None:
         """From another thread: let who is asked at the moment be asked no more."""
-        with self._asked:
-            if self._asking:
+        if self._asking:
+            _thread.start_new_thread(self._press, (self._asking,))
+
+    def _press(self, question: int) -> None:
+        # More than once: one that is raised in a destructor or a callback is dropped.
+        while True:
+            with self._asked:
+                if self._asking != question:
+                    return
                 self._withdrawn = True
                 signal.pthread_kill(threading.main_thread().ident or 0, _SIGINT)
+            time.sleep(_AGAIN_S)
 
     def note(self) -> None:
         """The user's SIGINT was raised; it counts as one that was not."""
         self.count += 1
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        withdrawn, self._withdrawn = self._withdrawn, False
         if self._asking:
             self._before(signum, frame)
             return
-        if withdrawn:
+        if self._withdrawn:
             return  # it comes late
         lasts = self._until is not None and (self.count > self._heard or time.monotonic() > self._until)
         if lasts and not within(frame, _WHOLE):

@@ -173,7 +173,7 @@ def test_a_failing_call_shows_the_cells_line_and_debug_begins_there(notebook: No
     on_the_replica = failed.traceback[where[-1] :]
     assert "Cell In[" in on_the_replica, on_the_replica  # where `speak` was defined
     assert "ipykernel_" not in failed.traceback
-    debugged, _ = notebook.converse("%debug", "p ('word', word)", "q")
+    debugged, _ = notebook.converse("%distnb debug --here", "p ('word', word)", "q")
     assert "('word', 'bad')" in debugged.check().stdout
     failed = notebook.try_run("strategy.reduce('sum', 1, axis=None)")
     assert "----> 1 strategy.reduce" in failed.traceback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import signal
@@ -248,6 +249,8 @@ def test_a_prompt_is_taken_away_with_its_program(notebook: Callable[..., Noteboo
 
     def wait(question: Asks) -> str:
         asked.set()
+        with contextlib.suppress(KeyboardInterrupt):  # as a destructor drops it
+            signal.pause()
         while True:
             signal.pause()
 
