@@ -260,8 +260,10 @@ class Agent:
             self._control.program_ended(None)
             return reply
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
-        failed = self._failure.error if self._failure is not None and reply.status != "ok" else None
-        where = telemetry.where_it_failed(failed) if failed is not None else ""
+        # In no local variable: its traceback leads here, and the cycle would keep all that the program held.
+        where = ""
+        if self._failure is not None and reply.status != "ok":
+            where = telemetry.where_it_failed(self._failure.error)
         self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary, where))
         return reply
 

@@ -157,7 +157,7 @@ def _raise(
 ) -> None:
     rank = team.rank_of(engine)
     who = f"{rank} of {team.size} ({team.devices[rank]})"
-    hint = f"%debug opens a debugger on replica {rank}, where its variables are kept until the next program."
+    hint = "%debug opens a debugger there; the variables are kept until the next program."
     raise reported(report, f"Replica {who}", f"replica {who}", others, callers_lines, opened, hint)
 
 

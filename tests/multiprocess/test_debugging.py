@@ -39,7 +39,7 @@ half(1)
 def test_the_debugger_opens_where_the_replica_failed_with_its_variables(notebook: Notebook) -> None:
     failed = notebook.try_run(FAILS)
     assert failed.error_name == "ZeroDivisionError"
-    assert "%debug opens a debugger on replica 1" in failed.traceback
+    assert "(%debug opens a debugger there; the variables are kept until the next program.)" in failed.traceback
     lines = ("p ('remainder', remainder)", "w", "up", "p half(2) if me() else 'wrong replica'", "down", "l 1,3", "q")
     debugged, asked = notebook.converse("%distnb debug", *lines)
     assert asked == [ONE] * len(lines)
@@ -58,6 +58,15 @@ def test_the_debugger_opens_where_the_replica_failed_with_its_variables(notebook
     assert notebook.converse("%debug", "q")[1] == [ONE]
     works(notebook)
     assert "the latest distributed cell or call went well" in notebook.try_run("%distnb debug").error_text
+
+
+def test_what_was_kept_is_let_go_before_the_next_program(notebook: Notebook) -> None:
+    notebook.try_run(
+        "%%distribute mirrored\nimport sys\nclass Held:\n    def __del__(self):\n        sys.let_go = True\n"
+        "def fails():\n    held = Held()\n    dist.barrier()\n    1 / 0\nsys.let_go = False\nfails()"
+    )
+    notebook.converse("%debug", "p held", "w", "up", "q")
+    assert notebook.run("%%distribute mirrored\nprint(sys.let_go)").stdout == "[0-1] True\n"
 
 
 def test_another_replica_is_where_it_was_ended(notebook: Notebook) -> None:

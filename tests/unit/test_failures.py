@@ -90,4 +90,4 @@ def test_where_an_ordinary_cell_called_stands_above() -> None:
             )
         told = raised.value._render_traceback_()  # type: ignore[attr-defined]
         assert told[:-1] == ["here"] * called + ["Replica 0 of 1 (cpu:0) raised:", "there"]
-        assert told[-1].startswith("(%debug opens a debugger on replica 0")
+        assert told[-1].startswith("(%debug opens a debugger there")
