@@ -24,6 +24,9 @@ from distnb.accelerators import torch_device
 from distnb.collectives.group.groups import groups
 from distnb.engine import unattended
 from distnb.engine.control import Control
+from distnb.engine.debugging import debugger
+from distnb.engine.debugging.console import Console
+from distnb.engine.debugging.kept import KeptFailure
 from distnb.engine.executor import Executor
 from distnb.engine.guard import Guard
 from distnb.engine.namespace import object_operations
@@ -49,6 +52,7 @@ from distnb.wire.messages import (
     Apply,
     CallFunction,
     Hello,
+    PostMortem,
     ProgramEnded,
     Reply,
     RunCell,
@@ -66,8 +70,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Agent", "install"]
 
-Program = RunCell | CallFunction | Apply | TakeTask | RunClosure
+Program = RunCell | CallFunction | Apply | PostMortem | TakeTask | RunClosure
 
+_ANEW = (RunCell, CallFunction, RunClosure)  # what failed before these is not looked at any more
 _DRAWING_S = 0.7  # where several replicas fail, each may still tell why; longer than that, nobody waits
 _DESCRIBING_S = 1.0  # what a program did that was told to end: the notebook waits no longer
 _LINGER_MS = 1  # the next small call often follows at once, and the way through the event loop costs as much as it
@@ -87,7 +92,8 @@ class Agent:
         self._process: spmd.SpmdProcess  # from the first program on
         self._guard = Guard()
         workers.raise_of_workers_only_while(lambda: self._guard.running)
-        self._failure: BaseException | None = None  # keeps the frames of a failed program until its reply is out
+        self._failure: KeptFailure | None = None
+        self._who, self._size = "", 1  # of the latest program: which replica this is, and of how many
         place = str(torch_device(device))
         self._objects = ObjectsOfTeams(shell.user_ns, "cpu" if place.startswith("cpu") else place)
         self._namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
@@ -110,11 +116,14 @@ class Agent:
             reading, logs[name], forward = pipe_descriptor(engine, descriptor, name, self._running, self._emit)
             pipes[reading] = forward
         self._telemetry = telemetry.Telemetry()
+        self._console = Console(engine, self._guard, self._running, self._emit)
         self._control = Control(
             engine,
             Link(context, engine, connection.control_url, **keys),
             self._guard,
+            self._console,
             free_collectives=groups.abort,
+            hold_limits=groups.hold_limits,
             sample=self._telemetry.sample,
             memory=telemetry.memory,
             pipes=pipes,
@@ -126,6 +135,7 @@ class Agent:
             RunCell: self._run_cell,
             CallFunction: self._call,
             Apply: self._apply,
+            PostMortem: self._post_mortem,
             TakeTask: self._take_task,
             RunClosure: self._run_closure,
         }
@@ -151,8 +161,8 @@ class Agent:
     def _running(self) -> tuple[int, int] | None:
         return self._control.running
 
-    def _emit(self, event: Any) -> None:
-        self._control.emit(event)
+    def _emit(self, event: Any, *, urgent: bool = False) -> None:
+        self._control.emit(event, urgent=urgent)
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -200,13 +210,16 @@ class Agent:
                             assert self._worker is not None
                             self._worker.renew(message)
                         else:
+                            if self._failure is not None and isinstance(message, _ANEW):
+                                # What a failed cell held may take seconds to end (a DataLoader waits for its workers).
+                                self._guard.release(self._forget_failure)
                             link.send(self.perform(message))
+                            if self._failure is not None and not self._failure.text:
+                                closure = isinstance(message, RunClosure)
+                                self._guard.release(self._forget_failure if closure else self._failure.limit)
                         break
                 else:
                     return
-                # Only now: what a failed cell held may take seconds to end (a DataLoader waits for its workers).
-                if self._failure is not None:
-                    self._guard.release(self._forget_failure)
         except BaseException:
             IOLoop.current().add_callback(self._serve_programs)  # more may wait, and nothing else would tell
             raise
@@ -238,19 +251,26 @@ class Agent:
         replica = self._replica(message)
         step_count.watch_optimizers()
         datasets.program_began()
-        self._control.program_began(message.program, replica, measured=not isinstance(message, Apply | TakeTask))
+        self._console.closures = isinstance(message, RunClosure)
+        measured = not isinstance(message, Apply | PostMortem | TakeTask)
+        self._control.program_began(message.program, replica, measured=measured)
         began = time.monotonic()
         try:
             reply = self._handlers[type(message)](message, replica)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             reply = self._failed(message.program, error)
         reply = reply._replace(seconds=time.monotonic() - began)
+        debugger.stop_stepping()
+        self._console.leave()
         if reply.status == "ok" and not isinstance(message, RunCell):
             # The reply itself tells of a call that went well; a wake-up of both control threads would double its cost.
             self._control.program_ended(None)
             return reply
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
-        where = telemetry.where_it_failed(self._failure) if self._failure is not None else ""
+        # In no local variable: its traceback leads here, and the cycle would keep all that the program held.
+        where = ""
+        if self._failure is not None and reply.status != "ok":
+            where = telemetry.where_it_failed(self._failure.error)
         self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary, where))
         return reply
 
@@ -260,7 +280,11 @@ class Agent:
             return self._worker.number
         if self._worker is not None:
             self._worker.suspend()
-        return message.team.rank_of(self._engine)
+        if isinstance(message, PostMortem):
+            return self._failure.replica if self._failure is not None else 0
+        replica = message.team.rank_of(self._engine)
+        self._who, self._size = f"replica {replica} ({message.team.devices[replica]})", message.team.size
+        return replica
 
     def _failed(self, program: int, error: BaseException, value: Any = None, *, alone: bool = False) -> Reply:
         datasets.program_failed()
@@ -268,7 +292,7 @@ class Agent:
         if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:
             # C++ (DistributedDataParallel's) waits know no exceptions of ours.
             error = ended.with_traceback(error.__traceback__)
-        self._failure = error
+        self._keep(error)
         report = None
         if not self._guard.aborted:
             try:
@@ -279,6 +303,11 @@ class Agent:
         if report is None or self._guard.interrupted:
             return Reply(program, "interrupted" if self._guard.interrupted else "aborted", value=value)
         return Reply(program, "error", report, value=value)
+
+    def _keep(self, error: BaseException) -> None:
+        """Keep the frames of a failed program for a debugger."""
+        running = self._running()
+        self._failure = KeptFailure(self._who, running[1] if running is not None else 0, error)
 
     def _join(self, team: Team, replica: int) -> None:
         self._process = spmd.enter(team, replica, self._device, groups.join(team, replica, self._device))
@@ -378,6 +407,29 @@ class Agent:
         renew = groups.program_ended(False)
         return Reply(program, "ok", value=value, renew=renew, steps=step_count.steps - before)
 
+    # -- the user looks around -------------------------------------------------------------------------------------
+
+    def _stop(self, frame: FrameType, header: str | None) -> None:
+        """A breakpoint in the user's code."""
+        debugger.at_breakpoint(self._console, self._who, self._size, frame, header)
+
+    def _post_mortem(self, message: PostMortem, replica: int) -> Reply:
+        kept = self._failure
+        traceback = kept.traceback if kept is not None else None
+        if kept is None or traceback is None:
+            return Reply(message.program, "ok", value=False)
+        self._console.write(f"{kept.who[:1].upper()}{kept.who[1:]} as it ended. {kept.text} q leaves.\n")
+        show_figures = partial(self._shell.events.trigger, "post_execute")
+        try:
+            self._guard.call(
+                message.program, lambda: debugger.post_mortem(self._console, kept.who, traceback, show_figures)
+            )
+            return Reply(message.program, "ok", value=True)
+        except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
+            reply = self._failed(message.program, error)
+            self._failure = kept
+            return reply
+
     # -- closures --------------------------------------------------------------------------------------------------
 
     def _take_task(self, message: TakeTask, replica: int) -> Reply:
@@ -436,7 +488,7 @@ class Agent:
         formatter.mimebundle_formatter.for_type(DistributedValues, inspecting.displayed)
         formatter.formatters["text/html"].for_type(DistributedValues, lambda value: None)  # the notebook draws
         this_process.publish = self._shell.display_pub.publish
-        unattended.install(self._shell)
+        unattended.install(self._shell, self._console, self._stop)
 
 
 def install(shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> Agent:

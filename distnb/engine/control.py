@@ -22,12 +22,14 @@ import zmq
 import distnb
 from distnb import activity
 from distnb.engine import guard
+from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
 from distnb.strategies import live
 from distnb.wire.channel import Link
 from distnb.wire.messages import (
     Abort,
     Activity,
+    Answer,
     DumpActivity,
     DumpStacks,
     Flush,
@@ -38,6 +40,7 @@ from distnb.wire.messages import (
     MemoryUse,
     Output,
     ProgramEnded,
+    Prompting,
     Stacks,
     TakeBack,
     TelemetrySample,
@@ -65,7 +68,9 @@ class Control:
 
     Args:
         link: The control channel; used by this thread only.
+        console: Takes what the user answers.
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
+        hold_limits: Lets no time limit of a collective strike from now on, or lets them again (thread-safe).
         sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample, with all
             events that are kept if it is told `whole=True`.
         memory: Measures its memory: engine → MemoryUse.
@@ -80,8 +85,10 @@ class Control:
         engine: int,
         link: Link,
         guard: Guard,
+        console: Console,
         *,
         free_collectives: Callable[[str], None],
+        hold_limits: Callable[[bool], None],
         sample: Callable[..., TelemetrySample],
         memory: Callable[[int], MemoryUse],
         pipes: dict[int, Callable[[bytes], None]],
@@ -89,6 +96,8 @@ class Control:
         self._engine = engine
         self._link = link
         self._guard = guard
+        self._console = console
+        self._hold_limits = hold_limits
         self._free_collectives = free_collectives
         self._sample = sample
         self._memory = memory
@@ -165,6 +174,7 @@ class Control:
                 if fd in ready:
                     forward(os.read(fd, 1 << 16))
             self._guard.press()
+            self._console.look()
             if self.running is not None and self.running == self._measured and time.monotonic() >= self._next_sample:
                 self._measure()
             self._flush()
@@ -172,7 +182,11 @@ class Control:
     def _obey(self, order: Any) -> None:
         if isinstance(order, Abort):
             # The guard first: it remembers why, so that whatever the freed collective raises is told as an abort.
-            self._guard.abort(order.program, order.reason, order.interrupted, self._free_collectives)
+            self._guard.abort(order.program, order.reason, order.interrupted, self._free)
+        elif isinstance(order, Answer):
+            self._console.answer(order)
+        elif isinstance(order, Prompting):
+            self._hold_limits(order.on)
         elif isinstance(order, TakeBack):
             if self._guard.forestall(order.program):
                 self.emit(GivenBack(self._engine, order.program))
@@ -188,6 +202,10 @@ class Control:
                 self._measure()
             self._next_points = 0.0
             self.emit(Flushed(self._engine, order.number))
+
+    def _free(self, reason: str) -> None:
+        self._free_collectives(reason)
+        self._console.free()
 
     def _measure(self) -> None:
         assert self._measured is not None

@@ -171,6 +171,12 @@ class Guard:
         """Whether it was the user who ended it."""
         return self._run is not None and self._run.interrupted
 
+    @property
+    def error(self) -> BaseException:
+        """What ends the latest program, if it was told to end."""
+        assert self._run is not None
+        return self._run.error()
+
     def abort(
         self,
         program: int,

@@ -180,6 +180,15 @@ class ClusterMagic:
         else:
             print("No cell has run on engines.")
 
+    def debug(self, found: Namespace) -> None:
+        """`%distnb debug [--replica N | --here]`."""
+        if found.here and found.replica is not None:
+            raise OptionError("%distnb debug: give --replica, or --here, not both.")
+        if found.here:
+            self._shell.InteractiveTB.debugger(force=True)
+        else:
+            sessions.require().debug(found.replica)
+
     def interrupt(self, found: Namespace) -> None:
         """`%distnb interrupt`."""
         session = sessions.require()

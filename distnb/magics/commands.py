@@ -80,6 +80,7 @@ def _commands() -> dict[str, LineParser]:
         "stacks": "where each engine is in its program",
         "logs": "what each engine wrote outside programs",
         "history": "the cells that ran on engines: how long, and how they ended",
+        "debug": "open a debugger where the latest cell or call failed, on a replica",
         "interrupt": "end the program, as the stop button does",
         "variables": "where each variable lives",
         "check": "whether replicas hold the same bits",
@@ -95,6 +96,9 @@ def _commands() -> dict[str, LineParser]:
     add("--missing", action="store_true", help="those that have ended; what is mirrored is restored to them")
     commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables; without one, all mirrored ones")
     commands["logs"].add_argument("engine", metavar="ENGINE", nargs="?", type=_whole, help="of this engine alone")
+    add = commands["debug"].add_argument
+    add("--replica", metavar="N", type=_whole, help="which; without it, the one that failed")
+    add("--here", action="store_true", help="in the notebook instead, where its cell called the replicas")
     add = commands["output"].add_argument
     add(
         "replica",

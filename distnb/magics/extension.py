@@ -58,6 +58,7 @@ class Extension:
         self._distribute.install()
         complete(shell)
         tracebacks.show_plainly(shell)
+        tracebacks.debug_on_replicas(shell, compose.current)
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)
         shell.events.register("pre_run_cell", self._before)
@@ -68,6 +69,7 @@ class Extension:
             session_for=lambda strategy: self._cluster.ensure(strategy.spec),
             catch_up=self._front.catch_up,
             callers_lines=partial(tracebacks.callers_lines, shell),
+            ask=self._front.ask,
             watch=self._front.watch,
             module_version=partial(_autoreloaded, shell),
             history=self._front.history,

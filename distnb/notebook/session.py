@@ -8,17 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
-from distnb.errors import OptionError
+from distnb.errors import OptionError, ProgramError
 from distnb.notebook.closure_channel import ClosureChannel
 from distnb.notebook.dispatch import Outcome
 from distnb.notebook.engines import Engines, EngineStatus
-from distnb.notebook.failures import raise_failure, warn_of_drift
+from distnb.notebook.failures import Failure, failing_engine, raise_failure, warn_of_drift
 from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
@@ -30,7 +31,7 @@ from distnb.options import StrategySpec
 from distnb.runtime import step_count
 from distnb.topology import Device, Task, Team
 from distnb.wire.exchange import Snapshot
-from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, RunCell, Status
+from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, PostMortem, RunCell, Status
 
 __all__ = ["CellTimes", "EngineStatus", "Session"]
 
@@ -68,6 +69,7 @@ class Session:
         front: Shows what happens.
         namespace: The notebook's side of the one namespace.
         unshown: Programs that nobody asked for by running a cell (see `looking`): their output is not shown.
+        failure: The latest cell or call, if it failed: `debug` looks into it.
         latest_strategy: The word for the one that the latest call was made of.
         latest_times: Of the latest cell that ended.
     """
@@ -81,6 +83,8 @@ class Session:
         self._supervisor = self._engines.supervisor
         self.events = self._supervisor.events
         self._dispatch = self._engines.dispatch
+        self._dispatch.prompts.front = lambda: self.front
+        self.failure: Failure | None = None
         self._closures: ClosureChannel | None = None
         self._terminal: TerminalSocket | None = None
         self._unsettled = Unsettled()
@@ -268,6 +272,7 @@ class Session:
                 raise OptionError(f"There is no replica {max(only)}: the program's are 0 to {team.size - 1}.")
             self._dispatch.require_ready(team.engines)
             program = self._dispatch.number()
+            self.failure = None
             with self._dispatch.interrupts as interrupts:
                 with interrupts.brief():
                     snapshot = self.namespace.outgoing(source, team)
@@ -299,12 +304,26 @@ class Session:
         if not outcome.left_group_whole:
             self._engines.teams.renew(after=team)
 
-    def _raise_failure(self, outcome: Outcome, team: Team, *, called: bool = False) -> None:
-        """Raise what ended a program; nothing if it went well and nobody interrupted. `called`: by an ordinary cell."""
+    def _raise_failure(self, outcome: Outcome, team: Team, *, called: bool = False, kept: bool = True) -> None:
+        """Raise what ended a program; nothing if it went well and nobody interrupted.
+
+        `called`: by an ordinary cell. `kept`: it was the user's, and can be looked into.
+        """
         if not outcome.ok or outcome.interrupted:
             self.front.catch_up()
             callers_lines = self.front.callers_lines if called else None
-            raise_failure(outcome, team, callers_lines=callers_lines, opened=self.namespace.open_error)
+            try:
+                raise_failure(outcome, team, callers_lines=callers_lines, opened=self.namespace.open_error)
+            except BaseException as error:
+                if kept:
+                    asked = self._dispatch.prompts.latest
+                    engine = failing_engine(outcome, team)
+                    if engine is None and not outcome.died:  # the user has ended it, perhaps where he was asked
+                        engine = next((each for each in team.engines if each in outcome.replies), None)
+                        if asked is not None and asked.program == outcome.program and asked.engine in outcome.replies:
+                            engine = asked.engine
+                    self.failure = Failure(error, team, engine)
+                raise
 
     def call(
         self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, wait: bool = True
@@ -377,6 +396,7 @@ class Session:
                 snapshot = self.namespace.outgoing_call(args, kwargs, team)
             self.namespace.operations.changes += not beside
         program = self._dispatch.number()
+        self.failure = None
         try:
             outcome = self._dispatch.post(program, team.engines, CallFunction(program, team, spec, method, snapshot))
         except BaseException:
@@ -483,8 +503,34 @@ class Session:
                 if not outcome.ok or outcome.interrupted:
                     with interrupts.brief():
                         give_up({} if outcome.stuck else outcome.done(team))
-        self._raise_failure(outcome, team, called=called)
+        self._raise_failure(outcome, team, called=called, kept=called)
         return {engine: reply.value for engine, reply in outcome.replies.items()}
+
+    def debug(self, replica: int | None = None) -> None:
+        """Open a debugger's prompt where the latest cell or call failed, in the frames of one replica.
+
+        Args:
+            replica: Which; None for the one that failed.
+
+        Raises:
+            ProgramError: It went well, or this replica's part of it did; or another one has begun since.
+            OptionError: There is no such replica, or the process of the one that failed has ended.
+        """
+        if self.failure is None:
+            raise ProgramError(
+                "There is nothing to look into: the latest distributed cell or call went well, or none has run."
+            )
+        engine = self.failure.engine_of(replica)
+        try:
+            found = self._ask((engine,), PostMortem)[engine]
+        except KeyboardInterrupt as stop:
+            self.failure = replace(self.failure, error=stop)  # the error that was shown last still leads there
+            raise
+        if not found:
+            raise ProgramError(
+                f"Replica {self.failure.team.rank_of(engine)} keeps nothing to look at: its part went well, or no line "
+                "of the user's failed there."
+            )
 
     def cluster_link(self) -> ClosureChannel:
         """The coordinator's way to workers and parameter servers, which take their tasks when it is first asked for."""

@@ -131,7 +131,16 @@ class Supervisor:
 
     def take_back(self, engine: int, program: int) -> None:
         """Ask an engine for a program that it may not have begun."""
-        self._do(lambda: self._send(engine, TakeBack(program)))
+        self.tell(engine, TakeBack(program))
+
+    def tell(self, engine: int, message: Any) -> None:
+        """Send a message on the control channel."""
+        self._do(partial(self._send, engine, message))
+
+    def tell_all(self, message: Any) -> None:
+        """Send a message to every engine that is up."""
+        for engine in self.hellos:
+            self.tell(engine, message)
 
     def engine_died(self, engine: int, pid: int, exit_status: str) -> None:
         """The cluster's watcher saw a process end."""
@@ -202,7 +211,7 @@ class Supervisor:
         unsubscribe = self.events.subscribe(hear)
         try:
             for engine in tuple(missing):
-                self._do(partial(self._send, engine, question))
+                self.tell(engine, question)
             return not missing or all_here.wait(timeout_s)
         finally:
             unsubscribe()

@@ -14,14 +14,14 @@ from distnb.topology import Team
 from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.publisher import Publisher
 from distnb.widgets.views import LiveView
-from distnb.wire.messages import Died, Display, Live, Output, ProgramEnded, Status, TelemetrySample
+from distnb.wire.messages import Asks, Died, Display, GoesOn, Live, Output, ProgramEnded, Status, TelemetrySample
 
 if TYPE_CHECKING:
     from distnb.coordinator.coordinator import ClusterCoordinator
 
 __all__ = ["VIEW_EVENTS", "CellView"]
 
-VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Died)
+VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Died, Asks, GoesOn)
 """What `CellView.feed` takes."""
 
 _APPEAR_S = 0.5  # a cell that ends sooner, and draws nothing, shows no live view
@@ -186,6 +186,15 @@ class CellView:
             self.publisher.apply(merger.collect(now, final=True))
         self.publisher.area(())  # in a terminal: what comes next, an error say, stands in a line of its own
         self._mergers = {program: merger for program, merger in self._mergers.items() if program in self._running}
+
+    def show_all_of(self, program: int, replica: int, now: float) -> None:
+        """Show what has come so far: what a replica wrote last before it asks, though the line has no end, too."""
+        merger = self._mergers.get(program) or self._mergers.get(0)
+        if merger is not None:
+            merger.break_off(replica, now)
+        for merger in self._mergers.values():
+            self.publisher.apply(merger.collect(now, held=False))
+        self.publisher.area(())
 
     def finish(self, now: float, *, failed: bool) -> None:
         """The cell ended: what stays is drawn."""

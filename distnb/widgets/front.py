@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from distnb.notebook.front_end import ask_here
 from distnb.notebook.output.event_files import EventFiles
 from distnb.notebook.output.live_model import HERE, LiveModel, Told
 from distnb.notebook.output.runs import History
@@ -25,7 +26,7 @@ from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
 from distnb.widgets.views import LiveView, PictureView, TextView
-from distnb.wire.messages import Died, Display, Output, ProgramEnded, Status, TelemetrySample
+from distnb.wire.messages import Asks, Died, Display, Output, ProgramEnded, Status, TelemetrySample
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -198,6 +199,17 @@ class Front:
         if session is not None and session.alive and self._cells and session.latest_program > self._cells[-1][0]:
             session.flush_events()
         self.flush()
+
+    def ask(self, asks: Asks) -> str:
+        """Ask the user for a line, below all that has come so far for the running cell."""
+        with self._lock:
+            self._drain()
+            view = self._current
+            if view is not None:
+                self._guarded(partial(view.show_all_of, asks.program, asks.replica), time.monotonic())
+            if not isinstance(view and view.publisher, NotebookPublisher):
+                return ask_here(asks)  # the lock is held: in a terminal nothing else is drawn meanwhile
+        return ask_here(asks)
 
     def end_cell(self, *, failed: bool) -> None:
         """The cell ended."""

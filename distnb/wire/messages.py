@@ -18,7 +18,9 @@ from distnb.topology import Task, Team
 __all__ = [
     "Abort",
     "Activity",
+    "Answer",
     "Apply",
+    "Asks",
     "CallFunction",
     "Died",
     "Display",
@@ -28,12 +30,15 @@ __all__ = [
     "Flush",
     "Flushed",
     "GivenBack",
+    "GoesOn",
     "Hello",
     "Live",
     "MeasureMemory",
     "MemoryUse",
     "Output",
+    "PostMortem",
     "ProgramEnded",
+    "Prompting",
     "Reply",
     "RunCell",
     "RunClosure",
@@ -106,6 +111,13 @@ class Apply(NamedTuple):
     target: ObjectId
     team: Team
     payload: Any = None
+
+
+class PostMortem(NamedTuple):
+    """Open a debugger's prompt where this engine's latest cell or call failed, or was ended."""
+
+    program: int
+    team: Team
 
 
 class TakeTask(NamedTuple):
@@ -255,6 +267,22 @@ class MeasureMemory:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What the user answered to `Asks`: a line without its end, None for the end of all input; or why nobody can."""
+
+    program: int
+    line: str | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """Whether the user is at a replica's prompt from now on: meanwhile no time limit strikes who waits for it."""
+
+    on: bool
+
+
+@dataclass(frozen=True)
 class Flush:
     """Send every event that waits, and then `Flushed` with the same number."""
 
@@ -319,6 +347,32 @@ class Display:
     transient: dict[str, Any] = field(default_factory=dict)
     update: bool = False
     clear: Literal["no", "now", "wait"] = "no"
+
+
+@dataclass(frozen=True)
+class Asks:
+    """A replica waits for a line of the user's.
+
+    Attributes:
+        text: What is shown above the prompt.
+        hidden: What is typed is not shown.
+    """
+
+    engine: int
+    program: int
+    replica: int
+    text: str
+    prompt: str
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class GoesOn:
+    """A replica that has asked computes on: it asks no more, or not soon."""
+
+    engine: int
+    program: int
+    replica: int
 
 
 @dataclass(frozen=True)

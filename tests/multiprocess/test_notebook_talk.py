@@ -83,14 +83,6 @@ def test_input_in_a_default_cell(notebook: Notebook) -> None:
     assert notebook.value("name") == "me"
 
 
-@pytest.mark.parametrize("question", ["input('who? ')", "breakpoint()", "__import__('pdb').set_trace()"])
-def test_a_replica_cannot_ask_and_says_so(notebook: Notebook, question: str) -> None:
-    failed = notebook.try_run(f"%%distribute mirrored\nx = 1\n{question}\ny = 2\n")
-    assert failed.error_name == "RuntimeError"
-    assert "a replica has no keyboard" in failed.error_text
-    assert question in failed.traceback
-
-
 def test_the_cluster_is_the_notebooks_and_a_replica_says_so(notebook: Notebook) -> None:
     failed = notebook.try_run("%%distribute mirrored\n%distnb status")
     assert "Write it in a cell of its own, without %%distribute" in failed.error_text
@@ -181,7 +173,7 @@ def test_a_failing_call_shows_the_cells_line_and_debug_begins_there(notebook: No
     on_the_replica = failed.traceback[where[-1] :]
     assert "Cell In[" in on_the_replica, on_the_replica  # where `speak` was defined
     assert "ipykernel_" not in failed.traceback
-    debugged, _ = notebook.converse("%debug", "p ('word', word)", "q")
+    debugged, _ = notebook.converse("%distnb debug --here", "p ('word', word)", "q")
     assert "('word', 'bad')" in debugged.check().stdout
     failed = notebook.try_run("strategy.reduce('sum', 1, axis=None)")
     assert "----> 1 strategy.reduce" in failed.traceback

@@ -402,14 +402,19 @@ class Communicator:
             "Give it a longer one, or none: replicas are then waited for as long as they are alive."
         )
 
-    def tend(self) -> None:
-        """Called ten times a second on a thread of its own: for waits in C++, and for works that nobody waits for."""
+    def tend(self, *, limits_held: bool = False) -> None:
+        """Called ten times a second on a thread of its own: for waits in C++, and for works that nobody waits for.
+
+        With `limits_held` every time limit begins anew: a user thinks about what is waited for.
+        """
         for number, inner in list(self.open.items()):
             if inner.is_completed():
                 self.open.pop(number, None)
         for what, (work, limit_s, until) in list(self._deadlines.items()):
             if work.is_completed():
                 self._deadlines.pop(what, None)
+            elif limits_held:
+                self.limit(what, work, limit_s)
             elif time.monotonic() > until:
                 self.fail(self._out_of_time(what, limit_s), mendable=True)
         numbers, verifier = list(self.open), self.verifier

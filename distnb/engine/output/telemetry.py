@@ -21,7 +21,7 @@ from distnb.accelerators import allocated_nbytes, device_memory
 from distnb.runtime import step_count
 from distnb.wire.messages import MemoryUse, TelemetrySample, Waiting
 
-__all__ = ["Telemetry", "memory", "remember_cell", "where_it_failed"]
+__all__ = ["Telemetry", "innermost", "memory", "remember_cell", "where_it_failed"]
 
 _FEW_EVENTS = 64  # in a sample, where nobody asked for all
 _KNOWN_CALLS = 64
@@ -80,7 +80,7 @@ class Telemetry:
 
     def _where(self) -> tuple[str, FrameType | None]:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        return _innermost(traceback.walk_stack(frame)) if frame is not None else ("", None)
+        return innermost(traceback.walk_stack(frame)) if frame is not None else ("", None)
 
     def _call_under_way(self, frame: FrameType | None) -> str:
         """What a line calls in which the main thread was a sample ago, too: read only then."""
@@ -109,10 +109,10 @@ def memory(engine: int) -> MemoryUse:
 
 def where_it_failed(error: BaseException) -> str:
     """The innermost line of a cell that an error came through; "" if it came through none."""
-    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))[0]
+    return innermost(reversed(list(traceback.walk_tb(error.__traceback__))))[0]
 
 
-def _innermost(places: Iterable[tuple[FrameType, int]]) -> tuple[str, FrameType | None]:
+def innermost(places: Iterable[tuple[FrameType, int]]) -> tuple[str, FrameType | None]:
     """The first of these frames and lines that is of a cell: for people, and the frame."""
     for frame, number in places:
         label = _labels.get(frame.f_code.co_filename)

@@ -14,7 +14,7 @@ from distnb.notebook.output.runs import History, Run
 from distnb.notebook.output.timeline_model import TimelineModel
 from distnb.notebook.output.waits_model import WaitsModel
 from distnb.runtime import step_count
-from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
+from distnb.wire.messages import Asks, Died, GoesOn, Live, ProgramEnded, Status, TelemetrySample
 
 __all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveModel", "Point", "ReplicaRow", "State", "Told"]
 
@@ -41,8 +41,9 @@ class Told:
     reading: step_count.Reading | None = None
 
 
-State = Literal["starting", "running", "ended", "stopped", "interrupted", "failed", "died"]
-"""A replica is "stopped" when another one failed, and "interrupted" when the user ended the program."""
+State = Literal["starting", "running", "asks", "ended", "stopped", "interrupted", "failed", "died"]
+"""A replica "asks" while it waits for a line of the user's, as at a debugger's prompt. It is "stopped" when another one
+failed, and "interrupted" when the user ended the program."""
 
 _ENDS: dict[str, State] = {"ok": "ended", "error": "failed", "aborted": "stopped", "interrupted": "interrupted"}
 
@@ -157,6 +158,8 @@ class LiveModel:
                 self._read(event.epochs, before[0], event.reading and step_count.Reading(*event.reading), now)
         elif isinstance(event, Status):
             self._status(event)
+        elif isinstance(event, Asks | GoesOn):
+            self._row(event.replica, event.engine).state = "asks" if isinstance(event, Asks) else "running"
         elif isinstance(event, ProgramEnded | Died):
             self._replica_ended(event)
 
@@ -330,7 +333,10 @@ class LiveModel:
         self.ended_at = now
         self.waits.ended(self.rows)
         for row in self.rows.values():
-            if row.state == "running":  # calls from an ordinary cell tell of their ends by their replies alone
+            if row.state in (
+                "running",
+                "asks",
+            ):  # calls from an ordinary cell tell of their ends by their replies alone
                 row.state = "ended"
         if failed:
             self.state = self._failure()

@@ -133,11 +133,15 @@ class OutputMerger:
         if len(screen.rows[-1]) > _LONGEST_LINE:
             self._add_lines(event.replica, event.stream, screen.finish(), now)
 
-    def ended(self, replica: int, now: float) -> None:
-        """A replica will write no more: nobody waits for it, and its unfinished lines are finished."""
+    def break_off(self, replica: int, now: float) -> None:
+        """A replica writes no more for now: its unfinished lines are finished."""
         for stream in _STREAMS:
             if (replica, stream) in self._screens:
                 self._add_lines(replica, stream, self._screens[replica, stream].finish(), now)
+
+    def ended(self, replica: int, now: float) -> None:
+        """A replica will write no more: nobody waits for it, and its unfinished lines are finished."""
+        self.break_off(replica, now)
         tail = list(self._gates[replica].tail)
         self._tell_left_out(replica, len(tail), now)
         for stream, line in tail:
@@ -223,8 +227,8 @@ class OutputMerger:
             and not any(screen.open for screen in self._screens.values())
         )
 
-    def collect(self, now: float, *, final: bool = False) -> list[Instruction]:
-        """What is to be shown now; with `final`, nothing is held back: the cell ends."""
+    def collect(self, now: float, *, final: bool = False, held: bool = True) -> list[Instruction]:
+        """What is to be shown now; with `final`, nothing is held back: the cell ends. Unless `held`, nor is a line."""
         for key, screen in list(self._screens.items()):
             if screen.drawn and screen.open:
                 self._add_lines(*key, screen.settle(now), now)
@@ -232,7 +236,7 @@ class OutputMerger:
             for replica in range(self._total):
                 self.ended(replica, now)
         out: list[Instruction] = []
-        for entry in self._weave.release(now, final=final):
+        for entry in self._weave.release(now, final=final or not held):
             self._release(entry, out, now)
         for slot in self._slots:
             if slot.dirty and (final or slot.shown is None or now - slot.changed >= _CHANGE_S):

@@ -1,0 +1,83 @@
+"""What a program that failed leaves for a debugger: its frames with their variables, until the next program."""
+
+from __future__ import annotations
+
+import bdb
+import cmd
+import inspect
+import os
+import pdb  # noqa: T100  (to know its frames)
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from IPython.core import debugger
+
+from distnb.accelerators import free_share
+from distnb.cluster.local.capacity import available_nbytes
+from distnb.engine.output.error_reports import users_part
+from distnb.errors import ProgramAborted
+from distnb.frames import OWN, chain, frames_of, rebuilt
+
+__all__ = ["KeptFailure"]
+
+_FREE_NBYTES = 512 * 2**20
+_FREE_SHARE = 0.1
+# In these a replica waits: for others, or for the user.
+_WAITING = (os.path.dirname(torch.__file__) + os.sep, bdb.__file__, cmd.__file__, pdb.__file__, debugger.__file__)
+
+
+@dataclass
+class KeptFailure:
+    """An exception that ended a program, with the user's frames.
+
+    Attributes:
+        who: The replica, "replica 1 (cpu:1)".
+        replica: Its number.
+        error: The exception.
+        text: What is kept of it, in words.
+    """
+
+    who: str
+    replica: int
+    error: BaseException
+    text: str = ""
+
+    @property
+    def traceback(self) -> TracebackType | None:
+        """The user's part of its traceback; of a replica that was ended from without, down to the user's own line.
+
+        None where there is no line of the user's.
+        """
+        frames = users_part(self.error)
+        if isinstance(self.error, (ProgramAborted, KeyboardInterrupt)):
+            frames = [each for each in frames if not each.tb_frame.f_code.co_filename.startswith(OWN)]
+            while len(frames) > 1 and frames[-1].tb_frame.f_code.co_filename.startswith(_WAITING):
+                del frames[-1]
+        return rebuilt(frames)
+
+    def limit(self) -> None:
+        """Let go of what need not, or must not, be kept.
+
+        What our frames hold goes at once: process groups, what is under way. The variables of the user's stay, unless
+        memory is short with them. They take no more than the program did, and whatever needs that memory next on this
+        replica comes after they are gone.
+        """
+        nbytes = available_nbytes()
+        scarce = nbytes < _FREE_NBYTES or free_share() < _FREE_SHARE
+        for error in chain(self.error):
+            for each in frames_of(error.__traceback__):
+                frame = each.tb_frame
+                if frame.f_code.co_filename.startswith(OWN) or (
+                    scarce and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+                ):
+                    with suppress(RuntimeError):  # it still runs
+                        frame.clear()
+                        _ = frame.f_locals  # where that is a dict that was made before, it is brought up to date
+        self.text = "Its variables are kept until the next program."
+        if scarce:
+            self.text = (
+                "The variables of its functions were let go: with them, less than "
+                f"{_FREE_NBYTES >> 20} MiB of memory, or {_FREE_SHARE:.0%} of the device's, were free."
+            )
