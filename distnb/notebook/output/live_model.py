@@ -160,6 +160,7 @@ class LiveModel:
             self._status(event)
         elif isinstance(event, Asks | GoesOn):
             self._row(event.replica, event.engine).state = "asks" if isinstance(event, Asks) else "running"
+            (self.waits.asking.add if isinstance(event, Asks) else self.waits.asking.discard)(event.replica)
         elif isinstance(event, ProgramEnded | Died):
             self._replica_ended(event)
 
