@@ -7,6 +7,7 @@
 #   make test     linters, types, import contracts, and the tests, notebooks and browser tests: what CI runs
 #   make soak     the tests that take long: random walks, stress, many seeds, every number of replicas
 #   make bench    the benchmarks against their peers (see benchmarks/)
+#   make extension  build the JupyterLab extension anew, after a change in extension/ (needs npm)
 #
 # Variables: PYTHON (which interpreter), TORCH_INDEX (a package index for torch alone, for example PyTorch's own
 # index of CPU wheels; without it pip's usual ones are asked), ARGS (more arguments for pytest or the demo), WORKERS
@@ -29,7 +30,7 @@ TENSORFLOW := tensorflow-cpu==2.21.0
 WORKERS ?= 2
 INSTALL := $(PIP) install -qq -c constraints.txt
 
-.PHONY: help demo lab docs test check lint types imports tests soak bench hooks clean
+.PHONY: help demo lab docs test check lint types imports tests soak bench extension hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,7 +44,7 @@ $(VENV)/.made: constraints.txt
 	@touch $@
 
 # distnb itself is installed editable, with one extra per purpose.
-$(VENV)/.made-%: $(VENV)/.made pyproject.toml
+$(VENV)/.made-%: $(VENV)/.made pyproject.toml extension/labextension/package.json
 	@echo "Installing distnb[$*] …"
 	@$(INSTALL) -e ".[$*]"
 	@touch $@
@@ -100,10 +101,15 @@ soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 	$(PYTEST) -m soak $(ARGS)
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-tensorflow
-	@missed=; for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view transfer cross_device_ops \
+	@missed=; for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view live_curves transfer cross_device_ops \
 		central_storage checkpoints keras_fit server_transport parameter_servers; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || missed="$$missed $$name"; done; \
 	[ -z "$$missed" ] || { echo "Targets were missed, or runs failed, in:$$missed" >&2; exit 1; }
+
+# Only who changes extension/ needs this, and npm: the built files are in the repository.
+extension: $(VENV)/.made-lab
+	cd extension && npm ci && rm -rf labextension/static && PATH="$(CURDIR)/$(BIN):$$PATH" npm run build
+	cd extension && sha256sum src/* style/* schema/* *.json .npmrc > labextension.sha256
 
 hooks: $(VENV)/.made-test
 	$(BIN)/pre-commit install

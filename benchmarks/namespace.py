@@ -48,7 +48,7 @@ def floor(value: Any) -> float:
 
 
 def _frame() -> Any:
-    import pandas  # type: ignore[import-untyped]
+    import pandas
 
     return pandas.DataFrame({"text": [f"row {i % 997}" for i in range(1_000_000)], "x": np.arange(1e6)})
 

@@ -6,6 +6,7 @@ Importing this package loads neither torch nor IPython and starts nothing: every
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -25,6 +26,9 @@ _WHERE = {
     "partitioners": "distnb.partitioners:",
     "experimental": "distnb.strategies.aliases:experimental",
     "live": "distnb.strategies.live",
+    "timeline": "distnb.widgets.timeline",
+    "history": "distnb.widgets.exports",
+    "live_figure": "distnb.widgets.exports",
     "Strategy": "distnb.strategies.base",
     "OneDeviceStrategy": "distnb.strategies.one_device",
     "MirroredStrategy": "distnb.strategies.mirrored",
@@ -64,6 +68,7 @@ _WHERE = {
     "AutoShardPolicy": "distnb.options",
     "TensorSpec": "distnb.input.sources.element_spec",
     "DistributedDataset": "distnb.input.dataset",
+    "visualize": "distnb.strategies.visualizing",
     "DistributedIterator": "distnb.input.dataset",
     "CommunicationImplementation": "distnb.options",
     "CommunicationOptions": "distnb.options",
@@ -119,9 +124,13 @@ if TYPE_CHECKING:
     from distnb.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from distnb.strategies.tpu import TPUStrategy as TPUStrategy
     from distnb.strategies.variable_class import Variable as Variable
+    from distnb.strategies.visualizing import visualize as visualize
     from distnb.values import DistributedValues as DistributedValues
     from distnb.values import Mirrored as Mirrored
     from distnb.values import PerReplica as PerReplica
+    from distnb.widgets.exports import history as history
+    from distnb.widgets.exports import live_figure as live_figure
+    from distnb.widgets.timeline import timeline as timeline
 
 
 def __getattr__(name: str) -> Any:
@@ -148,3 +157,15 @@ def load_ipython_extension(ipython: Any) -> None:
     from distnb.magics import load_ipython_extension as load
 
     load(ipython)
+
+
+def _offer_magics() -> None:
+    """In a shell that imports distnb, let the first use of a magic do what a forgotten `%load_ext distnb` would."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
+    if shell is not None:
+        for magic in ("distnb", "distribute", "autodistribute"):
+            shell.magics_manager.register_lazy(magic, "distnb")
+
+
+_offer_magics()

@@ -22,6 +22,7 @@ __all__ = [
     "checked",
     "count",
     "device_of_rank",
+    "free_share",
     "generator",
     "placed_on",
     "torch_device",
@@ -129,6 +130,35 @@ def allocated_nbytes() -> int | None:
         return int(torch.accelerator.memory_allocated())
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def device_memory() -> tuple[int, int] | None:
+    """Free and all memory of the process's current device, in bytes, whoever uses it.
+
+    None where torch has not used one yet, and for types that do not tell.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or allocated_nbytes() is None:
+        return None
+    module = _module(torch.accelerator.current_accelerator().type)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, total = module.mem_get_info(torch.accelerator.current_device_index())
+    return int(free), int(total)
+
+
+def free_share() -> float:
+    """How much of the process's current device is free for it, from 0 to 1; 1 where that is not known, or it has none.
+
+    What torch holds and does not use is free.
+    """
+    memory, allocated = device_memory(), allocated_nbytes()
+    if memory is None or allocated is None:
+        return 1.0
+    import torch
+
+    free, total = memory
+    return (free + torch.accelerator.memory_reserved() - allocated) / total
 
 
 class _ModuleGenerator:

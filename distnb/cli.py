@@ -1,4 +1,4 @@
-"""The command `distnb`: `distnb run script.py -n 2` runs a script on several replicas, `distnb worker` is a server."""
+"""The command `distnb`: `run` runs a script on several replicas, `worker` serves, `stacks` looks into notebooks."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ examples:
 """
 
 
+_STACKS_TEXT = """\
+Shows where each replica is in its program, for each of your notebooks on this machine, also while a cell hangs. It asks
+the notebooks' processes, by a socket in the private directory of each cluster.
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 2 for arguments that make no sense, else the failing replica's."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -52,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from distnb.server import main as serve
 
         return serve(words[1:], "distnb worker")
+    if words[0] == "stacks":
+        return _stacks(words[1:])
     parser.parse_args(words)  # --help, --version, or an error that lists what there is
     parser.print_help()
     return _USAGE_ERROR
@@ -66,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     commands.add_parser("run", help="run a script on several replicas of this machine", add_help=False)
     commands.add_parser("worker", help="wait for a notebook that uses this machine", add_help=False)
+    commands.add_parser("stacks", help="where each replica of this user's notebooks is", add_help=False)
     return parser
 
 
@@ -119,6 +128,32 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("distnb run: interrupted; every replica was ended.", file=sys.stderr)
         return _INTERRUPTED
+
+
+def _stacks(words: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="distnb stacks", description=_STACKS_TEXT)
+    parser.add_argument("pid", type=int, nargs="?", metavar="PID", help="of this notebook's process only")
+    chosen = parser.parse_args(words).pid
+    from distnb.cluster.local.terminal_socket import ask, places, running
+
+    found = 0
+    for path in running():
+        try:
+            process = ask(path, "process")
+            if process is None or (chosen is not None and not process.startswith(f"process {chosen} ")):
+                continue
+            print(f"{process}{ask(path, 'stacks') or 'It has ended.'}")
+        except TimeoutError:
+            print(f"The process that made {path.parent} does not answer: native code holds Python's lock.\n")
+        found += 1
+    if not found:
+        whose = f"The process {chosen} has no cluster" if chosen is not None else "No cluster of yours runs"
+        print(
+            f"distnb stacks: {whose} on this machine: none is in {', '.join(places())}. A notebook whose "
+            "environment has another XDG_RUNTIME_DIR or TMPDIR is found with the same one here.",
+            file=sys.stderr,
+        )
+    return 0 if found else 1
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:

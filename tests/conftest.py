@@ -118,8 +118,8 @@ class _Before:
     def left(self, *, ignore_offspring: bool) -> list[str]:
         """What is new, in words."""
         left = [f"process {processes.describe(p)}" for p in self.new(ignore_offspring=ignore_offspring)]
-        left += [f"listening port {host}:{port}" for host, port in processes.listening_ports() - self.ports]
-        if not (ignore_offspring and (self.pids or processes.OF_MODULE)):
+        if not (ignore_offspring and (self.pids or processes.OF_MODULE)):  # a cluster of the module has its own
+            left += [f"listening port {host}:{port}" for host, port in processes.listening_ports() - self.ports]
             left += [f"file {path}" for path in sorted(_files() - self.files)]
         return left
 

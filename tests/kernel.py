@@ -133,9 +133,9 @@ class Notebook:
 
     # -- cells --------------------------------------------------------------------------------------------------
 
-    def start(self, source: str) -> str:
+    def start(self, source: str, *, allow_stdin: bool = False) -> str:
         """Begin a cell; `finish` waits for it."""
-        return str(self._client.execute(source, allow_stdin=False))
+        return str(self._client.execute(source, allow_stdin=allow_stdin))
 
     def finish(self, message: str, source: str = "", *, timeout_s: float = 60.0) -> Ran:
         """Wait for a cell. When it takes longer, an AssertionError with the stacks of all processes."""
@@ -160,21 +160,26 @@ class Notebook:
 
     def converse(self, source: str, *answers: str, timeout_s: float = 60.0) -> tuple[Ran, list[str]]:
         """Run a cell that asks, as `input` and debuggers do. Returns it, and what it asked."""
-        message = str(self._client.execute(source, allow_stdin=True))
+        message = self.start(source, allow_stdin=True)
         asked = []
         for answer in answers:
-            asked.append(self._asked(timeout_s))
-            self._client.input(answer)
+            asked.append(self.asked(timeout_s))
+            self.answer(answer)
         ran = self.finish(message, source, timeout_s=timeout_s)
         ran.stdout = _ANSI.sub("", ran.stdout)  # debuggers colour what they show
         return ran, asked
 
-    def _asked(self, timeout_s: float) -> str:
+    def asked(self, timeout_s: float = 60.0) -> str:
+        """Wait until the cell that runs asks. Returns its prompt."""
         try:
             return str(self._client.get_stdin_msg(timeout=timeout_s)["content"]["prompt"])
         except queue.Empty:
             pids = sorted(self.processes())
             raise AssertionError(f"nothing was asked in {timeout_s} s\n{processes.stacks(pids)}") from None
+
+    def answer(self, line: str) -> None:
+        """Answer what was asked."""
+        self._client.input(line)
 
     def value(self, expression: str) -> Any:
         """The value of an expression whose repr is a literal."""

@@ -146,11 +146,12 @@ def check_roles(notebook: Notebook, start: str, placed: dict[str, str], workers:
     """A cluster with parameter servers.
 
     Args:
-        notebook: It has no cluster, and gets none.
+        notebook: A cluster of it is stopped before.
         start: The cell that starts it.
         placed: The machine of each task.
         workers: The workers' machines.
     """
+    notebook.run("%distnb stop", timeout_s=60)
     notebook.run(start, timeout_s=150)
     notebook.run("cluster = distnb.notebook.compose.current()")
     assert notebook.value("{row.task: row.host for row in cluster.status()}") == placed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Literal
 
 from distnb.errors import CannotTravelError
@@ -74,6 +75,10 @@ class RemoteValue:
             "A RemoteValue can be sent as an argument of coordinator.schedule only, or in what the scheduled function "
             "refers to. Elsewhere use its value: coordinator.fetch(...)."
         )
+
+    def _repr_html_(self) -> str | None:
+        # What draws stands above, and is loaded when there is something to draw.
+        return import_module("distnb.widgets.values.showing").result_html(self) if self.state == "done" else None
 
     def __repr__(self) -> str:
         return f"<RemoteValue of {self.name}: {self.state}>"

@@ -24,6 +24,9 @@ from distnb.accelerators import torch_device
 from distnb.collectives.group.groups import groups
 from distnb.engine import unattended
 from distnb.engine.control import Control
+from distnb.engine.debugging import debugger
+from distnb.engine.debugging.console import Console
+from distnb.engine.debugging.kept import KeptFailure
 from distnb.engine.executor import Executor
 from distnb.engine.guard import Guard
 from distnb.engine.namespace import object_operations
@@ -31,13 +34,16 @@ from distnb.engine.namespace.engine_namespace import EngineNamespace
 from distnb.engine.namespace.engine_objects import ObjectsOfTeams
 from distnb.engine.output import error_reports, progress_bars, telemetry
 from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
+from distnb.engine.profiling import Profile
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
 from distnb.runtime import spmd, step_count
+from distnb.runtime.inspection import inspecting
 from distnb.runtime.this_process import this_process
 from distnb.topology import PS, Device, Team
+from distnb.values import DistributedValues
 from distnb.values.structure import select
 from distnb.wire import codec, unix_socket
 from distnb.wire.channel import Link, ProgramLink
@@ -46,6 +52,7 @@ from distnb.wire.messages import (
     Apply,
     CallFunction,
     Hello,
+    PostMortem,
     ProgramEnded,
     Reply,
     RunCell,
@@ -63,8 +70,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Agent", "install"]
 
-Program = RunCell | CallFunction | Apply | TakeTask | RunClosure
+Program = RunCell | CallFunction | Apply | PostMortem | TakeTask | RunClosure
 
+_ANEW = (RunCell, CallFunction, RunClosure)  # what failed before these is not looked at any more
 _DRAWING_S = 0.7  # where several replicas fail, each may still tell why; longer than that, nobody waits
 _DESCRIBING_S = 1.0  # what a program did that was told to end: the notebook waits no longer
 _LINGER_MS = 1  # the next small call often follows at once, and the way through the event loop costs as much as it
@@ -84,7 +92,8 @@ class Agent:
         self._process: spmd.SpmdProcess  # from the first program on
         self._guard = Guard()
         workers.raise_of_workers_only_while(lambda: self._guard.running)
-        self._failure: BaseException | None = None  # keeps the frames of a failed program until its reply is out
+        self._failure: KeptFailure | None = None
+        self._who, self._size = "", 1  # of the latest program: which replica this is, and of how many
         place = str(torch_device(device))
         self._objects = ObjectsOfTeams(shell.user_ns, "cpu" if place.startswith("cpu") else place)
         self._namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
@@ -106,12 +115,17 @@ class Agent:
         for descriptor, name in streams:
             reading, logs[name], forward = pipe_descriptor(engine, descriptor, name, self._running, self._emit)
             pipes[reading] = forward
+        self._telemetry = telemetry.Telemetry()
+        self._console = Console(engine, self._guard, self._running, self._emit)
         self._control = Control(
             engine,
             Link(context, engine, connection.control_url, **keys),
             self._guard,
+            self._console,
             free_collectives=groups.abort,
-            sample=telemetry.sample,
+            hold_limits=groups.hold_limits,
+            sample=self._telemetry.sample,
+            memory=telemetry.memory,
             pipes=pipes,
         )
         self._serving = self._listening = False
@@ -121,6 +135,7 @@ class Agent:
             RunCell: self._run_cell,
             CallFunction: self._call,
             Apply: self._apply,
+            PostMortem: self._post_mortem,
             TakeTask: self._take_task,
             RunClosure: self._run_closure,
         }
@@ -146,8 +161,8 @@ class Agent:
     def _running(self) -> tuple[int, int] | None:
         return self._control.running
 
-    def _emit(self, event: Any) -> None:
-        self._control.emit(event)
+    def _emit(self, event: Any, *, urgent: bool = False) -> None:
+        self._control.emit(event, urgent=urgent)
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -195,13 +210,16 @@ class Agent:
                             assert self._worker is not None
                             self._worker.renew(message)
                         else:
+                            if self._failure is not None and isinstance(message, _ANEW):
+                                # What a failed cell held may take seconds to end (a DataLoader waits for its workers).
+                                self._guard.release(self._forget_failure)
                             link.send(self.perform(message))
+                            if self._failure is not None and not self._failure.text:
+                                closure = isinstance(message, RunClosure)
+                                self._guard.release(self._forget_failure if closure else self._failure.limit)
                         break
                 else:
                     return
-                # Only now: what a failed cell held may take seconds to end (a DataLoader waits for its workers).
-                if self._failure is not None:
-                    self._guard.release(self._forget_failure)
         except BaseException:
             IOLoop.current().add_callback(self._serve_programs)  # more may wait, and nothing else would tell
             raise
@@ -233,17 +251,27 @@ class Agent:
         replica = self._replica(message)
         step_count.watch_optimizers()
         datasets.program_began()
-        self._control.program_began(message.program, replica, measured=not isinstance(message, Apply | TakeTask))
+        self._console.closures = isinstance(message, RunClosure)
+        measured = not isinstance(message, Apply | PostMortem | TakeTask)
+        self._control.program_began(message.program, replica, measured=measured)
+        began = time.monotonic()
         try:
             reply = self._handlers[type(message)](message, replica)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             reply = self._failed(message.program, error)
+        reply = reply._replace(seconds=time.monotonic() - began)
+        debugger.stop_stepping()
+        self._console.leave()
+        self._console.stopped_in = None
         if reply.status == "ok" and not isinstance(message, RunCell):
             # The reply itself tells of a call that went well; a wake-up of both control threads would double its cost.
             self._control.program_ended(None)
             return reply
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
-        where = telemetry.where_it_failed(self._failure) if self._failure is not None else ""
+        # In no local variable: its traceback leads here, and the cycle would keep all that the program held.
+        where = ""
+        if self._failure is not None and reply.status != "ok":
+            where = telemetry.where_it_failed(self._failure.error)
         self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary, where))
         return reply
 
@@ -253,7 +281,11 @@ class Agent:
             return self._worker.number
         if self._worker is not None:
             self._worker.suspend()
-        return message.team.rank_of(self._engine)
+        if isinstance(message, PostMortem):
+            return self._failure.replica if self._failure is not None else 0
+        replica = message.team.rank_of(self._engine)
+        self._who, self._size = f"replica {replica} ({message.team.devices[replica]})", message.team.size
+        return replica
 
     def _failed(self, program: int, error: BaseException, value: Any = None, *, alone: bool = False) -> Reply:
         datasets.program_failed()
@@ -261,7 +293,7 @@ class Agent:
         if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:
             # C++ (DistributedDataParallel's) waits know no exceptions of ours.
             error = ended.with_traceback(error.__traceback__)
-        self._failure = error
+        self._keep(error)
         report = None
         if not self._guard.aborted:
             try:
@@ -273,11 +305,19 @@ class Agent:
             return Reply(program, "interrupted" if self._guard.interrupted else "aborted", value=value)
         return Reply(program, "error", report, value=value)
 
+    def _keep(self, error: BaseException) -> None:
+        """Keep the frames of a failed program for a debugger."""
+        running, stopped = self._running(), self._console.stopped_in
+        frames = stopped[1] if stopped is not None and stopped[0] is error else None
+        self._failure = KeptFailure(self._who, running[1] if running is not None else 0, error, frames)
+
     def _join(self, team: Team, replica: int) -> None:
         self._process = spmd.enter(team, replica, self._device, groups.join(team, replica, self._device))
 
     def _run_cell(self, message: RunCell, replica: int) -> Reply:
         program, mark = message.program, None
+        profile = Profile() if message.profiled else None
+        self._telemetry.detailed = message.detailed
         failed: BaseException | None = None
         there = set(multiprocessing.active_children())
 
@@ -287,8 +327,10 @@ class Agent:
             self._namespace.open(message.snapshot, replica)
             mark = self._namespace.begin(message.source)
             groups.program_began(program)
-            with strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext():
-                self._executor.run(message.source, message.filename, message.label)
+            if message.only is None or replica in message.only:
+                scope = strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext()
+                with scope, profile or nullcontext():
+                    self._executor.run(message.source, message.filename, message.label)
             self._shell.events.trigger("post_execute")  # figures that were drawn are shown now
 
         try:
@@ -303,10 +345,12 @@ class Agent:
         if mark is not None:
             results, interrupt = self._described(program, partial(self._namespace.finish, mark))
         failed = interrupt or failed
+        trace = profile.trace() if profile is not None and not self._guard.aborted else None
         try:
             if failed is None:
-                return Reply(program, "ok", value=results, renew=renew, changed=self._process.changed_by_hand())
-            return self._failed(program, failed, results)
+                changed = self._process.changed_by_hand()
+                return Reply(program, "ok", value=results, renew=renew, changed=changed, profile=trace)
+            return self._failed(program, failed, results)._replace(profile=trace)
         finally:
             failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
 
@@ -349,6 +393,8 @@ class Agent:
     def _run_together(self, program: int, team: Team, replica: int, body: Callable[[], Any]) -> Reply:
         """Run something that may communicate with the rest of the team."""
 
+        before = step_count.steps
+
         def joined() -> Any:
             self._join(team, replica)
             groups.program_began(program)
@@ -360,7 +406,31 @@ class Agent:
             groups.program_ended(True)
             results, _ = self._described(program, self._namespace.give_up_call)
             return self._failed(program, error, results)
-        return Reply(program, "ok", value=value, renew=groups.program_ended(False))
+        renew = groups.program_ended(False)
+        return Reply(program, "ok", value=value, renew=renew, steps=step_count.steps - before)
+
+    # -- the user looks around -------------------------------------------------------------------------------------
+
+    def _stop(self, frame: FrameType, header: str | None) -> None:
+        """A breakpoint in the user's code."""
+        debugger.at_breakpoint(self._console, self._who, self._size, frame, header)
+
+    def _post_mortem(self, message: PostMortem, replica: int) -> Reply:
+        kept = self._failure
+        traceback = kept.traceback if kept is not None else None
+        if kept is None or traceback is None:
+            return Reply(message.program, "ok", value=False)
+        self._console.write(f"{kept.who[:1].upper()}{kept.who[1:]} as it ended. {kept.text} q leaves.\n")
+        show_figures = partial(self._shell.events.trigger, "post_execute")
+        try:
+            self._guard.call(
+                message.program, lambda: debugger.post_mortem(self._console, kept.who, traceback, show_figures)
+            )
+            return Reply(message.program, "ok", value=True)
+        except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
+            reply = self._failed(message.program, error)
+            self._failure = kept
+            return reply
 
     # -- closures --------------------------------------------------------------------------------------------------
 
@@ -415,7 +485,12 @@ class Agent:
         sys.stdout = ReplicaStream(engine, "stdout", control, logs["stdout"], 1, sys.stdout)
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
-        unattended.install(self._shell)
+        formatter = self._shell.display_formatter
+        assert formatter is not None
+        formatter.mimebundle_formatter.for_type(DistributedValues, inspecting.displayed)
+        formatter.formatters["text/html"].for_type(DistributedValues, lambda value: None)  # the notebook draws
+        this_process.publish = self._shell.display_pub.publish
+        unattended.install(self._shell, self._console, self._stop)
 
 
 def install(shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> Agent:

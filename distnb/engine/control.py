@@ -15,24 +15,32 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
 import distnb
+from distnb import activity
 from distnb.engine import guard
+from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
 from distnb.strategies import live
 from distnb.wire.channel import Link
 from distnb.wire.messages import (
     Abort,
+    Activity,
+    Answer,
+    DumpActivity,
     DumpStacks,
     Flush,
     Flushed,
     GivenBack,
     Live,
+    MeasureMemory,
+    MemoryUse,
     Output,
     ProgramEnded,
+    Prompting,
     Stacks,
     TakeBack,
     TelemetrySample,
@@ -45,13 +53,27 @@ _TELEMETRY_S = 0.2
 _POINTS_S = 0.2  # to read them costs the training a moment of Python's lock: not as often as output
 
 
+class _Told(NamedTuple):
+    """A call of `distnb.live`: in which (program, replica), of which run, where, what, and when, since 1970."""
+
+    program: tuple[int, int]
+    run: str
+    place: tuple[int, int]
+    values: dict[str, Any]
+    seconds: float
+
+
 class Control:
     """The engine's second thread, and the place where every other thread leaves its events.
 
     Args:
         link: The control channel; used by this thread only.
+        console: Takes what the user answers.
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
-        sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample.
+        hold_limits: Lets no time limit of a collective strike from now on, or lets them again (thread-safe).
+        sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample, with all
+            events that are kept if it is told `whole=True`.
+        memory: Measures its memory: engine → MemoryUse.
         pipes: File descriptors to read from, each with the function that takes what is read.
 
     Attributes:
@@ -63,19 +85,25 @@ class Control:
         engine: int,
         link: Link,
         guard: Guard,
+        console: Console,
         *,
         free_collectives: Callable[[str], None],
-        sample: Callable[[int, int, int], TelemetrySample],
+        hold_limits: Callable[[bool], None],
+        sample: Callable[..., TelemetrySample],
+        memory: Callable[[int], MemoryUse],
         pipes: dict[int, Callable[[bytes], None]],
     ) -> None:
         self._engine = engine
         self._link = link
         self._guard = guard
+        self._console = console
+        self._hold_limits = hold_limits
         self._free_collectives = free_collectives
         self._sample = sample
+        self._memory = memory
         self._pipes = pipes
         self._events: deque[Any] = deque()
-        self._points: deque[tuple[tuple[int, int], tuple[int, int], dict[str, Any]]] = deque()
+        self._points: deque[_Told] = deque()
         self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.running: tuple[int, int] | None = None
@@ -94,12 +122,15 @@ class Control:
         self._next_sample = max(self._next_sample, time.monotonic())  # many short ones are sampled as one long one
         if measured:
             self._measured = (program, replica)
+            activity.program_began()
         self.running = (program, replica)
 
     def program_ended(self, event: ProgramEnded | None) -> None:
         """Tell the notebook at once; all that the program wrote goes out before. None: the reply alone tells."""
-        if self.running == self._measured and (event is not None or time.monotonic() >= self._next_sample):
-            self._measure()
+        if self.running == self._measured:
+            activity.program_ended()
+            if event is not None or time.monotonic() >= self._next_sample:
+                self._measure()
         self.running = None
         if event is not None:
             self.emit(event, urgent=True)
@@ -110,9 +141,9 @@ class Control:
         if urgent or self._asleep:
             self.wake()
 
-    def live(self, values: dict[str, Any], place: tuple[int, int]) -> None:
+    def live(self, values: dict[str, Any], place: tuple[int, int], run: str) -> None:
         """Leave a point of `distnb.live`. Tensors are read by this thread, so that the training never waits for one."""
-        self._points.append((self.running or (0, 0), place, values))
+        self._points.append(_Told(self.running or (0, 0), run, place, values, time.time()))
         if self._asleep:
             self.wake()
 
@@ -143,6 +174,7 @@ class Control:
                 if fd in ready:
                     forward(os.read(fd, 1 << 16))
             self._guard.press()
+            self._console.look()
             if self.running is not None and self.running == self._measured and time.monotonic() >= self._next_sample:
                 self._measure()
             self._flush()
@@ -150,17 +182,30 @@ class Control:
     def _obey(self, order: Any) -> None:
         if isinstance(order, Abort):
             # The guard first: it remembers why, so that whatever the freed collective raises is told as an abort.
-            self._guard.abort(order.program, order.reason, order.interrupted, self._free_collectives)
+            self._guard.abort(order.program, order.reason, order.interrupted, self._free)
+        elif isinstance(order, Answer):
+            self._console.answer(order)
+        elif isinstance(order, Prompting):
+            self._hold_limits(order.on)
         elif isinstance(order, TakeBack):
             if self._guard.forestall(order.program):
                 self.emit(GivenBack(self._engine, order.program))
         elif isinstance(order, DumpStacks):
             self.emit(Stacks(self._engine, _program_stack()))
+        elif isinstance(order, DumpActivity):
+            whole = self._sample(self._engine, *self._measured, whole=True) if self._measured is not None else None
+            self.emit(Activity(self._engine, whole))
+        elif isinstance(order, MeasureMemory):
+            self.emit(self._memory(self._engine))
         elif isinstance(order, Flush):
             if self._measured is not None:
                 self._measure()
             self._next_points = 0.0
             self.emit(Flushed(self._engine, order.number))
+
+    def _free(self, reason: str) -> None:
+        self._free_collectives(reason)
+        self._console.free()
 
     def _measure(self) -> None:
         assert self._measured is not None
@@ -168,7 +213,7 @@ class Control:
         self._events.append(self._sample(self._engine, *self._measured))
 
     def _flush(self) -> None:
-        if self._points and (time.monotonic() >= self._next_points or self.running != self._points[0][0]):
+        if self._points and (time.monotonic() >= self._next_points or self.running != self._points[0].program):
             self._next_points = time.monotonic() + _POINTS_S
             self._events.extendleft(reversed(self._read_points()))
         if not self._events:
@@ -178,11 +223,17 @@ class Control:
 
     def _read_points(self) -> list[Live]:
         """The points whose numbers have arrived from the device; after the program's end those still under way too."""
-        read: dict[tuple[int, int], list[tuple[int, int, dict[str, float]]]] = {}
-        while self._points and (self.running != self._points[0][0] or live.is_ready(self._points[0][2])):
-            running, (step, call), values = self._points.popleft()
-            read.setdefault(running, []).append((step, call, {name: float(value) for name, value in values.items()}))
-        return [Live(self._engine, *running, points=tuple(points)) for running, points in read.items()]
+        read: list[_Told] = []
+        while self._points and (self.running != self._points[0].program or live.is_ready(self._points[0].values)):
+            read.append(self._points.popleft())
+        events = []
+        for ((program, replica), run), told in itertools.groupby(read, lambda each: (each.program, each.run)):
+            points, times = [], []
+            for each in told:
+                points.append((*each.place, {name: float(value) for name, value in each.values.items()}))
+                times.append(each.seconds)
+            events.append(Live(self._engine, program, replica, tuple(points), tuple(times), run))
+        return events
 
 
 def _join_outputs(events: list[Any]) -> list[Any]:

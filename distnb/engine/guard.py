@@ -157,8 +157,9 @@ class Guard:
 
     @property
     def running(self) -> bool:
-        """Whether a program runs that was not told to end."""
-        return self._run is not None and self._run.frame is not None and self._run.reason is None
+        """Whether a program runs that was not told to end; what it left is no program."""
+        run = self._run
+        return run is not None and run.frame is not None and run.reason is None and not run.is_leftover
 
     @property
     def aborted(self) -> bool:
@@ -169,6 +170,12 @@ class Guard:
     def interrupted(self) -> bool:
         """Whether it was the user who ended it."""
         return self._run is not None and self._run.interrupted
+
+    @property
+    def error(self) -> BaseException:
+        """What ends the latest program, if it was told to end."""
+        assert self._run is not None
+        return self._run.error()
 
     def abort(
         self,

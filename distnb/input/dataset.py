@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from distnb import activity
 from distnb.errors import ProgramError
 from distnb.input.agreeing import Agree, OwnData, SameData
 from distnb.input.batch_placement import placement_for
@@ -69,6 +70,8 @@ class DistributedDataset(Iterable[Any]):
         resume = self._resume
         progress = Progress(self._next_epoch() if resume is None else resume["epoch"])
         loads = self._start(progress, resume)
+        batches = self.cardinality
+        progress.batches = None if batches == UNKNOWN_CARDINALITY else batches
         self._progress, self._resume = progress, None
         placement = placement_for(self._place.target)
         reader = Reader(loads, self._place, placement, self._depth())
@@ -112,6 +115,16 @@ class DistributedDataset(Iterable[Any]):
             return -(-self._source.length() // self._place.elements_per_step)
         except (TypeError, NotImplementedError) as error:
             raise TypeError(f"The number of batches of this dataset is not known beforehand: {error}") from None
+
+    @property
+    def place(self) -> Place:
+        """Which replica reads, and which part of each batch is its."""
+        return self._place
+
+    @property
+    def sizes(self) -> tuple[int, int] | None:
+        """How many examples there are, and how many a full global batch has; None where reading alone tells."""
+        return self._source.sizes()
 
     @property
     def cardinality(self) -> int:
@@ -256,6 +269,7 @@ class DistributedIterator(AskedIterator):
                 )
             raise StopIteration
         self._read_in = _program
+        activity.begin("input")
         try:
             batch = self._batches.next()
         except StopIteration:
@@ -268,7 +282,9 @@ class DistributedIterator(AskedIterator):
         except BaseException:
             self.cut_short()
             raise
-        self._progress.steps += 1
+        finally:
+            activity.end()
+        self._progress.gave()
         return batch
 
     def peek(self, count: int) -> list[Any]:
@@ -279,11 +295,14 @@ class DistributedIterator(AskedIterator):
         if not self._open:
             return []
         self._read_in = _program
+        activity.begin("input")
         try:
             return [batch.tree for batch in self._reader.peek(count)]
         except BaseException:
             self.cut_short()
             raise
+        finally:
+            activity.end()
 
     def close(self) -> None:
         """End this iteration: later calls of `next` find nothing."""

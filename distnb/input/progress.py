@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from distnb.errors import OptionError
-from distnb.input.dealing import Place
+
+if TYPE_CHECKING:
+    from distnb.input.dealing import Place
 
 __all__ = ["VERSION", "Progress", "checked_state", "pipelines_of"]
 
@@ -25,12 +27,24 @@ class Progress:
             source had workers.
         steps: Batches that it gave.
         ended: It has given all.
+        batches: How many it will have given; None: it is not known beforehand.
+        epochs: How many iterations there will be, the first being 0; None: it is not known, as in a loop of the user's.
     """
+
+    latest: ClassVar[Progress | None] = None
+    """The iteration of which this process was given a batch last."""
 
     epoch: int
     before: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
     ended: bool = False
+    batches: int | None = None
+    epochs: int | None = None
+
+    def gave(self) -> None:
+        """It gave a batch."""
+        self.steps += 1
+        Progress.latest = self
 
 
 def pipelines_of(place: Place) -> list[int]:

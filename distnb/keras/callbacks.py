@@ -11,6 +11,7 @@ import cloudpickle
 import keras
 import torch
 
+from distnb.input.progress import Progress
 from distnb.keras import compat
 from distnb.keras.backups import Resuming
 from distnb.objects.plain import same
@@ -70,6 +71,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
             if not isinstance(each, _READ_ONLY) and (_has(each, name) or _has(each, name.removeprefix("train_")))
         }
         self._next_live = 0.0
+        self._reading = Progress(0)
 
     def set_params(self, params: Any) -> None:
         if params:
@@ -85,6 +87,8 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._rare("epoch_begin", epoch, logs)
         self._resuming.begin_epoch(epoch)
+        told = self.params or {}
+        self._reading = Progress(epoch, batches=told.get("steps"), epochs=told.get("epochs"))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._draw(logs)
@@ -113,6 +117,9 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _batch(self, name: str, batch: int, logs: Any) -> None:
         skips = self.skips
+        if name.startswith("train_batch"):
+            self._reading.steps = batch  # an execution may be of several
+            self._reading.gave()
         if name == "train_batch_end":
             self._resuming.end_batch(batch)
         if skips:

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from distnb.errors import OptionError
+from distnb.strategies.event_files import event_writer
 
 __all__ = ["TensorBoard"]
 
@@ -86,9 +87,7 @@ class _Writer:
     """One folder of files."""
 
     def __init__(self, folder: str, writers: list[Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # loads much
-
-        self._writer: Any = SummaryWriter(folder)
+        self._writer = event_writer(folder)
         self._writers = writers
 
     @contextmanager

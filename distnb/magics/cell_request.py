@@ -26,10 +26,21 @@ _LOCAL = ("default", "one_device", PARAMETER_SERVER)  # the notebook is their on
 
 @dataclass(frozen=True)
 class CellRequest:
-    """A strategy, and the word for it that the user wrote."""
+    """A strategy, and the word for it that the user wrote.
+
+    Attributes:
+        only: The replicas that are to run the cell; None for all.
+        time: Whether it is to be told where the time went.
+        timeline: Each wait of the replicas is to be drawn.
+        profile: The folder for traces of torch.profiler; "" for none.
+    """
 
     word: str
     spec: StrategySpec
+    only: tuple[int, ...] | None = None
+    time: bool = False
+    timeline: bool = False
+    profile: str = ""
 
     @property
     def local(self) -> bool:
@@ -52,10 +63,23 @@ def read_request(line: str, user_ns: Mapping[str, Any]) -> CellRequest:
         )
     found.devices = tuple(str(parse_device(name)) for name in (found.devices or "").split(",") if name.strip())
     if word in WORDS:
-        return CellRequest(word, _local_spec(found) if word in _LOCAL else _spec(found))
-    spec = _spec_of_object(word, user_ns)
-    _refuse(found, (), "it is an object that has its options already; give them where it is made")
-    return CellRequest(word, spec)
+        spec = _local_spec(found) if word in _LOCAL else _spec(found)
+    else:
+        spec = _spec_of_object(word, user_ns)
+        _refuse(found, (), "it is an object that has its options already; give them where it is made")
+    request = CellRequest(word, spec, found.only, found.time, found.timeline, found.profile or "")
+    here = {
+        "--replicas": (found.only, "Leave it out."),
+        "--time": (found.time, "Write %%time above it."),
+        "--profile": (found.profile, "Use torch.profiler.profile in the cell."),
+        "--timeline": (found.timeline, "Use %distnb timeline after the cell, if workers compute for it."),
+    }
+    for option, (value, cure) in here.items():
+        if value and request.local:
+            raise OptionError(
+                f"%%distribute {word} cannot honour {option}: the cell runs in the notebook's own process. {cure}"
+            )
+    return request
 
 
 def _refuse(found: Namespace, allowed: Iterable[str], reason: str) -> None:

@@ -26,6 +26,8 @@ def padded(raw_cell: str, line: str, body: str) -> str:
     """
     whole, part = raw_cell.rstrip().split("\n"), body.rstrip().split("\n")
     at = len(whole) - len(part)
+    if not at and [line.strip() for line in whole] == [line.strip() for line in part]:
+        return body  # no magic line was written: %autodistribute
     # IPython strips indentation and prompts, so a text that does not match is taken to follow one line of magic.
     before = at if at > 0 and [line.strip() for line in whole[at:]] == [line.strip() for line in part] else 1
     return "\n" * (before - 1) + f"# %%distribute {line}\n" + body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import uuid
 from argparse import Namespace
@@ -19,20 +20,28 @@ from distnb.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from distnb.errors import OptionError, ServerLost, closest
-from distnb.magics.commands import COMMANDS, asks_for_help, distnb_help
+from distnb.magics.cell_history import HEADER
+from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
+from distnb.notebook import placement
 from distnb.notebook.output.closures_model import runs_text, server_texts
+from distnb.notebook.output.event_files import EventFiles
 from distnb.notebook.output.wording import filled, html_table
+from distnb.notebook.reports import stacks_text
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.this_process import this_process
 from distnb.topology import PS, WORKER, Task
+from distnb.widgets import exports
+from distnb.widgets.timeline import timeline
+from distnb.widgets.values.devices import devices_html, devices_text
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from distnb.magics.cell_history import CellHistory
     from distnb.notebook.session import Session
     from distnb.widgets.front import Front
 
@@ -49,9 +58,10 @@ _ANY = StrategySpec("mirrored")
 class ClusterMagic:
     """The subcommands of `%distnb`."""
 
-    def __init__(self, shell: InteractiveShell, front: Front) -> None:
+    def __init__(self, shell: InteractiveShell, front: Front, history: CellHistory) -> None:
         self._shell = shell
         self._front = front
+        self._history = history
 
     def distnb(self, line: str) -> None:
         """Run a line of `%distnb COMMAND …`."""
@@ -144,23 +154,40 @@ class ClusterMagic:
 
     def devices(self, found: Namespace) -> None:
         """`%distnb devices`."""
-        session = sessions.current()
         gpus = [f"cuda:{index}" for index in range(available_gpus())]
         there = gpus + [f"tpu:{index}" for index in range(tpu_chips.chips())] or ["cpu:0"]
-        by_device: dict[str, list[str]] = {device: [] for device in there}
-        for row in session.status() if session is not None else ():
-            by_device.setdefault(row.device, []).append(row.task or f"engine {row.engine}")
-        self._table(
-            ("device", "used by"), [(device, ", ".join(users) or "–") for device, users in sorted(by_device.items())]
-        )
+        model = placement.devices_model(self._shell.user_ns, there)
+        self._shell.display_pub.publish({"text/plain": devices_text(model), "text/html": devices_html(model)})
 
     def stacks(self, found: Namespace) -> None:
         """`%distnb stacks`."""
-        session = sessions.require()
-        stacks = session.stacks()
-        unheard = "It does not answer: it has ended, or native code holds Python's lock.\n"
-        for row in session.status():
-            print(f"── engine {row.engine} ({row.device}) ──\n{stacks.get(row.engine, unheard) or 'idle'}".rstrip())
+        print(stacks_text(sessions.require()), end="")
+
+    def logs(self, found: Namespace) -> None:
+        """`%distnb logs [ENGINE]`."""
+        logs = sessions.require().logs()
+        if found.engine is not None and found.engine not in logs:
+            raise OptionError(f"There is no engine {found.engine}; the engines are {', '.join(map(str, logs))}.")
+        for engine, text in logs.items():
+            if found.engine in (None, engine):
+                print(f"── engine {engine} ──\n{text}")
+
+    def history(self, found: Namespace) -> None:
+        """`%distnb history`."""
+        rows = self._history.rows()
+        if rows:
+            self._table(HEADER, rows, numeric=("cell", "replicas", "seconds"))
+        else:
+            print("No cell has run on engines.")
+
+    def debug(self, found: Namespace) -> None:
+        """`%distnb debug [--replica N | --here]`."""
+        if found.here and found.replica is not None:
+            raise OptionError("%distnb debug: give --replica, or --here, not both.")
+        if found.here:
+            self._shell.InteractiveTB.debugger(force=True)
+        else:
+            sessions.require().debug(found.replica)
 
     def interrupt(self, found: Namespace) -> None:
         """`%distnb interrupt`."""
@@ -214,9 +241,42 @@ class ClusterMagic:
         else:
             print(text or f"No {who} has written anything.")
 
+    def timeline(self, found: Namespace) -> None:
+        """`%distnb timeline [--steps N] [--save FILE]`."""
+        made = timeline(found.steps)
+        if found.save:
+            print(f"{len(made.rows):,} pieces of time written to {made.save(found.save)}. {made.text}")
+        else:
+            self._shell.display_pub.publish({"text/plain": repr(made), "text/html": made._repr_html_()})
+
     def live(self, found: Namespace) -> None:
-        """`%distnb live auto|widget|picture|text|off`."""
-        self._front.mode = found.mode
+        """`%distnb live [auto|widget|picture|text|off] [--tensorboard DIR]`."""
+        if found.tensorboard is not None:
+            self._front.write_events(None if found.tensorboard == "off" else EventFiles(found.tensorboard))
+        elif found.mode is None:
+            raise OptionError(f"%distnb live: say how, one of {', '.join(LIVE_MODES)}, or --tensorboard DIR.")
+        self._front.mode = found.mode or self._front.mode
+
+    def curves(self, found: Namespace) -> None:
+        """`%distnb curves [NAME …] [--runs A,B] [--log] [--smoothing S] [--save FILE]`."""
+        runs = [name.strip() for name in found.runs.split(",")] if found.runs else []
+        path = Path(found.save).expanduser() if found.save else None
+        if path is not None and path.suffix == ".csv":
+            table = exports.history(*runs)
+            table = table[table["name"].isin(found.names)] if found.names else table
+            table.to_csv(path, index=False)
+            print(f"{len(table):,} values written to {found.save}.")
+            return
+        figure = exports.live_figure(*found.names, runs=runs, log=found.log, smoothing=found.smoothing)
+        if path is not None:
+            figure.savefig(path)
+            print(f"The charts are in {found.save}.")
+            return
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png")
+        told = ", ".join(axes.get_title() for axes in figure.axes)
+        text = f"Charts of {told}. --save FILE writes them where no pictures are shown."
+        self._shell.display_pub.publish({"image/png": picture.getvalue(), "text/plain": text})
 
     # -- pieces ----------------------------------------------------------------------------------------------------
 

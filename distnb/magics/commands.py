@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from distnb.errors import OptionError, closest
 
-__all__ = ["COMMANDS", "DISTRIBUTE", "LIVE_MODES", "asks_for_help", "distnb_help"]
+__all__ = ["AUTODISTRIBUTE", "COMMANDS", "DISTRIBUTE", "LIVE_MODES", "asks_for_help", "distnb_help"]
 
 LIVE_MODES = ("auto", "widget", "picture", "text", "off")
 
@@ -37,7 +37,7 @@ class LineParser(argparse.ArgumentParser):
         usage = self.usage_line
         raise OptionError(
             f"{self.prog}: {message.removeprefix('argument ')}. "
-            + (f"Usage: {usage}" if len(usage) < 110 else f"{self.prog} -h shows its options.")
+            + (f"Usage: {usage}" if len(usage) < 160 else f"{self.prog} -h shows its options.")
         )
 
     def read(self, line: str) -> argparse.Namespace:
@@ -76,13 +76,18 @@ def _commands() -> dict[str, LineParser]:
         "stop": "end the engines",
         "restart": "replace all engines, or those named",
         "status": "what each engine is, and does",
-        "devices": "the devices, and who uses them",
+        "devices": "the devices, who uses them, and their memory now",
         "stacks": "where each engine is in its program",
+        "logs": "what each engine wrote outside programs",
+        "history": "the cells that ran on engines: how long, and how they ended",
+        "debug": "open a debugger where the latest cell or call failed, on a replica",
         "interrupt": "end the program, as the stop button does",
         "variables": "where each variable lives",
         "check": "whether replicas hold the same bits",
         "output": "all that the replicas wrote",
-        "live": "how curves and replicas are drawn",
+        "live": "how curves and replicas are drawn; also to TensorBoard's files",
+        "curves": "charts of what was drawn, here or in a file",
+        "timeline": "where the time of the latest steps went, and who is the straggler",
     }
     commands = {name: LineParser(f"%distnb {name}", text) for name, text in about.items()}
     _start(commands["start"])
@@ -90,6 +95,10 @@ def _commands() -> dict[str, LineParser]:
     add("engines", metavar="ENGINE", nargs="*", type=_whole, help="their numbers, as %%distnb status shows them")
     add("--missing", action="store_true", help="those that have ended; what is mirrored is restored to them")
     commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables; without one, all mirrored ones")
+    commands["logs"].add_argument("engine", metavar="ENGINE", nargs="?", type=_whole, help="of this engine alone")
+    add = commands["debug"].add_argument
+    add("--replica", metavar="N", type=_whole, help="which; without it, the one that failed")
+    add("--here", action="store_true", help="in the notebook instead, where its cell called the replicas")
     add = commands["output"].add_argument
     add(
         "replica",
@@ -99,8 +108,18 @@ def _commands() -> dict[str, LineParser]:
         help="of this replica; without it, of all, in the latest cell where one wrote",
     )
     add("--save", metavar="FILE", help="write it to a file")
+    add = commands["timeline"].add_argument
+    add("--steps", metavar="N", type=_count, default=10, help="of so many steps, the latest; without it, of 10")
+    add("--save", metavar="FILE", help="write it as a Chrome trace, which ui.perfetto.dev opens")
     add = commands["live"].add_argument
-    add("mode", metavar="MODE", choices=LIVE_MODES, help=f"{', '.join(LIVE_MODES)}; auto chooses")
+    add("mode", metavar="MODE", nargs="?", choices=LIVE_MODES, help=f"{', '.join(LIVE_MODES)}; auto chooses")
+    add("--tensorboard", metavar="DIR", help="write what is drawn from now on to event files there; off ends it")
+    add = commands["curves"].add_argument
+    add("names", metavar="NAME", nargs="*", help="curves; without one, all")
+    add("--runs", metavar="A,B", help="which runs; without it, the latest, and if that has a name, all that have one")
+    add("--log", action="store_true", help="a log scale")
+    add("--smoothing", metavar="S", type=float, default=0.0, help="from 0 to below 1: 0.9 smooths much")
+    add("--save", metavar="FILE", help="write it to a file: .png, .svg, .pdf; or the values, .csv")
     return commands
 
 
@@ -139,6 +158,31 @@ def _distribute() -> LineParser:
     add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1")
     add("--gradients", choices=("sum", "mean"), help="how gradients are combined; without it, their sum")
     add("--oversubscribe", action="store_true", help="several replicas may share a device")
+    add("--replicas", dest="only", metavar="0,2-3", type=_numbers, help="only these run it; the others do nothing")
+    add("--time", action="store_true", help="tell where its time went")
+    add("--timeline", action="store_true", help="draw each wait of the latest steps, replica by replica")
+    add("--profile", metavar="DIR", help="run torch.profiler on every replica; each one's trace is put there")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """ "0,2-3" as (0, 2, 3)."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not (first.isdigit() and (last or first).isdigit() and int(first) <= int(last or first)):
+            raise argparse.ArgumentTypeError(f"{text} names no replicas. Write 1, or 0,2-3")
+        found.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(found))
+
+
+def _autodistribute() -> LineParser:
+    parser = LineParser(
+        "%autodistribute",
+        "run the cells that follow as %%distribute cells, until %autodistribute off. Those that begin with %, ! or ? "
+        "run in the notebook",
+    )
+    parser.add_argument("line", metavar="STRATEGY", nargs="?", default="", help="as after %%%%distribute, or off")
     return parser
 
 
@@ -148,6 +192,9 @@ COMMANDS = _commands()
 DISTRIBUTE = _distribute()
 """The parser of `%%distribute`."""
 
+AUTODISTRIBUTE = _autodistribute()
+"""The parser of `%autodistribute`, as far as its first word."""
+
 
 def distnb_help() -> str:
     """Every command of `%distnb` with its arguments."""
@@ -155,6 +202,6 @@ def distnb_help() -> str:
     lines = []
     for parser in COMMANDS.values():
         usage = parser.usage_line
-        shown = usage if len(usage) < width else "%distnb start [-n N] …"
+        shown = usage if len(usage) < width else f"{' '.join(usage.split()[:4])} …"  # the magic, and an option
         lines.append(f"{shown:<{width}}{parser.about}")
     return "\n".join([*lines, "", "%distnb COMMAND -h tells more of a command.", "", COMMANDS["start"].format_help()])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["complete"]
 
-_LINE = re.compile(r"^(?:(%%distribute)|(%distnb))[ \t]+(?P<before>(?:\S+[ \t]+)*)(?P<word>\S*)$")
+_LINE = re.compile(r"^(?:(%%distribute)|(%distnb|%autodistribute))[ \t]+(?P<before>(?:\S+[ \t]+)*)(?P<word>\S*)$")
 
 
 def complete(shell: InteractiveShell) -> None:
@@ -45,12 +45,14 @@ def complete(shell: InteractiveShell) -> None:
 
 def _known(magic: str, before: list[str], user_ns: Mapping[str, Any]) -> Iterable[str]:
     """The words that may stand behind others in a line of a magic."""
-    if magic == "%%distribute":
+    if magic == "%autodistribute" and not before:
+        return ["off", *_known("%%distribute", before, user_ns)]
+    if magic != "%distnb":
         if before:
             return ("sum", "mean") if before[-1] == "--gradients" else DISTRIBUTE.words()
         return [*WORDS, *(name for name, value in list(user_ns.items()) if is_strategy(value))]
     if not before:
         return COMMANDS
     if before[0] == "live":
-        return LIVE_MODES
+        return [*LIVE_MODES, *COMMANDS["live"].words()]
     return COMMANDS[before[0]].words() if before[0] in COMMANDS else ()

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from distnb.errors import OptionError, StartError
 from distnb.magics.cell_request import CellRequest, read_request
 from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
-from distnb.magics.commands import DISTRIBUTE, asks_for_help
+from distnb.magics.commands import AUTODISTRIBUTE, DISTRIBUTE, asks_for_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
+from distnb.notebook.output.profiles import profile_folder
 from distnb.notebook.output.wording import cell_name
 from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
@@ -29,7 +30,7 @@ from distnb.runtime.base import PARAMETER_SERVER
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from distnb.notebook.session import Session
+    from distnb.notebook.session import CellTimes, Session
     from distnb.widgets.front import Front
 
 __all__ = ["DistributeMagic"]
@@ -51,6 +52,7 @@ class DistributeMagic(ast.NodeTransformer):
         self._front = front
         self._ensure = ensure
         self._raw_cell = ""
+        self._auto = ""  # what stands after %%distribute in cells that have no magic
         self._copies = ExitStack()
         self._ours: dict[str, Any] = {}  # what the names were bound to
         self._users: dict[str, Any] = {}  # what they were before
@@ -108,20 +110,27 @@ class DistributeMagic(ast.NodeTransformer):
             # their lines in this one: for tracebacks, inspect, and replicas that they are sent to later.
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             with presented():
+                profile = profile_folder(request.profile) if request.profile else None
                 session = self._ensure(request.spec)
                 self._names(request)
-                self._run(session, source, request.spec, filename, in_scope=False)
+                self._front.draw_each_wait(request.timeline)
+                watched = {"only": request.only, "detailed": request.timeline, "profile": profile}
+                try:
+                    self._run(session, source, request.spec, filename, **watched)
+                finally:
+                    if request.time and session.latest_times is not None:
+                        print(_told(session.latest_times))
 
     def run_in_scope(self, source: str, spec: StrategySpec, filename: str) -> None:
         """Run the body of a top-level `with strategy.scope():` on the replicas."""
         self._front.name_cell(spec.kind)
         self._run(self._ensure(), source, spec, filename, in_scope=True)
 
-    def _run(self, session: Session, source: str, spec: StrategySpec, filename: str, *, in_scope: bool) -> None:
+    def _run(self, session: Session, source: str, spec: StrategySpec, filename: str, **how: Any) -> None:
         # IPython's counter may be one further already.
         label = cell_name(filename, self._shell) or f"Cell In[{self._shell.execution_count}]"
         try:
-            session.run_cell(source, spec, filename=filename, label=label, in_scope=in_scope)
+            session.run_cell(source, spec, filename=filename, label=label, **how)
         finally:
             # All that the replicas wrote stands in the cell before its error does.
             self._front.flush()
@@ -155,7 +164,7 @@ class DistributeMagic(ast.NodeTransformer):
         """Transform a cell; called by IPython for every cell, also for completions."""
         match = _MAGIC.match(lines[0].rstrip()) if lines else None
         if match is None:
-            return lines
+            return [f"%%distribute {self._auto}\n", *lines] if self._auto and _is_program(lines) else lines
         line = match["line"] or ""
         if asks_for_help(line) or not "".join(lines[1:]):
             return [lines[0], "\n"]  # of a cell without a body IPython would complain before the magic hears of it
@@ -194,6 +203,26 @@ class DistributeMagic(ast.NodeTransformer):
                 # What lives on the engines is worked on as copies; the names are the handles again when the cell ends.
                 self._copies.enter_context(session.namespace.localise(text))
 
+    def autodistribute(self, line: str) -> None:
+        """Run `%autodistribute STRATEGY …`, or `off`."""
+        if asks_for_help(line):
+            print(AUTODISTRIBUTE.format_help())
+            return
+        line = line.strip()
+        with presented():
+            if not line:
+                now = f"Cells run under %%distribute {self._auto}." if self._auto else "Cells run in the notebook."
+                print(f"{now} {AUTODISTRIBUTE.usage_line}, or off.")
+            elif line == "off":
+                self._auto = ""
+            elif read_request(line, self._shell.user_ns).local:
+                raise OptionError(
+                    f"%autodistribute {line}: such cells run in the notebook's own process. %autodistribute off lets "
+                    "cells run there; %%distribute default binds `strategy` in one cell."
+                )
+            else:
+                self._auto = line
+
     def complain(self, line: str) -> None:
         """What IPython calls where the magic line is not the cell's first, and a line magic to it."""
         with presented():
@@ -204,6 +233,21 @@ class DistributeMagic(ast.NodeTransformer):
 
 
 DistributeMagic.distribute.__doc__ = DISTRIBUTE.format_help()  # what `%%distribute?` shows
+DistributeMagic.autodistribute.__doc__ = AUTODISTRIBUTE.format_help()
+
+
+def _is_program(lines: list[str]) -> bool:
+    """Whether a cell is Python, and no command to IPython."""
+    code = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return bool(code) and code[0].lstrip()[0] not in "%!?" and not code[-1].rstrip().endswith("?")
+
+
+def _told(times: CellTimes) -> str:
+    """Where a cell's time went, in words."""
+    total = times.packing + max(times.running, default=0.0) + times.taking
+    slowest, fastest = max(times.running, default=0.0), min(times.running, default=0.0)
+    ran = f"{slowest:.3f} s" if len(times.running) < 2 else f"{fastest:.3f} to {slowest:.3f} s"
+    return f"{total:.3f} s: {times.packing:.3f} s to send it, {ran} on the replicas, {times.taking:.3f} s to take over"
 
 
 def _restore_first_line(filename: str, line: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from distnb.magics import tracebacks
+from distnb.magics.cell_history import CellHistory
 from distnb.magics.cluster_magic import ClusterMagic
 from distnb.magics.completion import complete
 from distnb.magics.distribute_magic import DistributeMagic
@@ -21,6 +22,7 @@ from distnb.notebook import compose
 from distnb.notebook.front_end import FrontEnd
 from distnb.objects.modes import cell_began
 from distnb.widgets.front import Front
+from distnb.widgets.panel.side_panel import SidePanel
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import ExecutionInfo, ExecutionResult
@@ -36,7 +38,8 @@ class Extension:
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self._front = Front(shell)
-        self._cluster = ClusterMagic(shell, self._front)
+        self._history = CellHistory(self._front)
+        self._cluster = ClusterMagic(shell, self._front, self._history)
         self._distribute = DistributeMagic(shell, self._front, self._cluster.ensure)
         self._scope = ScopeTransformer()
         # What of ours runs around a cell is done whole: a stop meanwhile is the cell's, or the next thing's.
@@ -51,9 +54,11 @@ class Extension:
         register(self._cluster.distnb, "line", "distnb")
         register(self._distribute.distribute, "cell", "distribute")
         register(self._distribute.complain, "line", "%distribute")
+        register(self._distribute.autodistribute, "line", "autodistribute")
         self._distribute.install()
         complete(shell)
         tracebacks.show_plainly(shell)
+        tracebacks.debug_on_replicas(shell, compose.current)
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)
         shell.events.register("pre_run_cell", self._before)
@@ -64,10 +69,15 @@ class Extension:
             session_for=lambda strategy: self._cluster.ensure(strategy.spec),
             catch_up=self._front.catch_up,
             callers_lines=partial(tracebacks.callers_lines, shell),
+            ask=self._front.ask,
             watch=self._front.watch,
             module_version=partial(_autoreloaded, shell),
+            history=self._front.history,
         )
         compose.attach(front_end)
+        kernel = getattr(shell, "kernel", None)
+        if hasattr(kernel, "control_handlers"):  # it is ipykernel's
+            SidePanel(kernel, self._front).install()
         # The cell that loads the extension may go on to use it.
         self._stops.install()
         _choose_debugger()
@@ -107,6 +117,7 @@ class Extension:
         cell_began()
         _choose_debugger()
         self._distribute.cell_begins(raw_cell)
+        self._history.begin(raw_cell)
         self._front.begin_cell()
 
     def _after(self, result: ExecutionResult | None) -> None:
@@ -116,6 +127,7 @@ class Extension:
     def _end(self, result: ExecutionResult | None) -> None:
         self._leave()
         self._settle(result, stop=result is None or isinstance(result.error_in_exec, KeyboardInterrupt))
+        self._history.end(result)
         self._front.end_cell(failed=result is None or not result.success)
 
     def _leave(self) -> None:

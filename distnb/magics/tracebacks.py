@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import IPython
 
-from distnb.errors import DistnbError
+from distnb.errors import DistnbError, ProgramError
 from distnb.frames import OWN, frames_of, ours, rebuilt, torch_frames, with_frames
 from distnb.notebook.handles.handle import HANDLES
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["callers_lines", "presented", "show_plainly", "users_part"]
+    from distnb.notebook.session import Session
+
+__all__ = ["callers_lines", "debug_on_replicas", "presented", "show_plainly", "users_part"]
 
 _IPYTHON = os.path.dirname(IPython.__file__) + os.sep
 _MANAGERS = contextlib.__file__  # it stands between us and us
@@ -37,15 +39,38 @@ def show_plainly(shell: InteractiveShell) -> None:
         shell.set_custom_exc((BaseException,), _show)
 
 
+def debug_on_replicas(shell: InteractiveShell, session: Callable[[], Session | None]) -> None:
+    """Let IPython's `%debug` and `%pdb` open the debugger of the replica that raised what was shown last."""
+    here: Callable[..., None] = shell.debugger
+
+    def debugger(force: bool = False) -> None:
+        current = session()
+        failure = current.failure if current is not None else None
+        if current is None or failure is None or failure.error is not getattr(sys, "last_value", None):
+            here(force=force)
+        elif force or shell.call_pdb:
+            try:
+                current.debug()
+            except ProgramError:  # no line of the user's failed there, or its process has ended
+                here(force=True)
+
+    shell.debugger = debugger  # type: ignore[method-assign]
+
+
 def _show(
     shell: Any, kind: type[BaseException], error: BaseException, traceback: Any, tb_offset: int | None = None
 ) -> Any:
     own = getattr(error, "_render_traceback_", None)
-    # IPython does not ask errors of these types, and of those that it asks it forgets `%xmode Minimal`.
+    # IPython does not ask errors of these types, and of those that it asks it forgets `%xmode Minimal`; what a terminal
+    # is given in other modes is to have its ends of lines.
     minimal = shell.InteractiveTB.mode == "Minimal"
-    if own is not None and (minimal or isinstance(error, SyntaxError | BaseExceptionGroup)):
+    joined = not hasattr(shell, "kernel") and not shell.InteractiveTB.tb_join_char
+    if own is not None and (minimal or joined or isinstance(error, SyntaxError | BaseExceptionGroup)):
         text = shell.InteractiveTB.get_exception_only(kind, error) if minimal else own()
-        shell._showtraceback(kind, error, text)
+        shell._get_exc_info((kind, error, traceback))  # it is the last one, for %tb and %debug
+        shell._showtraceback(kind, error, [f"{line}\n" for line in text] if joined and not minimal else text)
+        if shell.call_pdb:
+            shell.debugger(force=True)
         return text
     if own is not None:
         shell.showtraceback((kind, error, traceback), tb_offset=tb_offset, running_compiled_code=True)
@@ -88,8 +113,9 @@ def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
         sys.last_traceback = part
     error.__traceback__ = part
     # What it draws is where %debug begins, too. Of the text we need the frames only: no title, no message.
-    drawn = shell.InteractiveTB.structured_traceback(type(error), Exception(), part, tb_offset=0)
-    return [line for line in drawn[2:-1] if line.strip()]
+    drawer = shell.InteractiveTB
+    drawn = drawer.structured_traceback(type(error), Exception(), part, tb_offset=0)
+    return [line.rstrip("\n") for line in drawn[2 if drawer.mode in drawer.verbose_modes else 1 : -1] if line.strip()]
 
 
 def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (OWN,)) -> TracebackType | None:

@@ -280,9 +280,9 @@ class ClosureChannel:
     # -- the session's -----------------------------------------------------------------------------------------------
 
     def user_interrupts(self) -> bool:
-        """The user wants closures to end. False if none is under way."""
+        """The user wants closures to end. False if none is under way. Those of a later cell are not meant."""
         busy = bool(self._under_way)
-        self._do(partial(self._tell, UserInterrupted()))
+        self._run(partial(self._tell, UserInterrupted()))
         return busy
 
     def close(self) -> None:

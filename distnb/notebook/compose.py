@@ -15,10 +15,11 @@ from distnb.topology import PS, Task
 
 if TYPE_CHECKING:
     from distnb.cluster.resolvers.base import ClusterResolver
+    from distnb.notebook.output.runs import History
     from distnb.notebook.session import Session
     from distnb.topology import Device
 
-__all__ = ["attach", "current", "machines", "require", "require_tasks", "start", "stop"]
+__all__ = ["attach", "current", "history", "machines", "require", "require_tasks", "start", "stop"]
 
 
 _front = FrontEnd()
@@ -37,6 +38,11 @@ def require() -> Session:
     if session is None:
         raise NoClusterError("No cluster is running. Start one with %distnb start -n 2, or distnb.start(2).")
     return session
+
+
+def history() -> History | None:
+    """The runs that the front end drew; None without one."""
+    return _front.history
 
 
 def attach(front: FrontEnd) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from distnb.errors import EngineDied, ReplicaStuck
+from distnb.notebook.prompts import Prompts
 from distnb.notebook.supervision import GiveUpOn
 from distnb.notebook.supervisor import Supervisor
 from distnb.runtime.interrupts import Interrupts, drain
@@ -91,6 +92,7 @@ class Dispatch:
     Attributes:
         turn: Hold it while a program is made, sent and waited for.
         interrupts: The user's. To be entered before a program is packed, if it is to be sent for certain.
+        prompts: What replicas ask the user, while a program's end is waited for.
     """
 
     def __init__(self, programs: Programs, supervisor: Supervisor) -> None:
@@ -101,8 +103,10 @@ class Dispatch:
         self.turn = threading.RLock()
         self._pending: dict[int, Outcome] = {}
         self.interrupts = Interrupts()
+        self.prompts = Prompts(supervisor, self.interrupts)
         programs.watch(supervisor.lost_fd)
         programs.watch(self.interrupts.fd)
+        programs.watch(self.prompts.fd)
         self._dead: dict[int, str] = {}
         self._greeted: dict[int, int] = {}  # the process that has said hello as this engine
 
@@ -135,13 +139,18 @@ class Dispatch:
                 self.interrupt()
             if outcome.complete:
                 break
-            self._read()
+            asks = self.prompts.next()
+            if asks is not None:
+                self.prompts.ask(asks)
+            else:
+                self._read()
         self._pending.pop(outcome.program, None)
 
     def interrupt(self) -> bool:
         """End the programs that are under way, from any thread. False if there are none."""
         # The latest first: an engine that has ended one is not to begin with the next before it hears of that.
         pending = [outcome for outcome in reversed(list(self._pending.values())) if not outcome.interrupted]
+        self.prompts.end([outcome.program for outcome in pending])
         for outcome in pending:
             outcome.interrupted = True
             self._supervisor.interrupt(outcome.program)
@@ -169,13 +178,15 @@ class Dispatch:
     def close(self) -> None:
         """Free what is not the switchboard's."""
         self.interrupts.close()
+        self.prompts.close()
 
     def _read(self, timeout_s: float | None = None) -> None:
         ready = self._programs.wait(timeout_s)
         if self._supervisor.lost_fd in ready:
             self._lose()
-        if self.interrupts.fd in ready:
-            drain(self.interrupts.fd)
+        for fd in (self.interrupts.fd, self.prompts.fd):
+            if fd in ready:
+                drain(fd)
         for engine, message in self._programs.receive(ready):
             self._take(engine, message)
 

@@ -5,22 +5,51 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-from distnb.errors import CollectiveError, CollectiveMismatchError, EngineDied, ProgramError, RemoteError
+from distnb.errors import CollectiveError, CollectiveMismatchError, EngineDied, OptionError, ProgramError, RemoteError
 from distnb.notebook.dispatch import Outcome
 from distnb.notebook.output.wording import ranges
 from distnb.objects.placeholder import Placeholder
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport
 
-__all__ = ["raise_failure", "reported", "warn_of_drift"]
+__all__ = ["Failure", "failing_engine", "raise_failure", "reported", "warn_of_drift"]
 
 _DRIFTED_SHOWN = 4
 _BUSY = "still busy: it did not end in time (%distnb status tells when it has, %distnb stacks where it is{cure})"
 _MISMATCH = f"{CollectiveMismatchError.__module__}.{CollectiveMismatchError.__qualname__}"
 _UNANSWERED = f"{CollectiveError.__module__}.{CollectiveError.__qualname__}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A program that failed or was ended, as long as no other one has begun: its replicas keep their frames.
+
+    Attributes:
+        error: What was raised in the notebook.
+        engine: Whose error it is; None where that one's process has ended.
+    """
+
+    error: BaseException
+    team: Team
+    engine: int | None
+
+    def engine_of(self, replica: int | None) -> int:
+        """The engine to look at: a replica's, or the one that failed. OptionError where there is none."""
+        if replica is None and self.engine is not None:
+            return self.engine
+        if replica is not None and replica < self.team.size:
+            return self.team.engines[replica]
+        there = f"The replicas are {', '.join(ranges(range(self.team.size)))}."
+        if replica is not None:
+            raise OptionError(f"There is no replica {replica} in the program that failed. {there}")
+        raise OptionError(
+            "The process of the replica that failed has ended, with all that it held. Another one can be looked at: "
+            f"%distnb debug --replica N. {there}"
+        )
 
 
 class ReplicaTraceback(Exception):
@@ -54,18 +83,11 @@ def raise_failure(
         return
     if outcome.interrupted:
         raise KeyboardInterrupt(_others(outcome, team, None) or "every replica ended its part")
-    errors = {
-        engine: reply.error for engine, reply in outcome.replies.items() if reply.status == "error" and reply.error
-    }
-    if outcome.died:  # then a collective that another replica did not come to is a consequence
-        errors = {engine: error for engine, error in errors.items() if error.type_name != _UNANSWERED}
-    if errors:
-        # In order of arrival: the first is the cause, later ones may be its consequences. That replicas do not match
-        # any more is mostly a consequence too: of what another one raised.
-        first = min(errors.values(), key=lambda error: error.type_name == _MISMATCH)
-        same = [engine for engine, error in errors.items() if error.type_name == first.type_name]
-        engine = min(same, key=team.rank_of)
-        _raise(errors[engine], team, engine, _others(outcome, team, engine), callers_lines, opened)
+    engine = failing_engine(outcome, team)
+    if engine is not None:
+        report = outcome.replies[engine].error
+        assert report is not None
+        _raise(report, team, engine, _others(outcome, team, engine), callers_lines, opened)
     if outcome.died:
         engine, status = next(iter(outcome.died.items()))
         raise EngineDied(
@@ -74,6 +96,22 @@ def raise_failure(
             "The next program runs on the engines that are left; %distnb restart --missing starts a replacement."
         )
     raise ProgramError(f"The program was ended: {_others(outcome, team, None)}.")
+
+
+def failing_engine(outcome: Outcome, team: Team) -> int | None:
+    """The engine whose error ended a program; None where none raised one, or a better reason is that one died."""
+    errors = {
+        engine: reply.error for engine, reply in outcome.replies.items() if reply.status == "error" and reply.error
+    }
+    if outcome.died:  # then a collective that another replica did not come to is a consequence
+        errors = {engine: error for engine, error in errors.items() if error.type_name != _UNANSWERED}
+    if not errors:
+        return None
+    # In order of arrival: the first is the cause, later ones may be its consequences. That replicas do not match
+    # any more is mostly a consequence too: of what another one raised.
+    first = min(errors.values(), key=lambda error: error.type_name == _MISMATCH)
+    same = [engine for engine, error in errors.items() if error.type_name == first.type_name]
+    return min(same, key=team.rank_of)
 
 
 def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
@@ -119,7 +157,8 @@ def _raise(
 ) -> None:
     rank = team.rank_of(engine)
     who = f"{rank} of {team.size} ({team.devices[rank]})"
-    raise reported(report, f"Replica {who}", f"replica {who}", others, callers_lines, opened)
+    hint = "%debug opens a debugger there; the variables are kept until the next program."
+    raise reported(report, f"Replica {who}", f"replica {who}", others, callers_lines, opened, hint)
 
 
 def reported(
@@ -129,19 +168,21 @@ def reported(
     others: str = "",
     callers_lines: Callable[[BaseException], list[str]] | None = None,
     opened: Callable[[Any], Any] = pickle.loads,
+    hint: str = "",
 ) -> BaseException:
     """The exception that was reported, which shows the traceback that it had there.
 
     Args:
         who: Who raised it, at the beginning of a sentence; `within`: in the midst of one.
         others: What else is to be told.
+        hint: What is told besides in a notebook.
     """
     error, *notes = _revive(report, opened)
     title = f"{who} raised:"
     if isinstance(error, SystemExit):  # of which IPython shows no more than this
         others = f"{within} ended by it" + (f"; {others}" if others else "")
     notes = [f"({note})" for note in (*notes, others) if note]
-    rendered = [title, *report.rendered, *notes]
+    rendered = [title, *report.rendered, *notes, *([f"({hint})"] if hint else [])]
 
     def render(self: BaseException) -> list[str]:
         return [*callers_lines(self), *rendered] if callers_lines is not None else rendered

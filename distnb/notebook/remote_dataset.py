@@ -39,6 +39,11 @@ class RemoteDataset:
 
     is_distributed_dataset = True
 
+    @property
+    def handle(self) -> Any:
+        """The engines' dataset."""
+        return self._handle
+
     def __iter__(self) -> RemoteIterator:
         iterator = self._call(iter, self._handle)
         # The user's data was looked at for this call. Were it looked at for each batch, that would take longer than the

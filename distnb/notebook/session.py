@@ -5,25 +5,35 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
+from distnb.errors import OptionError, ProgramError
 from distnb.notebook.closure_channel import ClosureChannel
 from distnb.notebook.dispatch import Outcome
 from distnb.notebook.engines import Engines, EngineStatus
-from distnb.notebook.failures import raise_failure, warn_of_drift
+from distnb.notebook.failures import Failure, failing_engine, raise_failure, warn_of_drift
 from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
+from distnb.notebook.output.profiles import write_profiles
+from distnb.notebook.output.timeline_model import TimelineModel
 from distnb.notebook.pending import BesideCall, PendingCall, Unsettled
+from distnb.notebook.reports import process_text, stacks_text
 from distnb.options import StrategySpec
+from distnb.runtime import step_count
 from distnb.topology import Device, Task, Team
 from distnb.wire.exchange import Snapshot
-from distnb.wire.messages import Apply, CallFunction, ObjectId, RunCell, Status
+from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, PostMortem, RunCell, Status
 
-__all__ = ["EngineStatus", "Session"]
+__all__ = ["CellTimes", "EngineStatus", "Session"]
 
 _OUTPUT_PATIENCE_S = 1.0
 
@@ -37,6 +47,20 @@ class _Call(NamedTuple):
     changes: int
 
 
+class CellTimes(NamedTuple):
+    """Where the time of a cell went, in seconds.
+
+    Attributes:
+        packing: Until it was sent, with what it reads.
+        running: On each replica, in replica order.
+        taking: From the last reply on: what it did was taken over.
+    """
+
+    packing: float
+    running: tuple[float, ...]
+    taking: float
+
+
 class Session:
     """A running cluster as the notebook sees it. `start` makes one.
 
@@ -45,7 +69,9 @@ class Session:
         front: Shows what happens.
         namespace: The notebook's side of the one namespace.
         unshown: Programs that nobody asked for by running a cell (see `looking`): their output is not shown.
+        failure: The latest cell or call, if it failed: `debug` looks into it.
         latest_strategy: The word for the one that the latest call was made of.
+        latest_times: Of the latest cell that ended.
     """
 
     def __init__(self, user_ns: dict[str, Any], plan: HostPlan) -> None:
@@ -57,13 +83,17 @@ class Session:
         self._supervisor = self._engines.supervisor
         self.events = self._supervisor.events
         self._dispatch = self._engines.dispatch
+        self._dispatch.prompts.front = lambda: self.front
+        self.failure: Failure | None = None
         self._closures: ClosureChannel | None = None
+        self._terminal: TerminalSocket | None = None
         self._unsettled = Unsettled()
         self._besides: list[BesideCall] = []
         self._lookers = threading.local()
         self.unshown: set[int] = set()
         self._owner = os.getpid()
         self.latest_strategy = ""
+        self.latest_times: CellTimes | None = None
 
     # -- the cluster -----------------------------------------------------------------------------------------------
 
@@ -90,6 +120,8 @@ class Session:
         session = cls(user_ns, plan)
         try:
             session._engines.start(on_progress)
+            answers = {"stacks": partial(stacks_text, session), "process": partial(process_text, session)}
+            session._terminal = TerminalSocket(session._engines.cluster.directory, answers)
         except BaseException:
             session.stop()
             raise
@@ -100,6 +132,8 @@ class Session:
         if os.getpid() == self._owner:  # a forked child must not end its parent's engines
             if self._closures is not None:
                 self._closures.close()
+            if self._terminal is not None:
+                self._terminal.close()
             self._engines.stop()
 
     @property
@@ -163,12 +197,30 @@ class Session:
         """
         return self._supervisor.await_flush(self._engines.left, timeout_s)
 
+    def logs(self) -> dict[int, str]:
+        """The last lines of each engine's log: what it wrote outside programs."""
+        return {engine: self._engines.cluster.log_tail(engine) for engine in self._engines.ids}
+
     def stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
         """Where each engine is in the program that it runs, as lines of a traceback; "" for an idle one.
 
         Native code that holds Python's lock lets nothing be asked: engines that did not answer in time are missing.
         """
         return self._supervisor.ask_stacks(self._engines.left, timeout_s)
+
+    def timeline(self, timeout_s: float = 2.0) -> TimelineModel:
+        """How the replicas have spent their time lately; nothing of engines that do not answer in time."""
+        model = TimelineModel()
+        for sample in self._supervisor.ask_activity(self._engines.left, timeout_s):
+            model.feed(sample)
+        return model
+
+    def memory(self, timeout_s: float = 0.5) -> dict[int, MemoryUse]:
+        """How much memory each engine takes, and what its machine and its device have free, now.
+
+        Engines that did not answer in time are missing: native code that holds Python's lock lets nothing be asked.
+        """
+        return self._supervisor.ask_memory(self._engines.left, timeout_s)
 
     # -- programs --------------------------------------------------------------------------------------------------
 
@@ -185,7 +237,16 @@ class Session:
         return self._dispatch.latest
 
     def run_cell(
-        self, source: str, spec: StrategySpec, *, filename: str, label: str = "", in_scope: bool = False
+        self,
+        source: str,
+        spec: StrategySpec,
+        *,
+        filename: str,
+        label: str = "",
+        in_scope: bool = False,
+        only: tuple[int, ...] | None = None,
+        detailed: bool = False,
+        profile: Path | None = None,
     ) -> None:
         """Run a cell on every replica of a strategy, and bind what it assigned.
 
@@ -194,30 +255,46 @@ class Session:
             filename: What code objects of the cell carry.
             label: How tracebacks call the cell, "Cell In[3]".
             in_scope: Run it within `strategy.scope()`.
+            only: The replicas that run it; None for all.
+            detailed: Have events tell each wait of the replicas.
+            profile: A folder for what torch.profiler records on each replica.
 
         Raises:
+            OptionError: There is no such replica.
             BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
         """
+        began = time.monotonic()
         with self._dispatch.turn:
             self._send_besides()
             self.settle()  # what earlier calls did belongs to the namespace that the cell gets
             team = self.team(spec)
+            if only and max(only) >= team.size:
+                raise OptionError(f"There is no replica {max(only)}: the program's are 0 to {team.size - 1}.")
             self._dispatch.require_ready(team.engines)
             program = self._dispatch.number()
+            self.failure = None
             with self._dispatch.interrupts as interrupts:
                 with interrupts.brief():
                     snapshot = self.namespace.outgoing(source, team)
                     self.namespace.operations.changes += 1
-                message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot)
+                watched = only, detailed, profile is not None
+                message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot, *watched)
                 self._supervisor.publish(Status(program, "started", team))
                 outcome = self._dispatch.post(program, team.engines, message, quiet=False)
+                sent = time.monotonic()
                 self._wait(outcome, team)
+                ended = time.monotonic()
                 self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
                 self._supervisor.publish(Status(program, "ended", team, "" if outcome.ok else "failed"))
                 with interrupts.brief():
                     self.namespace.incoming(team, outcome.done(team))
                     if outcome.stuck:
                         self.namespace.failed(snapshot)
+        running = tuple(outcome.replies[each].seconds for each in team.engines if each in outcome.replies)
+        self.latest_times = CellTimes(sent - began, running, time.monotonic() - ended)
+        if profile is not None:
+            traces = {team.rank_of(engine): reply.profile for engine, reply in outcome.replies.items()}
+            write_profiles(profile, {replica: trace for replica, trace in traces.items() if trace is not None})
         warn_of_drift(outcome)
         self._raise_failure(outcome, team)
 
@@ -227,12 +304,26 @@ class Session:
         if not outcome.left_group_whole:
             self._engines.teams.renew(after=team)
 
-    def _raise_failure(self, outcome: Outcome, team: Team, *, called: bool = False) -> None:
-        """Raise what ended a program; nothing if it went well and nobody interrupted. `called`: by an ordinary cell."""
+    def _raise_failure(self, outcome: Outcome, team: Team, *, called: bool = False, kept: bool = True) -> None:
+        """Raise what ended a program; nothing if it went well and nobody interrupted.
+
+        `called`: by an ordinary cell. `kept`: it was the user's, and can be looked into.
+        """
         if not outcome.ok or outcome.interrupted:
             self.front.catch_up()
             callers_lines = self.front.callers_lines if called else None
-            raise_failure(outcome, team, callers_lines=callers_lines, opened=self.namespace.open_error)
+            try:
+                raise_failure(outcome, team, callers_lines=callers_lines, opened=self.namespace.open_error)
+            except BaseException as error:
+                if kept:
+                    asked = self._dispatch.prompts.latest
+                    engine = failing_engine(outcome, team)
+                    if engine is None and not outcome.died:  # the user has ended it, perhaps where he was asked
+                        engine = next((each for each in team.engines if each in outcome.replies), None)
+                        if asked is not None and asked.program == outcome.program and asked.engine in outcome.replies:
+                            engine = asked.engine
+                    self.failure = Failure(error, team, engine)
+                raise
 
     def call(
         self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, wait: bool = True
@@ -305,6 +396,7 @@ class Session:
                 snapshot = self.namespace.outgoing_call(args, kwargs, team)
             self.namespace.operations.changes += not beside
         program = self._dispatch.number()
+        self.failure = None
         try:
             outcome = self._dispatch.post(program, team.engines, CallFunction(program, team, spec, method, snapshot))
         except BaseException:
@@ -342,6 +434,7 @@ class Session:
             with interrupts.brief():
                 if outcome.ok:  # perhaps before it heard of an interrupt
                     values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
+                    step_count.stepped(outcome.replies[team.engines[0]].steps)
                     result = self.namespace.result(team, values, call.changes)
                 else:
                     self.namespace.failed(snapshot, outcome.done(team))
@@ -410,8 +503,34 @@ class Session:
                 if not outcome.ok or outcome.interrupted:
                     with interrupts.brief():
                         give_up({} if outcome.stuck else outcome.done(team))
-        self._raise_failure(outcome, team, called=called)
+        self._raise_failure(outcome, team, called=called, kept=called)
         return {engine: reply.value for engine, reply in outcome.replies.items()}
+
+    def debug(self, replica: int | None = None) -> None:
+        """Open a debugger's prompt where the latest cell or call failed, in the frames of one replica.
+
+        Args:
+            replica: Which; None for the one that failed.
+
+        Raises:
+            ProgramError: It went well, or this replica's part of it did; or another one has begun since.
+            OptionError: There is no such replica, or the process of the one that failed has ended.
+        """
+        if self.failure is None:
+            raise ProgramError(
+                "There is nothing to look into: the latest distributed cell or call went well, or none has run."
+            )
+        engine = self.failure.engine_of(replica)
+        try:
+            found = self._ask((engine,), PostMortem)[engine]
+        except KeyboardInterrupt as stop:
+            self.failure = replace(self.failure, error=stop)  # the error that was shown last still leads there
+            raise
+        if not found:
+            raise ProgramError(
+                f"Replica {self.failure.team.rank_of(engine)} keeps nothing to look at: its part went well, or no line "
+                "of the user's failed there."
+            )
 
     def cluster_link(self) -> ClosureChannel:
         """The coordinator's way to workers and parameter servers, which take their tasks when it is first asked for."""
@@ -425,6 +544,12 @@ class Session:
                     raise
                 self._closures = closures
             return self._closures
+
+    @contextmanager
+    def between_programs(self) -> Iterator[None]:
+        """Within it no program runs: those of other threads have ended, or wait."""
+        with self._dispatch.turn:
+            yield
 
     @contextmanager
     def looking(self) -> Iterator[None]:

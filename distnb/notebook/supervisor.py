@@ -22,7 +22,22 @@ from distnb.notebook.supervision import EndProgram, GiveUpOn, Order, Supervision
 from distnb.runtime.interrupts import drain
 from distnb.wire.channel import receive_from, send_frames
 from distnb.wire.codec import encode
-from distnb.wire.messages import Abort, Died, DumpStacks, Flush, Flushed, Hello, ProgramEnded, Stacks, TakeBack
+from distnb.wire.messages import (
+    Abort,
+    Activity,
+    Died,
+    DumpActivity,
+    DumpStacks,
+    Flush,
+    Flushed,
+    Hello,
+    MeasureMemory,
+    MemoryUse,
+    ProgramEnded,
+    Stacks,
+    TakeBack,
+    TelemetrySample,
+)
 
 __all__ = ["EventHub", "Supervisor"]
 
@@ -116,7 +131,16 @@ class Supervisor:
 
     def take_back(self, engine: int, program: int) -> None:
         """Ask an engine for a program that it may not have begun."""
-        self._do(lambda: self._send(engine, TakeBack(program)))
+        self.tell(engine, TakeBack(program))
+
+    def tell(self, engine: int, message: Any) -> None:
+        """Send a message on the control channel."""
+        self._do(partial(self._send, engine, message))
+
+    def tell_all(self, message: Any) -> None:
+        """Send a message to every engine that is up."""
+        for engine in self.hellos:
+            self.tell(engine, message)
 
     def engine_died(self, engine: int, pid: int, exit_status: str) -> None:
         """The cluster's watcher saw a process end."""
@@ -149,6 +173,30 @@ class Supervisor:
         self._ask(engines, DumpStacks(), answers, timeout_s)
         return found
 
+    def ask_activity(self, engines: Iterable[int], timeout_s: float) -> list[TelemetrySample]:
+        """How each engine has spent its time lately, in samples that bring all events; of those that have computed."""
+        found: list[TelemetrySample] = []
+
+        def answers(event: Any) -> bool:
+            if isinstance(event, Activity) and event.sample is not None:
+                found.append(event.sample)
+            return isinstance(event, Activity)
+
+        self._ask(engines, DumpActivity(), answers, timeout_s)
+        return found
+
+    def ask_memory(self, engines: Iterable[int], timeout_s: float) -> dict[int, MemoryUse]:
+        """How much memory each engine takes, and its machine and device have; those that did not answer are missing."""
+        found: dict[int, MemoryUse] = {}
+
+        def answers(event: Any) -> bool:
+            if isinstance(event, MemoryUse):
+                found[event.engine] = event
+            return isinstance(event, MemoryUse)
+
+        self._ask(engines, MeasureMemory(), answers, timeout_s)
+        return found
+
     def _ask(self, engines: Iterable[int], question: Any, answers: Callable[[Any], bool], timeout_s: float) -> bool:
         """Whether every engine that is up answered in time, or died meanwhile."""
         missing = set(self.hellos).intersection(engines)
@@ -163,7 +211,7 @@ class Supervisor:
         unsubscribe = self.events.subscribe(hear)
         try:
             for engine in tuple(missing):
-                self._do(partial(self._send, engine, question))
+                self.tell(engine, question)
             return not missing or all_here.wait(timeout_s)
         finally:
             unsubscribe()

@@ -106,10 +106,13 @@ def names_of_code(code: types.CodeType) -> CodeNames:
     return CodeNames(frozenset(names), frozenset(attributes))
 
 
-@functools.lru_cache(maxsize=4096)
 def source_of(code: types.CodeType) -> tuple[str, str] | None:
     """(file name, text) of a code object whose source is in no file, as that of a notebook cell."""
-    name = code.co_filename
+    return _source(code.co_filename)  # code objects of several cells may be equal
+
+
+@functools.lru_cache(maxsize=4096)
+def _source(name: str) -> tuple[str, str] | None:
     entry = linecache.cache.get(name)
     if entry is None or len(entry) != 4 or os.path.exists(name):
         return None

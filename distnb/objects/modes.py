@@ -193,6 +193,23 @@ def _set_variables(wanted: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
+def _shell() -> Any:
+    """IPython's, if this is one's process."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
+
+
+def _traceback_mode() -> str | None:
+    shell = _shell()
+    return None if shell is None else str(shell.InteractiveTB.mode)
+
+
+def _set_traceback_mode(mode: str | None) -> None:
+    shell = _shell()
+    if shell is not None and mode is not None:
+        shell.InteractiveTB.set_mode(mode)
+
+
 def _warning_filters() -> list[tuple[Any, ...]]:
     return [
         (action, message, category.__module__, category.__qualname__, module, line)
@@ -389,6 +406,7 @@ MODES = (
     Mode("import path", lambda: tuple(sys.path), _set_path, early=True),
     Mode("environment variables", _changed_variables, _set_variables, early=True),
     Mode("warning filters", _warning_filters, _set_warning_filters, when="beginning"),
+    Mode("tracebacks", _traceback_mode, _set_traceback_mode, when="beginning"),  # %xmode
     Mode(
         "default dtype",
         lambda: _torch().get_default_dtype(),

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import threading
 import time
 from _signal import getsignal  # type: ignore[import-not-found]  # `signal`'s wrappers cost 30 µs a call
 from _signal import signal as set_handler
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from distnb.frames import within
 
 __all__ = ["Interrupts", "drain"]
 
+T = TypeVar("T")
+
 _SIGINT = int(signal.SIGINT)
 _BRIEFLY_S = 0.2
+_AGAIN_S = 0.2
 
 
 class Interrupts:
@@ -37,6 +41,9 @@ class Interrupts:
         self._depth = 0
         self._until: float | None = None  # for so long, and for one press, it is held back
         self._heard = 0
+        self._questions = self._asking = 0  # how many the user was asked, and which he is asked now
+        self._withdrawn = False
+        self._asked = threading.Lock()  # for who is asked not to be withdrawn when that is over
 
     def __enter__(self) -> Interrupts:
         # SIGINT may raise until it is held back: what is changed before is as good without it.
@@ -65,6 +72,7 @@ class Interrupts:
 
     def take(self) -> bool:
         """Whether SIGINT has come since this was last asked: who asks sees to what the user wants."""
+        self._asking = 0  # if a SIGINT came just as that ended
         count, self.count = self.count, 0
         return count > 0
 
@@ -78,7 +86,51 @@ class Interrupts:
         yield
         self._until = None
 
+    def raised_in(self, ask: Callable[[], T]) -> T | None:
+        """Ask the user something, in the main thread: there SIGINT raises as ever. None: `withdraw` has ended it.
+
+        Raises:
+            KeyboardInterrupt: The user's, which `note` counts.
+        """
+        self._questions += 1
+        self._asking = self._questions
+        try:
+            return ask()
+        except KeyboardInterrupt:
+            if self._withdrawn:
+                return None
+            raise
+        finally:
+            self._asking = 0
+            with self._asked:
+                time.sleep(0)  # what a withdrawal has sent by now arrives, at the latest, in this call of the system
+            self._withdrawn = False
+
+    def withdraw(self) -> None:
+        """From another thread: let who is asked at the moment be asked no more."""
+        if self._asking:
+            _thread.start_new_thread(self._press, (self._asking,))
+
+    def _press(self, question: int) -> None:
+        # More than once: one that is raised in a destructor or a callback is dropped.
+        while True:
+            with self._asked:
+                if self._asking != question:
+                    return
+                self._withdrawn = True
+                signal.pthread_kill(threading.main_thread().ident or 0, _SIGINT)
+            time.sleep(_AGAIN_S)
+
+    def note(self) -> None:
+        """The user's SIGINT was raised; it counts as one that was not."""
+        self.count += 1
+
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self._asking:
+            self._before(signum, frame)
+            return
+        if self._withdrawn:
+            return  # it comes late
         lasts = self._until is not None and (self.count > self._heard or time.monotonic() > self._until)
         if lasts and not within(frame, _WHOLE):
             raise KeyboardInterrupt

@@ -7,11 +7,28 @@ Outside `run`, in code that was written for torchrun say, each step of an optimi
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Collection
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Axis", "Place", "calling", "examples", "note_step", "place", "steps", "watch_optimizers"]
+from distnb import activity
+from distnb.input.progress import Progress
+
+__all__ = [
+    "Axis",
+    "Place",
+    "Reading",
+    "calling",
+    "epochs_begun",
+    "examples",
+    "note_step",
+    "place",
+    "reading",
+    "stepped",
+    "steps",
+    "watch_optimizers",
+]
 
 steps = 0
 """Training steps that ended well."""
@@ -22,6 +39,18 @@ examples = 0
 Place = tuple[int, int]
 """Of a value that is told: the training step, and the number of the call of `run` that tells it, 0 outside."""
 
+
+class Reading(NamedTuple):
+    """How far the reading of the data that is trained on has come; see `distnb.input.progress.Progress`."""
+
+    epoch: int
+    batch: int
+    batches: int | None
+    epochs: int | None
+
+
+_epochs: deque[tuple[int, int]] = deque(maxlen=4096)
+_pass: Progress | None = None  # the iteration whose batches are trained on
 _call = _calls = 0
 _stepped = _watching = False
 
@@ -39,10 +68,10 @@ class _Calling:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        global _call, _stepped, steps
+        global _call, _stepped
         _call = 0
         if _stepped and kind is None:
-            steps += 1
+            stepped()
         _stepped = False
 
 
@@ -52,6 +81,29 @@ calling = _Calling()
 def place() -> Place:
     """Where a value that is told now belongs: in a function that `run` calls, to the step under way."""
     return (steps + 1, _call) if _call else (steps, 0)
+
+
+def stepped(count: int = 1) -> None:
+    """So many training steps ended well: here, or on the replicas that this process called."""
+    global steps, _pass
+    if not count:
+        return
+    if Progress.latest is not _pass and Progress.latest is not None:
+        _pass = Progress.latest
+        _epochs.append((steps, _pass.epoch))
+    steps += count
+    activity.note_step(steps)
+
+
+def epochs_begun() -> tuple[tuple[int, int], ...]:
+    """Of each iteration over data that training began since the last call: the steps before it, and its number."""
+    return tuple(_epochs.popleft() for _ in range(len(_epochs)))
+
+
+def reading() -> Reading | None:
+    """How far the latest iteration has come whose batches were trained on; None where there was none."""
+    here = _pass
+    return None if here is None else Reading(here.epoch, here.steps, here.batches, here.epochs)
 
 
 class Axis:
@@ -98,8 +150,8 @@ def note_step(own_examples: int) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    global _stepped, steps
+    global _stepped
     if _call:
         _stepped = True
     else:
-        steps += 1
+        stepped()

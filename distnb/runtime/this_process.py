@@ -37,8 +37,9 @@ class _ThisProcess:
         require_tasks: Sees to it that a cluster with workers and parameter servers runs: the one that a resolver tells
             of, which is started if none runs; None for the one that runs, or that TF_CONFIG tells of. This process is
             the coordinator then, a plain script too.
-        live_sink: Takes what `distnb.live` is given: the values, and (training step, call of `run`). Set by an engine,
-            which sends them, and by a notebook, which draws them; None: to the terminal.
+        live_sink: Takes what `distnb.live` is given: the values, (training step, call of `run`), and the run's name.
+            Set by an engine, which sends them, and by a notebook, which draws them; None: to the terminal.
+        publish: Sends a display's data, by MIME type, to where it is drawn. Set by an engine, whose notebook draws.
         note_names: Called when a scope opens; what it returns, when one ends by an error: names assigned in it are not
             to stay bound. Set by an engine. In a script that is the program's affair.
     """
@@ -50,7 +51,8 @@ class _ThisProcess:
         self.machines: Callable[[], tuple[str, ...]] = tuple
         self.cluster_link: Callable[[], ClusterLink] | None = None
         self.require_tasks: Callable[[ClusterResolver | None], None] = _require_tasks
-        self.live_sink: Callable[[dict[str, Any], tuple[int, int]], None] | None = None
+        self.live_sink: Callable[[dict[str, Any], tuple[int, int], str], None] | None = None
+        self.publish: Callable[[dict[str, Any]], None] | None = None
         self.note_names: Callable[[], Callable[[], None]] = lambda: lambda: None
 
 

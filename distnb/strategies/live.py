@@ -24,18 +24,20 @@ Point = dict[str, Any]
 """Values of one call: {name: number}, where a number is anything that `float` takes; or {name: {replica: number}}."""
 
 
-def live(*values: Any, **scalars: Any) -> None:
+def live(*values: Any, run: Any = "", **scalars: Any) -> None:
     """Show values while the program runs: each name gets a curve, drawn as it grows.
 
     Call it wherever values arise: in the function that `strategy.run` calls, at the top level of a distributed
     cell, in ordinary cells, in a script. It never waits for an accelerator: a tensor's value is read later.
 
     Args:
+        run: The name of the run that the values belong to, such as "lr=0.1". Charts of cells that name their runs show
+            those of earlier cells, too, to be compared. A run begins at step 0, and anew in each cell.
         **scalars: Numbers, tensors of one element, or distributed values of them (on a replica its own component
             is taken, in the notebook every replica's).
 
     Raises:
-        OptionError: A value is no scalar, or has no name.
+        OptionError: A value is no scalar, or has no name; or the run's name is no text.
 
     Example:
         >>> import distnb
@@ -46,9 +48,13 @@ def live(*values: Any, **scalars: Any) -> None:
             f"live got a {type(values[0]).__name__} without a name. Write distnb.live(loss=value): each name gets a "
             "curve of its own."
         )
+    if not isinstance(run, str):
+        raise OptionError(
+            f'live(run={repr(run)[:80]}): run= is the name of a run, a text such as "lr=0.1". Call a value otherwise.'
+        )
     point = {name: _scalar(name, value) for name, value in scalars.items()}
     if point:
-        (this_process.live_sink or _terminal)(point, step_count.place())
+        (this_process.live_sink or _terminal)(point, step_count.place(), run)
 
 
 def is_ready(point: Mapping[str, Any]) -> bool:
@@ -114,13 +120,17 @@ class TextProgress:
         self._stream, self._clock = stream, clock
         self._axis = step_count.Axis()
         self._step = 0
+        self._run = ""
         self._point: Point = {}  # of each name the latest value
         self._written: float | None = None
         self._is_new = False
 
-    def __call__(self, point: Point, place: step_count.Place) -> None:
+    def __call__(self, point: Point, place: step_count.Place, run: str = "") -> None:
         """Take a point; it is written if enough time has passed since the last."""
         now, (step, call) = self._clock(), place
+        if run != self._run:
+            self.finish()  # the last of the other run
+            self._run, self._point = run, {}
         self._step = self._axis.put((max(step, 1), call), point)
         self._point, self._is_new = {**self._point, **point}, True
         if self._written is None:
@@ -135,7 +145,8 @@ class TextProgress:
         if self._is_new:
             self._is_new = False
             values = (f"{name} {_shown(value)}" for name, value in self._point.items())
-            print(" · ".join([f"step {self._step}", *values]), file=self._stream or sys.stderr, flush=True)
+            head = filter(None, [self._run, f"step {self._step}"])
+            print(" · ".join([*head, *values]), file=self._stream or sys.stderr, flush=True)
 
 
 def _shown(value: Any) -> str:
@@ -147,9 +158,9 @@ def _shown(value: Any) -> str:
 _progress = TextProgress()
 
 
-def _terminal(point: Point, place: step_count.Place) -> None:
+def _terminal(point: Point, place: step_count.Place, run: str) -> None:
     """In a script only one process writes: replica 0."""
     process = this_process.replica  # none in a script that has used no strategy yet
     rank = process.rank if process is not None else int(os.environ.get("RANK", "0"))
     if rank == 0:
-        _progress(point, place)
+        _progress(point, place, run)

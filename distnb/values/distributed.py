@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, ClassVar, NoReturn, Self
 
 from distnb.errors import DistributedValueError, StructureError, UnknownNameError
@@ -122,6 +123,10 @@ class DistributedValues:
     def __repr__(self) -> str:
         lines = [f"  {replica}: {self._show(replica)}" for replica in range(self._num_replicas)]
         return f"{type(self).__name__}:{{\n" + ",\n".join(lines) + "\n}"
+
+    def _repr_html_(self) -> str:
+        # What draws stands above all that has values, and is loaded when there is something to draw.
+        return str(import_module("distnb.widgets.values.showing").as_html(self))
 
     def _show(self, replica_id: int) -> str:
         if replica_id in self._components:

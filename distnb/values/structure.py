@@ -20,6 +20,7 @@ from distnb.values.distributed import DistributedValues, PerReplica
 
 __all__ = [
     "LEAF",
+    "children",
     "flatten",
     "has_distributed",
     "is_immutable",
@@ -90,6 +91,14 @@ def _rebuild(kind: _Kind, model: Any, children: Sequence[Any]) -> Any:
     return copied
 
 
+def children(tree: Any) -> list[tuple[str, Any]] | None:
+    """The children of a container, each with what one writes behind the container's name for it; None of a leaf."""
+    kind = _kind_of(type(tree))
+    if kind in ("leaf", "value"):
+        return None
+    return [(f".{key}" if kind in ("data", "named") else f"[{key!r}]", child) for key, child in _children(kind, tree)]
+
+
 LEAF = "*"
 
 
@@ -142,12 +151,10 @@ def _filled(model: Any, leaves: Iterator[Any]) -> Any:
 
 def paths(tree: Any) -> list[str]:
     """Where each leaf of `flatten` is, as one would write it after a name: `['loss'][0]`."""
-    kind = _kind_of(type(tree))
-    if kind in ("leaf", "value"):
+    inner = children(tree)
+    if inner is None:
         return [""]
-    fields = kind in ("data", "named")
-    pairs = _children(kind, tree)
-    return [(f".{key}" if fields else f"[{key!r}]") + path for key, child in pairs for path in paths(child)]
+    return [name + path for name, child in inner for path in paths(child)]
 
 
 def map_structure(function: Callable[[Any], Any], tree: Any) -> Any:

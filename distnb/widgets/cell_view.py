@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from distnb.notebook.output.live_model import LiveModel
+from distnb.notebook.output.live_model import LiveModel, Told
 from distnb.notebook.output.output_merger import OutputMerger
-from distnb.runtime import step_count
+from distnb.notebook.output.runs import History
 from distnb.topology import Team
 from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.publisher import Publisher
 from distnb.widgets.views import LiveView
-from distnb.wire.messages import Died, Display, Live, Output, ProgramEnded, Status, TelemetrySample
+from distnb.wire.messages import Asks, Died, Display, GoesOn, Live, Output, ProgramEnded, Status, TelemetrySample
 
 if TYPE_CHECKING:
     from distnb.coordinator.coordinator import ClusterCoordinator
 
 __all__ = ["VIEW_EVENTS", "CellView"]
 
-VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Died)
+VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Died, Asks, GoesOn)
 """What `CellView.feed` takes."""
 
 _APPEAR_S = 0.5  # a cell that ends sooner, and draws nothing, shows no live view
@@ -42,6 +42,8 @@ class CellView:
         workers: Which worker each engine is, in a cluster with parameter servers: what programs write that were not
             announced is marked by them.
 
+        name, history: Of the cell, and where its runs are kept: see `LiveModel`.
+
     Attributes:
         written: What each replica wrote, unmerged; of very much the end.
     """
@@ -55,10 +57,12 @@ class CellView:
         devices: Mapping[int, str] | None = None,
         workers: Mapping[int, int] | None = None,
         who: str = "worker ",
+        name: str = "",
+        history: History | None = None,
     ) -> None:
         self.publisher = publisher
         publisher.on_clear = self._reappear
-        self.model = LiveModel(counted_before=counted_before, devices=devices)
+        self.model = LiveModel(counted_before=counted_before, devices=devices, name=name, history=history)
         self.written: dict[int, str] = {}
         self._name = f"distnb-{uuid.uuid4().hex[:12]}"
         self._make_view = make_view
@@ -115,10 +119,10 @@ class CellView:
             self.model.follow(watch.model, watch.coordinator.strategy.spec.kind, now)
         self._watch.due = True
 
-    def feed_here(self, point: dict[str, Any], place: step_count.Place, now: float) -> None:
+    def feed_here(self, told: Told, now: float) -> None:
         """Take a call of `distnb.live` in the notebook's process."""
         self._now = now
-        self.model.feed_here(point, place, now)
+        self.model.feed_here(told, now)
         self._changed = True
 
     def _status(self, event: Status, now: float) -> None:
@@ -182,6 +186,15 @@ class CellView:
             self.publisher.apply(merger.collect(now, final=True))
         self.publisher.area(())  # in a terminal: what comes next, an error say, stands in a line of its own
         self._mergers = {program: merger for program, merger in self._mergers.items() if program in self._running}
+
+    def show_all_of(self, program: int, replica: int, now: float) -> None:
+        """Show what has come so far: what a replica wrote last before it asks, though the line has no end, too."""
+        merger = self._mergers.get(program) or self._mergers.get(0)
+        if merger is not None:
+            merger.break_off(replica, now)
+        for merger in self._mergers.values():
+            self.publisher.apply(merger.collect(now, held=False))
+        self.publisher.area(())
 
     def finish(self, now: float, *, failed: bool) -> None:
         """The cell ended: what stays is drawn."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import html
+from typing import NamedTuple
 
+from distnb.notebook.output.chart_model import Chart, Series, charts
 from distnb.notebook.output.closures_model import ClosuresModel, largest, runs_text
-from distnb.notebook.output.live_model import Curve, Line, LiveModel, ReplicaRow
-from distnb.notebook.output.wording import filled, html_table, human_bytes
-from distnb.widgets.picture import as_image, pictures, short_number
+from distnb.notebook.output.curves import MOST_LINES
+from distnb.notebook.output.live_model import LiveModel, ReplicaRow
+from distnb.notebook.output.wording import filled, html_table, human_bytes, short_number
+from distnb.widgets.picture import as_image, picture
 from distnb.widgets.queue_picture import queue_picture
+from distnb.widgets.timeline_picture import timeline_html, timeline_image, timeline_text, waits_html
 
 __all__ = [
     "closures_lines",
     "head_text",
+    "LiveHtml",
     "live_html",
     "picture_bundle",
     "plain_summary",
@@ -37,6 +42,7 @@ def head_text(model: LiveModel, now: float) -> str:
     parts += [model.state, _duration(model.seconds(now))]
     if model.steps:
         parts.append(f"step {model.steps:,}" if closures is None else f"{model.steps:,} steps")
+    parts += filter(None, [_reading_text(model)])
     if closures is not None and closures.closures_per_second():
         rate = closures.closures_per_second()
         parts.append(f"{rate:,.0f} closures/s" if rate >= 100 else f"{rate:.1f} closures/s")
@@ -92,9 +98,10 @@ def worker_table(model: LiveModel, closures: ClosuresModel) -> tuple[list[str], 
 
 def plain_summary(model: LiveModel, now: float) -> str:
     """The view in plain text."""
-    lines = [head_text(model, now), *(_curve_text(curve) for curve in model.curves.values())]
+    lines = [head_text(model, now), *model.troubles(), *map(_chart_text, charts(model))]
     if model.closures is not None:
         lines += closures_lines(model.closures)
+    lines += filter(None, [timeline_text(model), *model.waits.lines(now)])
     return "\n".join(lines)
 
 
@@ -112,13 +119,14 @@ def _tables_html(model: LiveModel) -> str:
     """The replicas' table; or the workers', and beside it what the servers hold; nothing where there are none."""
     if model.closures is None:
         header, rows = replica_table(model)
-        return html_table(header, rows, numeric=set(header) - {"device", "state", "at"}) if rows else ""
+        table = html_table(header, rows, numeric=set(header) - {"device", "state", "at"}) if rows else ""
+        return f'<div style="overflow-x:auto">{table}</div>' if rows else ""
     header, rows = worker_table(model, model.closures)
     tables = [html_table(header, rows, numeric=set(header) - {"device", "runs"})]
     if model.closures.servers():
         tables.append(_shards_html(model.closures))
     beside = "".join(f'<div style="{_BESIDE}">{table}</div>' for table in tables)
-    return f"<div>{beside}</div>"
+    return f'<div style="overflow-x:auto">{beside}</div>'
 
 
 def _shards_html(closures: ClosuresModel) -> str:
@@ -138,34 +146,69 @@ def _queue_svg(closures: ClosuresModel) -> str:
     return queue_picture(closures.counts(), closures.staleness_text())
 
 
-def live_html(model: LiveModel, now: float) -> str:
+class LiveHtml(NamedTuple):
+    """What the widget shows above and below the charts, which the page draws itself."""
+
+    above: str
+    below: str
+
+
+def live_html(model: LiveModel, now: float) -> LiveHtml:
     """What the widget shows while the cell runs: pictures of a page's own, which change without a flicker."""
     dot = f'<span class="dot {model.state}"></span>'
     head = f'<div class="status">{dot}<span class="head">{html.escape(head_text(model, now))}</span></div>'
     queue = _queue_svg(model.closures) if model.closures is not None else ""
-    return f'{head}{queue}<div class="charts">{"".join(pictures(model).values())}</div>{_tables_html(model)}'
+    above = f"{head}{_troubles_html(model)}{waits_html(model, now)}{queue}"
+    return LiveHtml(above, f"{timeline_html(model)}{_tables_html(model)}")
 
 
 def picture_bundle(model: LiveModel, now: float) -> dict[str, str]:
     """Pictures and replicas: what stays when the cell has ended. Nothing in it needs a kernel, a script or trust."""
     dot = f'<span style="color:{_COLORS.get(model.state, "#808080")}">●</span>'
     parts = [f'<div style="font-size:13px">{dot} {html.escape(head_text(model, now))}</div>']
+    parts += [_troubles_html(model), waits_html(model, now)]
     if model.closures is not None:
         parts.append(as_image(_queue_svg(model.closures), model.closures.queue_text(), wide=True))
-    parts += [as_image(svg, _curve_text(model.curves[name])) for name, svg in pictures(model).items()]
+    drawn = charts(model)
+    wide = len(drawn) == 1
+    parts += [as_image(picture(chart, wide=wide), _chart_text(chart), wide=wide) for chart in drawn]
+    parts.append(timeline_image(model))
     if model.ended_at is None or model.curves or model.steps or model.state in _COLORS or model.closures is not None:
         parts.append(_tables_html(model))
     html_text = f'<div class="distnb-live">{"".join(parts)}</div>'
     return {"text/html": html_text, "text/plain": plain_summary(model, now)}
 
 
-def _curve_text(curve: Curve) -> str:
-    return f"{curve.name}: {', '.join(_first_and_last(line) for line in curve.shown().values() if line.points)}"
+def _troubles_html(model: LiveModel) -> str:
+    lines = "<br>".join(f"⚠ {html.escape(text)}" for text in model.troubles())
+    return f'<div class="troubles" style="color:#d93a3f;font-size:13px">{lines}</div>' if lines else ""
 
 
-def _first_and_last(line: Line) -> str:
-    first = f"{short_number(line.points[0][1])} → " if len(line.points) > 1 else ""
-    return f"{first}{short_number(line.last)}"
+def _chart_text(chart: Chart) -> str:
+    told = ", ".join(_first_and_last(series) for series in chart.series[:MOST_LINES])
+    return " · ".join(filter(None, [f"{chart.name}: {told}", chart.facts.partition(" · ")[2]]))
+
+
+def _first_and_last(series: Series) -> str:
+    points = series.points()
+    first = f"{short_number(points[0][1])} → " if len(points) > 1 else ""
+    whose = f" {series.label}" if series.label and not series.label.startswith("[") else ""
+    return f"{first}{short_number(series.last)}{whose}"
+
+
+def _reading_text(model: LiveModel) -> str:
+    """How far the training has come, where it is known: `epoch 2 of 10 · batch 30 of 500 · 40 s left of the epoch`."""
+    reading = model.reading
+    if reading is None or model.closures is not None:
+        return ""
+    parts = [f"epoch {reading.epoch + 1}" + (f" of {reading.epochs}" if reading.epochs is not None else "")]
+    if reading.batches is not None and model.ended_at is None:
+        parts.append(f"batch {reading.batch:,} of {reading.batches:,}")
+    left = model.seconds_left()
+    if left is not None:
+        seconds, is_all = left
+        parts.append(f"{_duration(seconds)} left{'' if is_all else ' of the epoch'}")
+    return " · ".join(parts)
 
 
 def _count(value: float) -> str:

@@ -13,9 +13,12 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from distnb.notebook.output.live_model import HERE, LiveModel
+from distnb.notebook.front_end import ask_here
+from distnb.notebook.output.event_files import EventFiles
+from distnb.notebook.output.live_model import HERE, LiveModel, Told
+from distnb.notebook.output.runs import History
 from distnb.runtime import step_count
 from distnb.strategies import live
 from distnb.topology import WORKER
@@ -23,7 +26,7 @@ from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
 from distnb.widgets.views import LiveView, PictureView, TextView
-from distnb.wire.messages import Died, Display, Output, TelemetrySample
+from distnb.wire.messages import Asks, Died, Display, Output, ProgramEnded, Status, TelemetrySample
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -33,7 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Front"]
 
+Seen = TypeVar("Seen")
+
 _TICK_S = 0.05
+_EVENTS_S = 1.0
 _KEPT_CELLS = 3
 
 
@@ -43,11 +49,21 @@ class Front:
     Attributes:
         mode: How the live view is drawn: "auto" picks widgets in a notebook and text in a terminal; "widget",
             "picture", "text" and "off".
+        history: The runs of this notebook.
+        busy: Whether a cell runs.
+        on_news: Called, on any thread, when the state of something has changed: it must not block.
+        on_end: Called with a cell's view when the cell has ended.
     """
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
         self.mode = "auto"
+        self.history = History()
+        self._events: EventFiles | None = None
+        self._next_events = 0.0
+        self.busy = False
+        self.on_news: Callable[[], None] = lambda: None
+        self.on_end: Callable[[CellView], None] = lambda view: None
         # Events of the session, and what a cell's view is to do: called with the time.
         self._queue: deque[tuple[Callable[[float], object] | None, Any]] = deque()
         self._lock = threading.RLock()
@@ -62,7 +78,7 @@ class Front:
         self._devices: dict[int, str] = {}
         self._workers: dict[int, int] = {}  # which of the workers' replicas each engine is
         self._who = ""  # what these numbers are of
-        self._counted: dict[int, tuple[int, int]] = {}  # steps and examples of each engine so far
+        self._samples: dict[int, TelemetrySample] = {}  # the latest of each engine
         self._complained = False
 
     # -- the session -----------------------------------------------------------------------------------------------
@@ -75,7 +91,7 @@ class Front:
         with self._lock:
             # The next session counts its programs from one again: none of them may be taken for an earlier one's.
             self._drain()
-            self._counted.clear()
+            self._samples.clear()
             self._session, self._unsubscribe = session, lambda: None
             boundary = session.latest_program if session is not None else 0
             self._cells = deque((boundary, view) for _, view in self._cells)
@@ -88,18 +104,22 @@ class Front:
             computing = sorted(engine for engine, task in tasks.items() if task.job == WORKER)
             self._workers = {engine: replica for replica, engine in enumerate(computing)}
             self._who = "worker " if len({tasks[engine] for engine in computing}) == len(computing) else ""
+        self.on_news()
 
     def _take(self, event: Any) -> None:
         """An event of the session; on the supervisor's thread, so it is only queued."""
         if isinstance(event, VIEW_EVENTS):
             self._queue.append((None, event))
             self._wake_up()
+        if isinstance(event, Status | ProgramEnded | Died):
+            self.on_news()
 
-    def live(self, point: live.Point, place: step_count.Place) -> None:
+    def live(self, point: live.Point, place: step_count.Place, run: str) -> None:
         """A call of `distnb.live` in this process."""
         view = self._current
         if view is not None:
-            self._queue.append((partial(view.feed_here, point, place), None))
+            told = Told(point, place, run, time.time(), step_count.epochs_begun(), step_count.reading())
+            self._queue.append((partial(view.feed_here, told), None))
             self._wake_up()
 
     def watch(self, coordinator: ClusterCoordinator) -> None:
@@ -124,18 +144,47 @@ class Front:
                 previous.publisher.current = False  # what still comes for it is sent to it by name
             boundary = self._session.latest_program if self._session is not None else 0
             publisher = publisher_for(self._shell)
-            counted = {**self._counted, HERE: (step_count.steps, step_count.examples)}
+            counted = {engine: (sample.steps, sample.examples) for engine, sample in self._samples.items()}
+            counted[HERE] = (step_count.steps, step_count.examples)
             who = self._workers, self._who
-            view = CellView(publisher, self._make_view, self._replicas, counted, self._devices, *who)
+            name = f"In[{self._shell.execution_count}]"
+            view = CellView(
+                publisher, self._make_view, self._replicas, counted, self._devices, *who, name, self.history
+            )
             self._cells.append((boundary, view))
             while len(self._cells) > _KEPT_CELLS:
                 # A widget is kept for a while: closing it at once would blank what a slow browser still shows.
                 self._cells.popleft()[1].close()
+            self.busy = True
+        self.on_news()
+
+    @property
+    def title(self) -> str:
+        """Which strategy the cell runs; "" if it said none."""
+        return self._current.model.title if self._current is not None else ""
+
+    def write_events(self, files: EventFiles | None) -> None:
+        """Write what is drawn to TensorBoard's files, too, from now on; None ends it."""
+        with self._lock:
+            before, self._events = self._events, files
+        if before is not None:
+            before.close()
+
+    def _write_events(self) -> None:
+        if self._events is not None:
+            for _, view in self._cells:
+                self._events.write(view.model.runs.values())
+            self._events.flush()
 
     def name_cell(self, title: str) -> None:
         """Say which strategy the cell runs."""
         if self._current is not None:
             self._current.model.title = title
+
+    def draw_each_wait(self, wanted: bool) -> None:
+        """Say whether the cell's view shows how replicas spend their time in detail."""
+        if self._current is not None:
+            self._current.model.timeline.in_detail = wanted
 
     def flush(self) -> None:
         """Show all that has come so far for the running cell. Called before its error is raised, and at its end."""
@@ -151,6 +200,17 @@ class Front:
             session.flush_events()
         self.flush()
 
+    def ask(self, asks: Asks) -> str:
+        """Ask the user for a line, below all that has come so far for the running cell."""
+        with self._lock:
+            self._drain()
+            view = self._current
+            if view is not None:
+                self._guarded(partial(view.show_all_of, asks.program, asks.replica), time.monotonic())
+            if not isinstance(view and view.publisher, NotebookPublisher):
+                return ask_here(asks)  # the lock is held: in a terminal nothing else is drawn meanwhile
+        return ask_here(asks)
+
     def end_cell(self, *, failed: bool) -> None:
         """The cell ended."""
         self.catch_up()
@@ -158,10 +218,19 @@ class Front:
             self._drain()
             if self._current is not None:
                 self._guarded(partial(self._current.finish, failed=failed), time.monotonic())
+                self._guarded(self.on_end, self._current)
+            self._guarded(self._write_events)
+            self.busy = False
 
     def written(self) -> dict[int, str]:
         """What each replica wrote in the latest cell in which one did."""
         return dict(sorted(self._of_output.written.items())) if self._of_output is not None else {}
+
+    def look(self, at: Callable[[list[CellView], dict[int, TelemetrySample]], Seen]) -> Seen:
+        """What a function makes of the latest cells' views and engines' measurements, while nothing changes them."""
+        with self._lock:
+            self._drain()
+            return at([view for _, view in self._cells], self._samples)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -181,6 +250,9 @@ class Front:
                     self._drain()
                     for _, view in self._cells:
                         self._guarded(self._tick, view)
+                    if time.monotonic() >= self._next_events:
+                        self._next_events = time.monotonic() + _EVENTS_S
+                        self._guarded(self._write_events)
                     if not self._queue and all(view.idle for _, view in self._cells):
                         break
                 time.sleep(_TICK_S)
@@ -198,9 +270,9 @@ class Front:
                 self._guarded(action, now)
                 continue
             if isinstance(event, TelemetrySample):
-                self._counted[event.engine] = (event.steps, event.examples)
+                self._samples[event.engine] = event
             elif isinstance(event, Died):
-                self._counted.pop(event.engine, None)
+                self._samples.pop(event.engine, None)
             view = self._view_of(event)
             if view is not None:
                 self._guarded(view.feed, event, now)

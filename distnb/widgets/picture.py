@@ -6,41 +6,66 @@ import base64
 import html
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from distnb.notebook.output.live_model import Curve, LiveModel, Point
-from distnb.notebook.output.wording import mark
+from distnb.notebook.output.chart_model import Chart, charts
+from distnb.notebook.output.curves import Point
+from distnb.notebook.output.live_model import LiveModel
+from distnb.notebook.output.wording import short_number
 
-__all__ = ["as_image", "nice_ticks", "pictures", "short_name", "short_number"]
+__all__ = ["as_image", "nice_ticks", "picture", "pictures", "short_name"]
 
-_COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#06b6d4", "#ec4899")
 _GREY = "#808080"  # an image cannot follow the theme: mid-grey shows on light and dark
-_RED = "#ef4444"
-_WIDTH, _HEIGHT = 280, 180
-_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 26, 22
+_RED = "#e5484d"
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 28, 38
+_MOST_MARKS = 12
+_MOST_LABELS = 8
+
+
+class _Area:
+    """A chart's size in units of the picture, and where steps and values are in it."""
+
+    def __init__(self, width: int, height: int, x_span: tuple[float, float], y_span: tuple[float, float]) -> None:
+        self.width, self.height = width, height
+        self.right, self.foot = width - _RIGHT, height - _BOTTOM
+        pad = (y_span[1] - y_span[0]) * 0.05
+        self.x_span, self.y_span = x_span, (y_span[0] - pad, y_span[1] + pad)
+
+    def x(self, step: float) -> float:
+        """From the left."""
+        low, high = self.x_span
+        return _LEFT + (step - low) / (high - low) * (self.right - _LEFT)
+
+    def y(self, value: float) -> float:
+        """From the top."""
+        low, high = self.y_span
+        return self.foot - (value - low) / (high - low) * (self.foot - _TOP)
 
 
 def pictures(model: LiveModel) -> dict[str, str]:
-    """Every curve of a model as an SVG document, by its name."""
-    total = max(1, len(model.rows))
-    look = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-    font = 'font-family="system-ui,sans-serif" font-size="11"'
-    drawn = {}
-    for name, curve in model.curves.items():
-        own = f'data-name="{html.escape(name)}"><title>{html.escape(name)}</title>'
-        drawn[name] = f'<svg xmlns="http://www.w3.org/2000/svg" {look} {font} {own}{_chart(curve, total)}</svg>'
-    return drawn
+    """Every chart of a model as an SVG document, by its name; a single one is as wide as it may be."""
+    drawn = charts(model)
+    return {chart.name: picture(chart, wide=len(drawn) == 1) for chart in drawn}
+
+
+def picture(chart: Chart, *, wide: bool = False) -> str:
+    """A chart as an SVG document."""
+    width, height = (640, 230) if wide else (440, 210)
+    look = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    font = 'font-family="system-ui,sans-serif" font-size="12"'
+    own = f'data-name="{html.escape(chart.name)}"><title>{html.escape(chart.name)}</title>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {look} {font} {own}{_chart(chart, width, height)}</svg>'
 
 
 def as_image(svg: str, alt: str, *, wide: bool = False) -> str:
     """The one form of a picture that survives reopening, missing trust and every export.
 
-    As many stand side by side as there is room for, up to three; a wide one stands alone.
+    Two stand side by side where there is room; a wide one stands alone.
     """
     encoded = base64.b64encode(svg.encode()).decode()
-    look = "width:100%;max-width:640px;display:block;margin:2px 0"
+    look = "width:100%;max-width:760px;display:block;margin:2px 0"
     if not wide:
-        look = "width:33%;min-width:240px;max-width:340px;display:inline-block"
+        look = "width:49%;min-width:300px;max-width:560px;display:inline-block"
     return f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="{look}">'
 
 
@@ -56,62 +81,63 @@ def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
     return [round((first + i) * step, 12) + 0.0 for i in range(min(count, 3 * about))]
 
 
-def short_number(value: float | None) -> str:
-    """A number in little room."""
-    if value is None:
-        return ""
-    if value and math.isfinite(value) and abs(value) >= 100_000:
-        return f"{value:.3g}"
-    return f"{value:.4g}"
-
-
-def _chart(curve: Curve, total: int) -> str:
-    lines = curve.shown()
-    points = [point for line in lines.values() for point in line.points]
-    x_low, x_high = _span([point[0] for point in points])
-    y_low, y_high = _span([value for point in points for value in point[2:]])
-    pad = (y_high - y_low) * 0.05
-    y_low, y_high = y_low - pad, y_high + pad
-
-    def x(step: float) -> float:
-        return _LEFT + (step - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - (value - y_low) / (y_high - y_low) * (_HEIGHT - _TOP - _BOTTOM)
-
-    parts = [_title(curve, [(replicas, line.last) for replicas, line in lines.items()], total)]
-    for tick in nice_ticks(y_low, y_high):
-        parts.append(f'<path d="M{_LEFT} {y(tick):.1f}H{_WIDTH - _RIGHT}" stroke="{_GREY}" stroke-opacity=".22"/>')
-        at = f'x="{_LEFT - 5}" y="{y(tick) + 3.5:.1f}"'
+def _chart(chart: Chart, width: int, height: int) -> str:
+    drawn = [(series, series.points()) for series in chart.series]
+    points = [point for _, line in drawn for point in line]
+    x_span = _span([point[0] for point in points])
+    area = _Area(width, height, x_span, _span([value for point in points for value in point[2:]]))
+    parts = [_title(chart, area)]
+    for tick in nice_ticks(*area.y_span):
+        parts.append(f'<path d="M{_LEFT} {area.y(tick):.1f}H{area.right}" stroke="{_GREY}" stroke-opacity=".22"/>')
+        at = f'x="{_LEFT - 5}" y="{area.y(tick) + 4:.1f}"'
         parts.append(f'<text {at} text-anchor="end" fill="{_GREY}">{short_number(tick)}</text>')
-    for tick in nice_ticks(x_low, x_high):
-        parts.append(
-            f'<text x="{x(tick):.1f}" y="{_HEIGHT - 6}" text-anchor="middle" fill="{_GREY}">{short_number(tick)}</text>'
-        )
-    for replicas, line in lines.items():
-        color = _COLORS[replicas[0] % len(_COLORS)]
-        thick = len(replicas) > 1 or total == 1
+    for tick in nice_ticks(*x_span, about=6 if width > 500 else 4):
+        at = f'x="{area.x(tick):.1f}" y="{area.foot + 15}"'
+        parts.append(f'<text {at} text-anchor="middle" fill="{_GREY}">{short_number(tick)}</text>')
+    parts.append(_epochs(chart.epochs, area))
+    for series, line in reversed(drawn):  # the first is the most important
+        color = series.css_color
         runs = [
-            [(x(step), y(value), y(low), y(high)) for step, value, low, high in run]
-            for run in _finite_runs(line.points)
+            [(area.x(step), area.y(value), area.y(low), area.y(high)) for step, value, low, high in run]
+            for run in _finite_runs(line)
         ]
         parts += [_band(run, color) for run in runs]
-        parts.append(_stroke(runs, color, 5 if len(line.points) == 1 else 2.6 if thick else 1.3))
-    parts.append(_marks([(x(point[0]), point[1]) for point in points if not math.isfinite(point[1])]))
+        parts.append(_stroke(runs, color, 5 if len(line) == 1 else 2.6 if series.thick else 1.3))
+    parts.append(_marks([(area.x(point[0]), point[1]) for point in points if not math.isfinite(point[1])], area))
+    parts += [_explosion(area.x(step)) for step in chart.exploded]
+    facts = html.escape(chart.facts.replace(" at step ", " at "))
+    parts.append(f'<text class="facts" x="6" y="{height - 6}" font-size="11" fill="{_GREY}">{facts}</text>')
     return "".join(parts)
 
 
-def _title(curve: Curve, last: Sequence[tuple[tuple[int, ...], float | None]], total: int) -> str:
+def _title(chart: Chart, area: _Area) -> str:
     told: list[tuple[str, str]] = []
-    for replicas, value in last[:8]:
-        # With many lines the title says which is which; the table has their values.
-        words = [short_number(value)] if len(last) <= 2 else []
-        words += [mark(replicas)] if total > 1 else []
-        told.append((" ".join(words), _COLORS[replicas[0] % len(_COLORS)]))
-    room = _WIDTH - _LEFT - sum(6 + 6.5 * len(words) for words, _ in told)
-    spans = [f'<tspan class="name" font-weight="600">{html.escape(short_name(curve.name, room))}</tspan>']
-    spans += [f'<tspan dx="6" fill="{color}">{words}</tspan>' for words, color in told]
+    for series in chart.series[:_MOST_LABELS]:
+        # With many lines the title says which is which; the facts, and the table, have their values.
+        words = [short_number(series.last)] if len(chart.series) <= 2 else []
+        words += [series.label] if series.label else []
+        told.append((" ".join(words), series.css_color))
+    if len(chart.series) > _MOST_LABELS:
+        told.append((f"and {len(chart.series) - _MOST_LABELS} more", _GREY))
+    room = area.right - _LEFT - sum(7 + 7 * len(words) for words, _ in told)
+    spans = [f'<tspan class="name" font-weight="600">{html.escape(short_name(chart.name, room))}</tspan>']
+    spans += [f'<tspan dx="7" fill="{color}">{html.escape(words)}</tspan>' for words, color in told]
     return f'<text x="{_LEFT}" y="16" fill="{_GREY}">{"".join(spans)}</text>'
+
+
+def _epochs(epochs: Mapping[int, int], area: _Area) -> str:
+    """A dotted line where an epoch begins, and its number, from 1 on; of many, of some."""
+    low, high = area.x_span
+    inside = [(step, number) for step, number in sorted(epochs.items()) if low < step < high]
+    parts = []
+    for step, number in inside[:: -(-len(inside) // _MOST_MARKS) or 1]:
+        x = area.x(step)
+        dotted = f'stroke="{_GREY}" stroke-opacity=".6" stroke-dasharray="2 3"'
+        parts.append(f'<path class="epoch" d="M{x:.1f} {_TOP}V{area.foot}" {dotted}/>')
+        words = f"epoch {number + 1}" if not parts[1:] else str(number + 1)
+        side = f'x="{x + 3:.1f}"' if x < area.width - 60 else f'x="{x - 3:.1f}" text-anchor="end"'
+        parts.append(f'<text {side} y="{_TOP + 9}" font-size="10" fill="{_GREY}">{words}</text>')
+    return "".join(parts)
 
 
 def short_name(name: str, room: float) -> str:
@@ -146,18 +172,23 @@ def _stroke(runs: Sequence[Sequence[Point]], color: str, width: float) -> str:
     return f'<path class="line" d="{path}" {look}/>' if path else ""
 
 
-def _marks(places: Sequence[tuple[float, float]]) -> str:
+def _marks(places: Sequence[tuple[float, float]], area: _Area) -> str:
     """A cross at the foot of the picture for each value that is nan or infinite; the first says which of them it is."""
     if not places:
         return ""
-    foot = _HEIGHT - _BOTTOM - 4
+    foot = area.foot - 4
     crosses = "".join(f"M{px - 3:.1f} {foot - 3}l6 6m0 -6l-6 6" for px, _ in places)
     first, value = min(places)
-    at = f'x="{first + 6:.1f}"' if first < _WIDTH - 50 else f'x="{first - 6:.1f}" text-anchor="end"'
+    at = f'x="{first + 6:.1f}"' if first < area.width - 50 else f'x="{first - 6:.1f}" text-anchor="end"'
     return (
         f'<path class="mark" d="{crosses}" fill="none" stroke="{_RED}" stroke-width="1.5"/>'
         f'<text {at} y="{foot + 3}" style="fill:{_RED}">{value:g}</text>'
     )
+
+
+def _explosion(x: float) -> str:
+    """A mark at the head of the picture."""
+    return f'<path class="exploded" d="M{x - 5:.1f} {_TOP + 10}l5 -9l5 9z" fill="{_RED}"/>'
 
 
 def _band(screen: Sequence[Point], color: str) -> str:

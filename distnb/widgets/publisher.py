@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.output.displays import Area, Clear, Instruction, Show, Write
+from distnb.widgets.values.showing import drawn
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -27,6 +28,9 @@ class Publisher(ABC):
     on_clear: Callable[[], None] | None = None
     """Called after the cell's output was cleared, for whoever must appear again."""
 
+    cell_id = ""
+    """The notebook's id of the cell, where the front end tells it."""
+
     latest = ""
     """The end of what was written: a page that is reloaded while the cell runs misses the rest of its output."""
 
@@ -37,7 +41,7 @@ class Publisher(ABC):
                 self.latest = (self.latest + each.text)[-_LATEST_CHARACTERS:]
                 self.write(each.stream, each.text)
             elif isinstance(each, Show):
-                self.display(each.name, each.bundle.data, each.bundle.metadata, update=each.update)
+                self.display(each.name, drawn(each.bundle.data), each.bundle.metadata, update=each.update)
             elif isinstance(each, Area):
                 self.area(each.lines)
             elif isinstance(each, Clear):
@@ -80,6 +84,7 @@ class NotebookPublisher(Publisher):
         self.current = True
         self._shell = shell
         self._parent: dict[str, Any] = shell.get_parent()
+        self.cell_id = str(self._parent.get("metadata", {}).get("cellId", ""))
         self._area = ""  # its display id, while it is shown
 
     def adopt_thread(self) -> None:

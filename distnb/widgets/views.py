@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from distnb.notebook.output.live_model import LiveModel
+from distnb.notebook.output.wording import short_number
 from distnb.widgets.content import closures_lines, head_text, picture_bundle, plain_summary
-from distnb.widgets.picture import short_number
 from distnb.widgets.publisher import Publisher
 
 __all__ = ["LiveView", "PictureView", "TextView"]
@@ -59,12 +59,13 @@ class TextView(LiveView):
     def update(self, now: float) -> None:
         if self.model.state in ("ended", "failed", "interrupted"):
             return  # the shell may be writing its error
-        values = []
+        values = [f"⚠ {text}" for text in self.model.troubles()]
         for curve in self.model.curves.values():
             lines = curve.shown()
             values.append(f"{curve.name} {'/'.join(short_number(line.last) for line in lines.values())}")
         if self.model.closures is not None:
             values.append(closures_lines(self.model.closures)[0])
+        values = self.model.waits.lines(now) or values
         self.publisher.area((" · ".join([head_text(self.model, now), *values]),))
 
     def finish(self, now: float) -> None:

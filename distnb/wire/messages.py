@@ -11,24 +11,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from distnb.activity import Kind
 from distnb.options import StrategySpec
 from distnb.topology import Task, Team
 
 __all__ = [
     "Abort",
+    "Activity",
+    "Answer",
     "Apply",
+    "Asks",
     "CallFunction",
     "Died",
     "Display",
+    "DumpActivity",
     "DumpStacks",
     "ErrorReport",
     "Flush",
     "Flushed",
     "GivenBack",
+    "GoesOn",
     "Hello",
     "Live",
+    "MeasureMemory",
+    "MemoryUse",
     "Output",
+    "PostMortem",
     "ProgramEnded",
+    "Prompting",
     "Reply",
     "RunCell",
     "RunClosure",
@@ -39,6 +49,7 @@ __all__ = [
     "TakeTask",
     "TelemetrySample",
     "Unread",
+    "Waiting",
 ]
 
 ObjectId = tuple[int, str]
@@ -58,7 +69,10 @@ class RunCell(NamedTuple):
         filename: Key of the source in linecache, the notebook's own name for the cell.
         label: How tracebacks call it, "Cell In[3]".
         in_scope: Run inside `strategy.scope()`.
+        only: The replicas that run it, by their ids; the others do nothing. None: all.
         snapshot: What it needs of the namespace (see `wire.exchange`).
+        detailed: Whether telemetry brings every event of the timeline, not the latest alone.
+        profiled: Whether torch.profiler records it.
     """
 
     program: int
@@ -69,6 +83,9 @@ class RunCell(NamedTuple):
     label: str = ""
     in_scope: bool = False
     snapshot: Any = None
+    only: tuple[int, ...] | None = None
+    detailed: bool = False
+    profiled: bool = False
 
 
 class CallFunction(NamedTuple):
@@ -94,6 +111,13 @@ class Apply(NamedTuple):
     target: ObjectId
     team: Team
     payload: Any = None
+
+
+class PostMortem(NamedTuple):
+    """Open a debugger's prompt where this engine's latest cell or call failed, or was ended."""
+
+    program: int
+    team: Team
 
 
 class TakeTask(NamedTuple):
@@ -183,8 +207,11 @@ class Reply(NamedTuple):
 
     Attributes:
         value: What it gave.
+        seconds: How long it took there, from its beginning to this reply.
         changed: The mirrored parameters that it changed by hand, with numbers that are equal for equal values.
+        profile: What torch.profiler recorded: a Chrome trace, compressed by gzip.
         renew: Whether it caught errors in which replicas parted: the next program needs a new process group.
+        steps: Training steps that a call made.
     """
 
     program: int
@@ -193,6 +220,9 @@ class Reply(NamedTuple):
     value: Any = None
     renew: bool = False
     changed: Mapping[str, int] = {}
+    seconds: float = 0.0
+    profile: Any = None
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,6 +254,32 @@ class TakeBack:
 @dataclass(frozen=True)
 class DumpStacks:
     """Tell where the main thread is, in `Stacks`."""
+
+
+@dataclass(frozen=True)
+class DumpActivity:
+    """Tell how the time of the latest programs was spent, in `Activity`."""
+
+
+@dataclass(frozen=True)
+class MeasureMemory:
+    """Tell how much memory there is, in `MemoryUse`; also while a program runs."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the user answered to `Asks`: a line without its end, None for the end of all input; or why nobody can."""
+
+    program: int
+    line: str | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """Whether the user is at a replica's prompt from now on: meanwhile no time limit strikes who waits for it."""
+
+    on: bool
 
 
 @dataclass(frozen=True)
@@ -294,13 +350,62 @@ class Display:
 
 
 @dataclass(frozen=True)
+class Asks:
+    """A replica waits for a line of the user's.
+
+    Attributes:
+        text: What is shown above the prompt.
+        hidden: What is typed is not shown.
+    """
+
+    engine: int
+    program: int
+    replica: int
+    text: str
+    prompt: str
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class GoesOn:
+    """A replica that has asked computes on: it asks no more, or not soon."""
+
+    engine: int
+    program: int
+    replica: int
+
+
+@dataclass(frozen=True)
 class Live:
-    """Values of `distnb.live`, batched: (training step, number of the call of `run` or 0, {name: value})."""
+    """Values of `distnb.live`, batched: (training step, number of the call of `run` or 0, {name: value}).
+
+    Attributes:
+        times: When each was told, in seconds since 1970 by the engine's clock; empty: when they came.
+        run: The run that they are told of; "" for the cell's.
+    """
 
     engine: int
     program: int
     replica: int
     points: tuple[tuple[int, int, dict[str, float]], ...]
+    times: tuple[float, ...] = ()
+    run: str = ""
+
+
+class Waiting(NamedTuple):
+    """What a replica waits in, when it was measured.
+
+    Attributes:
+        kind, what, where, group, number: See `distnb.activity`.
+        seconds: For how long.
+    """
+
+    kind: Kind
+    what: str
+    where: str
+    group: str
+    number: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -312,6 +417,15 @@ class TelemetrySample:
         steps, examples: Training steps (see `runtime.progress`) and examples since the engine began.
         rss_nbytes: Resident memory of the engine; device_nbytes: allocated on the accelerator, or None.
         where: The user's line that the replica is in, when known ("cell 3, line 12").
+        call: What that line calls, if it did so a sample ago, too: "time.sleep".
+        waiting: What it waits in.
+        events: The latest of `distnb.activity`, as plain tuples; their serials tell whether some are left out.
+        machine: Whose clock the events' moments are of.
+        queued_s: How long its main thread has been ready and had no processor, in all; None where it is not known.
+        processors: How many processors the engine may use.
+        epochs: Of each iteration over data that training began since the last sample: the steps before it, its number.
+        reading: Of the data that is trained on: number of the iteration, batches that it gave, batches that it has (or
+            None), and how many iterations there will be (or None).
     """
 
     engine: int
@@ -323,6 +437,14 @@ class TelemetrySample:
     rss_nbytes: int
     device_nbytes: int | None = None
     where: str = ""
+    call: str = ""
+    waiting: Waiting | None = None
+    events: tuple[tuple[Any, ...], ...] = ()
+    machine: str = ""
+    queued_s: float | None = None
+    processors: int = 0
+    epochs: tuple[tuple[int, int], ...] = ()
+    reading: tuple[int, int, int | None, int | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -331,6 +453,35 @@ class Stacks:
 
     engine: int
     text: str
+
+
+@dataclass(frozen=True)
+class Activity:
+    """The answer to `DumpActivity`: a sample, with all events that are kept; None before the first program."""
+
+    engine: int
+    sample: TelemetrySample | None
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The answer to `MeasureMemory`, in bytes.
+
+    Attributes:
+        rss: Resident memory of the engine.
+        host_free, host_total: Memory of its machine, and what of it can be used.
+        allocated: What torch holds on the engine's accelerator.
+        device_free, device_total: Memory of that accelerator, of all processes. None, as `allocated`, for the CPU, and
+            before the engine has used its accelerator: to ask would take memory there.
+    """
+
+    engine: int
+    rss: int
+    host_free: int
+    host_total: int
+    allocated: int | None = None
+    device_free: int | None = None
+    device_total: int | None = None
 
 
 @dataclass(frozen=True)

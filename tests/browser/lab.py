@@ -70,6 +70,10 @@ class Server:
         ]
         env = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(home / ".jupyter")}
         env["JUPYTER_RUNTIME_DIR"] = str(home / "run")
+        # The extension as it lies here: an installed one may be an older build.
+        (home / "share/labextensions").mkdir(parents=True)
+        (home / "share/labextensions/distnb").symlink_to(ROOT / "extension/labextension")
+        env["JUPYTER_PATH"] = str(home / "share")
         self._log = (home / "server.log").open("w")
         self._process = subprocess.Popen(command, cwd=self.notebooks, env=env, stdout=self._log, stderr=self._log)
         self._wait()

@@ -130,6 +130,8 @@ class Player:
                         412_000_000 + step * 10_000,
                         None,
                         f"cell 3, line {12 + step % 4}",
+                        ((step - 10, (step - 10) // 50),) if step % 50 == 10 else (),
+                        ((step - 1) // 50, (step - 1) % 50 + 1, 50, None),
                     )
                 if step % 50 == 0 and step <= steps:
                     yield self.text(replica, f"epoch {step // 50}\n")
@@ -137,6 +139,19 @@ class Player:
             time.sleep(0.02 if step < steps else 0.2)
         if fail:
             raise ValueError("wrong shape")
+
+    def compare(self, seconds: float = 3.0) -> Iterator[Any]:
+        """Two runs, one after the other; the second explodes, and is nan in the end."""
+        steps = int(seconds * 50)
+        for step in range(1, 2 * steps + 1):
+            run, at = ("rate=0.1", step) if step <= steps else ("rate=10", step - steps)
+            for replica in range(self.replicas):
+                loss = 2.3 * math.exp(-4 * at / steps) + 0.1 * math.sin(step * 2.3 + 2 * replica) ** 2
+                if run == "rate=10" and at > steps // 2:
+                    loss = 2.0 ** (at - steps // 2) if at < steps * 0.8 else math.nan
+                values = {"loss": loss, "rate of learning": 0.1}
+                yield Live(replica, self.program, replica, ((step, 0, values),), run=run)
+            time.sleep(0.02)
 
     def progress(self, seconds: float = 2.0) -> Iterator[Any]:
         for percent in range(0, 101, 2):

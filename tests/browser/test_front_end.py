@@ -50,6 +50,7 @@ def test_curves_grow_and_stay(chrome: Any, lab: Server) -> None:
             notebook.see(lambda: view.locator("table tr").count() == 3)
             notebook.see(lambda: "examples/s" in view.locator("table").inner_text())
             notebook.see(lambda: "epoch 1" in notebook.output(1).inner_text())
+            values_are_read_and_controls_work(notebook, view)
             assert not is_light(colour_of(view))
             notebook.command("apputils:change-theme", {"theme": "JupyterLab Dark"})
             notebook.see(lambda: is_light(colour_of(view)))
@@ -69,6 +70,29 @@ def test_curves_grow_and_stay(chrome: Any, lab: Server) -> None:
 
     with OpenNotebook(chrome, lab, "live.ipynb") as again:  # without having run anything, and untrusted
         assert again.picture(1) > 100
+
+
+def values_are_read_and_controls_work(notebook: OpenNotebook, view: Any) -> None:
+    chart = view.locator("figure").filter(has=notebook.page.locator("svg[data-name='local loss']"))
+    svg, tip = chart.locator("svg"), chart.locator(".tip")
+    notebook.see(lambda: chart.locator("path.epoch").count() > 0)
+    assert "local loss: last" in svg.get_attribute("aria-label")
+    svg.hover(position={"x": 150, "y": 60})
+    notebook.see(lambda: all(text in tip.inner_text() for text in ("step", "[0]", "[1]")))
+    svg.focus()
+    notebook.page.keyboard.press("Home")
+    notebook.see(lambda: tip.inner_text().startswith("step 1 · epoch 1"))
+    notebook.page.keyboard.press("ArrowRight")
+    notebook.see(lambda: tip.inner_text().startswith("step 2 · epoch 1"))
+    notebook.page.keyboard.press("Escape")
+    notebook.see(lambda: not tip.is_visible())
+    view.get_by_label("smoothing").fill("0.9")  # while the kernel is busy
+    notebook.see(lambda: chart.locator("path.raw").count() == 2)
+    assert chart.locator("path.line").count() == 2
+    view.get_by_label("smoothing").fill("0")
+    view.get_by_label("log scale").check()
+    notebook.see(lambda: "0.1" in chart.locator("svg text").all_text_contents())
+    view.get_by_label("log scale").uncheck()
 
 
 def colour_of(view: Any) -> str:

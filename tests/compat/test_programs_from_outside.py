@@ -33,6 +33,7 @@ def test_a_program_gives_the_numbers_that_torchrun_gives_it(notebook: Notebook, 
 
 
 @needs_nightly
+@pytest.mark.soak
 def test_data_parallelism_of_keras_itself_and_a_scope_after_it() -> None:
     """What Keras would sum up by itself, wherever there is a process group, is not summed up twice in a scope."""
     with Notebook(2) as notebook:

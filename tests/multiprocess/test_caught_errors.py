@@ -11,6 +11,8 @@ from tests.multiprocess.sessions import run_cell, started
 from tests.ranks import run_ranks
 
 _BEGIN = """
+import threading, time
+from types import SimpleNamespace
 import torch, distnb
 import torch.distributed as dist
 from distnb.errors import CollectiveError, CollectiveMismatchError
@@ -142,6 +144,32 @@ _CASES = {
     except (ValueError, RuntimeError) as error:
         return "its own"
     """,
+    # Refused while the thread that tends the group has begun to look for what others called.
+    "arguments refused under a look": """
+    current = dist.distributed_c10d._get_default_group().ready()[0]
+    looking, posting = threading.Event(), current.posting
+
+    class Posting:
+        def __enter__(self):
+            if current.open and threading.current_thread() is not threading.main_thread():
+                looking.set()
+            posting.acquire()
+        def __exit__(self, *error):
+            posting.release()
+
+    def refuse(*args):
+        assert looking.wait(60)
+        while current.verifier.absent(current.verifier.number):
+            time.sleep(0.001)
+        raise ValueError("refused")
+
+    if me():
+        current.posting, current.backends.backends["cpu"] = Posting(), SimpleNamespace(allgather=refuse)
+    try:
+        dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3))
+    except (CollectiveMismatchError, ValueError) as error:
+        return type(error).__name__
+    """,
     "in a scope": """
     try:
         with strategy.scope():
@@ -187,6 +215,7 @@ _CAUGHT = {
     "mismatched": ["CollectiveMismatchError"] * 2,
     "mismatched in run": ["CollectiveMismatchError"] * 2,
     "arguments refused": ["CollectiveMismatchError", "its own"],
+    "arguments refused under a look": ["CollectiveMismatchError", "ValueError"],
     "in a scope": ["CollectiveError", "KeyError"],
     "twice": ["CollectiveError", "KeyError"],
     "half a step": ["KeyError", "CollectiveError"],

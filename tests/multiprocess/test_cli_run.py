@@ -178,7 +178,10 @@ def test_a_reader_that_goes_away_ends_everything(tmp_path: Path) -> None:
     assert not processes.children_of_this_run()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.soak)],
+)
 def test_ctrl_c_and_a_polite_end_reach_every_replica(tmp_path: Path, number: signal.Signals, code: int) -> None:
     (tmp_path / "script.py").write_text(
         "import os, time, torch, torch.distributed as dist\n"

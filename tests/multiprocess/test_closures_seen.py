@@ -1,7 +1,8 @@
-"""What a notebook shows of closures: while they run, when the cell has ended, and on demand."""
+"""Closures in a notebook: what is shown while they run, when the cell has ended, and on demand; and the stop button."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,50 @@ def test_what_the_servers_hold_is_told_on_demand(notebook: Notebook) -> None:
 def test_a_short_cell_shows_no_view(notebook: Notebook) -> None:
     ran = notebook.run("coordinator.schedule(lambda: 1).fetch()")
     assert [each for each in ran.displays if "closures" in str(each)] == []
+
+
+_STEP = """
+class Mine(Exception):
+    pass
+def step(n):
+    print("step", n)
+    if n < 0:
+        raise Mine(n)
+    return n
+"""
+
+
+def test_what_closures_print_and_raise_is_the_cells(notebook: Notebook) -> None:
+    notebook.run(_STEP)
+    ran = notebook.run("values = [coordinator.schedule(step, args=(n,)) for n in (1, 2)]\ncoordinator.join()")
+    assert ran.stdout.count("step 1") == 1
+    assert ran.stdout.count("step 2") == 1
+    ran = notebook.try_run("coordinator.schedule(step, args=(-1,))\ncoordinator.join()")
+    assert ran.error_name == "Mine"
+    assert "raise Mine(n)" in ran.traceback
+    assert re.search(r"Cell In\[\d+\], line", ran.traceback)
+    assert "orker" in ran.traceback
+
+
+def test_the_stop_button_ends_closures(notebook: Notebook) -> None:
+    notebook.run("values = [coordinator.schedule(time.sleep, args=(60,)) for _ in range(8)]")
+    cell = notebook.start("print('waits', flush=True)\ncoordinator.join()")
+    notebook.wait_for_output(cell, "waits")
+    notebook.interrupt()
+    assert notebook.finish(cell).error_name == "KeyboardInterrupt"
+    notebook.run("coordinator.join()")  # the stop may have come before the cell joined
+    assert notebook.value("[value.state for value in values]") == ["cancelled"] * 8
+    assert notebook.value("coordinator.schedule(abs, args=(-3,)).fetch()") == 3
+
+
+def test_variables_are_drawn_on_their_servers(notebook: Notebook) -> None:
+    text = notebook.run("distnb.visualize(model)").text
+    assert "ps 0: 40 B" in text
+    assert "weight  (2, 4)  float32  all   ps 0  cpu     32 B  on a parameter server" in text
+    text = notebook.run("distnb.visualize(strategy)").text
+    assert "worker 0" in text
+    assert "weight  (2, 4)  float32" in text
+    assert "ps 0" in notebook.run("%distnb devices").text
+    ran = notebook.run("import torch\nvalue = coordinator.schedule(lambda: torch.arange(3.0))\nvalue.fetch()\nvalue")
+    assert "RemoteValue of &lt;lambda&gt;" in ran.displays[-1]["text/html"]
+    assert "histogram from 0 to 2" in ran.displays[-1]["text/html"]

@@ -367,6 +367,15 @@ def test_an_interrupt_ends_what_was_scheduled(coordinator: ClusterCoordinator, w
     assert isinstance(coordinator.schedule(whoami).fetch(), int)
 
 
+def test_an_interrupt_of_the_session_is_over_when_it_returns(coordinator: ClusterCoordinator) -> None:
+    """It is meant for what is scheduled now, not for what the next cell schedules."""
+    coordinator._link._do(lambda: time.sleep(0.3))  # type: ignore[attr-defined]  # its thread is busy
+    value = coordinator.schedule(time.sleep, args=(60,))
+    require().interrupt()
+    assert coordinator._queue.ending or value.state == "cancelled"
+    coordinator.join()
+
+
 def test_interrupt_of_the_session_ends_a_join(coordinator: ClusterCoordinator) -> None:
     value = coordinator.schedule(time.sleep, args=(60,))
     wait_until(lambda: value.state == "running", _WITHIN_S)

@@ -15,21 +15,27 @@ import distnb
 from distnb.coordinator import ClusterCoordinator, RemoteValue
 from distnb.errors import ClosureCancelled, NoClusterError, ServerLost
 from distnb.notebook import engines
-from distnb.notebook.compose import require
+from distnb.notebook.compose import current, require
 from distnb.runtime.servers.messages import Create, Describe
+from tests import processes
 from tests.processes import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 _WITHIN_S = 40.0
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    distnb.start(workers=2, ps=2)
+    yield
+    distnb.stop()
+
+
 @pytest.fixture
-def coordinator() -> Iterator[ClusterCoordinator]:
-    distnb.start(workers=2, ps=1)
-    try:
-        yield ClusterCoordinator(distnb.ParameterServerStrategy())
-    finally:
-        distnb.stop()
+def coordinator(cluster: None) -> Iterator[ClusterCoordinator]:
+    yield ClusterCoordinator(distnb.ParameterServerStrategy())
+    if (session := current()) is not None:
+        processes.OF_MODULE.update(row.pid for row in session.status())
 
 
 def whoami() -> int:
@@ -84,6 +90,33 @@ def test_a_restart_of_busy_workers_loses_nothing(coordinator: ClusterCoordinator
     assert coordinator.fetch(values) == list(range(12))
 
 
+def test_a_lost_server_is_an_error_at_once_until_another_takes_its_place(coordinator: ClusterCoordinator) -> None:
+    servers = coordinator._link.servers
+    create = Create((1, 0), "v", torch.ones(2))
+    servers.exchange({0: [create], 1: [create]})
+    assert coordinator.schedule(whoami).fetch() in {row.pid for row in require().status()[:2]}
+    running = coordinator.schedule(time.sleep, args=(60,))
+    wait_until(lambda: running.state == "running", _WITHIN_S)
+    os.kill(require().status()[3].pid, signal.SIGKILL)
+    with pytest.raises(ServerLost, match=r"Parameter server 1 .*checkpoint"):
+        coordinator.join()
+    with pytest.raises(ClosureCancelled, match="Parameter server 1"):
+        running.fetch()
+    for _ in range(2):
+        with pytest.raises(ServerLost, match="Parameter server 1"):
+            coordinator.schedule(whoami)
+    with pytest.raises(ServerLost):
+        servers.exchange({1: [Describe()]})
+    assert coordinator.status().lost_servers == (1,)
+    require().restart(missing=True)
+    with pytest.raises(ServerLost, match="Another one is in its place"):
+        coordinator.schedule(whoami)
+    coordinator.recover(lambda: None)
+    assert servers.exchange({0: [Describe()], 1: [Describe()]})[1] == ((),)
+    assert coordinator.schedule(whoami).fetch()
+    coordinator.join()
+
+
 def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> None:
     value: RemoteValue = coordinator.schedule(time.sleep, args=(60,))
     threading.Timer(0.3, distnb.stop).start()
@@ -93,38 +126,6 @@ def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> 
         value.fetch()
     with pytest.raises(NoClusterError):
         coordinator.schedule(whoami)
-
-
-def test_a_lost_server_is_an_error_at_once_until_another_takes_its_place() -> None:
-    distnb.start(workers=2, ps=2)
-    try:
-        coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
-        servers = coordinator._link.servers
-        create = Create((1, 0), "v", torch.ones(2))
-        servers.exchange({0: [create], 1: [create]})
-        assert coordinator.schedule(whoami).fetch() in {row.pid for row in require().status()[:2]}
-        running = coordinator.schedule(time.sleep, args=(60,))
-        wait_until(lambda: running.state == "running", _WITHIN_S)
-        os.kill(require().status()[3].pid, signal.SIGKILL)
-        with pytest.raises(ServerLost, match=r"Parameter server 1 .*checkpoint"):
-            coordinator.join()
-        with pytest.raises(ClosureCancelled, match="Parameter server 1"):
-            running.fetch()
-        for _ in range(2):
-            with pytest.raises(ServerLost, match="Parameter server 1"):
-                coordinator.schedule(whoami)
-        with pytest.raises(ServerLost):
-            servers.exchange({1: [Describe()]})
-        assert coordinator.status().lost_servers == (1,)
-        require().restart(missing=True)
-        with pytest.raises(ServerLost, match="Another one is in its place"):
-            coordinator.schedule(whoami)
-        coordinator.recover(lambda: None)
-        assert servers.exchange({0: [Describe()], 1: [Describe()]})[1] == ((),)
-        assert coordinator.schedule(whoami).fetch()
-        coordinator.join()
-    finally:
-        distnb.stop()
 
 
 def test_closures_reach_workers_that_are_connected_by_the_network(monkeypatch: pytest.MonkeyPatch) -> None:

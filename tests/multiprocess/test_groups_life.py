@@ -299,7 +299,16 @@ def test_a_script_that_fails_is_no_mismatch():
     assert "Mismatch" not in first.stderr
 
 
-@pytest.mark.parametrize("traffic", ["dist.recv(torch.zeros(1), 1 - rank)", "dist.barrier()", "future.wait()"])
+@pytest.mark.parametrize(
+    "traffic",
+    [
+        "dist.barrier()",
+        *(
+            pytest.param(each, marks=pytest.mark.soak)
+            for each in ("dist.recv(torch.zeros(1), 1 - rank)", "future.wait()")
+        ),
+    ],
+)
 def test_the_exit_after_an_abort_is_clean(traffic):
     program = f"""
     groups.join(team(0), rank, cpu)

@@ -94,6 +94,7 @@ def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
     assert notebook.value("strategy.local_results(back)") == ("red", "red", "blue", "blue")
 
 
+@pytest.mark.soak  # as test_recovery.py has it on one machine
 def test_training_goes_on_with_those_left_and_with_a_replacement(notebook: Notebook) -> None:
     check_recovery(notebook, 4)
 

@@ -46,6 +46,11 @@ def workers(notebook: Notebook, before: set[int]) -> list[str]:
     return [line for line in new if "distnb.engine" in line]
 
 
+def is_dead(pid: int) -> bool:
+    """Whether a process ended as a whole: its parent hears of it (SIGCHLD) when its last thread has ended."""
+    return ") Z " in Path(f"/proc/{pid}/stat").read_text() and len(os.listdir(f"/proc/{pid}/task")) == 1
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("ended_by", ["interrupt", "another replica's error"])
 def test_nothing_reads_on(notebook: Notebook, ended_by: str, persistent: bool) -> None:
@@ -106,8 +111,7 @@ engine = os.getpid()
     )
     for pid in notebook.value("dict(enumerate(worker.values))").values():
         os.kill(pid, signal.SIGKILL)
-        stat = Path(f"/proc/{pid}/stat")
-        processes.wait_until(lambda stat=stat: ") Z " in stat.read_text(), LIMIT_S, "the worker is still there")
+        processes.wait_until(lambda pid=pid: is_dead(pid), LIMIT_S, "the worker is still there")
     for _ in range(2):
         ran = notebook.run("%%distribute mirrored\nprint(os.getpid() == engine, strategy.num_replicas_in_sync)")
         assert lines_of_each(ran.stdout) == [["True 2"], ["True 2"]]

@@ -66,9 +66,9 @@ def differences(one: Any, other: Any, tolerance: float, path: str = "") -> list[
     ("replicas", "keras"),
     [
         (2, "release"),
-        (3, "release"),
+        pytest.param(3, "release", marks=pytest.mark.soak),
         pytest.param(4, "release", marks=pytest.mark.soak),
-        pytest.param(2, "nightly", marks=needs_nightly),
+        pytest.param(2, "nightly", marks=[needs_nightly, pytest.mark.soak]),
     ],
 )
 @pytest.mark.parametrize("case", [*CASES, *CALLBACK_CASES])
@@ -114,7 +114,7 @@ result = whole, train([keras.callbacks.BackupAndRestore(folder, save_freq={save_
 """
 
 
-@pytest.mark.parametrize(("save_freq", "resumed"), [("epoch", 2), (3, 2)])
+@pytest.mark.parametrize(("save_freq", "resumed"), [pytest.param("epoch", 2, marks=pytest.mark.soak), (3, 2)])
 def test_a_script_that_was_killed_goes_on_when_it_is_started_again(
     tmp_path: Path, save_freq: str | int, resumed: int
 ) -> None:

@@ -63,6 +63,7 @@ def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_pa
     notebook.run("%distnb stop", timeout_s=60)
 
 
+@pytest.mark.soak  # test_hosts.py has them: what differs is where tasks are placed
 def test_roles(network: Machines, notebook: Notebook) -> None:
     red, blue = map(network.address, ("red", "blue"))
     tasks = {"chief": [f"{network.own}:1"], "worker": [f"{red}:1", f"{blue}:1"], "ps": [f"{blue}:2"]}

@@ -60,7 +60,8 @@ def test_sigkill_of_the_notebook(behaviour: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGHUP, pytest.param(signal.SIGQUIT, marks=pytest.mark.soak)]
+    "number",
+    [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.soak) for each in (signal.SIGHUP, signal.SIGQUIT))],
 )
 def test_other_signals(number: signal.Signals) -> None:
     notebook, _, directory = started_notebook("wait", "workers")
@@ -69,7 +70,9 @@ def test_other_signals(number: signal.Signals) -> None:
     assert_all_gone(directory)
 
 
-@pytest.mark.parametrize("ending", ["return", "raise", "_exit"])
+@pytest.mark.parametrize(
+    "ending", ["return", *(pytest.param(each, marks=pytest.mark.soak) for each in ("raise", "_exit"))]
+)
 def test_an_end_without_stopping_the_cluster(ending: str) -> None:
     notebook, _, directory = started_notebook(ending, "workers")
     notebook.wait(_WITHIN_S)

@@ -42,10 +42,11 @@ def restart_now(notebook: Notebook) -> None:
     ("end", "busy"),
     [
         (close, False),
-        *((end, True) for end in (kill, close, restart)),
+        (kill, True),
+        (restart, True),
         # Jupyter's `now` is a kill.
         *(pytest.param(end, False, marks=pytest.mark.soak) for end in (kill, restart, restart_now)),
-        pytest.param(restart_now, True, marks=pytest.mark.soak),
+        *(pytest.param(end, True, marks=pytest.mark.soak) for end in (close, restart_now)),
     ],
 )
 def test_nothing_outlives_a_kernel(end: Callable[[Notebook], None], busy: bool) -> None:

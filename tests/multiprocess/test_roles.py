@@ -204,7 +204,8 @@ while sys.stdin.readline():
 
 
 @pytest.mark.usefixtures("cache")
-def test_servers_in_the_coordinators_process_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("ending", ["kill", pytest.param("stop", marks=pytest.mark.soak)])
+def test_servers_in_the_coordinators_process_leave_nothing_behind(ending: str) -> None:
     """As TensorFlow's tutorial makes them. A process that was forked keeps all that is open here."""
     worker, ps = (free_addresses(2), free_addresses(1))
     script = f"""{_COORDINATOR}
@@ -226,26 +227,25 @@ for server in servers:
     server.join()
 print(json.dumps("ended"), flush=True)
 """
-    for ending in ("kill", "stop"):
-        with running("-c", script) as coordinator:
-            value, error = told(coordinator)
-            assert value == 3.0
-            assert "tells of worker 0, ps 0, and the cluster that is running has worker 0, worker 1, ps 0" in error
-            engines = [pid for _, pid, _ in told(coordinator)]
-            child = told(coordinator)
-            try:
-                if ending == "kill":
-                    coordinator.kill()
-                gone(engines) if ending == "kill" else None
-            finally:
-                os.kill(child, signal.SIGKILL)
-            if ending == "stop":
-                assert coordinator.stdin is not None
-                coordinator.stdin.write("\n")
-                coordinator.stdin.flush()
-                assert told(coordinator) == "ended"
-                gone(engines)
-                assert coordinator.wait(20) == 0
+    with running("-c", script) as coordinator:
+        value, error = told(coordinator)
+        assert value == 3.0
+        assert "tells of worker 0, ps 0, and the cluster that is running has worker 0, worker 1, ps 0" in error
+        engines = [pid for _, pid, _ in told(coordinator)]
+        child = told(coordinator)
+        try:
+            if ending == "kill":
+                coordinator.kill()
+            gone(engines) if ending == "kill" else None
+        finally:
+            os.kill(child, signal.SIGKILL)
+        if ending == "stop":
+            assert coordinator.stdin is not None
+            coordinator.stdin.write("\n")
+            coordinator.stdin.flush()
+            assert told(coordinator) == "ended"
+            gone(engines)
+            assert coordinator.wait(20) == 0
 
 
 @pytest.mark.usefixtures("cache")

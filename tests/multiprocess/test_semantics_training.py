@@ -71,7 +71,7 @@ def _train_alone(optimizer: str, dtype: torch.dtype) -> Any:
         torch.set_default_dtype(default)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("n", [2, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4))])
 def test_training_equals_one_replica(n: int) -> None:
     program = """
     result = {(name, str(dtype)): train(distnb.MirroredStrategy(), name, dtype)
@@ -343,7 +343,7 @@ def test_modules_of_no_scope_are_refused() -> None:
         assert "Mixing different Strategy objects" in texts[6]
 
 
-@pytest.mark.parametrize("when", ["", "import torchmetrics", "distnb.metrics"])
+@pytest.mark.parametrize("when", ["", pytest.param("import torchmetrics", marks=pytest.mark.soak), "distnb.metrics"])
 def test_metrics_of_a_scope(when: str) -> None:
     program = """
     with strategy.scope():

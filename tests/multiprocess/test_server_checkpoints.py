@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +106,10 @@ def trained(way: str, folder: str, others: list[str]) -> dict[str, Any]:
         results = [each.check().result for each in run_ranks(text, WAYS[way].replicas, timeout_s=120)]
         assert all(each == results[0] for each in results)
         return dict(results[0])
-    number = int(way[-1])
-    with servers(number):
-        strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(number))
-        names: dict[str, Any] = {"__name__": "__main__"}
-        exec(PROGRAM, names)
-        return dict(names["run"](strategy, folder, way, others, distnb.coordinator.ClusterCoordinator(strategy)))
+    strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(int(way[-1])))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(PROGRAM, names)
+    return dict(names["run"](strategy, folder, way, others, distnb.coordinator.ClusterCoordinator(strategy)))
 
 
 def close(one: Any, other: Any) -> bool:
@@ -123,14 +121,29 @@ def close(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("error:for 0.weight")
+def test_shards_are_restored_in_other_numbers_and_under_other_strategies(tmp_path: Path) -> None:
+    with servers(3):
+        check(tmp_path, ["servers_1", "mirrored_2", "servers_3"])
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("error:for 0.weight")
 def test_every_pair_of_strategies(tmp_path: Path) -> None:
-    """Each restores what those before it saved; the first one comes again, for what the last ones saved."""
+    """The first one comes again, for what the last ones saved."""
+    ways = ["servers_1", "servers_3", "servers_2", "default", "mirrored_2", "central_2", "servers_1"]
+    check(tmp_path, ways, clusters_of_their_own=True)
+
+
+def check(folder: Path, ways: list[str], *, clusters_of_their_own: bool = False) -> None:
+    """Each way restores what those before it saved."""
     saved: list[str] = []
     expected: Any = None
-    for way in ("servers_1", "servers_3", "servers_2", "default", "mirrored_2", "central_2", "servers_1"):
+    for way in ways:
         again = way in saved
-        folder = tmp_path / ("again" if again else "")
-        result = trained(way, str(folder), [f"../{each}" if again else each for each in saved])
+        own = servers(int(way[-1])) if clusters_of_their_own and way.startswith("servers") else nullcontext()
+        with own:
+            others = [f"../{each}" if again else each for each in saved]
+            result = trained(way, str(folder / ("again" if again else "")), others)
         expected = expected or result["state"]
         assert expected["count"] == 4
         assert close(result["state"], expected), way

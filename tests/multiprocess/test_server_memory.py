@@ -29,7 +29,7 @@ def limit(pid, nbytes):
     resource.prlimit(pid, resource.RLIMIT_DATA, (most, most))
 
 torch.set_num_threads(1)
-distnb.start(workers=2, ps=4)
+distnb.start(workers=1, ps=4)
 strategy = distnb.ParameterServerStrategy(variable_partitioner=distnb.partitioners.MinSizePartitioner(max_shards=4))
 coordinator = distnb.coordinator.ClusterCoordinator(strategy)
 with strategy.scope():  # what is loaded at first use is loaded

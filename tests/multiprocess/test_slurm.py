@@ -86,11 +86,13 @@ strategy.distribute_datasets_from_function(make)
     assert notebook.value("strategy.local_results(pipelines)") == ((2, 0), (2, 0), (2, 1), (2, 1))
 
 
+@pytest.mark.soak  # as test_hosts.py has it
 def test_a_node_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
     check_cut_off(notebook, network, "red", "blue", tmp_path)
     assert notebook.value("sum('red cannot be reached' in row.state for row in cluster.status())") == 2
 
 
+@pytest.mark.soak  # as test_hosts.py has it
 def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
     network.join("red")
     notebook.run("%distnb restart --missing", timeout_s=150)
@@ -99,6 +101,7 @@ def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
     assert notebook.value("strategy.local_results(back)") == ("blue", "blue", "red", "red")
 
 
+@pytest.mark.soak  # as test_hosts.py has it
 def test_an_engine_that_is_killed(notebook: Notebook) -> None:
     check_killed(notebook, "red")
 
@@ -131,6 +134,7 @@ def test_stop_leaves_no_process_on_any_node(notebook: Notebook) -> None:
     check_stop(notebook)
 
 
+@pytest.mark.soak  # test_hosts.py has them: what differs is where tasks are placed
 def test_roles(notebook: Notebook) -> None:
     """Those of a resolver: the allocation has two tasks on each node."""
     start = (

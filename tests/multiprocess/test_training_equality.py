@@ -226,7 +226,7 @@ SCRIPTS = {
 
 
 @pytest.mark.timeout(175)
-@pytest.mark.parametrize("replicas", SCRIPTS)
+@pytest.mark.parametrize("replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4))])
 def test_a_script_under_torchrun(replicas: int) -> None:
     program = COMMON + "result = []\n"
     for strategy, case in SCRIPTS[replicas]:

@@ -111,7 +111,9 @@ else:
 """
 
 
-@pytest.mark.parametrize("program", [pytest.param(TORCH, id="loop"), pytest.param(KERAS, id="keras")])
+@pytest.mark.parametrize(
+    "program", [pytest.param(TORCH, id="loop"), pytest.param(KERAS, id="keras", marks=pytest.mark.soak)]
+)
 def test_workers_a_chief_that_saves_and_an_evaluator(program: str) -> None:
     words = {"evaluator 0": [sys.executable, "-m", "distnb", "run", "SCRIPT", "-n", "1"]}
     with Tasks(DATA + program + ROLES, ["worker 0", "worker 1", "evaluator 0"], command=words) as tasks:

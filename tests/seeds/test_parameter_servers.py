@@ -140,6 +140,7 @@ else:
 """
 
 
+@pytest.mark.soak  # tests/multiprocess/test_roles.py has such servers, the others have this training
 def test_servers_in_the_coordinators_process(tmp_path: Path) -> None:
     """As TensorFlow's tutorial makes them. Who makes everything anew, goes on where the first training ended."""
     cluster = {"worker": free_addresses(2), "ps": free_addresses(2)}

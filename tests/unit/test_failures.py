@@ -89,4 +89,5 @@ def test_where_an_ordinary_cell_called_stands_above() -> None:
                 callers_lines=(lambda error: ["here"]) if called else None,
             )
         told = raised.value._render_traceback_()  # type: ignore[attr-defined]
-        assert told == ["here"] * called + ["Replica 0 of 1 (cpu:0) raised:", "there"]
+        assert told[:-1] == ["here"] * called + ["Replica 0 of 1 (cpu:0) raised:", "there"]
+        assert told[-1].startswith("(%debug opens a debugger there")

@@ -84,7 +84,7 @@ def test_stop_while_a_cell_is_about_to_begin(shell: InteractiveShell, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(Front, "begin_cell", pressed)
         result, text = run(shell, "import time\ntime.sleep(60)\nran = True")
-        assert isinstance(result.error_in_exec, KeyboardInterrupt)
+        assert isinstance(result.error_in_exec or result.error_before_exec, KeyboardInterrupt)
     assert "Error in callback" not in text
     assert "ran" not in shell.user_ns
     assert run(shell, "ran = True")[0].success
@@ -184,7 +184,7 @@ def test_the_word_and_the_class_name_the_same_object() -> None:
         ("x", ["'x' is a int", "strategy is needed"]),
         ("mirrored -n 0", ["-n: 0", "1 or more"]),
         ("mirrored -n two", ["two", "whole number"]),
-        ("mirrored -n", ["-n", "Usage"]),
+        ("mirrored -n", ["-n", "expected one argument"]),
         ("mirrored --gradients max", ["max", "sum", "mean"]),
         ("mirrored --device cuda:0", ["--device", "did you mean --devices"]),
         ("mirrored --devices gpu:x", ["gpu:x", "cuda:1"]),
@@ -219,7 +219,7 @@ def test_a_cell_reaches_the_session_with_its_line_numbers(shell: InteractiveShel
     assert source.split("\n")[:3] == ["# %%distribute mirrored -n 2", "x = 1", "# replay: lines"]
     assert spec == StrategySpec("mirrored", (), 2)
     assert keywords["label"] == f"Cell In[{shell.execution_count}]"
-    assert keywords["in_scope"] is False
+    assert keywords["only"] is None
     assert text == "[0-1] hello\n[0] I am 0\n[1] I am 1\n"
 
 
@@ -545,6 +545,9 @@ def complete(shell: InteractiveShell, text: str) -> set[str]:
         ("%%distribute mirrored --gradients m", {"mean"}),
         ("%distnb sta", {"start", "status"}),
         ("%distnb live w", {"widget"}),
+        ("%autodistribute m", {"mirrored", "multi_worker"}),
+        ("%autodistribute o", {"off", "one_device"}),
+        ("%autodistribute mirrored --t", {"--time"}),
     ],
 )
 def test_completion(shell: InteractiveShell, line: str, expected: set[str]) -> None:
@@ -555,6 +558,57 @@ def test_completion(shell: InteractiveShell, line: str, expected: set[str]) -> N
 def test_every_option_of_start_completes(shell: InteractiveShell) -> None:
     options = set(re.findall(r"--[a-z-]+", run(shell, "%distnb start -h")[1]))
     assert {"--hosts", "--launcher", "--secret"} <= options <= complete(shell, "%distnb start --")
+
+
+def test_autodistribute_until_off(shell: InteractiveShell, session: ReplaySession) -> None:
+    """Cells reach the replicas with the notebook's own lines; commands to IPython stay here."""
+    assert "run in the notebook" in run(shell, "%autodistribute")[1]
+    run(shell, "%autodistribute mirrored -n 2")
+    assert "%%distribute mirrored -n 2" in run(shell, "%autodistribute")[1]
+    run(shell, "\nx = 1\nfor y in ():\n    pass")
+    run(shell, "%distnb status")
+    run(shell, "# only looking\nx?")
+    run(shell, "!true")
+    run(shell, "%%distribute mirrored\nz = 2")
+    run(shell, "x = 1")
+    texts = [source for source, _, _ in session.cells]
+    assert texts[1:] == ["# %%distribute mirrored\nz = 2\n", "x = 1\n"]
+    assert texts[0].splitlines()[1:] == ["x = 1", "for y in ():", "    pass"], "line numbers are the cell's own"
+    assert session.cells[0][1].num_replicas == 2
+    run(shell, "%autodistribute off")
+    run(shell, "here = 3")
+    assert shell.user_ns["here"] == 3
+    assert "own process" in error_of(shell, "%autodistribute default")
+    assert "mirrored" in error_of(shell, "%autodistribute mirored")
+
+
+def test_history_and_choices_of_a_cell(shell: InteractiveShell, session: ReplaySession) -> None:
+    run(shell, "%%distribute mirrored --replicas 0,2-3\nprint(1)")
+    assert session.cells[0][2]["only"] == (0, 2, 3)
+    assert "no replicas" in error_of(shell, "%%distribute mirrored --replicas 3-1\nprint(1)")
+    for option in "--time", "--replicas 0":
+        assert "own process" in error_of(shell, f"%%distribute default {option}\nprint(1)")
+    run(shell, "1 + 1")
+    text = run(shell, "%distnb history")[1]
+    rows = text.splitlines()[1:]
+    assert rows[0].split()[1:3] == ["mirrored", "2"]
+    assert rows[0].split()[-2:] == ["ok", "print(1)"]
+    assert len(rows) == 1, "what reached no engine is none of them"
+    assert "1 + 1" not in text
+
+
+def test_a_forgotten_load_ext(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import distnb` is enough: the first magic loads the rest."""
+    program = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+import distnb
+shell.run_cell("%%distribute default\\nprint(strategy)").raise_error()
+shell.run_cell("%distnb status").raise_error()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "DefaultStrategy" in done.stdout
+    assert "No cluster is running" in done.stdout
 
 
 def test_names_complete_inside_a_distributed_cell(shell: InteractiveShell) -> None:

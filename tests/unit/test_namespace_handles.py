@@ -55,6 +55,19 @@ def test_different_values(world: DoubleWorld) -> None:
     assert ns["s"].values == (0, 11)
 
 
+def test_a_snapshot_that_one_replica_opened_is_sent_again(world: DoubleWorld) -> None:
+    """Another one was ended before it did: what the first was told to call otherwise it hears of twice."""
+    there(world, "import torch\nr = torch.full((2,), float(rid()))\nx = [rid()]")
+    there(world, "if rid():\n    r = torch.zeros(2)\nx[0] += 1")
+    for _ in range(2):
+        snapshot = world.namespace.outgoing("r, x", world.team)
+        with world.engines[0].active():
+            world.namespaces[0].open(snapshot, 0)
+        world.namespace.failed(snapshot)
+    there(world, "s = r.tolist(), x[0]")
+    assert world.notebook.user_ns["s"].values == (([0.0, 0.0], 1), ([0.0, 0.0], 2))
+
+
 def test_what_raises_on_a_handle_is_no_reason_to_send_all_anew(world: DoubleWorld) -> None:
     here(world, "data = [{'number': number} for number in range(10_000)]")
     there(world, "held = [len(data)]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import tomllib
@@ -11,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import distnb
 from distnb.magics.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -87,3 +89,16 @@ def test_the_quick_start_is_the_cell_that_the_readme_shows() -> None:
     sources = ["".join(cell["source"]) for cell in notebook["cells"]]
     (shown,) = re.findall(r"```python\n(%%distribute.*?)```", readme, flags=re.DOTALL)
     assert any(shown.strip() in source for source in sources)
+
+
+def test_the_extension_is_built_from_what_lies_there() -> None:
+    """`make extension` builds it anew, and notes of what."""
+    folder = ROOT / "extension"
+    noted = dict(reversed(line.split()) for line in (folder / "labextension.sha256").read_text().splitlines())
+    sources = [path for name in ("src/*", "style/*", "schema/*", "*.json", ".npmrc") for path in folder.glob(name)]
+    found = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources}
+    assert found == noted
+    built = json.loads((folder / "labextension" / "package.json").read_text(encoding="utf-8"))
+    assert (folder / "labextension" / built["jupyterlab"]["_build"]["load"]).exists()
+    assert built["version"] == distnb.__version__
+    assert '"resolved"' not in (folder / "package-lock.json").read_text(encoding="utf-8"), "it names no host"

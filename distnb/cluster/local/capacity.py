@@ -13,7 +13,7 @@ import psutil
 from distnb.cluster.process_environment import cores
 from distnb.errors import StartError
 
-__all__ = ["CAP_FILE", "CAP_VARIABLE", "Capacity", "check_capacity", "this_machine"]
+__all__ = ["CAP_FILE", "CAP_VARIABLE", "Capacity", "available_nbytes", "check_capacity", "this_machine"]
 
 CAP_VARIABLE = "DISTNB_MAX_ENGINES"
 """Environment variable: how many engines a cluster may have on this machine."""
@@ -61,7 +61,7 @@ def this_machine() -> Capacity:
             )
         caps.append((int(text), said_by))
     most, said_by = min(caps, default=(None, ""))
-    return Capacity(cores(), _available_nbytes(), most, said_by)
+    return Capacity(cores(), available_nbytes(), most, said_by)
 
 
 def check_capacity(
@@ -105,7 +105,7 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes // 2**20:,}"
 
 
-def _available_nbytes() -> int:
+def available_nbytes() -> int:
     """What the machine has, or the control groups of this process (a container's, a service's) leave, if less."""
     left = [int(psutil.virtual_memory().available)]
     with suppress(OSError):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from distnb import activity
 from distnb.collectives.group.backends import Backends
 from distnb.collectives.shared_memory.shared_sum import SharedSum
 from distnb.collectives.verify.collective_log import Record, Wait
@@ -49,6 +50,7 @@ class Communicator:
         mendable: Whether the next operation after the program has heard of the failure makes a new communicator.
         told: Whether the program has heard of it.
         former: The verifier of the communicator that broke, and whose place this one takes.
+        name: How all replicas call it.
         backends, verifier, shared: What it consists of, while it is connected.
     """
 
@@ -59,6 +61,7 @@ class Communicator:
         self.failure = failure
         self.mendable = self.told = self._retired = False
         self.former = former
+        self.name = ""
         self.backends: Backends | None = None
         self.verifier: Verifier | None = None
         self.shared: SharedSum | None = None
@@ -86,6 +89,9 @@ class Communicator:
 
     def _connect(self) -> None:
         group = self.group
+        self.name = f"{group.member.prefix}/{group.meeting}"
+        what = f"the forming of the process group of replicas {list(group.replicas)}"
+        activity.begin("collective", activity.Arrival(activity.clock(), self.name, what=what))
         try:
             backends, log = group.member.form(self)
         except BaseException as error:
@@ -93,6 +99,8 @@ class Communicator:
                 text = str(error) if isinstance(error, CollectiveError) else "The forming of a group was broken off."
                 self.fail(CollectiveError(text))
             raise
+        finally:
+            activity.end()
         self.verifier = Verifier(log, group.replicas, group.positions, group.breaks)
         self.verifier.begin(group.program)
         self._deadlocks = DeadlockDetector(log)
@@ -197,6 +205,16 @@ class Communicator:
 
     def _await(self, heard: Callable[[], bool], number: int | None) -> None:
         """Wait for what all others tell. Nothing is entered yet that would end in Gloo when one of them dies."""
+        if heard():
+            return
+        what = verifier.describe(number) if number is not None and (verifier := self.verifier) is not None else ""
+        activity.begin("collective", activity.Arrival(activity.clock(), self.name, number or 0, what))
+        try:
+            self._hear(heard, number)
+        finally:
+            activity.end()
+
+    def _hear(self, heard: Callable[[], bool], number: int | None) -> None:
         closed_since = None
         while not heard():
             self.examine(number)
@@ -310,6 +328,8 @@ class Communicator:
         left = ""
         try:
             with self.posting:
+                if not waiting and number is not None and number not in self.open:
+                    return  # it was refused as it began: an error of this replica's own is on its way to who catches it
                 verifier.check()
                 if number is not None:
                     failed, left = verifier.check_departed(number), verifier.departed(number)
@@ -382,14 +402,19 @@ class Communicator:
             "Give it a longer one, or none: replicas are then waited for as long as they are alive."
         )
 
-    def tend(self) -> None:
-        """Called ten times a second on a thread of its own: for waits in C++, and for works that nobody waits for."""
+    def tend(self, *, limits_held: bool = False) -> None:
+        """Called ten times a second on a thread of its own: for waits in C++, and for works that nobody waits for.
+
+        With `limits_held` every time limit begins anew: a user thinks about what is waited for.
+        """
         for number, inner in list(self.open.items()):
             if inner.is_completed():
                 self.open.pop(number, None)
         for what, (work, limit_s, until) in list(self._deadlines.items()):
             if work.is_completed():
                 self._deadlines.pop(what, None)
+            elif limits_held:
+                self.limit(what, work, limit_s)
             elif time.monotonic() > until:
                 self.fail(self._out_of_time(what, limit_s), mendable=True)
         numbers, verifier = list(self.open), self.verifier

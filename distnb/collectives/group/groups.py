@@ -56,6 +56,7 @@ class Groups:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._tending: threading.Thread | None = None
+        self._limits_held = False
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._in_forked_child)
 
@@ -189,6 +190,10 @@ class Groups:
         if member is not None:
             member.fail(ProgramAborted(reason))
 
+    def hold_limits(self, on: bool) -> None:
+        """From now on let no time limit strike, or let them again, each from then on. Safe from any thread."""
+        self._limits_held = on
+
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def program_began(self, program: int) -> None:
@@ -225,7 +230,7 @@ class Groups:
                     communicator = group.communicator
                     if communicator.backends is not None and communicator.backends.connections.silent():
                         communicator.fail(CollectiveError(_SILENT))
-                    communicator.tend()
+                    communicator.tend(limits_held=self._limits_held)
 
     def _at_exit(self) -> None:
         member = self._active

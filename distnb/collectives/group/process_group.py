@@ -19,12 +19,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BarrierOptions
 from torch.distributed import constants
 
+from distnb import activity
+from distnb.activity import Arrival
 from distnb.collectives.group.backends import Backends
 from distnb.collectives.group.communicator import Beginning, Communicator
 from distnb.collectives.group.eager import methods_always_eager
 from distnb.collectives.group.work import DeviceWork, HostWork, Message, Staging, positive_seconds
 from distnb.collectives.shared_memory.shared_sum import SharedWork
-from distnb.collectives.verify import signature
+from distnb.collectives.verify import callsite, signature
 from distnb.collectives.verify.collective_log import Record
 from distnb.collectives.verify.regions import PositionTracker, Regions
 from distnb.collectives.verify.signature import Key, of_tensors
@@ -292,17 +294,22 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # -- how operations begin ----------------------------------------------------------------------------------------
 
     def _enter(
-        self, record: Record, limit_s: float | None, begin: Callable[[Communicator, Backends, int], _T]
+        self, record: Record, limit_s: float | None, begin: Callable[[Communicator, Backends, Arrival], _T]
     ) -> tuple[Communicator, int, _T]:
         """Post a collective, and begin it. Returns what it is done with, its number, and what `begin` returned."""
         while True:
             current, backends = self.ready()
+            at = activity.clock()
             try:
                 with current.posting:
                     number = current.post(record, limit_s)
-                    return current, number, begin(current, backends, number)
+                    arrival = Arrival(at, current.name, number, record.operation, record.place)
+                    made = begin(current, backends, arrival)
             except Superseded as found:
                 current.supersede(found)
+            else:
+                activity.begun(arrival)
+                return current, number, made
 
     def run(
         self,
@@ -330,8 +337,11 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             limits = (limit_s, self._time_limit_s, positive_seconds(timeout))
             limit_s = min((each for each in limits if each is not None), default=None)
 
-        def begin(current: Communicator, backends: Backends, number: int) -> Any:
-            backend = backends.backends[device]
+        begun: Arrival
+
+        def begin(current: Communicator, backends: Backends, arrival: Arrival) -> Any:
+            nonlocal begun
+            begun, number, backend = arrival, arrival.number, backends.backends[device]
             if device == "cpu":
                 current.open[number] = Beginning()
             try:
@@ -345,7 +355,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if device != "cpu":
             return cast(Work, inner and DeviceWork(current, inner))  # none while operations are coalesced
         current.open[number] = inner
-        return HostWork(current, inner, number, staging)
+        return HostWork(current, inner, begun, staging)
 
     def start_in_memory(
         self, key: Key, tensor: Tensor, op: str, sources: Sequence[int] | None = None, wanted: bool = True
@@ -365,10 +375,10 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if shared is None or not self._in_memory or self._carried_as(key[3]) != "cpu" or not shared.takes(tensor, op):
             return None
 
-        def begin(current: Communicator, backends: Backends, number: int) -> SharedWork:
+        def begin(current: Communicator, backends: Backends, arrival: Arrival) -> SharedWork:
             assert current.shared is not None  # replicas that share memory do so in each communicator
-            own = current.shared.post(tensor, current, number, wanted)
-            return SharedWork(current.shared, own, tensor, op, current, number, sources)
+            own = current.shared.post(tensor, current, arrival.number, wanted)
+            return SharedWork(current.shared, own, tensor, op, current, arrival, sources)
 
         current, number, work = self._enter(signature.record(key), self._patience_s, begin)
         current.limit(number, work, self._patience_s)
@@ -376,7 +386,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def note(self, key: Key) -> int:
         """Record what every replica must do alike, though nothing is communicated in it. Returns its number."""
-        return self._enter(signature.record(key), None, lambda current, backends, number: number)[1]
+        return self._enter(signature.record(key), None, lambda current, backends, arrival: None)[1]
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -476,7 +486,9 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         inner = getattr(backends.backends[kind], method)(tensors, *rest)
         if kind != "cpu":
             return DeviceWork(current, inner)
-        return HostWork(current, Message(inner), None, staging, self._time_limit_s)
+        what = f"{method}({', '.join(map(str, rest))})"
+        arrival = Arrival(activity.clock(), what=what, where=callsite.current().place)
+        return HostWork(current, Message(inner), arrival, staging, self._time_limit_s)
 
     # -- subgroups ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from distnb import activity
+from distnb.activity import Arrival
 from distnb.collectives.group import exits
 from distnb.collectives.group.eager import methods_always_eager
 
@@ -160,7 +162,7 @@ class HostWork(_GuardedWork):
     """A collective or a message under way in Gloo.
 
     Args:
-        number: Its number in the collective log; messages have none.
+        arrival: How this replica came to it; messages have no number in the collective log.
         staging: Where tensors of a device go through host memory: what to copy back.
         limit_s: The program's time limit for each wait, or None.
     """
@@ -171,20 +173,29 @@ class HostWork(_GuardedWork):
         self,
         communicator: Communicator,
         inner: Any,
-        number: int | None,
+        arrival: Arrival,
         staging: Staging | None,
         limit_s: float | None = None,
     ) -> None:
         super().__init__(communicator, inner)
-        self.number = number
+        self.number = arrival.number or None
+        self._arrival = arrival
         self._staging = staging
         self._limit_s = limit_s
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._communicator.failed:
+            self._communicator.raise_failure()
+        activity.begin("collective", self._arrival)
+        try:
+            self._wait(timeout)
+        finally:
+            activity.end()
+        return True
+
+    def _wait(self, timeout: timedelta | None) -> None:
         communicator = self._communicator
-        if communicator.failed:
-            communicator.raise_failure()
         if _ended(self._inner) is not None:
             if self.number is None:
                 communicator.watch(self)
@@ -196,7 +207,6 @@ class HostWork(_GuardedWork):
         communicator.finished(self)
         if self._staging is not None:
             self._staging.copy_back()
-        return True
 
     def _wait_longer(self) -> None:
         communicator, inner = self._communicator, self._inner
@@ -222,12 +232,14 @@ class HostWork(_GuardedWork):
             # torch's set_exception is known to Python only; an error raised in a callback is known to C++ too.
             self._future = self._root.then(self._conclude)
             self._heard = False  # now there is somebody to be told
+            activity.begin("background", self._arrival, key=id(self))
             self._inner.get_future().add_done_callback(self._hear)
             self._communicator.watch(self)
         return self._future
 
     def _hear(self, inner: Any) -> None:
         """Called by Gloo's own thread when it is done, with all that follows from the future."""
+        activity.end(key=id(self))
         try:
             self.conclude()
         finally:

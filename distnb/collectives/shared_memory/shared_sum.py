@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distnb import activity
+from distnb.activity import Arrival
 from distnb.collectives.verify.collective_log import CollectiveLog
 from distnb.errors import CollectiveError
 
@@ -227,7 +229,7 @@ class SharedWork:
         tensor: torch.Tensor,
         op: str,
         communicator: Communicator,
-        number: int,
+        arrival: Arrival,
         sources: Sequence[int] | None = None,
     ) -> None:
         self._shared = shared
@@ -235,7 +237,8 @@ class SharedWork:
         self._tensor: torch.Tensor | None = tensor
         self._op = op
         self.communicator = communicator
-        self.number = number
+        self.number = arrival.number
+        self._arrival = arrival
         self.sources = range(shared.size) if sources is None else sources
 
     def wait(self) -> None:
@@ -249,7 +252,11 @@ class SharedWork:
             return []
         if self.communicator.failed:
             self.communicator.raise_failure()
-        return self._shared.collect(self._own, tensor, self._op, self)
+        activity.begin("collective", self._arrival)
+        try:
+            return self._shared.collect(self._own, tensor, self._op, self)
+        finally:
+            activity.end()
 
     def conclude(self) -> None:
         """The communicator has failed: have the wait look up."""

@@ -101,8 +101,10 @@ class EngineNamespace:
 
     @spared
     def _settle(self, objects: EngineObjects, snapshot: Snapshot) -> None:
-        """Hear what the notebook made of earlier programs."""
+        """Hear what the notebook made of earlier programs: maybe again, where another replica did not hear of it."""
         for identity, what in snapshot.adopt.items():
+            if identity in objects.owned:
+                continue
             if isinstance(what, str):
                 if what in objects.tracker:
                     objects.own(identity, objects.tracker.root(what))

@@ -15,14 +15,17 @@ from distnb.errors import NamespaceError, StaleHandleError
 from distnb.input.dataset import DistributedDataset, DistributedIterator
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
+from distnb.runtime.inspection.holdings import holdings_of
+from distnb.runtime.inspection.inspecting import inspect
 from distnb.strategies.scope import drift_report, is_mirrored, origin_of, read_together
 from distnb.values import DistributedValues
 from distnb.wire.exchange import Described, Leaf, Request, Summary, follow
+from distnb.wire.inspection import Inspected
 from distnb.wire.messages import Apply, ObjectId
 
 __all__ = ["QUIET", "carry_out"]
 
-QUIET = frozenset({"export", "fetch", "import", "rename", "summary"})
+QUIET = frozenset({"export", "fetch", "holdings", "import", "inspect", "nbytes", "rename", "summary"})
 """Operations that run nothing of the user's which could communicate."""
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
@@ -47,6 +50,9 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         namespace.open(snapshot, replica)
         return None if spectator else _TRANSFERS[message.operation](namespace, objects, request)
     args, kwargs = namespace.open_call(snapshot, replica)
+    if message.operation in _PLACES:
+        told = _PLACES[message.operation](_owned(objects, message.target))
+        return namespace.finish_with(lambda describer: told)
     target = follow(_object(objects, message.target), request.path)
     if message.operation in ("list", "next"):
         items = list(target) if message.operation == "list" else _next(target)
@@ -68,14 +74,19 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
 
 
 def _object(objects: EngineObjects, identity: ObjectId) -> Any:
+    found = _owned(objects, identity)
+    if isinstance(found, DistributedValues) and len(found.values) == 1:
+        return found.values[0]
+    return found
+
+
+def _owned(objects: EngineObjects, identity: ObjectId) -> Any:
     found = objects.owned.get(identity, NOT_THERE)
     if found is NOT_THERE:
         raise StaleHandleError(
             f"Replica {objects.replica} has no object for this handle: the name was never assigned on it, "
             "or the object was freed."
         )
-    if isinstance(found, DistributedValues) and len(found.values) == 1:
-        return found.values[0]
     return found
 
 
@@ -106,7 +117,15 @@ _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "get": lambda target, args, kwargs: target,
     "read": lambda target, args, kwargs: read_together(target),
 }
-_SUMMARIES: dict[str, Callable[[Any], Summary]] = {"read_summary": _read_summary, "summary": summarise}
+_PLACES: dict[str, Callable[[Any], Any]] = {
+    "holdings": holdings_of,
+    "nbytes": lambda target: sum(each.nbytes for each in holdings_of(target)),
+}
+_SUMMARIES: dict[str, Callable[[Any], Summary | Inspected]] = {
+    "inspect": lambda target: inspect(own_part(target)),
+    "read_summary": _read_summary,
+    "summary": summarise,
+}
 
 
 # -- whole objects -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import cloudpickle
+from IPython.core.getipython import get_ipython
 from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 
 from distnb.engine.namespace import object_operations
@@ -20,7 +21,7 @@ from distnb.objects.packing import Packed
 from distnb.wire import exchange
 from distnb.wire.messages import ErrorReport
 
-__all__ = ["report"]
+__all__ = ["report", "users_part"]
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _ASKED = (object_operations.__file__, exchange.__file__)
@@ -74,7 +75,7 @@ def _pickle(error: BaseException, pack: Callable[[BaseException], Packed] | None
         return None  # an exception may hold anything, and fail in any way; its text and traceback are still sent
 
 
-def _users_part(error: BaseException) -> list[TracebackType]:
+def users_part(error: BaseException) -> list[TracebackType]:
     """The traceback without frames of distnb, and of torch where the error is ours.
 
     An error that is not ours, raised with no frame but ours on the stack, is a defect, whose place must be seen, unless
@@ -95,7 +96,7 @@ def _draw(error: BaseException) -> tuple[str, ...]:
 
     def chosen(each: BaseException) -> Sequence[TracebackType]:
         nonlocal left_out
-        frames = _users_part(each)
+        frames = users_part(each)
         if len(frames) > 2 * _SHOWN:  # IPython needs minutes for the thousand frames of an endless recursion
             left_out += len(frames) - 2 * _SHOWN
             frames = [*frames[:_SHOWN], *frames[-_SHOWN:]]
@@ -110,7 +111,9 @@ def _drawn(error: BaseException) -> tuple[str, ...]:
     kind, traceback = type(error), error.__traceback__
     if any(isinstance(each, BaseExceptionGroup) for each in chain(error)):  # IPython knows none
         return tuple(line.rstrip("\n") for line in format_exception(error))
-    drawer: Any = AutoFormattedTB(mode="Context", theme_name="neutral")
+    shell = get_ipython()
+    mode = shell.InteractiveTB.mode if shell is not None else "Context"  # as the notebook's %xmode has it
+    drawer: Any = AutoFormattedTB(mode=mode, theme_name="neutral")
     if isinstance(error, SyntaxError):
         drawer = SyntaxTB(theme_name="neutral")
-    return tuple(str(line) for line in drawer.structured_traceback(kind, error, traceback, tb_offset=0))
+    return tuple(str(line).rstrip("\n") for line in drawer.structured_traceback(kind, error, traceback, tb_offset=0))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from IPython.core.displaypub import DisplayPublisher
 
+from distnb.wire.inspection import PLACEMENT, VALUE
 from distnb.wire.messages import Display, Output
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class ReplicaDisplayPublisher(DisplayPublisher):
                 )
             )
         else:
+            data = {kind: value for kind, value in data.items() if kind not in (VALUE, PLACEMENT)}
             self._before.publish(data, metadata, transient=transient, update=update)
 
     def clear_output(self, wait: bool = False) -> None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import ast
+import dis
+import itertools
+import linecache
+import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterable
-from types import FrameType
+from types import CodeType, FrameType
 
 import psutil
 
-from distnb.accelerators import allocated_nbytes
+from distnb import activity
+from distnb.accelerators import allocated_nbytes, device_memory
 from distnb.runtime import step_count
-from distnb.wire.messages import TelemetrySample
+from distnb.wire.messages import MemoryUse, TelemetrySample, Waiting
 
-__all__ = ["remember_cell", "sample", "where_it_failed"]
+__all__ = ["Telemetry", "innermost", "memory", "remember_cell", "where_it_failed"]
 
+_FEW_EVENTS = 64  # in a sample, where nobody asked for all
+_KNOWN_CALLS = 64
+_CACHE = dis.opmap["CACHE"]
 _labels: dict[str, str] = {}
 _loaded = time.monotonic()
 
@@ -26,31 +35,126 @@ def remember_cell(filename: str, label: str) -> None:
     _labels[filename] = label.replace("Cell In[", "cell ").removesuffix("]") or "cell"
 
 
-def sample(engine: int, program: int, replica: int) -> TelemetrySample:
-    """Measure this process."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return TelemetrySample(
-        engine=engine,
-        program=program,
-        replica=replica,
-        seconds=time.monotonic() - _loaded,
-        steps=step_count.steps,
-        examples=step_count.examples,
-        rss_nbytes=int(psutil.Process().memory_info().rss),
-        device_nbytes=allocated_nbytes(),
-        where=_innermost(traceback.walk_stack(frame)) if frame is not None else "",
+class Telemetry:
+    """Measures this process. Used by the threads of one control.
+
+    Attributes:
+        detailed: Whether each sample brings every event since the one before it.
+    """
+
+    detailed = False
+
+    def __init__(self) -> None:
+        self._told = 0  # the serial of the newest event that a sample brought
+        self._place: tuple[CodeType, int] | None = None
+        self._calls: dict[tuple[CodeType, int], str] = {}
+        self._machine = activity.machine()
+        self._process = psutil.Process()
+
+    def sample(self, engine: int, program: int, replica: int, *, whole: bool = False) -> TelemetrySample:
+        """Measure this process, with the events since the latest sample; or with the `whole` of those that are kept."""
+        where, frame = self._where()
+        most = activity.MOST_EVENTS if self.detailed or whole else _FEW_EVENTS
+        events = activity.latest(most, after=0 if whole else self._told)
+        if not whole:
+            self._told = max((event[0] for event in events), default=0) or self._told
+        return TelemetrySample(
+            engine=engine,
+            program=program,
+            replica=replica,
+            seconds=time.monotonic() - _loaded,
+            steps=step_count.steps,
+            examples=step_count.examples,
+            rss_nbytes=int(self._process.memory_info().rss),
+            device_nbytes=allocated_nbytes(),
+            where=where,
+            call=self._call_under_way(frame),
+            waiting=_waiting(),
+            events=events,
+            machine=self._machine,
+            queued_s=_queued_s(),
+            processors=len(os.sched_getaffinity(0)),
+            epochs=() if whole else step_count.epochs_begun(),
+            reading=step_count.reading(),
+        )
+
+    def _where(self) -> tuple[str, FrameType | None]:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        return innermost(traceback.walk_stack(frame)) if frame is not None else ("", None)
+
+    def _call_under_way(self, frame: FrameType | None) -> str:
+        """What a line calls in which the main thread was a sample ago, too: read only then."""
+        before, self._place = self._place, (frame.f_code, frame.f_lasti) if frame is not None else None
+        if self._place is None or self._place != before:
+            return ""
+        if self._place not in self._calls:
+            if len(self._calls) >= _KNOWN_CALLS:
+                self._calls.clear()
+            self._calls[self._place] = _callee(*self._place)
+        return self._calls[self._place]
+
+
+def memory(engine: int) -> MemoryUse:
+    """Measure the memory of this process, of its machine, and of its accelerator if it has used one."""
+    host, device = psutil.virtual_memory(), device_memory()
+    return MemoryUse(
+        engine,
+        int(psutil.Process().memory_info().rss),
+        int(host.available),
+        int(host.total),
+        allocated_nbytes(),
+        *(device or (None, None)),
     )
 
 
 def where_it_failed(error: BaseException) -> str:
     """The innermost line of a cell that an error came through; "" if it came through none."""
-    return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
+    return innermost(reversed(list(traceback.walk_tb(error.__traceback__))))[0]
 
 
-def _innermost(places: Iterable[tuple[FrameType, int]]) -> str:
-    """The first of these frames and lines that is of a cell, for people."""
+def innermost(places: Iterable[tuple[FrameType, int]]) -> tuple[str, FrameType | None]:
+    """The first of these frames and lines that is of a cell: for people, and the frame."""
     for frame, number in places:
         label = _labels.get(frame.f_code.co_filename)
         if label is not None:
-            return f"{label}, line {number}"
-    return ""
+            return f"{label}, line {number}", frame
+    return "", None
+
+
+def _waiting() -> Waiting | None:
+    wait = activity.waiting()
+    if wait is None:
+        return None
+    _, group, number, what, where = wait.arrival
+    return Waiting(wait.kind, what, where, group, number, activity.clock() - wait.begin)
+
+
+def _callee(code: CodeType, instruction: int) -> str:
+    """What is called by an instruction, as the source has it: "time.sleep"; "" if it is no call."""
+    content = code.co_code
+    while instruction > 0 and content[instruction] == _CACHE:  # behind the call of a function that is in Python, too
+        instruction -= 2
+    if not dis.opname[content[instruction]].startswith("CALL"):
+        return ""
+    first, last, begin, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    if first is None or last is None or begin is None or end is None:
+        return ""
+    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+    if not all(lines):
+        return ""
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    try:
+        call = ast.parse(b"".join(lines).decode(), mode="eval").body
+    except (SyntaxError, UnicodeDecodeError):
+        return ""
+    return ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+
+
+def _queued_s() -> float | None:
+    """How long the main thread has been ready to run, but had no processor, as the system's scheduler counts it."""
+    try:
+        with open("/proc/self/schedstat", encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None

@@ -43,6 +43,9 @@ class ArraySource(Source):
     def length(self) -> int:
         return -(-self._examples // self._batch_size)
 
+    def sizes(self) -> tuple[int, int] | None:
+        return self._examples, self._batch_size
+
     def peek(self) -> Any:
         return map_leaves(self._columns, self._examples, lambda leaf: leaf[: self._batch_size])
 

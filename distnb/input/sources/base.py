@@ -71,6 +71,10 @@ class Source(ABC):
     def peek(self) -> Any:
         """The structure of a first batch, or of part of one. Nothing is consumed; random numbers may be drawn."""
 
+    def sizes(self) -> tuple[int, int] | None:
+        """How many examples there are, and how many a full global batch has; None where reading alone tells."""
+        return None
+
     def kept(self) -> bool:
         """Whether the next iteration uses workers that are there already, so that it draws no seed for them."""
         return False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
 
 from distnb.input.dealing import Place
 from distnb.input.draws import Drawing, ReplicaDraws, WorkerSeeds, draws_at_start_only, fold
@@ -116,6 +116,14 @@ class LoaderSource(Source):
         if self._in_memory and all(map(_is_simple, loader.dataset.tensors)):
             attributes |= {"dataset": _Rows(loader.dataset.tensors), "collate_fn": _as_it_is}
         return changed(loader, **attributes) if attributes or self._plain else loader
+
+    def sizes(self) -> tuple[int, int] | None:
+        loader = self.data
+        batches = loader.batch_sampler
+        if not self._fed or type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
+            return None
+        examples, batch = len(batches.sampler), batches.batch_size
+        return examples - (examples % batch if batches.drop_last else 0), batch
 
     def kept(self) -> bool:
         return self.exclusive and self._copy is not None and has_workers(self._copy)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast
 from distnb.errors import DistributedValueError, StructureError
 from distnb.notebook.handles.computing import FORWARDED, compute
 from distnb.notebook.handles.state import RemoteState, state_of_handle
-from distnb.notebook.handles.summaries import as_html, as_text
+from distnb.notebook.handles.summaries import as_text
 from distnb.values import DistributedValues, Mirrored, PerReplica, structure
 from distnb.wire.exchange import follow
 
@@ -52,15 +52,6 @@ def _reads(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda handle: convert(handle._read())
 
 
-def _draws(draw: Callable[..., str]) -> Callable[[Any], str]:
-    def drawn(handle: DistributedValues) -> str:
-        state = state_of_handle(handle)
-        fresh = state.operations.refresh(handle)
-        return draw(state, handle.num_replicas, mirrored=isinstance(handle, Mirrored), fresh=fresh)
-
-    return drawn
-
-
 class _Remote(DistributedValues):
     """What both kinds of handles do. It adds no slots, so that a handle can change its kind in place."""
 
@@ -87,8 +78,10 @@ class _Remote(DistributedValues):
             )
         return state.operations.fetch_components(self, (replica_id,))[replica_id]
 
-    __repr__ = _draws(as_text)
-    _repr_html_ = _draws(as_html)
+    def __repr__(self) -> str:
+        state = state_of_handle(self)
+        fresh = state.operations.refresh(self)
+        return as_text(state, self.num_replicas, mirrored=isinstance(self, Mirrored), fresh=fresh)
 
     def __dir__(self) -> list[str]:
         state = state_of_handle(self)

@@ -1,21 +1,17 @@
-"""How handles look: a few lines of text, or a small table, from what is known without asking."""
+"""How handles look: a few lines of text, from what is known without asking; or all that is drawn of them."""
 
 from __future__ import annotations
 
-import html
-from typing import TYPE_CHECKING
+from distnb.notebook.handles.state import RemoteState, state_of_handle
+from distnb.notebook.output.value_model import ValueModel
+from distnb.values import DistributedValues, Mirrored
+from distnb.wire.inspection import Inspected
 
-from distnb.notebook.output.wording import filled, html_table
-
-if TYPE_CHECKING:
-    from distnb.notebook.handles.state import RemoteState
-
-__all__ = ["as_html", "as_text"]
+__all__ = ["as_model", "as_text"]
 
 _UNASSIGNED = "<unassigned>"
 _LOST = "<lost: its engine has ended>"
 _EARLIER = " as last seen (an engine is stuck: %distnb status)"
-_HEADER = ("replica", "type", "shape", "dtype", "device", "value")
 
 
 def as_text(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True) -> str:
@@ -60,16 +56,35 @@ def _cells(state: RemoteState, replica: int) -> tuple[str, str, str, str, str]:
     return summary.type, summary.shape, summary.dtype, summary.device, summary.text or ""
 
 
-def as_html(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True) -> str:
-    """The handle as a table: a row per replica, or one row where all have the same; `fresh` as for `as_text`."""
+def as_model(handle: DistributedValues) -> ValueModel:
+    """What is drawn of a handle: its components as the engines find them now, if they can be asked."""
+    from distnb.runtime.inspection.inspecting import inspect
+
+    state, size = state_of_handle(handle), handle.num_replicas
+    kind = "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
     if state.tracked.ended:
-        return f"<pre>{html.escape(as_text(state, size, mirrored=mirrored))}</pre>"
-    rows = [(str(replica), *_cells(state, replica)) for replica in range(size)]
-    title = "PerReplica"
-    if mirrored:
-        title = f"Mirrored on {size} replica{'s' * (size != 1)}"
-        rows = [("", *rows[0][1:])] if len({row[1:] for row in rows}) == 1 else rows
-    rows = [(row[0], row[1].rsplit(".", 1)[-1], *row[2:]) for row in rows]
-    title += "" if fresh else _EARLIER
-    header, cells = filled(_HEADER, rows)
-    return html_table(header, cells, numeric=("replica",), code=("value",), caption=title)
+        return ValueModel(kind, size, {}, notes=(as_text(state, size, mirrored=False),))
+    told = state.operations.inspect(handle)
+    components, absent = {}, {}
+    for replica in range(size):
+        fact = state.facts.get(replica)
+        if replica in state.lost:
+            absent[replica] = _LOST
+        elif replica in state.local:
+            components[replica] = inspect(state.local[replica])
+        elif fact is None:
+            absent[replica] = _UNASSIGNED
+        elif told is not None and replica in told:
+            components[replica] = told[replica]
+        elif fact.summary is None:
+            components[replica] = inspect(fact.value)
+        else:
+            each = fact.summary
+            shape = each.shape
+            components[replica] = Inspected(
+                each.type.rsplit(".", 1)[-1], each.text or "", shape, each.dtype, each.device, note="not looked at"
+            )
+    notes = () if told is not None else (_EARLIER.strip(),)
+    if state.together:
+        notes = (*notes, "Each replica holds a part; what it is as a whole, they read together.")
+    return ValueModel(kind, size, components, absent, notes, state.together)

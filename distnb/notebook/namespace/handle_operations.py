@@ -14,6 +14,7 @@ from distnb.notebook.pending import resolve
 from distnb.objects.packing import Packed
 from distnb.values import DistributedValues, structure
 from distnb.wire.exchange import Leaf, Request, Result, Summary, TeamKey
+from distnb.wire.inspection import Holding, Inspected
 from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
@@ -24,7 +25,11 @@ __all__ = ["HandleOperations", "Perform"]
 Path = tuple[tuple[str, Any], ...]
 
 
-_LOOKING = ("summary", "read_summary", "get", "list", "read", "check")
+_LOOKING = ("summary", "read_summary", "inspect", "holdings", "nbytes", "get", "list", "read", "check")
+
+
+_OF_THOSE_LEFT = ("summary", "inspect", "holdings", "nbytes")
+"""What is asked of those who still have the object, whoever has lost it."""
 
 
 class Perform(Protocol):
@@ -104,7 +109,7 @@ class HandleOperations:
         self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path
     ) -> dict[int, Result]:
         state = state_of_handle(handle)
-        if operation != "summary":  # that one is asked of those who still have the object
+        if operation not in _OF_THOSE_LEFT:
             state.check()
         if not state.facts and state.local:
             raise DistributedValueError(_no_object(state))
@@ -170,6 +175,39 @@ class HandleOperations:
         self._namespace.take_in_call(state.tracked, results, with_result=False)
         state.as_of = self.changes
         return True
+
+    def inspect(self, handle: DistributedValues) -> dict[int, Inspected] | None:
+        """What each replica tells of its component, by replica; None while an engine is stuck.
+
+        What is in the notebook anyway is not asked for.
+        """
+        if not any(fact.summary is not None for fact in state_of_handle(handle).facts.values()):
+            return {}
+        found: dict[int, Inspected] | None = self._look(handle, "inspect")
+        return found
+
+    def holdings(self, handle: DistributedValues) -> dict[int, tuple[Holding, ...]] | None:
+        """Which parts of a value each replica holds, by replica; None while an engine is stuck."""
+        found: dict[int, tuple[Holding, ...]] | None = self._look(handle, "holdings")
+        return found
+
+    def nbytes(self, handle: DistributedValues) -> dict[int, int] | None:
+        """What the tensors of a value take, by replica; None while an engine is stuck."""
+        found: dict[int, int] | None = self._look(handle, "nbytes")
+        return found
+
+    def _look(self, handle: DistributedValues, operation: str) -> dict[int, Any] | None:
+        state = state_of_handle(handle)
+        if state.tracked.ended or not state.facts.keys() - state.lost:
+            return {}
+        as_of = state.as_of
+        try:
+            results = self._results(handle, operation, (), {}, ())
+        except ReplicaStuck:
+            return None
+        self._namespace.take_in_call(state.tracked, results, with_result=False)
+        state.as_of = as_of  # its summaries are as new as they were
+        return {replica: one.result for replica, one in results.items()}
 
     def read(self, handle: DistributedValues) -> Any:
         """A copy of what a mirrored object is: replica 0's, or what all replicas read together."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distnb.notebook.output.wording import mark
+from distnb.wire.inspection import PLACEMENT, VALUE
 
 __all__ = ["Area", "Bundle", "Clear", "Instruction", "Show", "Stream", "Write", "combine", "is_figure", "plain_text"]
 
@@ -17,6 +18,7 @@ Stream = Literal["stdout", "stderr"]
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/svg+xml")
 _WIDGET = "application/vnd.jupyter.widget-view+json"
+_REPORTS = (VALUE, PLACEMENT)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class Bundle:
         # The image decides where there is one: the plain text beside it may hold an object's address.
         seen = {kind: kept[kind] for kind in _IMAGES if kind in kept} or kept
         return cls(kept, dict(metadata), json.dumps(seen, sort_keys=True, default=str))
+
+    @property
+    def site(self) -> bytes | None:
+        """The line of the user's that a replica's part of something is shown from; None of what stands for itself."""
+        found: bytes | None = next((self.data[kind]["site"] for kind in _REPORTS if kind in self.data), None)
+        return found
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ Instruction = Write | Show | Area | Clear
 
 def is_figure(data: Mapping[str, Any]) -> bool:
     """Whether a bundle is one that is shown beside those of other replicas."""
-    return "text/html" in data or any(kind in data for kind in _IMAGES)
+    return any(kind in data for kind in ("text/html", *_IMAGES, *_REPORTS))
 
 
 def plain_text(data: Mapping[str, Any]) -> str | None:
@@ -81,7 +89,15 @@ def plain_text(data: Mapping[str, Any]) -> str | None:
 
 
 def combine(group: Mapping[int, Bundle], total: int, who: str = "") -> Bundle:
-    """What is displayed for {replica: display}: one where all are equal, else each with its replicas' mark."""
+    """What is displayed for {replica: display}: one where all are equal, else each with its replicas' mark.
+
+    What replicas told of components of one value is told of that value.
+    """
+    for report in _REPORTS:
+        told = [bundle.data[report] for _, bundle in sorted(group.items()) if report in bundle.data]
+        if len(told) == len(group) and len({(each["kind"], each["size"]) for each in told}) == 1:
+            replicas = {replica: part for each in told for replica, part in each["replicas"].items()}
+            return Bundle.of({report: {**told[0], "replicas": replicas}}, {})
     equal: dict[str, list[int]] = {}
     for replica in sorted(group):
         equal.setdefault(group[replica].identity, []).append(replica)

@@ -2,113 +2,53 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distnb.notebook.output.closures_model import ClosuresModel
+from distnb.notebook.output.curves import MOST_POINTS, Curve, Line, Point
+from distnb.notebook.output.runs import History, Run
+from distnb.notebook.output.timeline_model import TimelineModel
+from distnb.notebook.output.waits_model import WaitsModel
 from distnb.runtime import step_count
-from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
+from distnb.wire.messages import Asks, Died, GoesOn, Live, ProgramEnded, Status, TelemetrySample
 
-__all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveModel", "Point", "State"]
-
-MOST_POINTS = 600
-"""A line keeps at most this many points: then neighbours are joined, with their least and greatest value."""
+__all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveModel", "Point", "ReplicaRow", "State", "Told"]
 
 HERE = -1
 """Stands for the notebook where engines are named by their numbers."""
 
-Point = tuple[float, float, float, float]
-"""Step, value, and the least and greatest finite value of the steps that the point stands for."""
 
-State = Literal["starting", "running", "ended", "stopped", "interrupted", "failed", "died"]
-"""A replica is "stopped" when another one failed, and "interrupted" when the user ended the program."""
+@dataclass
+class Told:
+    """A call of `distnb.live` in the notebook's own process.
+
+    Attributes:
+        point: {name: number or {replica: number}}.
+        place: Training step of this process, and those of replicas that it called; and the call of `run`.
+        seconds: Since 1970.
+        epochs, reading: As in `wire.messages.TelemetrySample`.
+    """
+
+    point: Mapping[str, Any]
+    place: step_count.Place
+    run: str = ""
+    seconds: float = 0.0
+    epochs: tuple[tuple[int, int], ...] = ()
+    reading: step_count.Reading | None = None
+
+
+State = Literal["starting", "running", "asks", "ended", "stopped", "interrupted", "failed", "died"]
+"""A replica "asks" while it waits for a line of the user's, as at a debugger's prompt. It is "stopped" when another one
+failed, and "interrupted" when the user ended the program."""
 
 _ENDS: dict[str, State] = {"ok": "ended", "error": "failed", "aborted": "stopped", "interrupted": "interrupted"}
 
 _RATE_WINDOW_S = 2.0
-_MOST_OPEN = 5_000
-
-
-class Line:
-    """One replica's values of one name, at most so many points: old ones are joined as it grows, extremes are kept."""
-
-    def __init__(self, most: int = MOST_POINTS) -> None:
-        self._most = most
-        self._width = 1  # steps that one point stands for
-        self._count = 0  # of those, in the last point
-        self.points: list[Point] = []
-
-    def add(self, step: float, value: float) -> None:
-        """Add a value; steps grow."""
-        point = (step, value, value, value) if math.isfinite(value) else (step, value, math.inf, -math.inf)
-        if self._count and self._count < self._width:
-            self.points[-1] = _joined(self.points[-1], point)
-            self._count += 1
-            return
-        if len(self.points) >= self._most:
-            halves = itertools.zip_longest(self.points[::2], self.points[1::2])
-            self.points = [first if second is None else _joined(first, second) for first, second in halves]
-            self._width *= 2
-        self.points.append(point)
-        self._count = 1
-
-    @property
-    def last(self) -> float | None:
-        """The latest value."""
-        return self.points[-1][1] if self.points else None
-
-
-def _joined(first: Point, second: Point) -> Point:
-    """One point for two neighbours: the latter's step and value, and the extremes of both.
-
-    A value that is nan or infinite is not hidden by those around it: it is the joined point's.
-    """
-    value = second[1] if math.isfinite(first[1]) else first[1]
-    return second[0], value, min(first[2], second[2]), max(first[3], second[3])
-
-
-@dataclass
-class Curve:
-    """All that is known of one name.
-
-    Attributes:
-        lines: By replica.
-        differs: Whether two replicas told different values in the same turn. While they never did, the values are
-            taken to be reduced ones, and one thick line stands for all.
-    """
-
-    name: str
-    lines: dict[int, Line] = field(default_factory=dict)
-    differs: bool = False
-    _turns: Counter[int] = field(default_factory=Counter)  # by replica: how often it has told one
-    _open: dict[int, tuple[float, float]] = field(default_factory=dict)  # turns that not every replica has come to
-
-    def add(self, replica: int, step: float, value: float, total: int) -> None:
-        """Add a value of a replica."""
-        self.lines.setdefault(replica, Line()).add(step, value)
-        if self.differs:
-            return
-        self._turns[replica] += 1
-        turn = self._turns[replica]
-        there, known = self._open.setdefault(turn, (step, value))
-        self.differs = there != step or (known != value and not (math.isnan(known) and math.isnan(value)))
-        if self.differs:
-            self._open.clear()
-        elif len(self._turns) == total and turn <= min(self._turns.values()):
-            del self._open[turn]
-        elif len(self._open) > _MOST_OPEN:
-            del self._open[next(iter(self._open))]
-
-    def shown(self) -> dict[tuple[int, ...], Line]:
-        """The lines to draw, each with the replicas that it stands for."""
-        if self.differs or len(self.lines) < 2:
-            return {(replica,): line for replica, line in sorted(self.lines.items())}
-        furthest = max(self.lines.values(), key=lambda line: line.points[-1][0])
-        return {tuple(sorted(self.lines)): furthest}
+_BATCHES_WINDOW_S = 10.0
 
 
 @dataclass
@@ -157,9 +97,16 @@ class LiveModel:
         title: The strategy's word, for the status line.
         counted_before: (steps, examples) that each engine, and the notebook as `HERE`, had counted when the cell began.
         devices: Of each engine.
+        name: Of the run of what is told without the name of a run: the cell's, "In[3]".
+        history: Runs of earlier cells, and where this cell's are kept.
 
     Attributes:
+        runs: This cell's, in the order in which they began.
+        epochs: The training steps of this cell before each iteration over the data that is trained on, and its number.
+        reading: How far the latest such iteration has come.
         closures: What a coordinator does, where the cell uses one: then replicas are its workers.
+        timeline: How the replicas spend their time.
+        waits: What they wait in.
     """
 
     def __init__(
@@ -167,15 +114,26 @@ class LiveModel:
         title: str = "",
         counted_before: Mapping[int, tuple[int, int]] | None = None,
         devices: Mapping[int, str] | None = None,
+        name: str = "",
+        history: History | None = None,
     ) -> None:
         self.title = title
-        self.curves: dict[str, Curve] = {}
+        self.runs: dict[str, Run] = {}
+        self.history = history or History()
+        self.epochs: dict[int, int] = {}
+        self.reading: step_count.Reading | None = None
         self.rows: dict[int, ReplicaRow] = {}
         self.closures: ClosuresModel | None = None
+        self.timeline = TimelineModel()
+        self.waits = WaitsModel()
         self.state: State = "starting"
         self.began: float | None = None
         self.ended_at: float | None = None
-        self._axes: defaultdict[int, step_count.Axis] = defaultdict(step_count.Axis)  # by replica, and HERE
+        self._name = name
+        self._latest = Run(name)
+        self._read_before: step_count.Reading | None = None
+        self._told_at: defaultdict[int, int] = defaultdict(int)  # the latest step at which each replica told a value
+        self._batches: deque[tuple[float, int]] = deque(maxlen=64)  # seconds, batches of all epochs
         self._counted_before = dict(counted_before or {})
         self._devices = dict(devices or {})
 
@@ -185,48 +143,102 @@ class LiveModel:
             self.began = now
         if isinstance(event, Live):
             row = self._row(event.replica, event.engine)
-            for step, call, values in event.points:
-                at = self._axes[event.replica].put((step - self._before(event.engine, step)[0], call), values)
-                for name, value in values.items():
-                    self._add(event.replica, name, at, value)
+            times = event.times or (time.time(),) * len(event.points)
+            for (step, call, values), seconds in zip(event.points, times, strict=True):
+                place = (step - self._before(event.engine, step)[0], call)
+                self._put(event.run, event.replica, place, {event.replica: values}, seconds)
                 row.values.update(values)
         elif isinstance(event, TelemetrySample):
             row = self._row(event.replica, event.engine)
-            row.measured(event, *self._before(event.engine, event.steps, event.examples))
+            before = self._before(event.engine, event.steps, event.examples)
+            row.measured(event, *before)
+            self.timeline.feed(event, before[0])
+            self.waits.feed(event, now)
+            if self.closures is None and event.replica == 0:  # workers read each their own
+                self._read(event.epochs, before[0], event.reading and step_count.Reading(*event.reading), now)
         elif isinstance(event, Status):
             self._status(event)
+        elif isinstance(event, Asks | GoesOn):
+            self._row(event.replica, event.engine).state = "asks" if isinstance(event, Asks) else "running"
+            (self.waits.asking.add if isinstance(event, Asks) else self.waits.asking.discard)(event.replica)
         elif isinstance(event, ProgramEnded | Died):
             self._replica_ended(event)
 
     def follow(self, closures: ClosuresModel, title: str, now: float) -> None:
         """The cell uses a coordinator."""
         self.closures = closures
+        self.waits.who = "worker"
         self.title = self.title or title
         if self.began is None:
             self.began = now
         if self.state == "starting":
             self.state = "running"
 
-    def feed_here(self, point: Mapping[str, Any], place: step_count.Place, now: float) -> None:
-        """Take a call of `distnb.live` in the notebook's own process: {name: number or {replica: number}}.
-
-        The notebook does not follow the steps of replicas that it calls: a name that is told again begins the next.
-        """
+    def feed_here(self, told: Told, now: float) -> None:
+        """Take a call of `distnb.live` in the notebook's own process."""
         if self.began is None:
             self.began = now
         if self.state == "starting":
             self.state = "running"
-        step, call = place
-        at = self._axes[HERE].put((max(step - self._before(HERE, step)[0], 1), call), point)
-        for name, value in point.items():
+        step, call = told.place
+        before = self._before(HERE, step)[0]
+        if not self.rows:
+            self._read(told.epochs, before, told.reading, now)
+        components: defaultdict[int, dict[str, float]] = defaultdict(dict)
+        for name, value in told.point.items():
             own = value if isinstance(value, Mapping) else {0: value}
             for replica, component in own.items():
-                self._add(replica, name, at, float(component))
+                components[replica][name] = float(component)
             for replica, row in self.rows.items():
                 # One number is all replicas': a reduced one.
                 component = own.get(replica) if isinstance(value, Mapping) else value
                 if component is not None:
                     row.values[name] = float(component)
+        self._put(told.run, HERE, (max(step - before, 1), call), components, told.seconds)
+
+    def _put(
+        self,
+        run_name: str,
+        teller: int,
+        place: step_count.Place,
+        components: Mapping[int, Mapping[str, float]],
+        seconds: float,
+    ) -> None:
+        """Add values, by replica, that a replica or the notebook told at a training step of this cell."""
+        step, call = place
+        run = self._run(run_name, self._told_at[teller])
+        self._told_at[teller] = max(step, self._told_at[teller])
+        names = {name for values in components.values() for name in values}
+        at = run.axes[teller].put((max(step - run.base, 0), call), names)
+        for replica, values in components.items():
+            for name, value in values.items():
+                run.curve(name).add(replica, at, value, max(1, len(self.rows)), seconds)
+
+    def _run(self, name: str, steps: int) -> Run:
+        run = self.runs.get(name)
+        if run is None:
+            base = steps if self.runs else 0
+            run = self.runs[name] = Run(name or self._name, is_named=bool(name), base=base)
+            self.history.begin(run)
+        self._latest = run
+        return run
+
+    def _read(
+        self, epochs: Iterable[tuple[int, int]], before: int, reading: step_count.Reading | None, now: float
+    ) -> None:
+        self.epochs |= {steps - before: number for steps, number in epochs if steps >= before}
+        self._read_before = self._read_before or reading
+        if reading is None or reading.batches is None or (reading == self._read_before and not self.epochs):
+            self.reading = reading if self.epochs else None  # else it is an earlier cell's
+            return
+        self.reading = reading
+        batch = reading.epoch * reading.batches + reading.batch
+        if self._batches and batch < self._batches[-1][1]:
+            self._batches.clear()
+        if not self._batches or batch > self._batches[-1][1]:
+            self._batches.append((now, batch))
+        while len(self._batches) > 2 and self._batches[1][0] < now - _BATCHES_WINDOW_S:
+            self._batches.popleft()
 
     def _before(self, engine: int, steps: int, examples: int | None = None) -> tuple[int, int]:
         before = self._counted_before.get(engine, (0, 0))
@@ -252,6 +264,7 @@ class LiveModel:
     def _replica_ended(self, event: ProgramEnded | Died) -> None:
         for row in self.rows.values():
             if row.engine == event.engine:
+                self.waits.ended([row.replica])
                 if isinstance(event, Died):
                     row.state, row.where = "died", event.exit_status
                 else:
@@ -266,9 +279,49 @@ class LiveModel:
         row.engine = engine
         return row
 
-    def _add(self, replica: int, name: str, step: float, value: float) -> None:
-        curve = self.curves.setdefault(name, Curve(name))
-        curve.add(replica, step, value, max(1, len(self.rows)))
+    @property
+    def curves(self) -> dict[str, Curve]:
+        """The latest run's, by name."""
+        return self._latest.curves
+
+    def charts(self) -> dict[str, list[Run]]:
+        """What there is to draw: each name with the runs that have it, this cell's last.
+
+        A cell that names its runs is compared with earlier ones that were named.
+        """
+        own = list(self.runs.values())
+        kept = [run for run in self.history.runs.values() if run.is_named and run not in own]
+        runs = [*(kept if any(run.is_named for run in own) else []), *own]
+        names = dict.fromkeys(name for run in own for name in run.curves)
+        return {name: [run for run in runs if name in run.curves] for name in names}
+
+    def marks(self, run: Run) -> dict[int, int]:
+        """The step of a run of this cell before each epoch, and the epoch's number."""
+        return {steps - run.base: number for steps, number in self.epochs.items() if steps >= run.base}
+
+    def troubles(self) -> list[str]:
+        """What is wrong with the values of this cell, in words."""
+        told = []
+        for run in self.runs.values():
+            whose = f"{run.name}: " if len(self.runs) > 1 else ""
+            told += [f"{whose}{text}" for curve in run.curves.values() for text in curve.troubles()]
+        return told
+
+    def seconds_left(self) -> tuple[float, bool] | None:
+        """How long it takes at the rate of the last seconds, and whether of the whole training, or of this epoch only.
+
+        None where it is not known how much is left, and once the cell has ended.
+        """
+        reading = self.reading
+        if reading is None or reading.batches is None or self.ended_at is not None or len(self._batches) < 2:
+            return None
+        (then, before), (now, batch) = self._batches[0], self._batches[-1]
+        if now <= then:
+            return None
+        left = reading.batches - reading.batch
+        if reading.epochs is not None:
+            left += max(reading.epochs - reading.epoch - 1, 0) * reading.batches
+        return left * (now - then) / (batch - before), reading.epochs is not None
 
     def seconds(self, now: float) -> float:
         """How long the cell has run."""
@@ -279,8 +332,12 @@ class LiveModel:
     def end(self, now: float, *, failed: bool) -> None:
         """The cell ended."""
         self.ended_at = now
+        self.waits.ended(self.rows)
         for row in self.rows.values():
-            if row.state == "running":  # calls from an ordinary cell tell of their ends by their replies alone
+            if row.state in (
+                "running",
+                "asks",
+            ):  # calls from an ordinary cell tell of their ends by their replies alone
                 row.state = "ended"
         if failed:
             self.state = self._failure()

@@ -7,7 +7,7 @@ own order is kept. Unfinished lines (progress bars) are shown in an area of thei
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -111,6 +111,8 @@ class OutputMerger:
         self._beside: _Slot | None = None  # figures of other replicas may still be shown in it
         self._named: defaultdict[int, dict[str, _Slot]] = defaultdict(dict)  # by replica, and by its own names
         self._named_slots: list[_Slot] = []
+        self._parts: dict[tuple[bytes, int], _Slot] = {}
+        self._counts: Counter[tuple[int, bytes]] = Counter()
         self._numbers = itertools.count()
         self._seen: set[int] = set()  # replicas with output since the last clearing
         self._area: tuple[str, ...] = ()
@@ -131,11 +133,15 @@ class OutputMerger:
         if len(screen.rows[-1]) > _LONGEST_LINE:
             self._add_lines(event.replica, event.stream, screen.finish(), now)
 
-    def ended(self, replica: int, now: float) -> None:
-        """A replica will write no more: nobody waits for it, and its unfinished lines are finished."""
+    def break_off(self, replica: int, now: float) -> None:
+        """A replica writes no more for now: its unfinished lines are finished."""
         for stream in _STREAMS:
             if (replica, stream) in self._screens:
                 self._add_lines(replica, stream, self._screens[replica, stream].finish(), now)
+
+    def ended(self, replica: int, now: float) -> None:
+        """A replica will write no more: nobody waits for it, and its unfinished lines are finished."""
+        self.break_off(replica, now)
         tail = list(self._gates[replica].tail)
         self._tell_left_out(replica, len(tail), now)
         for stream, line in tail:
@@ -181,6 +187,8 @@ class OutputMerger:
             self._gates[replica].count += 1
         elif name is not None:
             self._feed_named(replica, str(name), bundle, now)
+        elif bundle.site is not None:
+            self._feed_part(replica, bundle.site, bundle, now)
         else:
             self._weave.add(("display", bundle.identity), replica, bundle, now)
 
@@ -194,6 +202,15 @@ class OutputMerger:
             self._weave.add(("named", slot.name), replica, slot, now)
         slots[name].group[replica] = bundle
         slots[name].dirty = True
+
+    def _feed_part(self, replica: int, site: bytes, bundle: Bundle, now: float) -> None:
+        """A replica's part of a value: to those that the others show from the same line, as often as this one has."""
+        count = self._counts[replica, site] = self._counts[replica, site] + 1
+        if (site, count) not in self._parts:
+            self._parts[site, count] = _Slot(self._new_name())
+        slot = self._parts[site, count]
+        slot.group[replica], slot.dirty = bundle, True
+        self._weave.add(("named", slot.name), replica, slot, now)
 
     def _new_name(self) -> str:
         return f"{self._name}-{next(self._numbers)}"
@@ -210,8 +227,8 @@ class OutputMerger:
             and not any(screen.open for screen in self._screens.values())
         )
 
-    def collect(self, now: float, *, final: bool = False) -> list[Instruction]:
-        """What is to be shown now; with `final`, nothing is held back: the cell ends."""
+    def collect(self, now: float, *, final: bool = False, held: bool = True) -> list[Instruction]:
+        """What is to be shown now; with `final`, nothing is held back: the cell ends. Unless `held`, nor is a line."""
         for key, screen in list(self._screens.items()):
             if screen.drawn and screen.open:
                 self._add_lines(*key, screen.settle(now), now)
@@ -219,7 +236,7 @@ class OutputMerger:
             for replica in range(self._total):
                 self.ended(replica, now)
         out: list[Instruction] = []
-        for entry in self._weave.release(now, final=final):
+        for entry in self._weave.release(now, final=final or not held):
             self._release(entry, out, now)
         for slot in self._slots:
             if slot.dirty and (final or slot.shown is None or now - slot.changed >= _CHANGE_S):

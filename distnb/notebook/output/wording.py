@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -10,9 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["cell_name", "filled", "html_table", "human_bytes", "mark", "ranges"]
+__all__ = ["Html", "cell_name", "cell_place", "filled", "html_table", "human_bytes", "mark", "ranges", "short_number"]
 
 _CELL = "padding:1px 14px 1px 0;text-align:{align};vertical-align:top;border:none;background:none;white-space:{space}"
+
+
+class Html(str):
+    """Text that is HTML already, and is put into a table as it is."""
+
+    __slots__ = ()
 
 
 def ranges(numbers: Iterable[int]) -> list[str]:
@@ -40,6 +47,11 @@ def cell_name(filename: str, shell: InteractiveShell | None = None) -> str:
     return " ".join(name) if name is not None else ""
 
 
+def cell_place(place: str) -> str:
+    """A line as views name it: "cell 3, line 4" for "Cell In[3], line 4"."""
+    return place.replace("Cell In[", "cell ", 1).replace("], line", ", line", 1)
+
+
 def human_bytes(nbytes: int | None) -> str:
     """A number of bytes as people read it: `1.2 GB`; nothing for None."""
     if nbytes is None:
@@ -60,7 +72,7 @@ def html_table(
     code: Collection[str] = (),
     caption: str = "",
 ) -> str:
-    """Draw a table; cells are escaped, and `caption` stands above it.
+    """Draw a table; cells are escaped, but for `Html`, and `caption` stands above it.
 
     Args:
         numeric: Titles of the columns that are aligned to the right.
@@ -77,7 +89,8 @@ def html_table(
                 style += ";color:#808080;font-weight:normal"
             elif title in code:
                 style += ";font-family:monospace;min-width:30em"
-            drawn.append(f'<{tag} style="{style}">{html.escape(str(value))}</{tag}>')
+            text = value if isinstance(value, Html) else html.escape(str(value))
+            drawn.append(f'<{tag} style="{style}">{text}</{tag}>')
         return "".join(drawn)
 
     body = "".join(f'<tr style="background:none">{cells("td", row)}</tr>' for row in rows)
@@ -85,6 +98,15 @@ def html_table(
     style = "border-collapse:collapse;font-size:12px;margin:2px 0"
     head = f"<thead><tr>{cells('th', header)}</tr></thead>"
     return f'{above}<table style="{style}">{head}<tbody>{body}</tbody></table>'
+
+
+def short_number(value: float | None) -> str:
+    """A number in little room."""
+    if value is None:
+        return ""
+    if value and math.isfinite(value) and abs(value) >= 100_000:
+        return f"{value:.3g}"
+    return f"{value:.4g}"
 
 
 def filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:

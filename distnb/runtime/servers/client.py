@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from distnb import activity
 from distnb.errors import NoClusterError, ServerLost
 from distnb.runtime.servers.messages import Address, Answer, Request
 from distnb.wire.channel import Link, ProgramLink
@@ -91,7 +92,12 @@ class Servers:
                 self._refuse_lost((server,))
                 waiting[server] = number = next(self._requests)
                 self._connections[server].send(Request(number, oldest, tuple(operations)))
-            answers = self._collect(waiting)
+            what = f"parameter server {', '.join(map(str, waiting))}"
+            activity.begin("servers", activity.Arrival(activity.clock(), what=what))
+            try:
+                answers = self._collect(waiting)
+            finally:
+                activity.end()
         failed: list[BaseException] = []
         for server in requests:
             error = answers[server].error

@@ -1,0 +1,110 @@
+"""What drawing costs: 10,000 steps of 16 replicas, told as they would come, drawn by the widget in a real page.
+
+    python -m benchmarks.live_curves [--seconds 20] [--replicas 16] [--steps 10000]
+
+A kernel replays what the replicas would send, in the place of engines; the page is JupyterLab in a headless Chromium.
+Measured: drawings a second in the page; the processor's time that the live view takes in the kernel, all that its
+thread does; and that of the page's main thread, JupyterLab's own part included; each as a share of one core. The
+targets of the project: at least 5 drawings a second, for less than 10 % of one core in the kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+from tests.browser.lab import FLAGS, OpenNotebook, Server, chromium
+
+SETUP = """
+%load_ext distnb
+import math, threading, time
+from distnb.topology import Device, Team
+from distnb.widgets.front import Front
+from distnb.wire.messages import Live, Status
+from tests.browser import replay
+session = replay.install({replicas})
+spent = [0.0, 0]
+
+def timed(method):
+    def call(*args):
+        begin = time.thread_time()
+        try:
+            return method(*args)
+        finally:
+            spent[0] += time.thread_time() - begin
+    return call
+
+Front._drain = timed(Front._drain)
+Front._tick = timed(Front._tick)
+
+def curves(self, steps, seconds):
+    begin, turn, done = time.monotonic(), 0, [0] * self.replicas
+    while min(done) < steps:
+        time.sleep(0.05)
+        now = min(int(steps), int((time.monotonic() - begin) / seconds * steps))
+        turn += 1
+        for replica in range(turn % 4, self.replicas, 4):  # each five times a second, as engines do
+            points = []
+            for step in range(done[replica] + 1, now + 1):
+                own = math.exp(-step / steps) + 0.05 * math.sin(step * (1 + replica / 7))
+                points.append((step, 0, {{"own loss": own}}))
+            done[replica] = now
+            yield Live(replica, self.program, replica, tuple(points))
+
+replay.Player.curves = curves
+"""
+WATCH = """() => {
+    window.drawings = 0;
+    const drawn = document.querySelector(".distnb-live figure svg .drawn");
+    new MutationObserver(() => window.drawings++).observe(drawn, { childList: true });
+}"""
+
+
+def main() -> int:
+    """Run it. Returns 1 when a target is missed."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name, default in (("seconds", 20), ("replicas", 16), ("steps", 10_000)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    cell = f"%%distribute mirrored\n# replay: curves {given.steps} {given.seconds}"
+    with tempfile.TemporaryDirectory() as home, sync_playwright() as playwright:
+        server = Server(Path(home))
+        browser = playwright.chromium.launch(executable_path=chromium(), args=FLAGS)
+        try:
+            server.write("curves.ipynb", [SETUP.format(replicas=given.replicas), cell, "print(spent[0])"])
+            with OpenNotebook(browser, server, "curves.ipynb") as notebook:
+                notebook.run(0)
+                notebook.start(1)
+                notebook.output(1).locator("figure path.line").first.wait_for(timeout=60_000)
+                page = notebook.page.context.new_cdp_session(notebook.page)
+                page.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+                def page_s() -> float:
+                    found = page.send("Performance.getMetrics")["metrics"]
+                    return float(next(each["value"] for each in found if each["name"] == "TaskDuration"))
+
+                notebook.page.evaluate(WATCH)
+                before, seconds = page_s(), 0.6 * given.seconds
+                notebook.page.wait_for_timeout(1000 * seconds)
+                in_page, drawings = page_s() - before, notebook.page.evaluate("window.drawings")
+                notebook.wait(1)
+                notebook.run(2)
+                notebook.see(lambda: notebook.output(2).inner_text().strip() != "")
+                in_kernel = float(notebook.output(2).inner_text())
+        finally:
+            browser.close()
+            server.close()
+    rate, share = drawings / seconds, in_kernel / given.seconds
+    print(f"{given.steps:,} steps of {given.replicas} replicas in {given.seconds} s")
+    print(f"  drawings a second   {rate:6.1f}    (target: at least 5)")
+    print(f"  kernel, of one core {100 * share:6.1f} %  (target: below 10 %)")
+    print(f"  page, of one core   {100 * in_page / seconds:6.1f} %  (all that JupyterLab's page does)")
+    return 0 if rate >= 5 and share < 0.1 else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,114 @@
+"""A second terminal asks here what the replicas do, also while the notebook is busy: `distnb stacks` in a shell.
+
+A cluster's private directory holds a UNIX socket that a thread of the notebook's process serves. A question is a word,
+its answer a text. Both ends make sure that the other is the same user.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+__all__ = ["TerminalSocket", "ask", "places", "running"]
+
+_NAME: Final = "terminal.sock"
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+_MOST_NBYTES: Final = 64
+_PATIENCE_S: Final = 5.0
+
+
+class TerminalSocket:
+    """Answers questions until it is closed.
+
+    Args:
+        directory: The private directory of the cluster.
+        answers: By the word that asks: a function that gives the text. It is called on the socket's own thread.
+    """
+
+    def __init__(self, directory: Path, answers: Mapping[str, Callable[[], str]]) -> None:
+        self._answers = answers
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path = directory / _NAME
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen()
+        threading.Thread(target=self._serve, name="distnb-terminal", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connected, _ = self._listener.accept()
+            except OSError:  # it was closed
+                return
+            with connected:
+                try:
+                    connected.settimeout(_PATIENCE_S)
+                    if _user(connected) == os.getuid():
+                        connected.sendall(self._answer(connected.recv(_MOST_NBYTES).decode(errors="replace")).encode())
+                except OSError:  # who asked has gone, or says nothing
+                    pass
+
+    def _answer(self, word: str) -> str:
+        try:
+            return self._answers[word]() if word in self._answers else f"There is no answer to {word!r}.\n"
+        except Exception as error:  # noqa: BLE001  (the cluster may be ending: the one who asked is told)
+            return f"{error}\n"
+
+    def close(self) -> None:
+        """Answer no more."""
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # the thread's `accept` ends
+        except OSError:
+            pass
+        self._listener.close()
+
+
+def places() -> list[str]:
+    """The directories where private directories of clusters are made, as far as this process's environment tells."""
+    return list(dict.fromkeys(filter(None, [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"])))
+
+
+def running() -> list[Path]:
+    """The sockets of this user's clusters on this machine, the oldest first."""
+    return sorted(
+        (path for place in places() for path in Path(place).glob(f"distnb-*/{_NAME}") if _is_private(path.parent)),
+        key=lambda path: path.lstat().st_mtime,
+    )
+
+
+def _is_private(directory: Path) -> bool:
+    found = directory.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def ask(path: Path, word: str) -> str | None:
+    """The answer of the cluster with this socket; None where there is none any more.
+
+    Raises:
+        TimeoutError: The process does not answer: native code holds Python's lock.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
+        connected.settimeout(_PATIENCE_S)
+        try:
+            connected.connect(str(path))
+            if _user(connected) != os.getuid():
+                return None
+            connected.sendall(word.encode())
+            return b"".join(iter(lambda: connected.recv(1 << 16), b"")).decode()
+        except TimeoutError:
+            raise
+        except OSError:  # it has ended meanwhile, or was killed
+            return None
+
+
+def _user(connected: socket.socket) -> int:
+    """Who is at the other end."""
+    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(told)[1])

@@ -1,0 +1,190 @@
+"""The replica's keyboard is the notebook's: what is asked for here, a line at a time, is asked there."""
+
+from __future__ import annotations
+
+import io
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from distnb.engine.guard import Guard
+from distnb.engine.output import telemetry
+from distnb.frames import OWN
+from distnb.wire.messages import Answer, Asks, GoesOn, Output
+
+__all__ = ["Console"]
+
+_NOBODY = (
+    "{what} was called where nobody can be asked: in a child process of a replica (num_workers=0 keeps a DataLoader in "
+    "the replica itself), or while the notebook runs nothing on it."
+)
+_CLOSURE = (
+    "{what} was called in a closure. Closures run while the notebook goes on, and cannot ask its user. Call the "
+    "function in an ordinary cell, or under %%distribute default: there input(), breakpoint() and %debug work."
+)
+_BLOCKED_S = 0.3  # a collective that lasts longer waits for other replicas
+_AWAY_S = 2.0  # a debugger's command that lasts longer lets other replicas ask meanwhile
+_COLLECTIVES = os.path.join(OWN, "collectives", "")
+
+
+class Console(io.TextIOBase):
+    """A stream that debuggers read from and write to, and that asks for `input`. Several threads take turns.
+
+    What is written is kept, and shown above the next prompt. Who waits for an answer is freed when the program is told
+    to end.
+
+    Args:
+        running: Gives the (program, replica) that runs.
+        emit: Sends an event to the notebook, at once if it is `urgent`.
+
+    Attributes:
+        closures: The program that runs is a closure.
+        stopped_in: What ended the program at a debugger's prompt, and the user's frames there.
+    """
+
+    def __init__(
+        self, engine: int, guard: Guard, running: Callable[[], tuple[int, int] | None], emit: Callable[..., None]
+    ) -> None:
+        self._engine = engine
+        self._guard = guard
+        self._running = running
+        self._emit = emit
+        self._owner = os.getpid()
+        self._turn = threading.RLock()
+        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # its `get` a signal ends, and is whole
+        self._written: list[str] = []
+        self._inside = False  # the notebook takes its user to be here
+        self._debugging = False  # a debugger has asked, and will ask again
+        self._since: float | None = None  # when a debugger got the line that it is busy with
+        self.closures = False
+        self.stopped_in: tuple[BaseException, TracebackType | None] | None = None
+
+    # -- the replica's threads -------------------------------------------------------------------------------------
+
+    def writable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._written.append(text)
+        return len(text)
+
+    def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
+        """A debugger's next line, "" at the end of input. Its prompt is the line that it has begun to write."""
+        text, newline, prompt = "".join(self._written).rpartition("\n")
+        self._written = [text + newline]
+        self._debugging = True
+        try:
+            return self._ask(prompt, "A debugger") + "\n"
+        except EOFError:
+            return ""
+
+    def input(self, prompt: object = "") -> str:
+        """As Python's `input`."""
+        return self._input(prompt, "input()")
+
+    def getpass(self, prompt: str = "Password: ", stream: object = None, **keywords: object) -> str:
+        """As `getpass.getpass`."""
+        return self._input(prompt, "getpass()", hidden=True)
+
+    def _input(self, prompt: object, what: str, *, hidden: bool = False) -> str:
+        try:
+            return self._ask(str(prompt), what, hidden=hidden)
+        finally:
+            if not self._debugging:
+                self.leave()
+
+    def _ask(self, prompt: str, what: str, *, hidden: bool = False) -> str:
+        running = self._running()
+        if running is None or os.getpid() != self._owner:
+            raise RuntimeError(_NOBODY.format(what=what))
+        if self.closures:
+            raise RuntimeError(_CLOSURE.format(what=what))
+        with self._turn:
+            self._since = None
+            while not self._answers.empty():
+                self._answers.get()
+            self.check()  # after that: an order to end that comes now finds the queue ready for its word
+            text, self._written = "".join(self._written), []
+            self._inside = True
+            self._emit(Asks(self._engine, *running, text, prompt, hidden), urgent=True)
+            answer = self._answers.get()
+            self._since = time.monotonic() if self._debugging else None
+            self.check()
+        if answer is None or answer.refusal:
+            raise RuntimeError(f"{what}: {answer.refusal if answer else 'the program has ended.'}")
+        if answer.line is None:
+            raise EOFError
+        return answer.line
+
+    def check(self) -> None:
+        """Raise what ends the program if it was told to end: debuggers pass over a KeyboardInterrupt."""
+        if self._guard.aborted:
+            self._written = []  # what debuggers say of it
+            raise self._guard.error
+
+    def leave(self) -> None:
+        """The user is here no more: the program goes on, or has ended."""
+        self._since, self._debugging = None, False
+        running = self._running()
+        if running is None or os.getpid() != self._owner:
+            return
+        if self._written:
+            text, self._written = "".join(self._written), []
+            self._emit(Output(self._engine, *running, "stdout", text))
+        if self._inside:
+            self._inside = False
+            self._emit(GoesOn(self._engine, *running), urgent=True)
+
+    # -- the control thread ----------------------------------------------------------------------------------------
+
+    def answer(self, answer: Answer) -> None:
+        """The user has answered."""
+        running = self._running()
+        if running is not None and running[0] == answer.program:
+            self._answers.put(answer)
+
+    def free(self) -> None:
+        """The program is told to end: nobody waits any longer."""
+        self._answers.put(None)
+
+    def look(self) -> None:
+        """See whether a debugger's command waits for the other replicas, and tell; called many times a second."""
+        since, running = self._since, self._running()
+        if since is None or running is None:
+            return
+        passed = time.monotonic() - since
+        name = _collective() if passed >= _BLOCKED_S else ""
+        if self._inside and (name or passed >= _AWAY_S):  # others may ask meanwhile
+            self._inside = False
+            self._emit(GoesOn(self._engine, *running))
+        if name:
+            self._since = None
+            text = f"{name}: it ends when every replica has called it, and so this replica waits for the others.\n"
+            self._emit(Output(self._engine, *running, "stdout", text))
+
+
+def _collective() -> str:
+    """Which collective the main thread is in, and the user's line that called it: "all_reduce (cell 3, line 4)"."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    codes: list[Any] = []
+    while frame is not None and not _is_users(frame):
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    if frame is None or not any(code.co_filename.startswith(_COLLECTIVES) for code in codes):
+        return ""
+    named = [code.co_name for code in codes if code.co_name != "wrapper"]
+    where = telemetry.innermost([(frame, frame.f_lineno)])[0]
+    return f"{named[-1]} ({where})" if where else named[-1]
+
+
+def _is_users(frame: FrameType) -> bool:
+    torch = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or os.devnull) + os.sep
+    return not frame.f_code.co_filename.startswith((OWN, torch))

@@ -1,0 +1,124 @@
+"""What a chart of the live view shows, as data: which lines, what they are called, and the facts below them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from distnb.notebook.output.curves import MOST_LINES, Curve, Line, Point, apart, mean_points
+from distnb.notebook.output.live_model import LiveModel
+from distnb.notebook.output.runs import Run
+from distnb.notebook.output.wording import mark, short_number
+
+__all__ = ["COLORS", "Chart", "Series", "charts", "facts", "series_of"]
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999933", "#808080")
+"""Okabe and Ito's, which the colour-blind can tell apart, with those that show on light and on dark alike."""
+
+_RISING = ("acc", "auc", "f1", "precision", "recall", "score", "iou", "bleu", "psnr")
+_FALLING = ("loss", "error", "perplexity", "mae", "mse", "rmse")
+
+
+class Series(NamedTuple):
+    """A line of a chart.
+
+    Attributes:
+        label: Whose it is: "[0-1]", "[3]", "mean of 16", or a run's name; "" where there is one replica and one run.
+        color: Its number among the chart's colours.
+        lines: What it is made of, by replica. Of several, the mean is drawn, in the band that they fill.
+        thick: Whether it stands for all replicas.
+    """
+
+    label: str
+    color: int
+    lines: dict[int, Line]
+    thick: bool
+
+    @property
+    def css_color(self) -> str:
+        """As `#0072b2`."""
+        return COLORS[self.color % len(COLORS)]
+
+    def points(self) -> list[Point]:
+        """What is drawn."""
+        return mean_points(self.lines) if len(self.lines) > 1 else next(iter(self.lines.values())).points
+
+    @property
+    def last(self) -> float | None:
+        """The latest value, or the mean of the replicas' latest."""
+        latest = [line.last for line in self.lines.values() if line.last is not None]
+        return sum(latest) / len(latest) if latest else None
+
+
+class Chart(NamedTuple):
+    """One name's lines.
+
+    Attributes:
+        epochs: Step before each epoch, and the epoch's number from 0 on.
+        exploded: The steps at which a value exploded.
+        facts: The latest, the least and the greatest value, in words.
+    """
+
+    name: str
+    series: list[Series]
+    epochs: dict[int, int]
+    exploded: list[float]
+    facts: str
+
+
+def charts(model: LiveModel) -> list[Chart]:
+    """Every chart of a cell, in the order in which the names came."""
+    drawn = []
+    for name, runs in model.charts().items():
+        own = runs[-1]
+        curve = own.curves[name]
+        exploded = [line.exploded[0].step for line in curve.shown().values() if line.exploded is not None]
+        series = series_of(name, runs, max(1, len(model.rows)))
+        drawn.append(Chart(name, series, model.marks(own), exploded, facts(curve)))
+    return drawn
+
+
+def series_of(name: str, runs: Sequence[Run], replicas: int = 0) -> list[Series]:
+    """The lines of a name: one for each run, or for each replica of a single one, which has so many or more."""
+    if len(runs) == 1:
+        curve = runs[0].curves[name]
+        return _of_replicas(curve, max(replicas, len(curve.lines)))
+    series = []
+    for number, run in enumerate(runs):
+        lines = {whose[0]: line for whose, line in run.curves[name].shown().items()}
+        series.append(Series(run.name, number, lines, True))
+    return series
+
+
+def _of_replicas(curve: Curve, total: int) -> list[Series]:
+    shown = curve.shown()
+    if len(shown) > MOST_LINES:
+        far = apart(curve.lines)
+        crowd = Series(f"mean of {len(shown)}", 0, dict(sorted(curve.lines.items())), True)
+        return [crowd, *(Series(mark([r]), 1 + i, {r: curve.lines[r]}, False) for i, r in enumerate(far))]
+    return [
+        Series(mark(replicas) if total > 1 else "", replicas[0], {replicas[0]: line}, len(replicas) > 1 or total == 1)
+        for replicas, line in shown.items()
+    ]
+
+
+def facts(curve: Curve) -> str:
+    """The latest, the least and the greatest value: `last 0.02 · min 0.0198 at step 480 (best) · max 2.3 at step 1`."""
+    latest = [line.last for line in curve.shown().values() if line.last is not None]
+    told = [f"last {_together(latest)}"] if latest else []
+    least, greatest = curve.extremes()
+    if least is not None and greatest is not None and least.value != greatest.value:
+        words = curve.name.lower()
+        rising = any(word in words for word in _RISING)
+        falling = not rising and any(word in words for word in _FALLING)
+        for word, extreme, best in (("min", least, falling), ("max", greatest, rising)):
+            told.append(f"{word} {short_number(extreme.value)} at step {extreme.step:,.0f}{' (best)' if best else ''}")
+    return " · ".join(told)
+
+
+def _together(values: Sequence[float]) -> str:
+    finite = [value for value in values if math.isfinite(value)]
+    if len(values) > 2 and finite:
+        return f"{short_number(min(finite))} to {short_number(max(finite))}"
+    return " / ".join(map(short_number, values))

@@ -1,0 +1,280 @@
+"""Curves as data: what replicas told under one name, thinned to be drawn, whole for the record; and its troubles."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import statistics
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from distnb.notebook.output.wording import ranges, short_number
+
+__all__ = ["MOST_KEPT", "MOST_LINES", "MOST_POINTS", "Curve", "Line", "Point", "Record", "apart", "mean_points"]
+
+MOST_POINTS = 1_000
+"""A line is drawn by at most this many points: then neighbours are joined, with their least and greatest value."""
+
+MOST_KEPT = 100_000
+"""The record of a line has every value up to this many, then every second, and so on."""
+
+MOST_LINES = 8
+"""So many lines of replicas can be told apart: more are drawn as one of their means, in the band that they fill."""
+
+Point = tuple[float, float, float, float]
+"""Step, value, and the least and greatest finite value of the steps that the point stands for."""
+
+_MOST_OPEN = 5_000
+_EXPLODED = 100.0
+_LEAST_LAG = 10
+_SAMPLES = 50
+_FAR = 4.0
+
+
+class Record:
+    """All values of a line, with their steps and times; of very many, every second or fourth or …, from the first on.
+
+    Attributes:
+        stride: It has the values whose number, from 0, is a multiple of this.
+        told: How many values there were.
+    """
+
+    def __init__(self, most: int = MOST_KEPT) -> None:
+        self._most = most
+        self.stride = 1
+        self.told = 0
+        self.steps, self.values, self.times = array("d"), array("d"), array("d")
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def add(self, step: float, value: float, seconds: float) -> None:
+        """Add a value."""
+        if self.told % self.stride == 0:
+            self.steps.append(step)
+            self.values.append(value)
+            self.times.append(seconds)
+            if len(self) > self._most:
+                for each in (self.steps, self.values, self.times):
+                    del each[1::2]
+                self.stride *= 2
+        self.told += 1
+
+    def since(self, number: int) -> Iterator[tuple[float, float, float]]:
+        """Step, value and time of those from this number on."""
+        first = -(-number // self.stride)
+        yield from zip(self.steps[first:], self.values[first:], self.times[first:], strict=True)
+
+
+class Extreme(NamedTuple):
+    """A value, and the step at which it was first told."""
+
+    value: float
+    step: float
+
+
+class Line:
+    """One replica's values of one name, at most so many points: old ones are joined as it grows, extremes are kept.
+
+    Attributes:
+        points: To draw.
+        width: Values that one point stands for; the last may stand for fewer.
+        record: All values.
+        least, greatest: Of the finite values.
+        is_bad: Whether the latest value is nan or infinite.
+        bad: The first of the latest values in a row that were; bad_count: how many there were in all.
+        exploded: A value that was a hundred times as great as all that had been told some time before; and those.
+    """
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self._most = most
+        self._count = 0  # of values, in the last point
+        self.points: list[Point] = []
+        self.width = 1
+        self.record = Record()
+        self.least: Extreme | None = None
+        self.greatest: Extreme | None = None
+        self.bad: Extreme | None = None
+        self.bad_count = 0
+        self.exploded: tuple[Extreme, float] | None = None
+        self.is_bad = False
+        # The greatest magnitude so far; until a while ago, and a while before that; and when to look again.
+        self._peak = self._recent_peak = self._old_peak = 0.0
+        self._next_look = _LEAST_LAG
+
+    def add(self, step: float, value: float, seconds: float = 0.0) -> None:
+        """Add a value; steps grow. `seconds`: when it was told, since 1970."""
+        self.record.add(step, value, seconds)
+        if math.isfinite(value):
+            self._note(step, value)
+            self._put((step, value, value, value))
+        else:
+            if not self.is_bad:
+                self.bad = Extreme(value, step)
+            self.bad_count += 1
+            self.is_bad = True
+            self._put((step, value, math.inf, -math.inf))
+
+    def _note(self, step: float, value: float) -> None:
+        self.is_bad = False
+        if self.least is None or value < self.least.value:
+            self.least = Extreme(value, step)
+        if self.greatest is None or value > self.greatest.value:
+            self.greatest = Extreme(value, step)
+        size = abs(value)
+        if self.exploded is None and 0 < self._old_peak * _EXPLODED < size:
+            self.exploded = Extreme(value, step), self._old_peak
+        self._peak = max(self._peak, size)
+        if self.record.told >= self._next_look:
+            # So a counter, or a rate that is warmed up, is none: what grows by powers only is.
+            self._old_peak, self._recent_peak = self._recent_peak, self._peak
+            self._next_look = self.record.told + max(_LEAST_LAG, self.record.told // 4)
+
+    def _put(self, point: Point) -> None:
+        if self._count and self._count < self.width:
+            self.points[-1] = _joined(self.points[-1], point)
+            self._count += 1
+            return
+        if len(self.points) >= self._most:
+            halves = itertools.zip_longest(self.points[::2], self.points[1::2])
+            self.points = [first if second is None else _joined(first, second) for first, second in halves]
+            self.width *= 2
+        self.points.append(point)
+        self._count = 1
+
+    @property
+    def last(self) -> float | None:
+        """The latest value."""
+        return self.points[-1][1] if self.points else None
+
+
+def _joined(first: Point, second: Point) -> Point:
+    """One point for two neighbours: the latter's step and value, and the extremes of both.
+
+    A value that is nan or infinite is not hidden by those around it: it is the joined point's.
+    """
+    value = second[1] if math.isfinite(first[1]) else first[1]
+    return second[0], value, min(first[2], second[2]), max(first[3], second[3])
+
+
+def mean_points(lines: Mapping[int, Line]) -> list[Point]:
+    """Many replicas' lines as one: at the first one's steps the mean of all, and the least and greatest of them.
+
+    Each stands at a step with its latest point until there.
+    """
+    places = dict.fromkeys(lines, 0)
+    drawn: list[Point] = []
+    for step, *_ in lines[min(lines)].points:
+        here: list[Point] = []
+        for replica, line in lines.items():
+            points, place = line.points, places[replica]
+            while place + 1 < len(points) and points[place + 1][0] <= step:
+                place += 1
+            places[replica] = place
+            if points[place][0] <= step:
+                here.append(points[place])
+        values = [point[1] for point in here]
+        middle = next((value for value in values if not math.isfinite(value)), sum(values) / len(values))
+        drawn.append((step, middle, min(point[2] for point in here), max(point[3] for point in here)))
+    return drawn
+
+
+def apart(lines: Mapping[int, Line]) -> list[int]:
+    """Replicas, two at most, whose lines are by far further from the mean than the others'; by a sample of steps."""
+    first = lines[min(lines)].points
+    distance = dict.fromkeys(lines, 0.0)
+    for step, *_ in first[:: -(-len(first) // _SAMPLES) or 1]:
+        here = {}
+        for replica, line in lines.items():
+            place = bisect.bisect_right(line.points, step, key=lambda point: point[0])
+            if place and math.isfinite(line.points[place - 1][1]):
+                here[replica] = line.points[place - 1][1]
+        middle = statistics.median(here.values()) if here else 0.0
+        for replica, value in here.items():
+            distance[replica] += abs(value - middle)
+    far = [replica for replica in lines if distance[replica] > _FAR * statistics.median(distance.values())]
+    return sorted(sorted(far, key=lambda replica: -distance[replica])[:2])
+
+
+@dataclass
+class Curve:
+    """All that is known of one name.
+
+    Attributes:
+        lines: By replica.
+        differs: Whether two replicas told different values in the same turn. While they never did, the values are
+            taken to be reduced ones, and one thick line stands for all.
+    """
+
+    name: str
+    lines: dict[int, Line] = field(default_factory=dict)
+    differs: bool = False
+    _turns: Counter[int] = field(default_factory=Counter)  # by replica: how often it has told one
+    _open: dict[int, tuple[float, float]] = field(default_factory=dict)  # turns that not every replica has come to
+
+    def add(self, replica: int, step: float, value: float, total: int, seconds: float = 0.0) -> None:
+        """Add a value of a replica."""
+        self.lines.setdefault(replica, Line()).add(step, value, seconds)
+        if self.differs:
+            return
+        self._turns[replica] += 1
+        turn = self._turns[replica]
+        there, known = self._open.setdefault(turn, (step, value))
+        self.differs = there != step or (known != value and not (math.isnan(known) and math.isnan(value)))
+        if self.differs:
+            self._open.clear()
+        elif len(self._turns) == total and turn <= min(self._turns.values()):
+            del self._open[turn]
+        elif len(self._open) > _MOST_OPEN:
+            del self._open[next(iter(self._open))]
+
+    def shown(self) -> dict[tuple[int, ...], Line]:
+        """The lines to draw, each with the replicas that it stands for."""
+        if self.differs or len(self.lines) < 2:
+            return {(replica,): line for replica, line in sorted(self.lines.items())}
+        furthest = max(self.lines.values(), key=lambda line: line.points[-1][0])
+        return {tuple(sorted(self.lines)): furthest}
+
+    def extremes(self) -> tuple[Extreme | None, Extreme | None]:
+        """The least and the greatest finite value of all replicas; the earliest of equal ones."""
+        least = [line.least for line in self.lines.values() if line.least is not None]
+        greatest = [line.greatest for line in self.lines.values() if line.greatest is not None]
+        return min(least, default=None), min(greatest, key=lambda each: (-each.value, each.step), default=None)
+
+    def troubles(self) -> list[str]:
+        """What is wrong with it, in words: `loss is nan since step 120 (replica 1)`."""
+        told: dict[str, list[int]] = {}
+        exploded: list[tuple[float, Line, list[int]]] = []
+        for replicas, line in self.shown().items():
+            if line.bad is not None:
+                told.setdefault(_bad_text(self.name, line, line.bad), []).extend(replicas)
+            if line.exploded is not None:
+                exploded.append((line.exploded[0].step, line, list(replicas)))
+        if exploded:
+            _, first, _ = min(exploded, key=lambda each: each[0])
+            told[_exploded_text(self.name, first)] = [replica for *_, replicas in exploded for replica in replicas]
+        return [text + _whose(replicas, self.lines) for text, replicas in told.items()]
+
+
+def _bad_text(name: str, line: Line, bad: Extreme) -> str:
+    if line.is_bad:
+        return f"{name} is {bad.value:g} since step {bad.step:,.0f}"
+    more = f" ({line.bad_count:,} such values in all)" if line.bad_count > 1 else ""
+    return f"{name} was {bad.value:g} at step {bad.step:,.0f}{more}"
+
+
+def _exploded_text(name: str, line: Line) -> str:
+    assert line.exploded is not None
+    there, before = line.exploded
+    value, usual = short_number(there.value), short_number(before)
+    return f"{name} exploded: {value} at step {there.step:,.0f}, where it had been {usual} at most"
+
+
+def _whose(replicas: Sequence[int], all_of_them: Mapping[int, Line]) -> str:
+    if len(replicas) == len(all_of_them):
+        return ""
+    return f" (replica{'s' if len(replicas) > 1 else ''} {', '.join(ranges(replicas))})"

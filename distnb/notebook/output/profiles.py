@@ -1,0 +1,30 @@
+"""What torch.profiler recorded on replicas, as files beside the notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distnb.errors import OptionError
+from distnb.notebook.output.wording import human_bytes
+
+__all__ = ["profile_folder", "write_profiles"]
+
+
+def profile_folder(name: str) -> Path:
+    """The folder for profiles, made if it is not there. Raises OptionError where that cannot be."""
+    folder = Path(name).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--profile {name}: the folder cannot be made ({error.strerror}).") from None
+    return folder
+
+
+def write_profiles(folder: Path, profiles: Mapping[int, Any]) -> None:
+    """Write each replica's trace, and say where they are."""
+    for replica, trace in sorted(profiles.items()):
+        path = folder / f"replica_{replica}.pt.trace.json.gz"
+        path.write_bytes(trace)
+        print(f"Profile of replica {replica}: {path} ({human_bytes(path.stat().st_size)})")

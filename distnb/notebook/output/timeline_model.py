@@ -1,0 +1,394 @@
+"""How replicas spend their time, as data: what each waited in, and for whom. Events in, plain values out."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from distnb.activity import MOST_EVENTS, Event
+from distnb.notebook.output.wording import cell_place
+from distnb.wire.messages import TelemetrySample
+
+__all__ = ["KINDS", "Piece", "Spent", "Straggler", "TimelineModel", "sentence"]
+
+KINDS: Final = ("compute", "communication", "waiting", "input", "idle")
+"""All that a replica's main thread can be at.
+
+"compute" is everything that is nothing else: the program's own code, be it busy or asleep; "waiting" is the part of a
+collective until the last replica has come to it, and "communication" the rest, and exchanges with parameter servers;
+"idle" is the time between the notebook's programs.
+"""
+
+State = Literal["compute", "communication", "waiting", "input", "idle"]
+_ABOVE: Final = ("waiting", "communication", "input", "compute")  # where several are true at once, the first counts
+
+_STEPS = 10  # that are looked at, the latest
+_MOST_OFFSETS = 200
+_HELD_UP = 0.1  # of the time: less waiting than this is not worth a name
+_FOR_ONE = 2 / 3  # of all waiting: whoever is waited for so much is the straggler
+_QUEUED = 0.1  # of the time
+
+
+class Piece(NamedTuple):
+    """A stretch of one replica's time, in seconds of the first machine's clock.
+
+    Attributes:
+        what: The operation; where: the user's line; number: a collective's.
+    """
+
+    replica: int
+    kind: State
+    begin: float
+    end: float
+    what: str = ""
+    where: str = ""
+    number: int = 0
+
+
+@dataclass
+class Straggler:
+    """The replica that the others wait for.
+
+    Attributes:
+        held_s: How long the others wait for it, on average, in the time looked at.
+        longer: What takes it longer than the others: "compute" or "input"; "" if neither explains it.
+        longer_s: By how much.
+    """
+
+    replica: int
+    held_s: float
+    longer: str
+    longer_s: float
+
+
+@dataclass
+class Spent:
+    """How the time of the latest steps was spent.
+
+    Attributes:
+        begin, end: When that was; `steps`: how many, 0 if none was counted.
+        seconds: By replica, and by kind.
+        queued: The share of time in which a replica was ready and had no processor, where that is known.
+        processors: That the replicas of the fullest machine share; and how many these are.
+    """
+
+    begin: float
+    end: float
+    steps: int
+    seconds: dict[int, dict[str, float]]
+    straggler: Straggler | None
+    queued: dict[int, float] = field(default_factory=dict)
+    processors: tuple[int, int] = (0, 0)
+
+    @property
+    def step_s(self) -> float:
+        """Of one step, or of all that was looked at."""
+        return (self.end - self.begin) / (self.steps or 1)
+
+    def share(self, kind: str) -> float:
+        """Of a kind, on average over the replicas."""
+        return statistics.fmean(own[kind] for own in self.seconds.values()) / (self.end - self.begin)
+
+
+class _Track:
+    """One replica's events, without a gap."""
+
+    def __init__(self) -> None:
+        self.machine = ""
+        self.processors = 0
+        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self.newest = 0
+        self.now = 0.0  # up to which it has told all
+        self.began: float | None = None  # of the program that runs
+        self.steps_before = 0
+        self.queued: deque[tuple[float, float]] = deque(maxlen=64)  # moment, seconds
+
+    def take(self, sample: TelemetrySample) -> None:
+        events = [Event._make(event) for event in sample.events]
+        if not events:
+            return
+        self.machine, self.processors = sample.machine, sample.processors
+        self.began = events[-1].begin if events[-1].serial == 0 else None
+        self.now = events[-1].end
+        if sample.queued_s is not None:
+            self.queued.append((self.now, sample.queued_s))
+        serials = [event.serial for event in events if event.serial]
+        if serials and (serials[0] > self.newest + 1 or serials[-1] < self.newest):
+            self.events.clear()  # there is a gap; or another process has taken the engine's place
+            self.newest = 0
+        self.events.extend(event for event in events if event.serial > self.newest)
+        self.newest = max(self.newest, *serials, 0)
+
+    @property
+    def since(self) -> float:
+        """From which moment on nothing is left out."""
+        if self.events:
+            first = self.events[0]
+            return first.begin if first.serial == 1 else first.end
+        return self.now if self.began is None else self.began
+
+    def queued_share(self, begin: float, end: float) -> float | None:
+        """Of the time between the samples around a time, for how much it was ready and had no processor."""
+        before = next((each for each in reversed(self.queued) if each[0] <= begin), None)
+        after = next((each for each in self.queued if each[0] >= end), None)
+        if before is None or after is None or after[0] <= before[0]:
+            return None
+        return (after[1] - before[1]) / (after[0] - before[0])
+
+
+class TimelineModel:
+    """What is known of the time of a team's replicas.
+
+    Attributes:
+        in_detail: Whether each wait is to be drawn, and not only how much time went where.
+    """
+
+    in_detail = False
+
+    def __init__(self) -> None:
+        self._tracks: dict[int, _Track] = {}
+
+    def feed(self, sample: TelemetrySample, steps_before: int = 0) -> None:
+        """Take a sample of a replica; that many of the steps it tells of are not looked at."""
+        track = self._tracks.setdefault(sample.replica, _Track())
+        track.steps_before = steps_before
+        track.take(sample)
+
+    @property
+    def replicas(self) -> list[int]:
+        """Of which something is known."""
+        return sorted(self._tracks)
+
+    # -- what is derived ---------------------------------------------------------------------------------------------
+
+    def spent(self, steps: int = _STEPS) -> Spent | None:
+        """Where the time of the latest steps went; None while too little is known."""
+        events = self._events()
+        window = self._window(events, steps)
+        if window is None:
+            return None
+        begin, end, count = window
+        pieces = self._pieces(events, begin, end)
+        seconds = {replica: dict.fromkeys(KINDS, 0.0) for replica in self.replicas}
+        for piece in pieces:
+            seconds[piece.replica][piece.kind] += piece.end - piece.begin
+        queued = {}
+        for replica in self.replicas:
+            offset = self._offset(replica)
+            share = self._tracks[replica].queued_share(begin + offset, end + offset)
+            if share is not None:
+                queued[replica] = share
+        straggler = _straggler(events, seconds, begin, end)
+        return Spent(begin, end, count, seconds, straggler, queued, self._crowd())
+
+    def pieces(self, steps: int = _STEPS) -> tuple[list[Piece], list[tuple[float, int]]]:
+        """Each replica's time in the latest steps, piece by piece; and when steps ended on the first, and which."""
+        events = self._events()
+        window = self._window(events, steps)
+        if window is None:
+            return [], []
+        begin, end, _ = window
+        return self._pieces(events, begin, end), [each for each in self._step_ends(events) if begin <= each[0] <= end]
+
+    def _step_ends(self, events: Mapping[int, list[Event]]) -> list[tuple[float, int]]:
+        """When steps ended on the first replica, and their numbers."""
+        before = self._tracks[self._first].steps_before
+        steps = [(each.end, each.number) for each in events[self._first] if each.kind == "step"]
+        return [(at, number - before) for at, number in steps if number > before]
+
+    @property
+    def _first(self) -> int:
+        return min(self._tracks)
+
+    def _crowd(self) -> tuple[int, int]:
+        """The processors of the fullest machine, and how many replicas share them."""
+        machines: defaultdict[str, list[_Track]] = defaultdict(list)
+        for track in self._tracks.values():
+            machines[track.machine].append(track)
+        fullest = max(machines.values(), key=len)
+        return min(track.processors for track in fullest), len(fullest)
+
+    def _events(self) -> dict[int, list[Event]]:
+        """Every replica's events, in moments of the first one's clock; with the program that runs."""
+        found = {}
+        for replica, track in sorted(self._tracks.items()):
+            events = list(track.events)
+            if track.began is not None:
+                events.append(Event(0, "program", track.began, track.now))
+            offset = self._offset(replica)
+            found[replica] = [_moved(event, -offset) for event in events] if offset else events
+        return found
+
+    def _offset(self, replica: int) -> float:
+        """How far another machine's clock is ahead of the first replica's.
+
+        A collective in which all wait ends on all of them at once, but for the transfer.
+        """
+        first, other = self._tracks[self._first], self._tracks[replica]
+        if first.machine == other.machine:
+            return 0.0
+        ends = {_name(event): event.end for event in first.events if _is_met(event)}
+        apart = [event.end - ends[_name(event)] for event in other.events if _is_met(event) and _name(event) in ends]
+        return statistics.median(apart[-_MOST_OFFSETS:]) if apart else other.now - first.now
+
+    def _window(self, events: Mapping[int, list[Event]], steps: int) -> tuple[float, float, int] | None:
+        """The latest steps of which every replica has told: begin, end, and how many."""
+        if not events:
+            return None
+        offsets = {replica: self._offset(replica) for replica in events}
+        begin = max(track.since - offsets[replica] for replica, track in self._tracks.items())
+        end = min(track.now - offsets[replica] for replica, track in self._tracks.items())
+        ends = [at for at, _ in self._step_ends(events) if begin <= at <= end][-steps - 1 :]
+        if len(ends) > 1:
+            return ends[0], ends[-1], len(ends) - 1
+        return (begin, end, 0) if end > begin else None
+
+    def _pieces(self, events: Mapping[int, list[Event]], begin: float, end: float) -> list[Piece]:
+        arrivals = _arrivals(events)
+        last = {name: max(there.values()) for name, there in arrivals.items() if len(there) > 1}
+        return [
+            piece for replica, own in events.items() for piece in _swept(replica, list(_spans(own, last)), begin, end)
+        ]
+
+
+def _moved(event: Event, by: float) -> Event:
+    return event._replace(begin=event.begin + by, end=event.end + by, at=event.at + by)
+
+
+def _name(event: Event) -> tuple[str, int]:
+    return event.group, event.number
+
+
+def _is_met(event: Event) -> bool:
+    """Whether it is a collective that a thread waited in, which other replicas know."""
+    return event.kind == "collective" and bool(event.group)
+
+
+def _arrivals(events: Mapping[int, list[Event]]) -> dict[tuple[str, int], dict[int, float]]:
+    """When each replica came to each collective."""
+    found: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+    for replica, own in events.items():
+        for event in own:
+            if _is_met(event):
+                found[_name(event)].setdefault(replica, event.at)
+    return found
+
+
+def _spans(events: list[Event], last: Mapping[tuple[str, int], float]) -> Iterator[tuple[float, float, State, Event]]:
+    """What a replica was at, from when to when; these overlap. `last`: when the last one came to a collective."""
+    for event in events:
+        if event.kind == "collective":
+            there = min(max(last.get(_name(event), event.begin), event.begin), event.end)
+            yield event.begin, there, "waiting", event
+            yield there, event.end, "communication", event
+        elif event.kind == "servers":
+            yield event.begin, event.end, "communication", event
+        elif event.kind == "input":
+            yield event.begin, event.end, "input", event
+        elif event.kind == "program":
+            yield event.begin, event.end, "compute", event
+
+
+def _swept(replica: int, spans: list[tuple[float, float, State, Event]], begin: float, end: float) -> Iterator[Piece]:
+    """The pieces of a time, one after the other: of what is true at once, the first of `_ABOVE`."""
+    edges: list[tuple[float, bool, int]] = []
+    for place, (first, last, _, _) in enumerate(spans):
+        if first < last and last > begin and first < end:
+            edges += [(max(first, begin), True, place), (min(last, end), False, place)]
+    edges.sort()
+    open_: dict[str, set[int]] = {kind: set() for kind in _ABOVE}
+    at = begin
+    for moment, opens, place in [*edges, (end, False, -1)]:
+        if moment > at:
+            kind = next((kind for kind in _ABOVE if open_[kind]), None)
+            if kind is None:
+                yield Piece(replica, "idle", at, moment)
+            else:
+                _, _, state, event = spans[max(open_[kind])]
+                yield Piece(replica, state, at, moment, event.what, cell_place(event.where), event.number)
+            at = moment
+        if place >= 0:
+            (open_[spans[place][2]].add if opens else open_[spans[place][2]].discard)(place)
+
+
+def _straggler(
+    events: Mapping[int, list[Event]], seconds: Mapping[int, Mapping[str, float]], begin: float, end: float
+) -> Straggler | None:
+    arrivals = _arrivals(events)
+    held: defaultdict[int, float] = defaultdict(float)
+    others = len(events) - 1
+    for own in events.values():
+        for event in own:
+            there = arrivals.get(_name(event), {}) if _is_met(event) and begin < event.end <= end else {}
+            if len(there) > 1:
+                latest = max(there, key=lambda replica: there[replica])
+                held[latest] += max(0.0, min(there[latest], event.end) - event.begin) / others
+    if not held:
+        return None
+    slowest = max(held, key=lambda replica: held[replica])
+    if held[slowest] < _HELD_UP * (end - begin) or held[slowest] < _FOR_ONE * sum(held.values()):
+        return None
+    longer = {
+        kind: seconds[slowest][kind] - statistics.fmean(seconds[each][kind] for each in events if each != slowest)
+        for kind in ("compute", "input")
+    }
+    most = max(longer, key=lambda kind: longer[kind])
+    explained = longer[most] >= held[slowest] / 3
+    return Straggler(slowest, held[slowest], most if explained else "", longer[most] if explained else 0.0)
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+_WORDS: Final = {
+    "compute": "compute",
+    "communication": "communication",
+    "waiting": "waiting for others",
+    "input": "waiting for input",
+    "idle": "between the notebook's calls",
+}
+
+
+def sentence(spent: Spent) -> str:
+    """Where the time goes, and which replica is the straggler."""
+    shares = sorted(((spent.share(kind), kind) for kind in KINDS), reverse=True)
+    told = ", ".join(f"{share:.0%} {_WORDS[kind]}" for share, kind in shares if share >= 0.005)
+    what = "A step takes" if spent.steps else "Of the last"
+    parts = [f"{what} {_span(spent.step_s)}: {told}." if told else ""]
+    count, straggler, steps = len(spent.seconds), spent.straggler, spent.steps or 1
+    per = " a step" if spent.steps else ""
+    if straggler is not None:
+        why = {
+            "compute": f", since it computes {_span(straggler.longer_s / steps)} longer",
+            "input": f", since its input takes {_span(straggler.longer_s / steps)} longer",
+        }.get(straggler.longer, "")
+        [*others] = (each for each in spent.seconds if each != straggler.replica)
+        who = "the others wait" if len(others) > 1 else f"replica {others[0]} waits"
+        parts.append(
+            f"Replica {straggler.replica} is the straggler: {who} {_span(straggler.held_s / steps)}{per} for it{why}."
+        )
+    elif count > 1 and spent.share("waiting") >= _HELD_UP:
+        parts.append("They wait for each other by turns: no replica is the straggler.")
+    crowded = [replica for replica, share in sorted(spent.queued.items()) if share >= _QUEUED]
+    if crowded:
+        share = statistics.fmean(spent.queued[replica] for replica in crowded)
+        processors, sharing = spent.processors
+        reason = "other threads or programs had them"
+        if sharing > processors:
+            reason = f"{sharing} replicas of a machine share {processors} processor{'s' if processors != 1 else ''}"
+        parts.append(
+            f"{len(crowded)} of {count} replicas were ready to compute, but had no processor, for {share:.0%} of their "
+            f"time: {reason}."
+        )
+    return " ".join(filter(None, parts))
+
+
+def _span(seconds: float) -> str:
+    """A time as people read it: 31 ms, 1.24 s."""
+    if seconds < 0.000_95:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 0.995:
+        return f"{seconds * 1e3:.2g} ms" if seconds < 0.00995 else f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.3g} s"

@@ -1,0 +1,123 @@
+"""Who waits for whom, in words: what is shown when replicas wait in something for seconds. Samples in, lines out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
+
+from distnb.notebook.output.wording import cell_place, ranges
+from distnb.wire.messages import TelemetrySample, Waiting
+
+__all__ = ["WaitsModel"]
+
+_PATIENCE_S: Final = 3.0  # a shorter wait is no news
+_SILENT_S: Final = 2.0  # samples come five times a second
+
+
+class WaitsModel:
+    """What each replica of a program waits in, or is at.
+
+    Attributes:
+        asking: Replicas at a prompt, where the user has not answered.
+    """
+
+    def __init__(self, who: str = "replica") -> None:
+        self.who = who
+        self.asking: set[int] = set()
+        self._latest: dict[int, tuple[TelemetrySample, float]] = {}  # and when it came
+        self._steady: dict[int, float] = {}  # since when a replica is where it is
+
+    def feed(self, sample: TelemetrySample, now: float) -> None:
+        """Take a sample of a replica."""
+        before = self._latest.get(sample.replica)
+        if before is None or _place(before[0]) != _place(sample):
+            self._steady[sample.replica] = now
+        self._latest[sample.replica] = sample, now
+
+    def ended(self, replicas: Iterable[int]) -> None:
+        """These replicas wait in nothing any more."""
+        for replica in list(replicas):
+            self._latest.pop(replica, None)
+            self.asking.discard(replica)
+
+    def lines(self, now: float) -> list[str]:
+        """Sentences, one for each thing that is waited in; nothing while no replica has waited for long."""
+        long: defaultdict[tuple[str, str, str, int], list[int]] = defaultdict(list)
+        for replica in sorted(self._latest):
+            wait = self._wait(replica)
+            # Calls that end well tell so by their replies alone: then no further sample comes, and nobody waits.
+            if wait is not None and self._is_fresh(replica, now) and self._seconds(replica, now) >= _PATIENCE_S:
+                long[wait.kind, wait.what, wait.where, wait.number].append(replica)
+        return [self._line(replicas, now) for replicas in long.values()]
+
+    def _wait(self, replica: int) -> Waiting | None:
+        return self._latest[replica][0].waiting
+
+    def _is_fresh(self, replica: int, now: float) -> bool:
+        return now - self._latest[replica][1] <= _SILENT_S
+
+    def _seconds(self, replica: int, now: float) -> float:
+        """How long a replica has waited in what it waits in."""
+        sample, came = self._latest[replica]
+        return (sample.waiting.seconds if sample.waiting is not None else 0.0) + now - came
+
+    def _line(self, replicas: list[int], now: float) -> str:
+        sample = self._latest[replicas[0]][0]
+        wait = sample.waiting
+        assert wait is not None
+        seconds = max(self._seconds(replica, now) for replica in replicas)
+        line = f"{self._name(replicas)} {_words(sample, wait, len(replicas))} since {seconds:.0f} s"
+        if wait.kind in ("input", "servers"):
+            return f"{line}."
+        absent = [replica for replica in sorted(self._latest) if not self._is_there(replica, wait)]
+        others = [self._elsewhere(replica, now) for replica in absent] or ["all are there"]
+        return "; ".join([line, *others]) + "."
+
+    def _is_there(self, replica: int, wait: Waiting) -> bool:
+        """Whether a replica is in the same collective, or has come to a later one of the group."""
+        other = self._wait(replica)
+        return other is not None and other.group == wait.group and other.number >= wait.number
+
+    def _elsewhere(self, replica: int, now: float) -> str:
+        sample, came = self._latest[replica]
+        name = f"{self._name([replica])} is not there"
+        if replica in self.asking:
+            return f"{name}: it asks you for a line" + (f", in {sample.where}" if sample.where else "")
+        if not self._is_fresh(replica, now):
+            seen = f"; it was last seen in {sample.where}" if sample.where else ""
+            return f"{name}, and has told nothing for {now - came:.0f} s{seen}"
+        if sample.waiting is not None:
+            seconds = self._seconds(replica, now)
+            return f"{name}: it {_words(sample, sample.waiting)} since {seconds:.0f} s"
+        if not sample.where:
+            return name
+        call = f", in {sample.call}" if sample.call else ""
+        return f"{name}: it is in {sample.where}{call}, since {now - self._steady[replica]:.0f} s"
+
+    def _name(self, replicas: list[int]) -> str:
+        return f"{self.who}{'s' if len(replicas) > 1 else ''} {', '.join(ranges(replicas))}"
+
+
+def _place(sample: TelemetrySample) -> tuple[object, ...]:
+    wait = sample.waiting
+    return sample.where, sample.steps, (wait.kind, wait.what, wait.number) if wait is not None else None
+
+
+def _words(sample: TelemetrySample, wait: Waiting, count: int = 1) -> str:
+    """What one replica does who waits, or several: "waits in all_reduce (cell 3, line 4; number 17)"."""
+    told = [cell_place(wait.where) or sample.where, f"number {wait.number}" if wait.number else ""]
+    at = f" ({'; '.join(filter(None, told))})" if any(told) else ""
+    s = "s" if count == 1 else ""
+    if wait.kind == "input":
+        return f"wait{s} for {'its' if s else 'their'} next batch{at}"
+    if wait.kind == "servers":
+        return f"wait{s} for {wait.what}{at}"
+    if wait.kind == "background":
+        return f"ha{'s' if s else 've'} {_short(wait.what)}{at} under way"
+    return f"wait{s} in {_short(wait.what)}{at}"
+
+
+def _short(operation: str) -> str:
+    """`group.all_reduce(float32[10], sum)` as the user called it."""
+    return operation.partition("(")[0].removeprefix("group.")

@@ -1,0 +1,126 @@
+"""Where a value is: the replicas' answers, or what this process holds, put together for drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from distnb.notebook import compose as sessions
+from distnb.notebook.handles.handle import HANDLES, state_of_handle
+from distnb.notebook.output.devices_model import DevicesModel
+from distnb.notebook.output.placement_model import PlacementModel
+from distnb.notebook.remote_dataset import RemoteDataset
+from distnb.runtime.base import PARAMETER_SERVER, is_in_process
+from distnb.values import structure
+from distnb.wire.inspection import Holding
+
+if TYPE_CHECKING:
+    from distnb.runtime.servers.placement import PlacedShard
+    from distnb.strategies.base import Strategy
+
+__all__ = ["devices_model", "devices_of", "placement_of", "server_placement"]
+
+_HERE = "this process"
+_EARLIER = "An engine is stuck, and tells nothing (%distnb status)."
+
+
+def placement_of(value: Any) -> PlacementModel:
+    """Where the tensors of a value are.
+
+    Args:
+        value: A handle, a module, a dataset, an optimizer, a tensor, or anything nested of such.
+
+    Raises:
+        OptionError: There is no tensor in it.
+    """
+    from distnb.runtime.inspection.holdings import holdings_of, may_hold, no_tensor  # with torch
+
+    value = value.handle if isinstance(value, RemoteDataset) else value
+    told: dict[int, list[Holding]] = {}
+    size, notes, kinds = 1, [], []
+    for path, leaf in zip(structure.paths(value), structure.flatten(value)[0], strict=True):
+        leaf = leaf.handle if isinstance(leaf, RemoteDataset) else leaf
+        if not isinstance(leaf, HANDLES):
+            told.setdefault(0, []).extend(
+                each._replace(name=_joined(path, each.name), holder=each.holder or _HERE) for each in holdings_of(leaf)
+            )
+            kinds.append(type(leaf).__name__)
+            continue
+        state = state_of_handle(leaf)
+        state.check(())
+        size = leaf.num_replicas
+        kinds.append(state.type_name.rsplit(".", 1)[-1])
+        found = state.operations.holdings(leaf)
+        notes += [_EARLIER] if found is None else []
+        for replica, holdings in (found or {}).items():
+            told.setdefault(replica, []).extend(each._replace(name=_joined(path, each.name)) for each in holdings)
+    if not any(told.values()) and not notes:
+        if not any(isinstance(leaf, HANDLES) or may_hold(leaf) for leaf in structure.flatten(value)[0]):
+            raise no_tensor(value)
+        notes.append("It holds no tensor now.")
+    kind = kinds[0] if len(set(kinds)) == 1 and not structure.children(value) else type(value).__name__
+    title = f"{kind} on {size} replica{'s' * (size != 1)}" if size > 1 else kind
+    return PlacementModel.of(title, size, told, dict.fromkeys(notes))
+
+
+def _joined(path: str, name: str) -> str:
+    return path if not name else name if not path else f"{path}{'' if name[0] in '.[' else '.'}{name}"
+
+
+def devices_model(user_ns: Mapping[str, Any], idle: Iterable[str]) -> DevicesModel:
+    """The devices of the running cluster, their memory now, and what of the notebook's variables is on them.
+
+    `idle` are devices of this machine, which get a row if nobody uses them, too.
+    """
+    session = sessions.current()
+    if session is None:
+        return DevicesModel.of_nobody(idle)
+    return DevicesModel.of(session.status(), session.memory(), {} if session.stuck else _held(user_ns), idle=idle)
+
+
+def devices_of(strategy: Strategy) -> DevicesModel:
+    """The devices that a strategy's replicas compute on, likewise."""
+    devices, session = strategy.worker_devices, sessions.current()
+    if session is None or is_in_process(strategy.spec):
+        return DevicesModel.of_nobody(devices)
+    rows = session.status()
+    names = {row.engine: row.task for row in rows}
+    if strategy.spec.kind != PARAMETER_SERVER:
+        names = {engine: f"replica {rank}" for rank, engine in enumerate(session.team(strategy.spec).engines)}
+    memory = {engine: each for engine, each in session.memory().items() if engine in names}
+    held = {} if session.stuck else _held(session.user_ns)
+    return DevicesModel.of([row for row in rows if row.engine in names], memory, held, names)
+
+
+def server_placement(strategy: Strategy) -> PlacementModel | None:
+    """What parameter servers hold of a strategy's variables; None where there are none."""
+    if strategy.spec.kind != PARAMETER_SERVER:
+        return None
+    rows: dict[str, list[PlacedShard]] = {}
+    for row in strategy.placement():
+        rows.setdefault(row.name, []).append(row)
+    held = [
+        Holding(name, row.shape, None, "stored", _dtype(row), "", row.nbytes, f"ps {row.server}")
+        for name, shards in rows.items()
+        for row in shards
+    ]
+    return PlacementModel.of("variables on parameter servers", 1, {0: held})
+
+
+def _dtype(row: PlacedShard) -> str:
+    return str(row.dtype).removeprefix("torch.")
+
+
+def _held(user_ns: Mapping[str, Any]) -> dict[int, dict[str, int]]:
+    """Bytes of each of the notebook's variables that live on engines, by engine."""
+    held: dict[int, dict[str, int]] = {}
+    for name, value in list(user_ns.items()):
+        if name.startswith("_") or type(value) not in HANDLES:
+            continue
+        state = state_of_handle(value)
+        if state.tracked.ended:
+            continue
+        for replica, nbytes in (state.operations.nbytes(value) or {}).items():
+            if nbytes:
+                held.setdefault(state.tracked.key[0][replica], {})[name] = nbytes
+    return held

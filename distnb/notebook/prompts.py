@@ -1,0 +1,125 @@
+"""Replicas that wait for a line of the user's: they are asked one after another, where the notebook waits for them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+from distnb.notebook.front_end import FrontEnd
+from distnb.notebook.supervision import GiveUpOn
+from distnb.notebook.supervisor import Supervisor
+from distnb.runtime.interrupts import Interrupts
+from distnb.wire.messages import Answer, Asks, Died, GoesOn, ProgramEnded, Prompting
+
+__all__ = ["Prompts"]
+
+_ELSEWHERE = (
+    "the notebook waits for this program in a thread that is not its main thread, and only the main one can ask the "
+    "user. Call it in a cell."
+)
+_CANNOT = (
+    "the user cannot be asked here ({error}): nbconvert, nbclient, papermill and the like run a notebook without one. "
+    "Take the question out of the cell, or run it in JupyterLab, Notebook or IPython."
+)
+
+
+class Prompts:
+    """The questions of all replicas. A replica whose user is at a debugger's prompt keeps him until it goes on.
+
+    Attributes:
+        fd: Readable when somebody has begun to ask.
+        front: Gives the front end that asks.
+        latest: Who was asked last.
+    """
+
+    def __init__(self, supervisor: Supervisor, interrupts: Interrupts) -> None:
+        self._supervisor = supervisor
+        self._interrupts = interrupts
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.front: Callable[[], FrontEnd] = FrontEnd
+        self.latest: Asks | None = None
+        self._lock = threading.Lock()  # of what follows
+        self._waiting: dict[int, Asks] = {}  # by engine, in the order in which they came
+        self._over: set[int] = set()  # programs that are told to end: no more of their replicas are asked
+        self._there: set[int] = set()  # engines where the user is, or is to come
+        self._current: int | None = None  # where he is, or was last
+        supervisor.events.subscribe(self._hear)
+
+    def _hear(self, event: Any) -> None:
+        """An event; on the supervisor's thread."""
+        if isinstance(event, Asks):
+            with self._lock:
+                self._waiting[event.engine] = event
+                self._there.add(event.engine)
+                first = len(self._there) == 1
+            if first:
+                self._supervisor.tell_all(Prompting(True))
+            os.eventfd_write(self.fd, 1)
+        elif isinstance(event, GoesOn | ProgramEnded | Died | GiveUpOn):
+            with self._lock:
+                if isinstance(event, ProgramEnded) and event.status != "ok":
+                    self._over = {event.program}
+                elif isinstance(event, Died):  # there is one program at a time
+                    self._over = {asks.program for asks in self._waiting.values()}
+                last = self._there == {event.engine}
+                self._there.discard(event.engine)
+                asked = self._waiting.pop(event.engine, None) is not None and self._current == event.engine
+            if last:
+                self._supervisor.tell_all(Prompting(False))
+            if asked:
+                self._interrupts.withdraw()
+            os.eventfd_write(self.fd, 1)  # it may be another's turn
+
+    def next(self) -> Asks | None:
+        """Who is to be asked now; nobody while a debugger is busy with what the user has told it to do."""
+        with self._lock:
+            if self._current is not None and self._current in self._there:
+                asks = self._waiting.get(self._current)
+            else:
+                asks = next(iter(self._waiting.values()), None)
+            return None if asks is None or asks.program in self._over else asks
+
+    def end(self, programs: Collection[int]) -> None:
+        """The user has ended programs."""
+        with self._lock:
+            self._over = set(programs)
+
+    def ask(self, asks: Asks) -> None:
+        """Ask the user, and answer. If he interrupts, it is noted, and whoever waits ends the program."""
+        with self._lock:
+            self._current = asks.engine
+        self.latest = asks
+        answer = self._answer(asks)
+        with self._lock:
+            if answer is None or self._waiting.get(asks.engine) is not asks:
+                return
+            del self._waiting[asks.engine]
+        self._supervisor.tell(asks.engine, answer)
+
+    def _answer(self, asks: Asks) -> Answer | None:
+        if threading.current_thread() is not threading.main_thread():
+            return Answer(asks.program, refusal=_ELSEWHERE)
+        try:
+            return self._interrupts.raised_in(partial(self._ask_user, asks))
+        except KeyboardInterrupt:
+            with self._lock:
+                self._waiting.pop(asks.engine, None)
+            self._interrupts.note()
+            return None
+        except EOFError:
+            return Answer(asks.program)
+        except Exception as error:  # noqa: BLE001  # whatever keeps a front end from asking, the replica waits
+            return Answer(asks.program, refusal=_CANNOT.format(error=str(error).rstrip(".") or type(error).__name__))
+
+    def _ask_user(self, asks: Asks) -> Answer | None:
+        with self._lock:
+            if self._waiting.get(asks.engine) is not asks:  # from here on a withdrawal ends it
+                return None
+        return Answer(asks.program, self.front().ask(asks))
+
+    def close(self) -> None:
+        """Free the descriptor."""
+        os.close(self.fd)

@@ -1,0 +1,192 @@
+"""Which parts of a value this process holds, and where: the rows of a batch, a shard, a copy of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from distnb.collectives.gradients.parameter_groups import find_mirror
+from distnb.collectives.verify import callsite
+from distnb.errors import OptionError
+from distnb.input.cutting import slice_bounds
+from distnb.input.dataset import DistributedDataset
+from distnb.runtime.inspection.inspecting import as_tensor, device_of, optimizer_state
+from distnb.runtime.scopes.registration import is_scope_buffer
+from distnb.runtime.this_process import this_process
+from distnb.values import DistributedValues, Mirrored, structure
+from distnb.wire.inspection import Bounds, Holding, Kind
+
+__all__ = ["holdings_of", "may_hold", "no_tensor", "report"]
+
+_DEEPEST = 12
+_MOST = 5_000  # parts of one value
+
+
+def report(value: Any) -> dict[str, Any]:
+    """What a replica tells of a value for others to draw: what it holds of it, and who asks.
+
+    Raises:
+        OptionError: It is nothing that could hold a tensor.
+    """
+    process = this_process.replica
+    size, rank = (process.size, process.rank) if process is not None else (1, 0)
+    held = holdings_of(value)
+    if not held and not may_hold(value):
+        raise no_tensor(value)
+    site = callsite.current().identity
+    return {"kind": type(value).__name__, "size": size, "replicas": {rank: held}, "site": site}
+
+
+def may_hold(value: Any) -> bool:
+    """Whether it is something of which tensors are expected, though it may have none yet, as an optimizer."""
+    return isinstance(value, torch.nn.Module | torch.optim.Optimizer | DistributedValues | torch.Tensor)
+
+
+def no_tensor(value: Any) -> OptionError:
+    """The error for a value that has nothing to be drawn."""
+    return OptionError(
+        f"visualize got a {type(value).__name__} without any tensor. It draws where models, optimizers, tensors, "
+        "batches, distributed datasets and strategies are, and whatever is nested of these."
+    )
+
+
+def holdings_of(value: Any) -> tuple[Holding, ...]:
+    """The parts of a value's tensors that are here: of a module, an optimizer, a dataset, or anything nested.
+
+    Nothing is computed, and no other replica has to take part.
+    """
+    return tuple(_holdings(value, "", iter(range(_MOST)), 0))
+
+
+def _holdings(value: Any, name: str, left: Iterator[int], depth: int) -> Iterator[Holding]:
+    if depth > _DEEPEST or next(left, None) is None:  # a container that holds itself has no end
+        return
+    process = this_process.replica
+    if hasattr(type(value), "worker_devices") and process is not None:  # a strategy
+        yield Holding("", (), None, "own", device=str(process.team.devices[process.rank]))
+    elif isinstance(value, DistributedDataset):
+        yield from _batches(value)
+    elif isinstance(value, DistributedValues):
+        yield from _components(value, name, left, depth)
+    elif isinstance(value, torch.nn.Module):
+        named = [*value.named_parameters(prefix=name), *value.named_buffers(prefix=name)]
+        yield from (part for full, tensor in named for part in _tensor(tensor, full))
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _holdings(optimizer_state(value), name, left, depth)
+    elif (children := structure.children(value)) is not None:
+        yield from (part for inner, child in children for part in _holdings(child, name + inner, left, depth + 1))
+    elif as_tensor(value) is not None:
+        yield from _tensor(value, name)
+
+
+def _components(value: DistributedValues, name: str, left: Iterator[int], depth: int) -> Iterator[Holding]:
+    """The components that are here: of a batch its rows, which lie in the order of the replicas."""
+    examples = value.global_batch_size
+    for replica, component in zip(value.replica_ids, value.values, strict=True):
+        holder = f"replica {replica}" if len(value.values) > 1 else ""
+        for part in _holdings(component, name, left, depth):
+            shape = part.whole
+            if examples is not None and part.kind == "own" and shape:
+                first, last = slice_bounds(examples, value.num_replicas, replica)
+                inner = tuple((0, size) for size in shape[1:])
+                bounds = ((first, last), *inner) if last - first == shape[0] else None
+                part = part._replace(whole=(examples, *shape[1:]), bounds=bounds, kind="rows")
+                if bounds is None:
+                    part = part._replace(note=f"{shape[0]} rows")
+            elif isinstance(value, Mirrored) and part.kind == "own":
+                part = part._replace(kind="copy")
+            yield part._replace(holder=holder or part.holder)
+
+
+def _tensor(value: Any, name: str) -> Iterator[Holding]:
+    stored = _stored(value)
+    if stored is not None:
+        itemsize = stored.dtype.itemsize
+        for part in stored.parts:
+            bounds = ((part.first, part.last), *((0, size) for size in stored.shape[1:])) if stored.shape else ()
+            nbytes = itemsize * torch.Size(stored.part_shape(part)).numel()
+            place, dtype = f"ps {part.server}", str(stored.dtype).removeprefix("torch.")
+            yield Holding(name, stored.shape, bounds, "stored", dtype, "cpu", nbytes, place)
+        return
+    local = as_tensor(value)
+    if local is None:  # its shape is not known yet
+        return
+    whole = tuple(value.shape)
+    kind, bounds, note = _part(value, whole)
+    dtype = str(value.dtype).removeprefix("torch.")
+    yield Holding(name, whole, bounds, kind, dtype, device_of(value), local.numel() * local.itemsize, "", note)
+
+
+def _part(value: Any, whole: tuple[int, ...]) -> tuple[Kind, Bounds, str]:
+    """Which part of a tensor is here, and as what."""
+    everything = tuple((0, size) for size in whole)
+    if hasattr(value, "device_mesh"):
+        return _shard(value, everything)
+    owner = _owner(value)
+    if owner is not None:
+        return "shared", everything, f"replica {owner} updates it"
+    mirrored = find_mirror(value) is not None
+    return "copy" if mirrored and not is_scope_buffer(value) else "own", everything, ""
+
+
+def _shard(value: Any, everything: Bounds) -> tuple[Kind, Bounds, str]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    note = f"{', '.join(map(_placement, value.placements))} on a mesh {tuple(value.device_mesh.shape)}"
+    shape, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    if len(offsets) != len(everything):  # this process is not in the mesh
+        return "shard", tuple((0, 0) for _ in everything), note
+    bounds = tuple((first, first + size) for first, size in zip(offsets, shape, strict=True))
+    if any(placement.is_partial() for placement in value.placements):
+        return "partial", bounds, note
+    return "copy" if bounds == everything else "shard", bounds, note
+
+
+def _placement(placement: Any) -> str:
+    """`Shard(0)`, as one writes it."""
+    return repr(placement).replace("dim=", "")
+
+
+def _owner(value: Any) -> int | None:
+    """The replica that updates a variable of central storage; None of all others."""
+    process = this_process.replica
+    strategy = None if process is None or not isinstance(value, torch.Tensor) else process.strategy_of(value)
+    if process is None or strategy is None:
+        return None
+    shared = process.runtime_of(strategy).registration.shared
+    if shared is None:
+        return None
+    host = value if value.device.type == "cpu" else shared.hosts.find(value)
+    return None if host is None else shared.owner_of(host)
+
+
+def _stored(value: Any) -> Any:
+    """Where a variable on parameter servers is; None of others."""
+    servers = this_process.servers
+    return None if servers is None or not isinstance(value, torch.Tensor) else servers.stored_of(value)
+
+
+# -- datasets ----------------------------------------------------------------------------------------------------------
+
+
+def _batches(dataset: DistributedDataset) -> Iterator[Holding]:
+    """The rows of each global batch that this replica gets: of a full one and, if it is smaller, of the last."""
+    place, sizes = dataset.place, dataset.sizes
+    if place.turns is not None:
+        turns = place.turns
+        note = f"input pipeline {turns.pipeline} of {turns.pipelines}, read by {turns.takers} in turn"
+        yield Holding("each batch", (), None, "rows", device=str(place.target), note=note)
+        return
+    if sizes is None:
+        note = "how many rows a batch has is known when it is read"
+        yield Holding("each batch", (), None, "rows", device=str(place.target), note=note)
+        return
+    examples, batch = sizes
+    full, rest = divmod(examples, batch)
+    counted = f"{full} batches of {batch:,} rows" if full != 1 else f"1 batch of {batch:,} rows"
+    for name, size in ((counted, batch if full else 0), ("the last batch", rest)):
+        if size:
+            bounds = (slice_bounds(size, place.num_replicas, place.replica_id),)
+            yield Holding(name, (size,), bounds, "rows", device=str(place.target))

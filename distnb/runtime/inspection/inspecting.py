@@ -1,0 +1,263 @@
+"""What a value is, told by the process that holds it: a tree of a few facts, to be drawn elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from distnb.collectives.digests import digest_of_text
+from distnb.collectives.verify import callsite
+from distnb.runtime.inspection.images import picture_of, tensor_picture
+from distnb.runtime.inspection.statistics import MOST_ELEMENTS, digest_of, local_part, norms, statistics_of
+from distnb.runtime.scopes.registration import is_scope_buffer
+from distnb.values import DistributedValues, structure
+from distnb.wire.inspection import VALUE, Inspected
+
+__all__ = ["as_tensor", "device_of", "displayed", "inspect", "optimizer_state", "report"]
+
+_MOST_TENSORS = 24  # with statistics of their own; of further ones only what they are
+_MOST_ITEMS = 60  # of one container
+_MOST_PARTS = 500  # of all
+_MOST_PICTURES = 4
+_DEEPEST = 8
+_FEW_ELEMENTS = 64
+_MOST_CHARACTERS = 600
+
+
+def inspect(value: Any) -> Inspected:
+    """Look at a value. The work is bounded, nothing is sent, and no other replica has to take part."""
+    return _Inspection().value(value, 0)
+
+
+def report(value: DistributedValues) -> dict[str, Any]:
+    """What a process tells of a distributed value for others to draw: the components that are here, and who asks."""
+    components = dict(zip(value.replica_ids, map(inspect, value.values), strict=True))
+    site = callsite.current().identity
+    return {"kind": type(value).__name__, "size": value.num_replicas, "replicas": components, "site": site}
+
+
+def displayed(value: DistributedValues) -> dict[str, Any]:
+    """What IPython's `display` makes of a distributed value on a replica."""
+    return {VALUE: report(value), "text/plain": repr(value)}
+
+
+class _Inspection:
+    def __init__(self) -> None:
+        self._tensors = _MOST_TENSORS
+        self._parts = _MOST_PARTS
+        self._pictures = _MOST_PICTURES
+
+    def value(self, value: Any, depth: int) -> Inspected:
+        if isinstance(value, DistributedValues) and len(value.values) == 1:
+            value = value.values[0]
+        tensor = as_tensor(value)
+        if tensor is not None:
+            return self._tensor(value, tensor)
+        if isinstance(getattr(type(value), "metric_state", None), property):
+            return self._metric(value, depth)
+        if isinstance(value, torch.nn.Module):
+            return _module(value)
+        if isinstance(value, torch.optim.Optimizer):
+            state = optimizer_state(value)
+            return self._container(value, structure.children(state) or [], depth)._replace(text=_groups_of(value))
+        if depth < _DEEPEST and (children := structure.children(value)) is not None:
+            return self._container(value, children, depth)
+        picture = self._picture_of(value)
+        text = short_text(value)
+        # What shows no more of itself than its address is no content that could be compared.
+        content = 0 if f" at {id(value):#x}" in text or len(text) >= _MOST_CHARACTERS else digest_of_text(text)
+        if picture:
+            text, content = "", digest_of_text(picture)
+        return Inspected(type_name(value), text, content=content, picture=picture)
+
+    def _picture_of(self, value: Any) -> str:
+        with contextlib.suppress(Exception):  # a figure's artists are the user's
+            picture = picture_of(value) if self._pictures else ""
+            self._pictures -= bool(picture)
+            return picture
+        return ""
+
+    def _tensor(self, value: Any, tensor: torch.Tensor) -> Inspected:
+        facts = _facts(value, tensor)
+        if tensor.is_meta:
+            return facts._replace(note="without memory")
+        if not self._tensors:
+            return facts
+        self._tensors -= 1
+        picture = tensor_picture(tensor) if self._pictures else ""
+        self._pictures -= bool(picture)
+        few = tensor.numel() <= _FEW_ELEMENTS
+        gradient = value.grad if isinstance(value, torch.Tensor) and value.is_leaf else None
+        return facts._replace(
+            text=elements(tensor) if few else "",
+            content=digest_of(tensor),
+            statistics=statistics_of(tensor),
+            picture=picture,
+            gradient_norm=None if gradient is None else norms([local_part(gradient)])[0],
+        )
+
+    def _metric(self, metric: Any, depth: int) -> Inspected:
+        """A metric by its states, which are each replica's own until it is read."""
+        told = self._container(metric, structure.children(dict(metric.metric_state)) or [], depth)
+        items = tuple((name, each._replace(content=0)) for name, each in told.items)
+        return told._replace(text="", content=0, items=items, note="each replica's own states, put together when read")
+
+    def _container(self, value: Any, children: list[tuple[str, Any]], depth: int) -> Inspected:
+        shown = children[: min(_MOST_ITEMS, self._parts)]
+        self._parts -= len(shown)
+        items = tuple((name, self.value(child, depth + 1)) for name, child in shown)
+        told = [child.content for _, child in items]
+        whole = len(children) == len(shown) and all(told)
+        return Inspected(
+            type_name(value),
+            text=f"{len(children)} item{'s' * (len(children) != 1)}",
+            nbytes=sum(child.nbytes for _, child in items),
+            content=digest_of_text(repr(told)) if whole else 0,
+            items=items,
+            left_out=len(children) - len(shown),
+        )
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+def _module(module: torch.nn.Module) -> Inspected:
+    """A module as its layers. Norms of all parameters and gradients are read from the device at once."""
+    named = dict(_named_tensors(module))
+    tensors = {name: local_part(tensor) for name, tensor in named.items()}
+    gradients = {name: local_part(each.grad) for name, each in named.items() if each.grad is not None}
+    total = sum(tensor.numel() for tensor in tensors.values())
+    most = max(1024, MOST_ELEMENTS // len(tensors)) if total > MOST_ELEMENTS else MOST_ELEMENTS
+    found = norms([*tensors.values(), *gradients.values()], most)
+    of_gradients = dict(zip(gradients, found[len(tensors) :], strict=True))
+    leaves = {}
+    for (name, tensor), norm in zip(tensors.items(), found, strict=False):
+        trained = isinstance(named[name], torch.nn.Parameter)
+        leaves[name] = _facts(named[name], tensor)._replace(
+            content=0 if is_scope_buffer(named[name]) else digest_of(tensor, most),
+            parameters=named[name].numel() if trained else 0,
+            norm=None if tensor.is_meta else norm,
+            gradient_norm=of_gradients.get(name),
+            note="" if named[name].requires_grad else "frozen" if trained else "buffer",
+        )
+    inspected = _layer(module, "", leaves, 0)
+    sampled = "norms of a sample; " if most < MOST_ELEMENTS else ""
+    return inspected._replace(note=f"{sampled}{'training' if module.training else 'evaluation'} mode")
+
+
+def _named_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, each) for name, each in tensors if not torch.nn.parameter.is_lazy(each)]
+
+
+def _layer(module: torch.nn.Module, path: str, leaves: Mapping[str, Inspected], depth: int) -> Inspected:
+    own = [
+        (name, leaf)
+        for full, leaf in leaves.items()
+        if (name := full.removeprefix(path)) and full.startswith(path) and "." not in name
+    ]
+    layers = [
+        (name, _layer(child, f"{path}{name}.", leaves, depth + 1))
+        for name, child in module.named_children()
+        if depth < _DEEPEST
+    ]
+    items = [*layers, *own]
+    # Of a layer that is used twice, the tensors are told where they are first: a sum counts them once.
+    below = [leaf for full, leaf in leaves.items() if full.startswith(path)]
+    return Inspected(
+        type(module).__name__,
+        text=_settings_of(module),
+        device=", ".join(dict.fromkeys(leaf.device for leaf in below)),
+        nbytes=sum(leaf.nbytes for leaf in below),
+        content=digest_of_text(repr([leaf.content for leaf in below])),
+        items=tuple(items[:_MOST_ITEMS]),
+        left_out=max(0, len(items) - _MOST_ITEMS),
+        parameters=sum(leaf.parameters for leaf in below),
+        norm=_together(leaf.norm for leaf in below if leaf.parameters),
+        gradient_norm=_together(leaf.gradient_norm for leaf in below),
+    )
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    """What an optimizer keeps for each parameter that it has stepped, by their place; as it is here."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return {place: dict(optimizer.state[each]) for place, each in enumerate(parameters) if each in optimizer.state}
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> str:
+    """`lr 0.01`, for each group of parameters."""
+    return " | ".join(f"lr {group['lr']}" for group in optimizer.param_groups if "lr" in group)
+
+
+def _settings_of(module: torch.nn.Module) -> str:
+    try:
+        return str(module.extra_repr())[:80]
+    except Exception:  # noqa: BLE001  # the user's own
+        return ""
+
+
+def _together(parts: Iterable[float | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return math.hypot(*known) if known else None
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def as_tensor(value: Any) -> torch.Tensor | None:
+    """What this process holds of a tensor or an array of numbers; None for other values."""
+    if isinstance(value, torch.Tensor):
+        return None if torch.nn.parameter.is_lazy(value) else local_part(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
+        with contextlib.suppress(TypeError, ValueError):
+            return local_part(torch.from_numpy(numpy.array(value, copy=True) if _is_odd(value) else value))
+    return None
+
+
+def _is_odd(array: Any) -> bool:
+    """Whether torch refuses an array's memory, or would warn of it."""
+    return not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides)
+
+
+def _facts(value: Any, tensor: torch.Tensor) -> Inspected:
+    return Inspected(
+        type_name(value),
+        shape=str(tuple(value.shape)),
+        dtype=str(value.dtype).removeprefix("torch."),
+        device=device_of(value),
+        nbytes=tensor.numel() * tensor.itemsize,
+        note=f"this part: {tuple(tensor.shape)}" if hasattr(value, "_local_tensor") else "",
+    )
+
+
+def device_of(value: Any) -> str:
+    """Where a tensor or an array is."""
+    return str(getattr(value, "device", "cpu"))
+
+
+def elements(tensor: torch.Tensor) -> str:
+    """A tensor's elements as text."""
+    if not tensor.dim():
+        return f"{tensor.item():.6g}" if tensor.is_floating_point() else str(tensor.item())
+    text: str = torch._tensor_str._tensor_str(tensor.cpu(), 0)
+    return text if len(text) <= 2 * _MOST_CHARACTERS else text[: 2 * _MOST_CHARACTERS] + "…"
+
+
+def short_text(value: Any) -> str:
+    """A value's repr, cut off where it is long."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001  # whatever a user's class raises
+        return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"
+
+
+def type_name(value: Any) -> str:
+    """The class of a value."""
+    return type(value).__name__

@@ -1,0 +1,138 @@
+"""Statistics of a tensor, computed on its device: bounded work, and a few numbers to be sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distnb.collectives.digests import digest
+from distnb.wire.inspection import BINS, Statistics
+
+__all__ = ["MOST_ELEMENTS", "digest_of", "local_part", "norms", "statistics_of"]
+
+MOST_ELEMENTS = 1 << 22
+"""So many elements of a tensor are looked at, which takes a few milliseconds; of a larger one, a sample."""
+
+_MOST_IN_HISTOGRAM = 1 << 18
+_BLOCKS = 1 << 10  # of which a sample consists: neighbours in memory are read together
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: of a DTensor the local part, of a sparse one the elements that it has.
+
+    It has no graph. Nothing is communicated.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+        if local.layout is torch.sparse_coo:
+            return local._values()
+        if local.layout is not torch.strided:
+            return local.values() if "sparse" in str(local.layout) else local.to_dense()
+        return local.dequantize() if local.is_quantized else local
+
+
+def statistics_of(tensor: torch.Tensor) -> Statistics | None:
+    """Statistics of what `local_part` gives; None of what holds no numbers (an empty tensor, a fake one)."""
+    if not tensor.numel() or tensor.is_meta:
+        return None
+    with torch.no_grad():
+        values = _as_floats(_some(tensor, MOST_ELEMENTS))
+        looked_at, nans, infinities = values.numel(), 0, 0
+        low, high = map(float, torch.aminmax(values))
+        if not math.isfinite(low) or not math.isfinite(high):
+            nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
+            values = values[values.isfinite()]
+            if not values.numel():
+                told = math.nan if nans else math.inf
+                return Statistics(tensor.numel(), math.nan, math.nan, math.nan, told, nans, infinities, (), looked_at)
+            low, high = map(float, torch.aminmax(values))
+        norm = float(_norm(values)) * math.sqrt(tensor.numel() / looked_at)
+        return Statistics(
+            tensor.numel(),
+            low,
+            high,
+            float(values.mean()),
+            math.nan if nans else math.inf if infinities else norm,
+            nans,
+            infinities,
+            _histogram(values, low, high),
+            looked_at,
+        )
+
+
+def _as_floats(values: torch.Tensor) -> torch.Tensor:
+    if values.is_complex():
+        return values.abs()
+    if values.is_floating_point():
+        return values if values.itemsize >= 4 else values.float()
+    return values.double()
+
+
+def _norm(values: torch.Tensor) -> torch.Tensor:
+    """A norm in float64, computed in the values' own type, for which processors are many times as fast."""
+    norm: torch.Tensor = torch.linalg.vector_norm(values).double()
+    if values.dtype is torch.float32 and (norm.isinf() or not norm):  # its squares are too large or too small
+        norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return norm
+
+
+def _histogram(values: torch.Tensor, low: float, high: float) -> tuple[int, ...]:
+    if not high > low or not math.isfinite(high - low):
+        return ()
+    some = _some(values, _MOST_IN_HISTOGRAM).double()
+    places = ((some - low) * (BINS / (high - low))).long().clamp_(0, BINS - 1)
+    return tuple(torch.bincount(places, minlength=BINS).tolist())
+
+
+def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """The elements in a row; or about so many of them, in blocks that are evenly spread over its memory."""
+    count = tensor.numel()
+    if count <= most:
+        return tensor.reshape(-1)
+    if not tensor.is_contiguous():
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        tensor = tensor.permute(order)
+        if not tensor.is_contiguous():  # a window on a larger one
+            step = math.ceil(count / most)
+            axis = max(range(tensor.dim()), key=lambda each: tensor.shape[each])
+            tensor = tensor.narrow(axis, 0, max(1, tensor.shape[axis] // step))
+            return tensor.reshape(-1)[:most]
+    blocks = min(_BLOCKS, most)
+    whole = count // blocks
+    return tensor.reshape(-1)[: whole * blocks].view(blocks, whole)[:, : most // blocks].reshape(-1)
+
+
+def digest_of(tensor: torch.Tensor, most: int = MOST_ELEMENTS) -> int:
+    """A number that is equal for equal elements, of so many that are looked at; 0 where there are none.
+
+    An accelerator's are copied to its host for it.
+    """
+    if not tensor.numel() or tensor.is_meta:
+        return 0
+    return digest(_some(tensor, most))
+
+
+def norms(tensors: Sequence[torch.Tensor], most: int = MOST_ELEMENTS) -> list[float]:
+    """The Euclidean norms of many tensors, read from each device at once; nan of a fake one.
+
+    Of each at most so many elements are looked at: what they let expect.
+    """
+    by_device: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(place)
+    found = [math.nan] * len(tensors)
+    with torch.no_grad():
+        for device, places in by_device.items():
+            if device.type == "meta":
+                continue
+            some = [_as_floats(_some(tensors[place], most)) for place in places]
+            each = torch.stack([torch.linalg.vector_norm(values).double() for values in some]).tolist()
+            for place, values, norm in zip(places, some, each, strict=True):
+                if values.numel():
+                    found[place] = norm * math.sqrt(tensors[place].numel() / values.numel())
+                else:
+                    found[place] = 0.0
+    return found

@@ -1,0 +1,186 @@
+"""Between a kernel and the pages that show it.
+
+To the pages: a whole snapshot as a message on iopub, whenever the state of something has changed, and each second while
+a cell runs. It goes as a comm's message, which front ends without the extension pass over.
+
+From the pages: orders, as a message on the control channel, which a kernel serves on a thread of its own while a cell
+runs. (Callbacks of comms wait for the cell's end in some versions of ipykernel.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import comm
+
+from distnb.errors import DistnbError
+from distnb.notebook import compose
+from distnb.notebook.output.live_model import LiveModel
+from distnb.notebook.reports import stacks_text
+from distnb.widgets.panel.snapshot import mark_of, snapshot
+
+if TYPE_CHECKING:
+    from distnb.widgets.cell_view import CellView
+    from distnb.widgets.front import Front
+    from distnb.wire.messages import TelemetrySample
+
+__all__ = ["NAME", "ORDER", "SidePanel"]
+
+NAME: Final = "distnb"
+"""The comm's target and id: by it a page finds out whether a kernel has loaded distnb."""
+
+ORDER: Final = "distnb_order"
+"""The kind of message that pages send on the control channel; the answer is a `distnb_reply`."""
+
+_SOONEST_S = 0.2
+_PERIOD_S = 1.0
+_KEPT_MARKS = 100
+
+
+class SidePanel:
+    """Publishes what a front shows, and carries out orders.
+
+    Args:
+        kernel: ipykernel's.
+        front: Of the kernel's shell.
+    """
+
+    def __init__(self, kernel: Any, front: Front) -> None:
+        self._kernel = kernel
+        self._front = front
+        self._wake = threading.Event()
+        self._marks: dict[str, dict[str, Any]] = {}  # by cell
+        self._doing = ""  # how far a start or a stop is, in words
+        self._error = ""  # why the latest of them failed
+        self._acting = threading.Lock()
+        self._published: dict[str, Any] = {}
+        self._complained = False
+
+    def install(self) -> None:
+        """Publish, and take orders, from now on."""
+        comm.get_comm_manager().register_comm(comm.create_comm(target_name=NAME, comm_id=NAME, primary=False))
+        self._kernel.control_handlers[ORDER] = self._take
+        self._front.on_news = self._wake.set
+        self._front.on_end = self._ended
+        threading.Thread(target=self._serve, name="distnb-panel", daemon=True).start()
+
+    # -- to the pages ----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            self._wake.wait(_PERIOD_S if self._front.busy or self._doing else None)
+            self._wake.clear()
+            try:
+                self._publish()
+            except Exception:  # noqa: BLE001  (what cannot be shown must not end what else the thread shows)
+                if not self._complained:
+                    self._complained = True
+                    traceback.print_exc(file=sys.__stderr__)
+            time.sleep(_SOONEST_S)
+
+    def _publish(self) -> None:
+        state = self.look()
+        if state != self._published or self._front.busy:
+            self._published = state
+            content = {"comm_id": NAME, "data": {NAME: state}}
+            # No parent: it belongs to no cell, and whoever waits for a cell's output passes it over.
+            self._kernel.session.send(self._kernel.iopub_socket, "comm_msg", content, ident=f"comm-{NAME}".encode())
+
+    def look(self) -> dict[str, Any]:
+        """The whole snapshot; from any thread."""
+        return {**self._front.look(self._draw), "doing": self._doing, "error": self._error}
+
+    def _draw(self, views: list[CellView], samples: Mapping[int, TelemetrySample]) -> dict[str, Any]:
+        for view in views:
+            self._mark(view)
+        shown = next((view for view in reversed(views) if view.model.rows or view.model.closures), None)
+        model: LiveModel | None = shown.model if shown else None
+        state = snapshot(compose.current(), model, samples, time.monotonic())
+        return {**state, "cell": shown.publisher.cell_id if shown else "", "cells": dict(self._marks)}
+
+    def _mark(self, view: CellView) -> None:
+        mark = mark_of(view.model)
+        if mark is not None and view.publisher.cell_id:
+            self._marks.pop(view.publisher.cell_id, None)
+            self._marks[view.publisher.cell_id] = mark
+            while len(self._marks) > _KEPT_MARKS:
+                del self._marks[next(iter(self._marks))]
+
+    def _ended(self, view: CellView) -> None:
+        """A cell ended; the front may forget it before the next snapshot is drawn."""
+        self._mark(view)
+        self._wake.set()
+
+    # -- from the pages --------------------------------------------------------------------------------------------
+
+    def _take(self, stream: Any, idents: Any, message: dict[str, Any]) -> None:
+        """Carry out an order, on the kernel's control thread. Nothing keeps that: starts and stops have their own."""
+        orders: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "look": lambda content: {"snapshot": self.look()},
+            "stacks": lambda content: {"text": self._stacks()},
+            "interrupt": lambda content: {"interrupted": self._interrupt()},
+            "start": lambda content: self._act(lambda: self._start(content.get("n"))),
+            "stop": lambda content: self._act(self._stop),
+        }
+        content = message["content"]
+        order = orders.get(str(content.get("order")))
+        try:
+            answer = order(content) if order else {"error": f"distnb has no order {content.get('order')!r}."}
+        except DistnbError as error:
+            answer = {"error": str(error)}
+        self._kernel.session.send(stream, "distnb_reply", answer, parent=message, ident=idents)
+        asyncio.get_running_loop().call_soon(self._say_busy)
+
+    def _say_busy(self) -> None:
+        """After each message of the control channel a kernel says it is idle; pages take that for the cell's end."""
+        if self._front.busy:
+            content = {"execution_state": "busy"}
+            self._kernel.session.send(self._kernel.iopub_socket, "status", content, ident=b"kernel.status")
+
+    def _stacks(self) -> str:
+        return stacks_text(compose.require())
+
+    def _interrupt(self) -> bool:
+        session = compose.current()
+        return session is not None and session.interrupt()
+
+    def _act(self, action: Callable[[], None]) -> dict[str, Any]:
+        """Do what takes long on a thread of its own; the snapshots tell how far it is."""
+        if not self._acting.acquire(blocking=False):
+            return {"error": f"It is still {self._doing}."}
+
+        def act() -> None:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001  (whatever it is, the page tells the user)
+                self._error = str(error) or type(error).__name__
+            finally:
+                self._doing = ""
+                self._acting.release()
+                self._wake.set()
+
+        self._error = ""
+        threading.Thread(target=act, name="distnb-order", daemon=True).start()
+        return {}
+
+    def _tell(self, text: str) -> None:
+        self._doing = text
+        self._wake.set()
+
+    def _start(self, count: int | None) -> None:
+        self._tell("starting")
+        compose.start(count, on_progress=self._tell)
+
+    def _stop(self) -> None:
+        self._tell("stopping")
+        session = compose.current()
+        if session is not None:
+            session.interrupt()
+            with session.between_programs():
+                compose.stop()

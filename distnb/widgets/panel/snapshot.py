@@ -1,0 +1,107 @@
+"""All that the panel shows, as plain data for JSON: whole each time, so that a page that was reloaded needs no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distnb.errors import DistnbError
+from distnb.notebook.output.live_model import Curve, Line, LiveModel, ReplicaRow
+from distnb.notebook.output.wording import mark
+from distnb.widgets.content import closures_lines, head_text
+
+if TYPE_CHECKING:
+    from distnb.notebook.engines import EngineStatus
+    from distnb.notebook.session import Session
+    from distnb.wire.messages import TelemetrySample
+
+__all__ = ["mark_of", "snapshot"]
+
+_MOST_CURVES = 6
+_MOST_LINES = 8
+_MOST_POINTS = 60
+
+
+def snapshot(
+    session: Session | None, model: LiveModel | None, samples: Mapping[int, TelemetrySample], now: float
+) -> dict[str, Any]:
+    """What a panel shows.
+
+    Args:
+        session: The running one, if any.
+        model: Of the latest cell that had replicas, if any.
+        samples: The latest measurement of each engine.
+
+    Returns:
+        `engines` (None without a cluster), `head` and `told` in words, `curves`, and whether the cell is `running`.
+    """
+    try:
+        engines = None if session is None else _engines(session.status(), model, samples)
+    except DistnbError:  # it is being stopped
+        engines = None
+    if model is None:
+        return {"engines": engines, "running": False, "head": "", "told": [], "curves": []}
+    return {
+        "engines": engines,
+        "running": model.ended_at is None,
+        "head": head_text(model, now),
+        "told": [*model.waits.lines(now), *([] if model.closures is None else closures_lines(model.closures))],
+        "curves": [_curve(curve) for curve in list(model.curves.values())[:_MOST_CURVES]],
+    }
+
+
+def mark_of(model: LiveModel) -> dict[str, Any] | None:
+    """How a cell is marked: its strategy, its state, and that of each replica; None where it has none to tell of."""
+    if not (model.title or model.rows):
+        return None
+    rows = [f"{replica} on {row.device}: {row.state}" for replica, row in sorted(model.rows.items())]
+    return {"title": model.title, "state": model.state, "replicas": rows}
+
+
+def _engines(
+    rows: Sequence[EngineStatus], model: LiveModel | None, samples: Mapping[int, TelemetrySample]
+) -> list[dict[str, Any]]:
+    several = len({row.host for row in rows}) > 1
+    replicas = {row.engine: row for row in model.rows.values()} if model else {}
+    return [
+        {
+            "engine": row.engine,
+            "name": row.task or f"engine {row.engine}",
+            "place": f"{row.device} of {row.host}" if several else row.device,
+            **_state(row, replicas.get(row.engine)),
+            "rss": sample.rss_nbytes if (sample := samples.get(row.engine)) else None,
+            "onDevice": sample.device_nbytes if sample else None,
+        }
+        for row in rows
+    ]
+
+
+def _state(status: EngineStatus, row: ReplicaRow | None) -> dict[str, str]:
+    """The state in words, its kind ("idle", "running", "busy" or "error"), and the line where the replica is."""
+    if status.state.startswith("busy"):
+        return {"state": status.state, "kind": "busy", "at": ""}
+    if status.state != "idle":
+        return {"state": status.state, "kind": "error", "at": ""}
+    if row is None or row.state in ("ended", "died"):  # one that died was replaced, since its process is there
+        return {"state": "idle", "kind": "idle", "at": ""}
+    kind = {"running": "running", "failed": "error"}.get(row.state, "idle")
+    return {"state": row.state, "kind": kind, "at": row.where}
+
+
+def _curve(curve: Curve) -> dict[str, Any]:
+    lines = list(curve.shown().items())[:_MOST_LINES]
+    return {"name": curve.name, "lines": [_line(replicas, line) for replicas, line in lines]}
+
+
+def _line(replicas: tuple[int, ...], line: Line) -> dict[str, Any]:
+    """At most so many points, evenly chosen, the last among them; null where a value is nan or infinite."""
+    every = max(1, math.ceil(len(line.points) / _MOST_POINTS))
+    chosen = line.points[::-1][::every][::-1]
+    points = [[step, float(_short(value)) if math.isfinite(value) else None] for step, value, *_ in chosen]
+    last = "" if line.last is None else _short(line.last)
+    return {"mark": mark(replicas), "first": replicas[0], "last": last, "points": points}
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"

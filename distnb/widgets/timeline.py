@@ -1,0 +1,122 @@
+"""`distnb.timeline`: how replicas spent their latest steps, to look at, to compute with, and to save."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from distnb.errors import OptionError, ProgramError
+from distnb.notebook import compose
+from distnb.notebook.output.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
+from distnb.notebook.output.wording import filled, html_table
+from distnb.widgets.picture import as_image
+from distnb.widgets.timeline_picture import gantt_picture
+
+__all__ = ["Timeline", "timeline"]
+
+
+class Timeline:
+    """How each replica spent the latest steps: a picture in a notebook, a table in a terminal.
+
+    Attributes:
+        rows: Each piece of each replica's time, in seconds from the first one's beginning.
+        spent: How much of it went where, and who is the straggler; None if nothing has been measured.
+    """
+
+    rows: list[Piece]
+    spent: Spent | None
+
+    def __init__(self, model: TimelineModel, steps: int) -> None:
+        self.spent = model.spent(steps)
+        pieces, ends = model.pieces(steps)
+        zero = pieces[0].begin if pieces else 0.0
+        self.rows = [each._replace(begin=each.begin - zero, end=each.end - zero) for each in pieces]
+        self._ends = [(at - zero, number) for at, number in ends]
+
+    def to_frame(self) -> Any:
+        """The rows as a DataFrame. Raises ImportError where pandas is not installed."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows, columns=Piece._fields)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open. Returns where."""
+        events: list[dict[str, Any]] = []
+        for replica in sorted({each.replica for each in self.rows}):
+            name = {"name": "process_name", "ph": "M", "pid": replica, "args": {"name": f"replica {replica}"}}
+            events += [name, {**name, "name": "thread_name", "tid": 0, "args": {"name": "main thread"}}]
+        for each in self.rows:
+            args: dict[str, Any] = {"line": each.where} if each.where else {}
+            if each.number:
+                args["collective number"] = each.number
+            title = each.what if each.what and each.kind == "communication" else each.kind
+            span = {"ts": each.begin * 1e6, "dur": (each.end - each.begin) * 1e6, "pid": each.replica, "tid": 0}
+            events.append({"name": title, "cat": each.kind, "ph": "X", **span, "args": args})
+        first = min((each.replica for each in self.rows), default=0)
+        for at, number in self._ends:
+            events.append(
+                {"name": f"end of step {number}", "ph": "i", "s": "g", "ts": at * 1e6, "pid": first, "tid": 0}
+            )
+        place = Path(path).expanduser()
+        place.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+        return place
+
+    @property
+    def text(self) -> str:
+        """Where the time went, in words."""
+        return sentence(self.spent) if self.spent is not None else "Nothing has been measured."
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        header = ["replica", *(f"{kind}, ms" for kind in KINDS)]
+        if self.spent is None:
+            return header, []
+        steps = self.spent.steps or 1
+        return filled(
+            header,
+            [
+                [str(replica), *(f"{own[kind] / steps * 1e3:.3g}" if own[kind] else "" for kind in KINDS)]
+                for replica, own in self.spent.seconds.items()
+            ],
+        )
+
+    def __repr__(self) -> str:
+        header, rows = self._table()
+        widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
+        lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in [header, *rows]]
+        return "\n".join([self.text, *map("  ".join, lines if rows else [])])
+
+    def _repr_html_(self) -> str:
+        header, rows = self._table()
+        text = f'<div style="font-size:13px">{html.escape(self.text)}</div>'
+        if not rows:
+            return text
+        picture = as_image(gantt_picture(self.rows, self._ends), self.text, wide=True)
+        return f"{picture}{text}{html_table(header, rows, numeric=header)}"
+
+
+def timeline(steps: int = 10) -> Timeline:
+    """How the replicas of the running cluster spent their latest training steps. Called in the notebook.
+
+    Every replica keeps its latest few thousand waits, so nothing has to be turned on before.
+
+    Args:
+        steps: How many steps, the latest. Where none was counted, all that is kept.
+
+    Raises:
+        NoClusterError: No cluster runs.
+        OptionError: `steps` is no positive number.
+        ProgramError: No replica has run anything yet, or they are too busy to answer.
+
+    Example:
+        >>> import distnb
+        >>> distnb.timeline().save("trace.json")        # doctest: +SKIP
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise OptionError(f"timeline(steps={steps!r}): give a whole number of steps, 1 or more.")
+    model = compose.require().timeline()
+    if not model.replicas:
+        raise ProgramError("There is no timeline: no replica has run anything yet, or none answers.")
+    return Timeline(model, steps)

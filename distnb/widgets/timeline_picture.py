@@ -1,0 +1,171 @@
+"""Where the time of replicas goes, as SVG pictures: a bar for each replica, or each piece of its time; and words."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping
+
+from distnb.notebook.output.live_model import LiveModel
+from distnb.notebook.output.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
+from distnb.notebook.output.wording import short_number
+from distnb.widgets.picture import as_image, nice_ticks
+
+__all__ = ["gantt_picture", "shares_picture", "timeline_html", "timeline_image", "timeline_text", "waits_html"]
+
+# Told apart by those who see few colours, in light and dark themes; what is lost time is striped, too.
+_COLORS = {
+    "compute": "#0072b2",
+    "communication": "#e69f00",
+    "waiting": "#d55e00",
+    "input": "#009e73",
+    "idle": "#a3a3a3",
+}
+_WORDS = {**{kind: kind for kind in KINDS}, "waiting": "waiting for others"}
+_GREY = "#808080"  # an image cannot follow the theme
+_WIDTH = 640
+_LEFT = 62  # of the bars
+_LEAST_STEPS = 3  # before that, a step's time is mostly of what happens once
+_NARROW = 0.3  # pixels: what is thinner is not drawn
+
+
+def timeline_text(model: LiveModel) -> str:
+    """The sentence, once there is something to tell; "" before."""
+    spent = _spent(model)
+    return sentence(spent) if spent is not None else ""
+
+
+def timeline_html(model: LiveModel) -> str:
+    """What the widget shows of it while the cell runs; "" if there is nothing to see."""
+    spent = _spent(model)
+    if spent is None:
+        return ""
+    return f'<div class="timeline">{_drawn(model.timeline, spent)}<div>{html.escape(sentence(spent))}</div></div>'
+
+
+def timeline_image(model: LiveModel) -> str:
+    """The same, as it stays in a saved notebook."""
+    spent = _spent(model)
+    if spent is None:
+        return ""
+    text = sentence(spent)
+    image = as_image(_drawn(model.timeline, spent), text, wide=True)
+    return f'{image}<div style="font-size:13px">{html.escape(text)}</div>'
+
+
+def waits_html(model: LiveModel, now: float) -> str:
+    """Who waits for whom; "" while nobody does for long."""
+    lines = "".join(f"<div>{html.escape(line)}</div>" for line in model.waits.lines(now))
+    style = "border-left:3px solid #d55e00;padding-left:8px;margin:2px 0"
+    return f'<div class="waits" role="status" style="{style}">{lines}</div>' if lines else ""
+
+
+def _spent(model: LiveModel) -> Spent | None:
+    spent = model.timeline.spent() if model.timeline.replicas else None
+    return spent if spent is not None and spent.steps >= _LEAST_STEPS else None
+
+
+def _drawn(timeline: TimelineModel, spent: Spent) -> str:
+    return gantt_picture(*timeline.pieces()) if timeline.in_detail else shares_picture(spent)
+
+
+def _row_height(rows: int) -> int:
+    return 16 if rows <= 8 else 10
+
+
+def _svg(name: str, height: float, parts: Iterator[str]) -> str:
+    look = f'width="{_WIDTH}" height="{height:.0f}" viewBox="0 0 {_WIDTH} {height:.0f}"'
+    font = 'font-family="system-ui,sans-serif" font-size="11"'
+    stripes = "".join(
+        f'<pattern id="{name}-{kind}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f'<rect width="5" height="5" fill="{_COLORS[kind]}"/><rect width="1.5" height="5" fill="#fff" opacity=".55"/>'
+        "</pattern>"
+        for kind in ("waiting", "idle")
+    )
+    drawn = f"<defs>{stripes}</defs>{''.join(parts)}"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" class="queue {name}" {look} {font}>{drawn}</svg>'
+
+
+def _fill(name: str, kind: str) -> str:
+    return f"url(#{name}-{kind})" if kind in ("waiting", "idle") else _COLORS[kind]
+
+
+def shares_picture(spent: Spent) -> str:
+    """A bar for each replica: the parts of a step, of the latest ones on average."""
+    height = _row_height(len(spent.seconds))
+    top = len(spent.seconds) * (height + 3) + 4
+
+    def parts() -> Iterator[str]:
+        room, length = _WIDTH - _LEFT, spent.end - spent.begin
+        for row, (replica, seconds) in enumerate(spent.seconds.items()):
+            left, y = float(_LEFT), row * (height + 3) + 2
+            yield _label(replica, y, height)
+            for kind in KINDS:
+                width = room * seconds[kind] / length
+                if width >= _NARROW:
+                    tip = f"replica {replica}: {_WORDS[kind]} {_ms(seconds[kind] / (spent.steps or 1))}"
+                    yield _bar("shares", kind, left, y, width, height, tip)
+                left += width
+        yield from _legend(top, {kind for own in spent.seconds.values() for kind in KINDS if own[kind]})
+
+    return _svg("shares", top + 18, parts())
+
+
+def gantt_picture(pieces: list[Piece], steps: list[tuple[float, int]]) -> str:
+    """Each replica's time, piece by piece, with the ends of steps."""
+    rows: Mapping[int, int] = {replica: row for row, replica in enumerate(sorted({each.replica for each in pieces}))}
+    height = _row_height(len(rows))
+    bottom = len(rows) * (height + 3) + 16
+    if not pieces:
+        return _svg("gantt", 20, iter(()))
+    begin, end = min(each.begin for each in pieces), max(each.end for each in pieces)
+    scale = (_WIDTH - _LEFT) / (end - begin)
+
+    def parts() -> Iterator[str]:
+        for replica, row in rows.items():
+            yield _label(replica, row * (height + 3) + 14, height)
+        for at, number in steps:
+            x = _LEFT + (at - begin) * scale
+            yield f'<path d="M{x:.1f} 12V{bottom - 2}" stroke="{_GREY}" stroke-width="1" stroke-dasharray="2 2"/>'
+            if x > _LEFT + 20:
+                yield f'<text x="{x:.1f}" y="9" text-anchor="end" fill="{_GREY}" font-size="9">step {number:,}</text>'
+        for each in pieces:
+            width = (each.end - each.begin) * scale
+            if width >= _NARROW:
+                place = f" ({each.where})" if each.where else ""
+                what = f": {each.what}{place}" if each.what else ""
+                tip = f"replica {each.replica}: {_WORDS[each.kind]} {_ms(each.end - each.begin)}{what}"
+                x = _LEFT + (each.begin - begin) * scale
+                yield _bar("gantt", each.kind, x, rows[each.replica] * (height + 3) + 14, width, height, tip)
+        for tick in nice_ticks(0.0, (end - begin) * 1e3, 6):
+            x = _LEFT + tick / 1e3 * scale
+            if x > _WIDTH - 22:
+                continue
+            look = f'y="{bottom + 8}" text-anchor="middle" fill="{_GREY}"'
+            yield f'<text x="{x:.1f}" {look}>{short_number(tick)} ms</text>'
+        yield from _legend(bottom + 12, {each.kind for each in pieces})
+
+    return _svg("gantt", bottom + 30, parts())
+
+
+def _label(replica: int, y: float, height: float) -> str:
+    middle = y + height / 2 + 4
+    return f'<text x="{_LEFT - 8}" y="{middle:.0f}" text-anchor="end" fill="{_GREY}">replica {replica}</text>'
+
+
+def _bar(name: str, kind: str, x: float, y: float, width: float, height: float, tip: str) -> str:
+    place = f'x="{x:.2f}" y="{y:.0f}" width="{width:.2f}" height="{height}"'
+    return f'<rect class="{kind}" {place} fill="{_fill(name, kind)}"><title>{html.escape(tip)}</title></rect>'
+
+
+def _legend(y: float, kinds: set[str]) -> Iterator[str]:
+    yield f'<text y="{y + 12:.0f}" x="{_LEFT}" fill="{_GREY}">'
+    gap = 0
+    for kind in KINDS:
+        if kind in kinds:
+            yield f'<tspan dx="{gap}" fill="{_COLORS[kind]}">■</tspan><tspan dx="4">{_WORDS[kind]}</tspan>'
+            gap = 14
+    yield "</text>"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,1 @@
+"""How values, and where they are, look: HTML and text of what processes told of them."""

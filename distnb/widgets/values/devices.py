@@ -1,0 +1,72 @@
+"""The devices of a cluster as HTML and as text: a bar for each memory, and a table."""
+
+from __future__ import annotations
+
+import html
+
+from distnb.notebook.output.devices_model import DevicesModel, Memory
+from distnb.notebook.output.wording import filled, html_table, human_bytes
+from distnb.widgets.picture import as_image
+
+__all__ = ["devices_html", "devices_text"]
+
+_COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#06b6d4", "#ca8a04", "#ec4899", "#ef4444")
+_GREY = "#808080"
+_WIDTH, _HEIGHT = 560, 16
+_CHARACTERS = 40
+_COLUMNS = ("device", "used by", "holds")
+
+
+def devices_html(model: DevicesModel) -> str:
+    """Draw them."""
+    bars = "".join(_bar(memory) for memory in model.memories)
+    header, rows = filled(_COLUMNS, _rows(model))
+    return f'<div class="distnb-devices" style="font-size:12px">{html_table(header, rows)}{bars}</div>'
+
+
+def devices_text(model: DevicesModel) -> str:
+    """The same in plain text."""
+    header, rows = filled(_COLUMNS, _rows(model))
+    shown = [header, *rows]
+    widths = [max(len(row[place]) for row in shown) for place in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
+    for memory in model.memories:
+        taken = round((memory.total - memory.free) / (memory.total or 1) * _CHARACTERS)
+        own = min(taken, round(sum(memory.used.values()) / (memory.total or 1) * _CHARACTERS))
+        bar = "#" * own + "=" * (taken - own) + "." * (_CHARACTERS - taken)
+        lines.append(f"{memory.name}: [{bar}] {memory.text}")
+    return "\n".join(lines)
+
+
+def _rows(model: DevicesModel) -> list[list[str]]:
+    return [[row.device, ", ".join(row.users) or "–", row.holds_text] for row in model.devices]
+
+
+def _bar(memory: Memory) -> str:
+    """A memory as a bar: what each engine takes, what others do, and what is free."""
+    parts = [*((name, nbytes, _COLORS[i % len(_COLORS)], 0.75) for i, (name, nbytes) in enumerate(memory.used.items()))]
+    parts.append(("others", memory.others, _GREY, 0.45))
+    drawn, begin, scale = [], 0.0, _WIDTH / (memory.total or 1)
+    for name, nbytes, color, opacity in parts:
+        width = nbytes * scale
+        if width >= 0.5:
+            title = f"<title>{html.escape(name)}</title>"
+            look = f'fill="{color}" fill-opacity="{opacity}"'
+            drawn.append(
+                f'<rect x="{begin:.1f}" y="1" width="{width:.1f}" height="{_HEIGHT - 2}" {look}>{title}</rect>'
+            )
+        begin += width
+    frame = f'<rect x=".5" y=".5" width="{_WIDTH - 1}" height="{_HEIGHT - 1}" rx="3" fill="none" stroke="{_GREY}"/>'
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}">{"".join(drawn)}{frame}</svg>'
+    )
+    legend = [
+        f'<span style="color:{color}">■</span> {html.escape(name)}: {human_bytes(nbytes)}'
+        for name, nbytes, color, _ in parts
+        if nbytes
+    ]
+    legend.append(f"free: {human_bytes(memory.free)} of {human_bytes(memory.total)}")
+    told = f"{html.escape(memory.name)}: {' · '.join(legend)}"
+    image = as_image(svg, f"{memory.name}: {memory.text}", wide=True)
+    return f'<div style="color:{_GREY};margin-top:4px">{told}</div>{image}'

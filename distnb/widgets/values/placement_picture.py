@@ -1,0 +1,130 @@
+"""Where the parts of a tensor are, as a picture: a bar for one that is cut along one axis, a grid for two, or several.
+
+Parts are told apart by a number as well as by a colour.
+"""
+
+from __future__ import annotations
+
+import html
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from distnb.notebook.output.placement_model import Part, PlacedTensor
+
+__all__ = ["grids", "placement_svg"]
+
+_COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#06b6d4", "#ec4899")
+_GREY = "#808080"
+_WIDTH = 560
+_ROW = 34  # height of a bar, and of the lowest row of a grid
+_LEFT, _TOP = 60, 30
+_MOST_GRIDS = 8
+_MOST_CELLS = 400
+
+Cell = tuple[tuple[int, int], ...]
+
+
+def grids(
+    tensor: PlacedTensor,
+) -> Iterator[tuple[str, list[tuple[int, int]], list[tuple[int, int]], dict[int, tuple[int, int]]]]:
+    """What is drawn of a tensor: of each grid a title, its rows and columns, and where it is on the other axes."""
+    axes = tensor.cut_axes
+    outer, inner = axes[:-2], axes[-2:]
+    for at in itertools.product(*(tensor.cuts(axis) for axis in outer)):
+        fixed = dict(zip(outer, at, strict=True))
+        title = ", ".join(f"axis {axis}: {first}–{last - 1}" for axis, (first, last) in fixed.items())
+        rows = tensor.cuts(inner[0]) if len(inner) == 2 else [(0, 0)]
+        yield title, rows, tensor.cuts(inner[-1]), fixed
+
+
+def placement_svg(tensor: PlacedTensor) -> str:
+    """The picture of a tensor of which different parts are in different places; "" where it would have no end."""
+    axes = tensor.cut_axes
+    drawn = list(itertools.islice(grids(tensor), _MOST_GRIDS + 1))
+    if len(drawn) > _MOST_GRIDS or any(len(rows) * len(columns) > _MOST_CELLS for _, rows, columns, _ in drawn):
+        return ""
+    colors = _colors(tensor)
+    parts, top = [], 0
+    for title, rows, columns, fixed in drawn:
+        picture, height = _grid(tensor, (axes[-2] if len(axes) > 1 else None, axes[-1]), rows, columns, fixed, colors)
+        caption = f'<text x="{_LEFT}" y="12" fill="{_GREY}">{html.escape(title)}</text>' if title else ""
+        parts.append(f'<g transform="translate(0 {top})">{caption}{picture}</g>')
+        top += height
+    look = f'width="{_WIDTH}" height="{top}" viewBox="0 0 {_WIDTH} {top}"'
+    font = 'font-family="system-ui,sans-serif" font-size="11"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {look} {font}>{"".join(parts)}</svg>'
+
+
+def _colors(tensor: PlacedTensor) -> Mapping[str, str]:
+    names = dict.fromkeys(part.short for part in tensor.parts)
+    return {name: _COLORS[place % len(_COLORS)] for place, name in enumerate(names)}
+
+
+def _grid(
+    tensor: PlacedTensor,
+    axes: tuple[int | None, int],
+    rows: Sequence[tuple[int, int]],
+    columns: Sequence[tuple[int, int]],
+    fixed: Mapping[int, tuple[int, int]],
+    colors: Mapping[str, str],
+) -> tuple[str, int]:
+    """One grid and its height. Places are to scale, but what is very small is seen, too."""
+    xs = _scaled(columns, _WIDTH - _LEFT - 10, least=18)
+    tall = _ROW * len(rows) if axes[0] is None else max(_ROW * len(rows), min(240, _tall(tensor, axes)))
+    ys = _scaled(rows, tall, least=16)
+    parts = []
+    for (first, last), (x, width) in zip(columns, xs, strict=True):
+        label = f"{first:,}" if last - first == 1 else f"{first:,}–{last - 1:,}"
+        parts.append(_text(label, x + width / 2, _TOP - 5, width))
+        for row, (y, height) in zip(rows, ys, strict=True):
+            cell = {**fixed, axes[1]: (first, last)} | ({} if axes[0] is None else {axes[0]: row})
+            parts.append(_cell(tensor.holders(cell), x, _TOP + y, width, height, colors))
+    if axes[0] is not None:
+        for (first, last), (y, height) in zip(rows, ys, strict=True):
+            label = f"{first:,}" if last - first == 1 else f"{first:,}–{last - 1:,}"
+            at = f'x="{_LEFT - 6}" y="{_TOP + y + height / 2 + 4:.1f}"'
+            parts.append(f'<text {at} text-anchor="end" fill="{_GREY}">{label}</text>')
+    return "".join(parts), _TOP + tall + 6
+
+
+def _tall(tensor: PlacedTensor, axes: tuple[int | None, int]) -> int:
+    assert axes[0] is not None
+    return int((_WIDTH - _LEFT) * tensor.whole[axes[0]] / max(1, tensor.whole[axes[1]]))
+
+
+def _scaled(pieces: Sequence[tuple[int, int]], room: float, least: float) -> list[tuple[float, float]]:
+    """Where each piece begins, and how long it is drawn."""
+    total = sum(last - first for first, last in pieces) or 1
+    least = min(least, room / len(pieces))
+    free = room - least * len(pieces)
+    sizes = [least + free * ((last - first) / total if total > 1 or last > first else 1) for first, last in pieces]
+    if not any(last > first for first, last in pieces):
+        sizes = [room / len(pieces)] * len(pieces)
+    begins = itertools.accumulate(sizes, initial=0.0)
+    return [(begin, size) for begin, size in zip(begins, sizes, strict=False)]
+
+
+def _cell(held: Sequence[Part], x: float, y: float, width: float, height: float, colors: Mapping[str, str]) -> str:
+    x += _LEFT
+    frame = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2" stroke="{_GREY}" '
+    if not held:
+        return frame + 'fill="none" stroke-dasharray="3 3"/>'
+    name = ", ".join(dict.fromkeys(part.short for part in held))
+    devices = ", ".join(dict.fromkeys(device for part in held for device in part.devices))
+    color = colors[held[0].short]
+    texts = _text(name, x - _LEFT + width / 2, y + height / 2 + (0 if height > 28 and devices else 4), width, bold=True)
+    if height > 28 and devices:
+        texts += _text(devices, x - _LEFT + width / 2, y + height / 2 + 12, width)
+    return f'{frame}fill="{color}" fill-opacity=".28"/>{texts}'
+
+
+def _text(text: str, x: float, y: float, room: float, *, bold: bool = False) -> str:
+    """A text in the middle of some room; as much of it as there is room for."""
+    most = int(room / 6.4)
+    if most < 1:
+        return ""
+    shown = text if len(text) <= most else text[: max(1, most - 1)] + "…"
+    weight = ' font-weight="600"' if bold else ""
+    return (
+        f'<text x="{x + _LEFT:.1f}" y="{y:.1f}" text-anchor="middle" fill="{_GREY}"{weight}>{html.escape(shown)}</text>'
+    )

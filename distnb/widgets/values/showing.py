@@ -1,0 +1,95 @@
+"""How a value, or where it is, is shown in this process: drawn in a notebook, told in a terminal."""
+
+from __future__ import annotations
+
+import html
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from distnb.notebook.output.placement_model import PlacementModel
+from distnb.notebook.output.value_model import ValueModel
+from distnb.values import DistributedValues
+from distnb.widgets.values.devices import devices_html, devices_text
+from distnb.widgets.values.placement import placement_html, placement_text
+from distnb.widgets.values.value_html import value_html
+from distnb.widgets.values.value_text import value_text
+from distnb.wire.inspection import PLACEMENT, VALUE
+
+if TYPE_CHECKING:
+    from distnb.coordinator.remote_values import RemoteValue
+
+__all__ = ["as_html", "drawn", "result_html", "show", "visualize"]
+
+
+def as_html(value: DistributedValues) -> str:
+    """Draw a distributed value of this process, or the one that a handle stands for."""
+    from distnb.notebook.handles.handle import HANDLES
+    from distnb.notebook.handles.summaries import as_model
+
+    if isinstance(value, HANDLES):
+        return value_html(as_model(value))
+    from distnb.runtime.inspection.inspecting import report
+
+    return value_html(_value_model(report(value)))
+
+
+def result_html(value: RemoteValue) -> str:
+    """Draw what a closure gave: a copy of that is here."""
+    from distnb.runtime.inspection.inspecting import inspect
+
+    return value_html(ValueModel(f"RemoteValue of {value.name}", 1, {0: inspect(value.fetch())}))
+
+
+def drawn(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A display's data with pictures and texts in place of what replicas told of their values."""
+    if VALUE in data:
+        model = _value_model(data[VALUE])
+        made = {"text/html": value_html(model), "text/plain": value_text(model)}
+    elif PLACEMENT in data:
+        placement = _placement_model(data[PLACEMENT])
+        made = {"text/html": placement_html(placement), "text/plain": placement_text(placement)}
+    else:
+        return dict(data)
+    return {kind: value for kind, value in data.items() if kind not in (VALUE, PLACEMENT)} | made
+
+
+def visualize(value: Any) -> None:
+    """Show where a value is, or what a strategy runs on: below the cell, or in the terminal."""
+    from distnb.notebook.placement import devices_of, placement_of, server_placement
+    from distnb.strategies.base import Strategy
+
+    if not isinstance(value, Strategy):
+        model = placement_of(value)
+        show(placement_html(model), placement_text(model))
+        return
+    devices, servers = devices_of(value), server_placement(value)
+    pages, texts = [devices_html(devices)], [devices_text(devices)]
+    if servers is not None:
+        pages.append(placement_html(servers))
+        texts.append(placement_text(servers))
+    head = f"{value!r} on {', '.join(value.worker_devices)}"
+    show(
+        f'<div style="color:#808080;font-size:12px">{html.escape(head)}</div>' + "".join(pages),
+        "\n".join([head, *texts]),
+    )
+
+
+def show(page: str, text: str) -> None:
+    """Show it below the cell, or in the terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None and hasattr(shell, "kernel"):
+        shell.display_pub.publish({"text/html": page, "text/plain": text})
+    else:
+        print(text, flush=True)
+
+
+def _value_model(report: Mapping[str, Any]) -> ValueModel:
+    return ValueModel(report["kind"], report["size"], report["replicas"])
+
+
+def _placement_model(report: Mapping[str, Any]) -> PlacementModel:
+    size, held = report["size"], report["replicas"]
+    notes = [] if any(held.values()) else ["It holds no tensor now."]
+    return PlacementModel.of(f"{report['kind']} on {size} replica{'s' * (size != 1)}", size, held, notes)

@@ -1,0 +1,107 @@
+"""What a process tells of values that it holds, for others to draw: a few facts, never the values. Loads no torch."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+__all__ = ["BINS", "PLACEMENT", "VALUE", "Bounds", "Holding", "Inspected", "Kind", "Statistics"]
+
+VALUE = "application/vnd.distnb.value"
+"""What a replica displays of a distributed value. The notebook puts those of all replicas together, and draws."""
+
+PLACEMENT = "application/vnd.distnb.placement"
+"""What a replica displays of where a value is, likewise."""
+
+BINS = 24
+"""Bars of a histogram."""
+
+
+class Statistics(NamedTuple):
+    """What a tensor's elements are, on the whole; of complex numbers, their absolute values.
+
+    Attributes:
+        elements: How many it has.
+        low, high, mean: Of the finite ones; nan where there are none.
+        norm: Euclidean, over all; of a sample, what it lets expect.
+        nans, infinities: How many of those that were looked at are.
+        histogram: How many lie in each of `BINS` equal parts of low to high; empty where these are equal.
+        looked_at: Elements that all this is of; fewer than `elements`: a sample, evenly spread.
+    """
+
+    elements: int
+    low: float
+    high: float
+    mean: float
+    norm: float
+    nans: int
+    infinities: int
+    histogram: tuple[int, ...]
+    looked_at: int
+
+
+class Inspected(NamedTuple):
+    """One part of a value.
+
+    Attributes:
+        type: Its class.
+        text: Its value, if that is short.
+        shape, dtype, device: Of tensors and arrays, else "". The shape is the whole's, of a DTensor, too.
+        nbytes: What its tensors take here.
+        content: Equal where the contents are; 0: it cannot be told, or is each replica's own affair.
+        statistics: Of tensors.
+        picture: A data URL.
+        items: Its parts by name.
+        left_out: Parts that are not among these.
+        parameters: Of a module or its tensors: how many numbers are trained; -1 for other values.
+        norm, gradient_norm: Of these; None where there is none.
+        note: What else there is to say.
+    """
+
+    type: str
+    text: str = ""
+    shape: str = ""
+    dtype: str = ""
+    device: str = ""
+    nbytes: int = 0
+    content: int = 0
+    statistics: Statistics | None = None
+    picture: str = ""
+    items: tuple[tuple[str, Inspected], ...] = ()
+    left_out: int = 0
+    parameters: int = -1
+    norm: float | None = None
+    gradient_norm: float | None = None
+    note: str = ""
+
+
+Bounds = tuple[tuple[int, int], ...]
+"""Of each axis, the first place that a part has, and the one behind its last."""
+
+Kind = Literal["copy", "own", "rows", "shard", "partial", "shared", "stored"]
+
+
+class Holding(NamedTuple):
+    """One part of one tensor, in one place.
+
+    Attributes:
+        name: Which tensor of the value: what one writes behind the value's name; "" for itself.
+        whole: The shape of all parts together.
+        bounds: Which part it is; None: it cannot be told.
+        kind: "copy": equal on all replicas, and kept so. "own": this process's. "rows": of a global batch. "shard": of
+            a DTensor; "partial": its sum over the replicas is the value. "shared": memory that all replicas have in
+            common. "stored": on a parameter server.
+        dtype, device: As torch writes them; "" where they are not known yet.
+        nbytes: What it takes there.
+        holder: Who has it, if not the process that tells: "ps 0".
+        note: What else there is to say.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    bounds: Bounds | None
+    kind: Kind
+    dtype: str = ""
+    device: str = ""
+    nbytes: int = 0
+    holder: str = ""
+    note: str = ""

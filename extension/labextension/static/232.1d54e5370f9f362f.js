@@ -1,0 +1,225 @@
+"use strict";(self.rspackChunkdistnb=self.rspackChunkdistnb||[]).push([[232],{475(t,e,r){var o=r(601),n=r.n(o),i=r(314),a=(r.n(i))()(n());a.push([t.id,`.distnb-panel {
+  padding: 8px 12px;
+  overflow: auto;
+  min-width: 220px;
+  color: var(--jp-ui-font-color1);
+  background: var(--jp-layout-color1);
+  font-size: var(--jp-ui-font-size1);
+}
+
+.distnb-panel [hidden] {
+  display: none;
+}
+
+.distnb-panel h2 {
+  font-size: var(--jp-ui-font-size1);
+  margin: 0;
+  text-transform: uppercase;
+  letter-spacing: 0.05em;
+}
+
+.distnb-panel p {
+  margin: 4px 0 8px;
+}
+
+.distnb-notebook,
+.distnb-at,
+.distnb-memory,
+.distnb-told {
+  color: var(--jp-ui-font-color2);
+}
+
+.distnb-buttons {
+  display: flex;
+  flex-wrap: wrap;
+  gap: 4px;
+}
+
+.distnb-panel button.jp-mod-styled,
+.distnb-panel input.jp-mod-styled {
+  height: 24px;
+  line-height: 22px;
+  padding: 0 8px;
+  font-size: var(--jp-ui-font-size1);
+  color: var(--jp-ui-font-color1);
+  background: var(--jp-layout-color2);
+  border: 1px solid var(--jp-border-color1);
+}
+
+.distnb-panel input.jp-mod-styled {
+  width: 56px;
+  background: var(--jp-input-background, var(--jp-layout-color1));
+}
+
+.distnb-panel button.jp-mod-styled:disabled {
+  opacity: 0.45;
+}
+
+.distnb-panel button:focus-visible,
+.distnb-panel pre:focus-visible,
+.distnb-panel input:focus-visible,
+.distnb-status:focus-visible {
+  outline: 2px solid var(--jp-brand-color1);
+  outline-offset: 1px;
+}
+
+.distnb-error {
+  color: var(--jp-error-color0, var(--jp-error-color1));
+  white-space: pre-wrap;
+}
+
+.distnb-engines {
+  list-style: none;
+  margin: 0 0 8px;
+  padding: 0;
+}
+
+.distnb-engine {
+  display: grid;
+  grid-template-columns: auto 1fr auto;
+  gap: 2px 8px;
+  padding: 6px 0;
+  border-top: 1px solid var(--jp-border-color2);
+}
+
+.distnb-name {
+  font-weight: 600;
+}
+
+.distnb-at,
+.distnb-memory {
+  grid-column: 1 / -1;
+  font-size: var(--jp-ui-font-size0);
+}
+
+.distnb-mod-running {
+  color: var(--jp-brand-color1);
+}
+
+.distnb-mod-busy {
+  color: var(--jp-warn-color0, var(--jp-warn-color1));
+}
+
+.distnb-mod-error {
+  color: var(--jp-error-color1);
+  font-weight: 600;
+}
+
+.distnb-memory {
+  display: flex;
+  align-items: center;
+  gap: 8px;
+  white-space: nowrap;
+}
+
+.distnb-bar {
+  flex: 1;
+  height: 6px;
+  background: var(--jp-layout-color3);
+}
+
+.distnb-part {
+  display: block;
+  height: 100%;
+  background: var(--jp-brand-color1);
+}
+
+.distnb-curve {
+  margin: 0 0 8px;
+}
+
+.distnb-curve figcaption {
+  white-space: pre-wrap;
+  font-size: var(--jp-ui-font-size0);
+}
+
+.distnb-curve svg {
+  display: block;
+  width: 100%;
+  background: var(--jp-layout-color2);
+}
+
+.distnb-curve path {
+  fill: none;
+  stroke-width: 1.6;
+  stroke-linecap: round;
+  stroke-linejoin: round;
+}
+
+.distnb-panel pre {
+  margin: 4px 0 8px;
+  padding: 6px;
+  overflow: auto;
+  font-family: var(--jp-code-font-family);
+  font-size: var(--jp-code-font-size);
+  background: var(--jp-layout-color2);
+}
+
+.jp-Cell[data-distnb] > .jp-CellHeader {
+  height: auto;
+}
+
+.distnb-mark {
+  width: fit-content;
+  margin-left: auto;
+  padding: 0 6px;
+  font-family: var(--jp-ui-font-family);
+  font-size: var(--jp-ui-font-size0);
+  color: var(--jp-ui-font-color2);
+}
+
+/* A cell's state is its badge's words; the edge shows it from afar, and differs by its line too. */
+.jp-Cell[data-distnb] .jp-InputArea-editor {
+  border-left: 4px double var(--jp-border-color0);
+}
+
+.jp-Cell[data-distnb='running'] .jp-InputArea-editor {
+  border-left: 4px solid var(--jp-brand-color1);
+}
+
+.jp-Cell[data-distnb='failed'] .jp-InputArea-editor {
+  border-left: 4px dashed var(--jp-error-color1);
+}
+
+.jp-Cell[data-distnb='interrupted'] .jp-InputArea-editor {
+  border-left: 4px dotted var(--jp-warn-color1);
+}
+
+.jp-Cell[data-distnb='ended'] .jp-InputArea-editor {
+  border-left: 4px solid var(--jp-border-color0);
+}
+
+.distnb-picker {
+  position: relative;
+  align-items: center;
+  justify-content: center;
+  width: 24px;
+}
+
+.distnb-picker:hover {
+  background: var(--jp-layout-color2);
+}
+
+.distnb-picker:focus-within {
+  outline: 2px solid var(--jp-brand-color1);
+}
+
+.distnb-select {
+  position: absolute;
+  inset: 0;
+  width: 100%;
+  opacity: 0;
+  cursor: pointer;
+}
+
+.distnb-status {
+  border: 0;
+  height: 100%;
+  padding: 0 6px;
+  color: inherit;
+  background: transparent;
+  font: inherit;
+  vertical-align: top;
+  cursor: pointer;
+}
+`,""]),r.d(e,{},{A:a})},314(t){t.exports=function(t){var e=[];return e.toString=function(){return this.map(function(e){var r="",o=void 0!==e[5];return e[4]&&(r+="@supports (".concat(e[4],") {")),e[2]&&(r+="@media ".concat(e[2]," {")),o&&(r+="@layer".concat(e[5].length>0?" ".concat(e[5]):""," {")),r+=t(e),o&&(r+="}"),e[2]&&(r+="}"),e[4]&&(r+="}"),r}).join("")},e.i=function(t,r,o,n,i){"string"==typeof t&&(t=[[null,t,void 0]]);var a={};if(o)for(var s=0;s<this.length;s++){var p=this[s][0];null!=p&&(a[p]=!0)}for(var d=0;d<t.length;d++){var l=[].concat(t[d]);o&&a[l[0]]||(void 0!==i&&(void 0===l[5]||(l[1]="@layer".concat(l[5].length>0?" ".concat(l[5]):""," {").concat(l[1],"}")),l[5]=i),r&&(l[2]&&(l[1]="@media ".concat(l[2]," {").concat(l[1],"}")),l[2]=r),n&&(l[4]?(l[1]="@supports (".concat(l[4],") {").concat(l[1],"}"),l[4]=n):l[4]="".concat(n)),e.push(l))}},e}},601(t){t.exports=function(t){return t[1]}},72(t){var e=[];function r(t){for(var r=-1,o=0;o<e.length;o++)if(e[o].identifier===t){r=o;break}return r}function o(t,o){for(var n={},i=[],a=0;a<t.length;a++){var s=t[a],p=o.base?s[0]+o.base:s[0],d=n[p]||0,l="".concat(p," ").concat(d);n[p]=d+1;var c=r(l),u={css:s[1],media:s[2],sourceMap:s[3],supports:s[4],layer:s[5]};if(-1!==c)e[c].references++,e[c].updater(u);else{var f=function(t,e){var r=e.domAPI(e);return r.update(t),function(e){e?(e.css!==t.css||e.media!==t.media||e.sourceMap!==t.sourceMap||e.supports!==t.supports||e.layer!==t.layer)&&r.update(t=e):r.remove()}}(u,o);o.byIndex=a,e.splice(a,0,{identifier:l,updater:f,references:1})}i.push(l)}return i}t.exports=function(t,n){var i=o(t=t||[],n=n||{});return function(t){t=t||[];for(var a=0;a<i.length;a++){var s=r(i[a]);e[s].references--}for(var p=o(t,n),d=0;d<i.length;d++){var l=r(i[d]);0===e[l].references&&(e[l].updater(),e.splice(l,1))}i=p}}},659(t){var e={};t.exports=function(t,r){var o=function(t){if(void 0===e[t]){var r=document.querySelector(t);if(window.HTMLIFrameElement&&r instanceof window.HTMLIFrameElement)try{r=r.contentDocument.head}catch(t){r=null}e[t]=r}return e[t]}(t);if(!o)throw Error("Couldn't find a style target. This probably means that the value for the 'insert' parameter is invalid.");o.appendChild(r)}},540(t){t.exports=function(t){var e=document.createElement("style");return t.setAttributes(e,t.attributes),t.insert(e,t.options),e}},56(t,e,r){t.exports=function(t){var e=r.nc;e&&t.setAttribute("nonce",e)}},825(t){t.exports=function(t){if("u"<typeof document)return{update:function(){},remove:function(){}};var e=t.insertStyleElement(t);return{update:function(r){var o,n,i;o="",r.supports&&(o+="@supports (".concat(r.supports,") {")),r.media&&(o+="@media ".concat(r.media," {")),(n=void 0!==r.layer)&&(o+="@layer".concat(r.layer.length>0?" ".concat(r.layer):""," {")),o+=r.css,n&&(o+="}"),r.media&&(o+="}"),r.supports&&(o+="}"),(i=r.sourceMap)&&"u">typeof btoa&&(o+="\n/*# sourceMappingURL=data:application/json;base64,".concat(btoa(unescape(encodeURIComponent(JSON.stringify(i))))," */")),t.styleTagTransform(o,e,t.options)},remove:function(){var t;null===(t=e).parentNode||t.parentNode.removeChild(t)}}}},113(t){t.exports=function(t,e){if(e.styleSheet)e.styleSheet.cssText=t;else{for(;e.firstChild;)e.removeChild(e.firstChild);e.appendChild(document.createTextNode(t))}}},579(t,e,r){var o=r(72),n=r.n(o),i=r(825),a=r.n(i),s=r(659),p=r.n(s),d=r(56),l=r.n(d),c=r(540),u=r.n(c),f=r(113),b=r.n(f),v=r(475),h={};h.styleTagTransform=b(),h.setAttributes=l(),h.insert=p().bind(null,"head"),h.domAPI=a(),h.insertStyleElement=u(),n()(v.A,h),v.A&&v.A.locals&&v.A.locals}}]);

@@ -1,0 +1,139 @@
+// Distributed cells: marked with their strategy and their replicas' states, and a picker that writes the magic line.
+
+import { Cell, ICellModel } from '@jupyterlab/cells';
+import { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
+import { Signal } from '@lumino/signaling';
+import { Widget } from '@lumino/widgets';
+import { element } from './dom';
+import { icon } from './icon';
+import { IMark, KernelLink } from './kernel';
+
+const MAGIC = /^%%distribute(?:[ \t]+(\S+))?/;
+const STRATEGIES = [
+  'default',
+  'one_device',
+  'mirrored',
+  'multi_worker',
+  'central_storage',
+  'parameter_server',
+  'tpu'
+];
+
+/** The strategy's word in a cell's magic line; "" without one, null for an ordinary cell. */
+export function strategyOf(source: string): string | null {
+  const found = MAGIC.exec(source);
+  return found && (found[1] ?? '');
+}
+
+/** The same cell under another strategy; its options stay, and null makes an ordinary cell of it. */
+export function withStrategy(source: string, word: string | null): string {
+  if (word === null) {
+    return source.replace(/^%%distribute.*\n?/, '');
+  }
+  return MAGIC.test(source) ? source.replace(MAGIC, `%%distribute ${word}`) : `%%distribute ${word}\n${source}`;
+}
+
+/** Marks the cells of a notebook as long as it is open. */
+export function markCells(panel: NotebookPanel): void {
+  let link: KernelLink | null = null;
+  let planned = 0;
+  const draw = () => {
+    planned = 0;
+    if (!panel.isDisposed) {
+      panel.content.widgets.forEach(cell => markCell(cell, link?.snapshot?.cells[cell.model.id]));
+    }
+  };
+  const plan = () => {
+    planned = planned || requestAnimationFrame(draw);
+  };
+  const connect = () => {
+    link?.changed.disconnect(plan);
+    const kernel = panel.sessionContext.session?.kernel;
+    link = kernel ? KernelLink.of(kernel) : null;
+    link?.changed.connect(plan);
+    plan();
+  };
+  panel.sessionContext.kernelChanged.connect(connect);
+  panel.content.modelContentChanged.connect(plan);
+  panel.disposed.connect(() => link?.changed.disconnect(plan));
+  void panel.revealed.then(connect);
+}
+
+function markCell(cell: Cell, mark: IMark | undefined): void {
+  const word = cell.model.type === 'code' ? strategyOf(cell.model.sharedModel.getSource()) : null;
+  const badge = cell.node.querySelector('.distnb-mark');
+  if (word === null) {
+    badge?.remove();
+    delete cell.node.dataset.distnb;
+    return;
+  }
+  const state = mark?.state ?? 'not run';
+  cell.node.dataset.distnb = state.replace(' ', '-');
+  const count = mark?.replicas.length ?? 0;
+  const parts = [word || mark?.title || 'distributed', ...(count ? [`${count} replica${count > 1 ? 's' : ''}`] : [])];
+  const text = [...parts, state].join(' · ');
+  const told = mark ? mark.replicas.map(line => `replica ${line}`).join('\n') : '';
+  const made = badge ?? element('div', 'distnb-mark');
+  if (made.textContent !== text || made.getAttribute('title') !== told) {
+    made.textContent = text;
+    made.setAttribute('title', told);
+    made.setAttribute('aria-label', `Distributed cell: ${text}. ${told}`);
+  }
+  if (!badge) {
+    const header = cell.node.querySelector('.jp-CellHeader');
+    header?.append(made);
+  }
+}
+
+/** The picker in the toolbar of a cell. It is there where the kernel has distnb, or the cell has the magic. */
+export class StrategyPicker extends Widget {
+  constructor(
+    private _cell: Cell<ICellModel>,
+    private _tracker: INotebookTracker
+  ) {
+    super();
+    this.addClass('distnb-picker');
+    this._select.setAttribute('aria-label', 'Strategy of this cell');
+    this._select.title = 'Strategy of this cell: writes the line %%distribute';
+    this._select.onchange = () => {
+      const shared = this._cell.model.sharedModel;
+      shared.setSource(withStrategy(shared.getSource(), this._select.value || null));
+    };
+    // As small as its neighbours: JupyterLab hides a toolbar that takes more than half of the cell's width.
+    icon.element({ container: this.node, tag: 'span', width: '16px', height: '16px' });
+    this.node.append(this._select);
+    _cell.model.contentChanged.connect(this._draw, this);
+    KernelLink.news.connect(this._draw, this);
+    this._draw();
+  }
+
+  override dispose(): void {
+    Signal.clearData(this);
+    super.dispose();
+  }
+
+  protected override onAfterAttach(): void {
+    this._draw();
+  }
+
+  private _draw(): void {
+    if (this._cell.isDisposed) {
+      return;
+    }
+    const word = strategyOf(this._cell.model.sharedModel.getSource());
+    const notebook = this._tracker.find(panel => panel.content.widgets.includes(this._cell));
+    const kernel = notebook?.sessionContext.session?.kernel;
+    const known = word !== null || Boolean(kernel && KernelLink.of(kernel).snapshot);
+    this.setHidden(this._cell.model.type !== 'code' || !known);
+    if (this._drawn === word) {
+      return; // the list may be open
+    }
+    this._drawn = word;
+    const words = word && !STRATEGIES.includes(word) ? [...STRATEGIES, word] : STRATEGIES;
+    const options = words.map(each => new Option(each, each, false, each === word));
+    this._select.replaceChildren(new Option('not distributed', '', false, word === null), ...options);
+  }
+
+  private _select = element('select', 'distnb-select');
+  private _drawn: string | null | undefined;
+}

@@ -1,0 +1,86 @@
+// The elements that panel and marks are made of. Text is always set as text, never as HTML.
+
+import { IEngine, ILine } from './kernel';
+
+export function element<K extends keyof HTMLElementTagNameMap>(
+  tag: K,
+  className = '',
+  ...content: (Node | string)[]
+): HTMLElementTagNameMap[K] {
+  const made = document.createElement(tag);
+  made.className = className;
+  made.append(...content);
+  return made;
+}
+
+/** States differ by shape and word, not by colour alone. */
+const SHAPES = { idle: '○', running: '●', busy: '◐', error: '✕' };
+
+export function engineRow(engine: IEngine, largest: number): HTMLElement {
+  const state = element('span', `distnb-state distnb-mod-${engine.kind}`, `${SHAPES[engine.kind]} ${engine.state}`);
+  state.title = engine.at ? `${engine.state}: ${engine.at}` : engine.state;
+  const [name, place] = [element('span', 'distnb-name', engine.name), element('span', '', engine.place)];
+  const row = element('li', 'distnb-engine', name, place, state);
+  if (engine.at) {
+    row.append(element('span', 'distnb-at', engine.at));
+  }
+  for (const [what, nbytes] of [
+    ['memory', engine.rss],
+    ['on device', engine.onDevice]
+  ] as const) {
+    if (nbytes) {
+      row.append(memoryBar(what, nbytes, largest));
+    }
+  }
+  return row;
+}
+
+/** The longest bar is the largest replica's: so one that holds more than the others is seen. */
+function memoryBar(what: string, nbytes: number, largest: number): HTMLElement {
+  const part = element('span', 'distnb-part');
+  part.style.width = `${(100 * nbytes) / largest}%`;
+  const bar = element('span', 'distnb-bar', part);
+  bar.setAttribute('aria-hidden', 'true');
+  return element('span', 'distnb-memory', bar, `${human(nbytes)} ${what}`);
+}
+
+function human(nbytes: number): string {
+  return nbytes < 1e9 ? `${(nbytes / 1e6).toFixed(0)} MB` : `${(nbytes / 1e9).toFixed(1)} GB`;
+}
+
+const SVG = 'http://www.w3.org/2000/svg';
+/** Told apart by the colour-blind (Okabe and Ito), on light and dark; dashes tell them apart without colour. */
+const COLORS = ['#0072b2', '#e69f00', '#009e73', '#cc79a7', '#56b4e9', '#d55e00', '#999999', '#b8a900'];
+const [WIDTH, HEIGHT] = [220, 44];
+
+export function curve(name: string, lines: ILine[]): HTMLElement {
+  const all = lines.flatMap(line => line.points);
+  const [left, right] = span(all.map(point => point[0]));
+  const [low, high] = span(all.flatMap(point => (point[1] === null ? [] : [point[1]])));
+  const svg = document.createElementNS(SVG, 'svg');
+  svg.setAttribute('viewBox', `0 0 ${WIDTH} ${HEIGHT}`);
+  svg.setAttribute('role', 'img');
+  const values = lines.map(line => (lines.length > 1 ? `${line.mark} ${line.last}` : line.last)).join('  ');
+  svg.setAttribute('aria-label', `${name}: ${values}`);
+  lines.forEach((line, place) => {
+    let broken = true;
+    const path = line.points.map(([step, value]) => {
+      const begin = broken;
+      broken = value === null;
+      const x = 2 + ((step - left) / (right - left)) * (WIDTH - 4);
+      const y = HEIGHT - 2 - (((value ?? 0) - low) / (high - low)) * (HEIGHT - 4);
+      return broken ? '' : `${begin ? 'M' : 'L'}${x.toFixed(1)} ${y.toFixed(1)}`;
+    });
+    const drawn = document.createElementNS(SVG, 'path');
+    drawn.setAttribute('d', path.join('') + (line.points.length === 1 ? 'h0' : ''));
+    drawn.setAttribute('stroke', COLORS[line.first % COLORS.length]);
+    drawn.setAttribute('stroke-dasharray', ['', '6 3', '2 3'][place % 3]);
+    svg.append(drawn);
+  });
+  return element('figure', 'distnb-curve', element('figcaption', '', `${name}  ${values}`), svg);
+}
+
+function span(values: number[]): [number, number] {
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  return high > low ? [low, high] : [Number.isFinite(low) ? low - 0.5 : 0, Number.isFinite(low) ? low + 0.5 : 1];
+}

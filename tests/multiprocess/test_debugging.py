@@ -1,0 +1,307 @@
+"""The user at a replica, from a real notebook: debuggers, `input`, and what ends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.kernel import Notebook, Ran
+
+pytestmark = pytest.mark.timeout(180)
+
+ONE, OTHER = "replica 1 (cpu:1)> ", "replica 0 (cpu:0)> "
+SUM = "total = torch.tensor(1.0 + x)\ndist.all_reduce(total)\ntotal = total.item()\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _names(notebook: Notebook) -> None:
+    notebook.run("import distnb, torch\nimport torch.distributed as dist\nme = distnb.replica_id")
+
+
+def works(notebook: Notebook) -> None:
+    """The next cell works, with collectives."""
+    assert notebook.run("%%distribute mirrored\nx = 1\n" + SUM + "print(total)").stdout == "[0-1] 4.0\n"
+
+
+# -- after a failure ---------------------------------------------------------------------------------------------------
+
+FAILS = """%%distribute mirrored
+def half(number):
+    remainder = (number + me()) % 2
+    return number / remainder
+
+half(1)
+"""
+
+
+def test_the_debugger_opens_where_the_replica_failed_with_its_variables(notebook: Notebook) -> None:
+    failed = notebook.try_run(FAILS)
+    assert failed.error_name == "ZeroDivisionError"
+    assert "(%debug opens a debugger there; the variables are kept until the next program.)" in failed.traceback
+    lines = ("p ('remainder', remainder)", "w", "up", "p half(2) if me() else 'wrong replica'", "down", "l 1,3", "q")
+    debugged, asked = notebook.converse("%distnb debug", *lines)
+    assert asked == [ONE] * len(lines)
+    text = debugged.check().stdout
+    assert "('remainder', 0)" in text
+    assert "> Cell In[" in text
+    assert "half(1)" in text
+    assert "2.0" in text
+    assert "distnb/" not in text
+    assert "ipykernel" not in text
+    assert "kept until the next program" in text
+    again, asked = notebook.converse("%debug", "remainder", "c")
+    assert asked == [ONE, ONE]
+    assert "\n0\n" in again.check().stdout
+    notebook.run("remainder = 5")  # an ordinary cell is no program
+    assert notebook.converse("%debug", "q")[1] == [ONE]
+    works(notebook)
+    assert "the latest distributed cell or call went well" in notebook.try_run("%distnb debug").error_text
+
+
+def test_what_was_kept_is_let_go_before_the_next_program(notebook: Notebook) -> None:
+    notebook.try_run(
+        "%%distribute mirrored\nimport sys\nclass Held:\n    def __del__(self):\n        sys.let_go = True\n"
+        "def fails():\n    held = Held()\n    dist.barrier()\n    1 / 0\nsys.let_go = False\nfails()"
+    )
+    notebook.converse("%debug", "p held", "w", "up", "q")
+    assert notebook.run("%%distribute mirrored\nprint(sys.let_go)").stdout == "[0-1] True\n"
+
+
+def test_another_replica_is_where_it_was_ended(notebook: Notebook) -> None:
+    notebook.try_run("%%distribute mirrored\nif me() == 1:\n    raise KeyError('k')\nx = me()\n" + SUM)
+    debugged, asked = notebook.converse("%distnb debug --replica 0", "p x", "q")
+    assert asked == [OTHER, OTHER]
+    assert "dist.all_reduce(total)" in debugged.check().stdout
+    assert "There is no replica 7" in notebook.try_run("%distnb debug --replica 7").error_text
+
+
+def test_a_figure_that_is_drawn_at_the_prompt_is_shown(notebook: Notebook) -> None:
+    source = "%matplotlib inline\nimport matplotlib.pyplot as plt\nvalues = [1, 2]\nif me():\n    1 / 0\ndist.barrier()"
+    notebook.try_run(f"%%distribute mirrored\n{source}")
+    debugged, _ = notebook.converse("%debug", "_ = plt.plot(values)", "p 'drawn'", "q")
+    assert any("image/png" in str(shown) for shown in debugged.check().displays)
+
+
+def test_a_failing_call_leads_to_the_replica_and_to_where_it_was_called(notebook: Notebook) -> None:
+    notebook.run("strategy = distnb.MirroredStrategy()\ndef step(a):\n    b = a + me()\n    return 1 / (1 - b)")
+    failed = notebook.try_run("mine = 7\ndef call(given):\n    return strategy.run(step, args=(0,))\ncall(mine)")
+    assert failed.error_name == "ZeroDivisionError"
+    debugged, asked = notebook.converse("%debug", "p ('b', b)", "q")
+    assert asked == [ONE, ONE]
+    assert "('b', 1)" in debugged.check().stdout
+    debugged, asked = notebook.converse("%distnb debug --here", "p ('given', given)", "q")
+    assert asked == ["ipdb> "] * 2
+    assert "('given', 7)" in debugged.check().stdout
+
+
+def test_pdb_on_opens_it_at_once(notebook: Notebook) -> None:
+    notebook.run("%pdb on")
+    try:
+        failed, asked = notebook.converse(FAILS, "p ('number', number)", "q")
+    finally:
+        notebook.run("%pdb off")
+    assert asked == [ONE, ONE]
+    assert failed.error_name == "ZeroDivisionError"
+    assert "('number', 1)" in failed.stdout
+
+
+@pytest.mark.parametrize(
+    ("mode", "there", "missing"),
+    [
+        ("Plain", ", line 4 in half\n", "---->"),
+        ("Verbose", "half(number=1)", "distnb/"),
+        ("Minimal", "ZeroDivisionError", "half"),
+        ("Context", "----> 4", "number=1"),
+    ],
+)
+def test_xmode_holds_for_replicas(notebook: Notebook, mode: str, there: str, missing: str) -> None:
+    notebook.run(f"%xmode {mode}")
+    try:
+        failed = notebook.try_run(FAILS)
+    finally:
+        notebook.run("%xmode Context")
+    assert there in failed.traceback
+    assert missing not in failed.traceback
+
+
+# -- breakpoints -------------------------------------------------------------------------------------------------------
+
+STOPS = "%%distribute mirrored\nx = me()\nif me() == 1:\n    {}\n" + SUM + "print(x, total)\n"
+
+
+@pytest.mark.parametrize("call", ["breakpoint()", "__import__('pdb').set_trace()"])
+def test_one_replica_stops_and_goes_on(notebook: Notebook, call: str) -> None:
+    ran, asked = notebook.converse(STOPS.format(call), "p ('x', x)", "!x = 41", "c")
+    assert asked == [ONE] * 3
+    assert "('x', 1)" in ran.check().stdout
+    assert "Replica 1 (cpu:1) stops. The other replicas go on until they need this one" in ran.stdout
+    assert "[0] 0 43.0" in ran.stdout
+    assert "[1] 41 43.0" in ran.stdout
+
+
+def test_several_replicas_stop_and_are_asked_one_after_another(notebook: Notebook) -> None:
+    source = "%%distribute mirrored\nx = me()\nbreakpoint()\n" + SUM + "print(total)\n"
+    first = notebook.start(source, allow_stdin=True)
+    order = [notebook.asked()]
+    # `n` once makes the tensor, once more calls the collective; there the other one is needed, which is asked now.
+    for answer in ("n", "n", "c"):
+        notebook.answer(answer)
+        order.append(notebook.asked())
+    notebook.answer("c")
+    ran = notebook.finish(first).check()
+    one, other = (ONE, OTHER) if order[0] == ONE else (OTHER, ONE)
+    assert order == [one, one, other, one]
+    assert "all_reduce" in ran.stdout
+    assert "it ends when every replica has called it, and so this replica waits for the others" in ran.stdout
+    assert "[0-1] 3.0" in ran.stdout or ("[0] 3.0" in ran.stdout and "[1] 3.0" in ran.stdout)
+
+
+@pytest.mark.parametrize("leave", ["q", "\x04"])
+def test_who_quits_ends_the_cell_on_all(notebook: Notebook, leave: str) -> None:
+    ran, _ = notebook.converse(STOPS.format("breakpoint()"), leave)
+    assert ran.error_name == "BdbQuit"
+    assert "The cell was ended at the debugger's prompt" in ran.error_text
+    assert "total" not in ran.stdout.split("\n")[-1]
+    again, asked = notebook.converse("%distnb debug", "p x", "q")
+    assert asked == [ONE, ONE]
+    assert "\n1\n" in again.check().stdout
+    works(notebook)
+
+
+def test_stepping_stays_in_the_users_code(notebook: Notebook) -> None:
+    source = (
+        "%%distribute mirrored\ndef inner(x):\n    y = x + 1\n    return y\n"
+        "def step():\n    if me() == 1:\n        breakpoint()\n    z = inner(1)\n    return z\n"
+        "result = strategy.run(step)\nlast = 2\n"
+    )
+    ran, asked = notebook.converse(
+        source, "s", "n", "n", "p ('y', y)", "u", "w", "r", "n", "n", "n", "n", "p last", "c"
+    )
+    text = ran.check().stdout
+    assert "('y', 2)" in text
+    assert "distnb/" not in text
+    assert set(asked) == {ONE}
+
+
+def test_a_breakpoint_in_an_ordinary_cells_call(notebook: Notebook) -> None:
+    notebook.run(
+        "strategy = distnb.MirroredStrategy()\n"
+        "def step(a):\n    b = a + me()\n    if me() == 0:\n        breakpoint()\n    return b"
+    )
+    ran, asked = notebook.converse("out = strategy.run(step, args=(1,))", "p ('b', b)", "!b = 10", "c")
+    assert asked == [OTHER] * 3
+    assert "('b', 1)" in ran.check().stdout
+    assert notebook.value("list(map(int, strategy.local_results(out)))") == [10, 2]
+    late = "pending = strategy.run(step, args=(2,), options=distnb.RunOptions(wait=False))\nprint('sent')"
+    ran, asked = notebook.converse(late, "c")
+    assert asked == [OTHER]
+    assert ran.check().stdout.startswith("sent")
+
+
+def test_no_time_limit_strikes_who_waits_for_the_user(notebook: Notebook) -> None:
+    source = (
+        "%%distribute mirrored\nfrom datetime import timedelta\n"
+        "dist.init_process_group(timeout=timedelta(seconds=0.5))\nx = me()\ndist.barrier()\nif x:\n    breakpoint()\n"
+    )
+    # The other replica waits for longer than it may.
+    ran, _ = notebook.converse(source + SUM + "print(total)", "__import__('time').sleep(1.5)", "c")
+    assert "3.0" in ran.check().stdout
+    notebook.run("%%distribute mirrored\ndist.init_process_group()")
+
+
+# -- questions ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_replica_asks(notebook: Notebook) -> None:
+    source = "%%distribute mirrored\nprint('before', end=' ')\nname = input(f'who is {me()}? ')\nprint(name, me())"
+    ran, asked = notebook.converse(source, "first", "second")
+    assert sorted(asked) == ["who is 0? ", "who is 1? "]
+    first = asked[0][7]
+    assert f"[{first}] first {first}" in ran.check().stdout
+    assert "before" in ran.stdout
+
+
+def test_the_end_of_input_and_a_secret(notebook: Notebook) -> None:
+    source = (
+        "%%distribute mirrored\nimport getpass\nif me():\n    try:\n        input()\n    except EOFError:\n"
+        "        print('nothing came')\n    print(len(getpass.getpass('secret: ')))"
+    )
+    ran, asked = notebook.converse(source, "\x04", "abc")
+    assert asked == ["", "secret: "]
+    assert "nothing came" in ran.check().stdout
+    assert "[1] 3" in ran.stdout
+
+
+@pytest.mark.parametrize("question", ["input('who? ')", "breakpoint()"])
+def test_a_front_end_that_cannot_ask_says_so(notebook: Notebook, question: str) -> None:
+    failed = notebook.try_run(f"%%distribute mirrored\nx = 1\nif me():\n    {question}\ny = 2\n")
+    assert failed.error_name == "RuntimeError"
+    assert "the user cannot be asked here" in failed.error_text
+    assert question in failed.traceback
+
+
+# -- what ends them ----------------------------------------------------------------------------------------------------
+
+
+def at_the_prompt(notebook: Notebook, source: str) -> str:
+    message = notebook.start(source, allow_stdin=True)
+    assert notebook.asked() == ONE
+    return message
+
+
+@pytest.mark.parametrize("source", [STOPS.format("breakpoint()"), "%distnb debug"])
+def test_the_stop_button_ends_it_on_all(notebook: Notebook, source: str) -> None:
+    if source == "%distnb debug":
+        notebook.try_run(FAILS)
+    message = at_the_prompt(notebook, source)
+    notebook.interrupt()
+    assert notebook.finish(message).error_name == "KeyboardInterrupt"
+    assert notebook.converse("%debug", "q")[1] == [ONE], "where the user was"
+    works(notebook)
+
+
+def test_a_breakpoint_in_the_last_line_is_where_it_was_stopped(notebook: Notebook) -> None:
+    message = at_the_prompt(notebook, "%%distribute mirrored\nx = me()\nif x:\n    breakpoint()\n")
+    notebook.interrupt()
+    assert notebook.finish(message).error_name == "KeyboardInterrupt"
+    debugged, _ = notebook.converse("%debug", "p ('x', x)", "q")
+    assert "('x', 1)" in debugged.check().stdout
+
+
+def test_the_stop_button_ends_a_question(notebook: Notebook) -> None:
+    message = notebook.start("%%distribute mirrored\nname = input('who? ')", allow_stdin=True)
+    notebook.asked()
+    notebook.interrupt()
+    assert notebook.finish(message).error_name == "KeyboardInterrupt"
+    works(notebook)
+
+
+def test_another_replicas_failure_takes_the_prompt_away(notebook: Notebook, tmp_path: object) -> None:
+    there = f"{tmp_path}/there"
+    source = (
+        "%%distribute mirrored\nimport os, time\nif me() == 1:\n    breakpoint()\nelse:\n"
+        f"    while not os.path.exists({there!r}):\n        time.sleep(0.01)\n    raise KeyError('other')\nx = 1"
+    )
+    message = at_the_prompt(notebook, source)
+    open(there, "w").close()
+    failed = notebook.finish(message)
+    assert failed.error_name == "KeyError"
+    debugged, asked = notebook.converse("%distnb debug --replica 1", "p me()", "q")
+    assert asked == [ONE, ONE]
+    assert "1\n" in debugged.check().stdout
+    works(notebook)
+
+
+def test_an_engine_that_is_killed_at_the_prompt_ends_the_cell(notebook: Notebook) -> None:
+    pid = notebook.value("[row.pid for row in distnb.notebook.compose.require().status()][1]")
+    message = at_the_prompt(notebook, STOPS.format("breakpoint()"))
+    os.kill(pid, signal.SIGKILL)
+    ended: Ran = notebook.finish(message)
+    assert ended.error_name == "EngineDied"
+    refused = notebook.try_run("%distnb debug")
+    assert "The process of the replica that failed has ended" in refused.error_text
+    assert notebook.converse("%distnb debug --replica 0", "q")[1] == [OTHER]
+    notebook.run("%distnb restart --missing")
+    works(notebook)

@@ -1,0 +1,153 @@
+"""What pages and second terminals see of replicas, and may order, while the kernel is busy with a cell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+
+from tests.kernel import Notebook
+
+pytestmark = pytest.mark.timeout(180)
+
+HANG = """%%distribute mirrored
+import time
+print("begun")
+while True:
+    distnb.live(loss=1.0)
+    time.sleep(0.01)
+"""
+LIMIT_S = 60.0
+
+
+class Page:
+    """A page that was just loaded: it has seen nothing of what came before."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._client = BlockingKernelClient(connection_file=notebook._manager.connection_file)
+        self._client.load_connection_file()
+        self._client.start_channels()
+
+    def order(self, order: str, **more: Any) -> dict[str, Any]:
+        """Give an order on the control channel. Returns the answer."""
+        message = self._client.session.msg("distnb_order", {"order": order, **more})
+        self._client.control_channel.send(message)
+        while True:
+            answer = self._client.get_control_msg(timeout=LIMIT_S)
+            if answer["parent_header"]["msg_id"] == message["header"]["msg_id"]:
+                assert answer["msg_type"] == "distnb_reply"
+                return dict(answer["content"])
+
+    def heard(self) -> Iterator[dict[str, Any]]:
+        """Messages as they come; an AssertionError if none comes any more."""
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            yield self._client.get_iopub_msg(timeout=LIMIT_S)
+        raise AssertionError(f"not heard in {LIMIT_S} s")
+
+    def snapshots(self) -> Iterator[dict[str, Any]]:
+        """What the kernel tells by itself."""
+        for message in self.heard():
+            if message["msg_type"] == "comm_msg" and message["content"]["comm_id"] == "distnb":
+                assert message["parent_header"] == {}, "who waits for a cell's output is not bothered"
+                yield message["content"]["data"]["distnb"]
+
+    def wait_for(self, kinds: list[str]) -> dict[str, Any]:
+        """Until the engines' states are of these kinds. Returns the snapshot."""
+        for snapshot in self.snapshots():
+            if [engine["kind"] for engine in snapshot["engines"] or ()] == kinds:
+                return snapshot
+        raise AssertionError
+
+    def close(self) -> None:
+        self._client.stop_channels()
+
+
+@contextlib.contextmanager
+def new_page(notebook: Notebook) -> Iterator[Page]:
+    page = Page(notebook)
+    yield page
+    page.close()
+
+
+def terminal(notebook: Notebook, *words: str) -> subprocess.CompletedProcess[str]:
+    """`distnb …` in a second terminal of the same user."""
+    folder = notebook._env.get("TMPDIR") or os.environ.get("TMPDIR", "/tmp")
+    return subprocess.run(
+        [sys.executable, "-m", "distnb", *words],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env={**os.environ, "TMPDIR": folder},
+    )
+
+
+def test_a_page_and_a_terminal_see_and_end_a_cell_that_hangs(notebook: Notebook) -> None:
+    notebook.run("import distnb")
+    cell = notebook.start(HANG)
+    notebook.wait_for_output(cell, "begun")
+    with new_page(notebook) as page:  # it asks for nothing: all that it needs comes
+        told = page.wait_for(["running", "running"])
+        while not (told["curves"] and told["engines"][0]["rss"]):
+            told = next(page.snapshots())
+        assert told["running"]
+        assert "mirrored · 2 replicas · running" in told["head"]
+        assert [engine["place"] for engine in told["engines"]] == ["cpu:0", "cpu:1"]
+        (loss,) = told["curves"]
+        assert (loss["name"], [line["mark"] for line in loss["lines"]]) == ("loss", ["[0-1]"])
+        assert 1 < len(loss["lines"][0]["points"]) <= 60
+
+        text = page.order("stacks")["text"]
+        assert text.count("time.sleep(0.01)") == 2, text
+        states = (m["content"]["execution_state"] for m in page.heard() if m["msg_type"] == "status")
+        assert (next(states), next(states), next(states)) == ("busy", "idle", "busy"), (
+            "the cell runs on, and is shown so"
+        )
+        assert page.order("nonsense")["error"] == "distnb has no order 'nonsense'."
+
+        seen = terminal(notebook, "stacks")
+        assert seen.returncode == 0, seen
+        assert f"process {notebook.pid} in " in seen.stdout
+        assert seen.stdout.endswith("\n\n")
+        assert text in seen.stdout.replace("\n\n", "\n") + "\n"
+        assert "has no cluster" in terminal(notebook, "stacks", "1").stderr
+
+        assert page.order("interrupt") == {"interrupted": True}
+        assert notebook.finish(cell, HANG).error_name == "KeyboardInterrupt"
+        told = page.order("look")["snapshot"]
+        assert not told["running"]
+        assert "interrupted" in told["head"]
+        assert page.order("interrupt") == {"interrupted": False}
+    assert "idle" in terminal(notebook, "stacks").stdout
+
+
+def test_engines_are_ended_and_started_from_a_page_while_cells_run() -> None:
+    with Notebook() as notebook, new_page(notebook) as page:
+        notebook.run("import distnb, time")
+        assert page.order("look")["snapshot"]["engines"] is None
+        assert "No cluster is running" in page.order("stacks")["error"]
+        waits = notebook.start("while distnb.notebook.compose.current() is None:\n    time.sleep(0.01)")
+        assert page.order("start", n=2) == {}
+        told = next(each for each in page.snapshots() if each["doing"])
+        assert told["doing"].startswith("starting")
+        page.wait_for(["idle", "idle"])
+        notebook.finish(waits).check()
+        assert page.order("start", n=2) == {}
+        assert "is running already" in next(each for each in page.snapshots() if each["error"])["error"]
+
+        cell = notebook.start(HANG)
+        notebook.wait_for_output(cell, "begun")
+        assert page.order("stop") == {}
+        ran = notebook.finish(cell, HANG)
+        assert ran.error_name == "KeyboardInterrupt", ran
+        next(each for each in page.snapshots() if each["engines"] is None and not each["doing"])
+        assert terminal(notebook, "stacks").returncode == 1
+        assert notebook.run("print(6 * 7)").stdout == "42\n"
+        assert page._client.comm_info(target_name="distnb", reply=True, timeout=30)["content"]["comms"]

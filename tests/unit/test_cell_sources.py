@@ -1,0 +1,21 @@
+"""The texts of cells: each code object's own."""
+
+from __future__ import annotations
+
+import linecache
+
+import pytest
+
+from distnb.objects.code import source_of
+
+
+def test_equal_code_of_two_cells_has_the_text_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = []
+    for name, above in (("<cell 1>", "# one"), ("<cell 2>", "# two")):
+        text = f"{above}\ndef f():\n    return 1\n"
+        monkeypatch.setitem(linecache.cache, name, (len(text), None, text.splitlines(keepends=True), name))
+        names: dict[str, object] = {}
+        exec(compile(text, name, "exec"), names)
+        codes.append(names["f"].__code__)  # type: ignore[attr-defined]
+    assert codes[0] == codes[1]
+    assert [(source_of(code) or ("", ""))[1][:5] for code in codes] == ["# one", "# two"]

@@ -1,0 +1,376 @@
+"""Curves in depth: the record, runs and their comparison, troubles in words, epochs and time left, and what is sent."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distnb.errors import OptionError
+from distnb.input.progress import Progress
+from distnb.notebook import compose
+from distnb.notebook.front_end import FrontEnd
+from distnb.notebook.output.chart_model import charts
+from distnb.notebook.output.curves import Curve, Line, Record, apart, mean_points
+from distnb.notebook.output.event_files import EventFiles
+from distnb.notebook.output.live_model import LiveModel, Told
+from distnb.notebook.output.runs import History
+from distnb.runtime import step_count
+from distnb.strategies.live import TextProgress, live
+from distnb.topology import Device, Team
+from distnb.widgets.content import head_text, picture_bundle, plain_summary
+from distnb.widgets.exports import history, live_figure
+from distnb.widgets.picture import pictures
+from distnb.widgets.publisher import TerminalPublisher
+from distnb.widgets.widget_view import WidgetView
+from distnb.wire.messages import Live, Status, TelemetrySample
+
+
+def told(model: LiveModel, *, run: str = "", replica: int = 0, first: int = 1, **curves: list[float]) -> None:
+    """Steps from `first` on, each with a value of each curve."""
+    points = tuple(
+        (first + i, 0, dict(zip(curves, values, strict=True)))
+        for i, values in enumerate(zip(*curves.values(), strict=True))
+    )
+    model.feed(Live(replica, 1, replica, points, times=tuple(range(len(points))), run=run), 1.0)
+
+
+def started(replicas: int = 2, **keywords: Any) -> LiveModel:
+    model = LiveModel(**keywords)
+    devices = tuple(Device("cpu", i) for i in range(replicas))
+    model.feed(Status(1, "started", Team(tuple(range(replicas)), devices, 1, "", 0)), 0.0)
+    return model
+
+
+def sampled(steps: int, now: float, **more: Any) -> tuple[TelemetrySample, float]:
+    return TelemetrySample(0, 1, 0, now, steps, 0, 0, **more), now
+
+
+# -- lines -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_keeps_all_and_of_very_much_every_second_or_fourth() -> None:
+    record = Record(most=8)
+    for number in range(8):
+        record.add(number, number * 0.5, 0.0)
+    assert [step for step, *_ in record.since(0)] == list(range(8))
+    for number in range(8, 33):
+        record.add(number, number * 0.5, 0.0)
+    assert (record.told, record.stride) == (33, 8)
+    assert [step for step, *_ in record.since(0)] == [0, 8, 16, 24, 32]
+    assert [step for step, *_ in record.since(9)] == [16, 24, 32]
+
+
+def exploded(values: list[float]) -> bool:
+    line = Line()
+    for step, value in enumerate(values):
+        line.add(step, value)
+    return line.exploded is not None
+
+
+@pytest.mark.parametrize("growth", [1.05, 1.5, 3.0])
+def test_what_grows_by_powers_explodes(growth: float) -> None:
+    assert exploded([2.3 - 0.01 * step for step in range(100)] + [1.2 * growth**step for step in range(250)])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [float(step) for step in range(5_000)],  # a counter
+        [step * 1e-6 for step in range(5_000)],  # a rate that is warmed up
+        [step**3 for step in range(5_000)],
+        [5 * math.exp(-step / 100) + (step % 50 == 0) * 4 for step in range(5_000)],  # spikes below what there was
+        [0.0] * 50 + [1.0] * 50,
+    ],
+)
+def test_what_grows_as_it_should_does_not_explode(values: list[float]) -> None:
+    assert not exploded(values)
+
+
+def test_troubles_are_told_in_words_and_whose_they_are() -> None:
+    model = started()
+    norm = [math.nan, 1.0, math.nan, 1.0, 1.0]
+    told(model, loss=[1.0, math.nan, 2.0, math.inf, math.inf], norm=norm, replica=0)
+    told(model, loss=[1.0, 2.0, 3.0, 4.0, 5.0], norm=norm, replica=1)
+    assert model.troubles() == [
+        "loss is inf since step 4 (replica 0)",
+        "norm was nan at step 3 (2 such values in all)",
+    ]
+    told(model, big=[1.0] * 50 + [1e6], first=6)
+    assert "big exploded: 1e+06 at step 56, where it had been 1 at most" in model.troubles()
+    for text in (picture_bundle(model, 2.0)["text/html"], plain_summary(model, 2.0)):
+        assert "big exploded" in text
+    assert 'class="exploded"' in pictures(model)["big"]
+
+
+def test_a_crowd_is_one_line_in_a_band_with_those_named_that_stand_apart() -> None:
+    model = started(16)
+    for replica in range(16):
+        level = 5.0 if replica == 11 else replica * 0.01
+        told(model, own=[level + step for step in range(40)], replica=replica)
+    (chart,) = charts(model)
+    assert [series.label for series in chart.series] == ["mean of 16", "[11]"]
+    mean = mean_points(model.curves["own"].lines)
+    assert len(mean) == 40
+    assert mean[3] == (4, pytest.approx(3 + (5.0 + sum(range(16)) * 0.01 - 0.11) / 16), 3.0, 8.0)
+    assert apart({replica: model.curves["own"].lines[replica] for replica in range(10)}) == []
+
+
+def test_the_facts_say_the_latest_the_least_the_greatest_and_which_is_best() -> None:
+    model = LiveModel()
+    told(model, loss=[2.0, 0.5, 1.0], accuracy=[0.1, 0.9, 0.8], rate=[0.1, 0.1, 0.1])
+    assert [chart.facts for chart in charts(model)] == [
+        "last 1 · min 0.5 at step 2 (best) · max 2 at step 1",
+        "last 0.8 · min 0.1 at step 1 · max 0.9 at step 2 (best)",
+        "last 0.1",
+    ]
+    assert "loss: 2 → 1 · min 0.5 at step 2 (best)" in plain_summary(model, 1.0)
+    assert "min 0.5 at step 2" in picture_bundle(model, 1.0)["text/html"]
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def steps_of(curve: Curve) -> list[float]:
+    return [step for step, *_ in curve.lines[0].points]
+
+
+def test_runs_of_a_cell_begin_at_step_one_and_are_drawn_over_each_other() -> None:
+    model = LiveModel(name="In[3]")
+    told(model, loss=[3.0, 2.0, 1.0], run="lr=0.1")
+    told(model, loss=[3.0, 2.5], run="lr=0.2", first=4)
+    assert [steps_of(run.curves["loss"]) for run in model.runs.values()] == [[1, 2, 3], [1, 2]]
+    (chart,) = charts(model)
+    assert [series.label for series in chart.series] == ["lr=0.1", "lr=0.2"]
+    assert len({series.css_color for series in chart.series}) == 2
+    assert model.curves["loss"].lines[0].last == 2.5
+
+
+def test_named_runs_of_earlier_cells_are_compared_and_others_are_not() -> None:
+    kept = History()
+    for number, run in enumerate(["a", "", "b", "a"]):
+        model = LiveModel(name=f"In[{number}]", history=kept)
+        told(model, run=run, **{"loss": [float(number)], f"only {number}": [1.0]})
+    assert list(kept.runs) == ["In[1]", "b", "a"], "a name that is used again is the later cell's"
+    assert [series.label for series in charts(model)[0].series] == ["b", "a"]
+    assert [chart.name for chart in charts(model)] == ["loss", "only 3"]
+    plain = LiveModel(name="In[9]", history=kept)
+    told(plain, loss=[1.0])
+    assert [series.label for series in charts(plain)[0].series] == [""]
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> History:
+    drawn = History()
+    monkeypatch.setattr(compose, "_front", FrontEnd(history=drawn))
+    model = started(name="In[1]", history=drawn)
+    told(model, loss=[2.0, 1.0], replica=0)
+    told(model, loss=[2.0, 1.5], replica=1)
+    model = LiveModel(name="In[2]", history=drawn)
+    told(model, loss=[3.0, math.nan], run="fast")
+    return drawn
+
+
+def test_the_history_is_a_table_of_what_was_drawn(kept: History) -> None:
+    pytest.importorskip("pandas")
+    table = history()
+    assert list(table.columns) == ["step", "replica", "name", "value", "run", "time"]
+    rows = table[["step", "replica", "name", "value", "run"]].to_numpy().tolist()
+    assert rows[:4] == [
+        [1, 0, "loss", 2.0, "In[1]"],
+        [2, 0, "loss", 1.0, "In[1]"],
+        [1, 1, "loss", 2.0, "In[1]"],
+        [2, 1, "loss", 1.5, "In[1]"],
+    ]
+    assert str(table["time"][1]) == "1970-01-01 00:00:01"
+    assert history("fast")["value"].tolist()[0] == 3.0
+    with pytest.raises(OptionError, match=r"no run 'fest'.*fast.*In\[1\], fast"):
+        history("fest")
+
+
+def test_nothing_drawn_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose, "_front", FrontEnd(history=History()))
+    with pytest.raises(OptionError, match="Nothing has been drawn"):
+        history()
+    monkeypatch.setattr(compose, "_front", FrontEnd())
+    with pytest.raises(OptionError, match="%load_ext distnb"):
+        history()
+
+
+def test_a_figure_has_a_chart_for_each_name_and_a_line_for_each_replica_or_run(kept: History, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (axes,) = live_figure("loss", runs=["In[1]"], log=True, smoothing=0.5).axes
+    assert axes.get_yscale() == "log"
+    assert [line.get_label() for line in axes.lines if not str(line.get_label()).startswith("_")] == ["[0]", "[1]"]
+    figure = live_figure(runs=["In[1]", "fast"])
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["In[1]", "fast"]
+    figure.savefig(tmp_path / "charts.png")
+    assert (tmp_path / "charts.png").stat().st_size > 1_000
+    for wrong in (lambda: live_figure("lass"), lambda: live_figure(smoothing=1.0)):
+        with pytest.raises(OptionError):
+            wrong()
+
+
+def test_old_runs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distnb.notebook.output.runs.MOST_VALUES", 5)
+    drawn = History()
+    for number in range(4):
+        told(LiveModel(name=f"In[{number}]", history=drawn), loss=[1.0, 2.0, 3.0])
+    assert list(drawn.runs) == ["In[2]", "In[3]"]
+
+
+def test_a_runs_name_is_a_text() -> None:
+    with pytest.raises(OptionError, match=r"run=0\.1"):
+        live(run=0.1, loss=1.0)
+
+
+def test_a_script_tells_the_end_of_a_run_before_the_next_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = TextProgress()
+    for run in ("a", "b"):
+        progress({"loss": 1.0}, (1, 0), run)
+    progress.finish()
+    assert capsys.readouterr().err.splitlines() == ["a · step 1 · loss 1", "b · step 2 · loss 1"]
+
+
+def test_event_files_have_each_value_once_and_replicas_where_they_differ(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    files, model = EventFiles(tmp_path), started(name="In[1]")
+    for first in (1, 3):
+        for replica in (0, 1):
+            own = [1.0 + replica, 2.0 + replica]
+            told(model, loss=[1.0, 2.0], own=own, run="lr=0.1/a", replica=replica, first=first)
+        files.write(model.runs.values())
+    files.close()
+    found = {}
+    for path in sorted(tmp_path.rglob("events.*")):
+        events = accumulators.EventAccumulator(str(path)).Reload()
+        for tag in events.Tags()["scalars"]:
+            found[path.parent.relative_to(tmp_path / "lr=0.1_a").parts[1:], tag] = [
+                (event.step, event.value) for event in events.Scalars(tag)
+            ]
+    assert found == {
+        ((), "loss"): [(1, 1.0), (2, 2.0), (3, 1.0), (4, 2.0)],
+        (("replica 0",), "own"): [(1, 1.0), (2, 2.0), (3, 1.0), (4, 2.0)],
+        (("replica 1",), "own"): [(1, 2.0), (2, 3.0), (3, 2.0), (4, 3.0)],
+    }
+
+
+# -- epochs and time left ----------------------------------------------------------------------------------------------
+
+
+def test_epochs_are_those_of_the_data_that_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_count, "steps", 100)
+    monkeypatch.setattr(step_count, "_pass", None)
+    monkeypatch.setattr(Progress, "latest", None)
+    step_count.epochs_begun()
+    for epoch in range(2):
+        trains, evaluates = Progress(epoch, batches=3), Progress(epoch, batches=9)
+        for _ in range(3):
+            trains.gave()
+            step_count.stepped()
+        for _ in range(9):
+            evaluates.gave()
+    assert step_count.epochs_begun() == ((100, 0), (103, 1))
+    assert step_count.epochs_begun() == ()
+    assert step_count.reading() == (1, 3, 3, None)
+
+
+def test_time_left_is_told_where_the_number_of_batches_is_known() -> None:
+    model = LiveModel()
+    for now in range(4):
+        reading = (0, 10 * now, 100, None)
+        model.feed(*sampled(10 * now, float(now), epochs=((0, 0),) if now == 0 else (), reading=reading))
+    assert model.seconds_left() == (pytest.approx(7.0), False)
+    assert "epoch 1 · batch 30 of 100 · 7.0 s left of the epoch" in head_text(model, 3.0)
+    model.feed(*sampled(40, 4.0, reading=(0, 40, 100, 5)))
+    assert model.seconds_left() == (pytest.approx(46.0), True)
+    assert "epoch 1 of 5 · batch 40 of 100 · 46.0 s left ·" in head_text(model, 4.0) + " ·"
+    model.end(5.0, failed=False)
+    assert "left" not in head_text(model, 5.0)
+
+
+def test_no_time_left_is_invented() -> None:
+    model = LiveModel(counted_before={0: (40, 0)})
+    stale = (3, 40, 40, None)  # what an earlier cell read
+    for now in range(3):
+        model.feed(*sampled(40, float(now), epochs=((0, 3),), reading=stale))
+    assert (model.seconds_left(), model.reading, model.epochs) == (None, None, {})
+    model.feed(*sampled(45, 4.0, epochs=((40, 4),), reading=(4, 5, None, None)))
+    assert (model.seconds_left(), model.epochs) == (None, {0: 4})
+    assert "epoch 5" in head_text(model, 4.0)
+    assert "batch" not in head_text(model, 4.0)
+
+
+def test_epochs_are_marked_in_pictures() -> None:
+    model = LiveModel(counted_before={0: (100, 0)})
+    model.feed(*sampled(130, 1.0, epochs=((100, 0), (110, 1), (120, 2))))
+    told(model, loss=[1.0] * 30, first=101)
+    (chart,) = charts(model)
+    assert chart.epochs == {0: 0, 10: 1, 20: 2}
+    svg = pictures(model)["loss"]
+    assert svg.count('class="epoch"') == 2
+    assert ">epoch 2<" in svg
+
+
+def test_the_notebooks_own_loop_has_epochs_too() -> None:
+    model = LiveModel()
+    for step in range(1, 4):
+        model.feed_here(Told({"loss": 1.0}, (step, 0), epochs=((step - 1, step - 1),)), float(step))
+    assert model.epochs == {0: 0, 1: 1, 2: 2}
+
+
+# -- what is sent to the page --------------------------------------------------------------------------------------------
+
+
+class Page:
+    """Takes messages as live_view.js does."""
+
+    def __init__(self) -> None:
+        self.lines: dict[int, tuple[int, list[tuple[float, ...]]]] = {}
+        self.nbytes = 0
+
+    def take(self, content: dict[str, Any], points: array[float]) -> None:
+        from distnb.notebook.output.curves import _joined
+
+        self.nbytes += 8 * len(points)
+        place = 0
+        for number, width, at, count in content["lines"]:
+            new = [tuple(points[place + 4 * i : place + 4 * i + 4]) for i in range(count)]
+            place += 4 * count
+            there, known = self.lines.get(number, (width, [])) if at else (width, [])
+            while there < width:
+                known = [
+                    _joined(*known[i : i + 2]) if i + 1 < len(known) else known[i] for i in range(0, len(known), 2)
+                ]
+                there *= 2
+            if len(known) >= at:
+                self.lines[number] = width, [*known[:at], *new]
+
+
+def test_a_page_that_is_sent_what_is_new_has_what_the_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distnb.widgets.widget_view.LiveWidget", lambda view: SimpleNamespace())
+    model, page, late = started(), Page(), Page()
+    view = WidgetView(model, TerminalPublisher(), "x")
+    step = 0
+    for update in range(300):
+        for _ in range(1 + update % 37):  # past several halvings, in the middle of points that are not full
+            step += 1
+            for replica in (0, 1):
+                told(model, loss=[math.sin(step) + replica], replica=replica, first=step)
+        view._repeat_some()
+        message = view.message(charts(model), view._sent)
+        page.take(*message)
+        if update > 150:
+            late.take(*message)
+    lines = model.curves["loss"].lines
+    assert lines[0].width > 4
+    for each in (page, late):
+        assert {number: points for number, (_, points) in each.lines.items()} == {r: lines[r].points for r in lines}
+    assert page.nbytes < 300 * 32 * (37 + 300 + 1100)
+    whole = Page()
+    whole.take(*view.message(charts(model), {}))
+    assert whole.lines == page.lines

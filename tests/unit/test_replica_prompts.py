@@ -1,0 +1,309 @@
+"""A replica's questions, on both sides, without processes."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import IPython.core.debugger
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from distnb.engine.debugging import debugger, kept
+from distnb.engine.debugging.console import Console
+from distnb.engine.guard import Guard
+from distnb.errors import ProgramAborted
+from distnb.notebook.front_end import FrontEnd
+from distnb.notebook.prompts import Prompts
+from distnb.notebook.supervisor import EventHub
+from distnb.runtime.interrupts import Interrupts
+from distnb.wire.messages import Answer, Asks, Died, GoesOn, Output, ProgramEnded, Prompting
+
+pytestmark = pytest.mark.timeout(60)
+
+PROGRAM = (5, 1)
+
+
+@pytest.fixture(autouse=True)
+def _shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An engine's; IPython's debugger asks for it."""
+    shell = InteractiveShell()
+    monkeypatch.setattr(IPython.core.debugger, "get_ipython", lambda: shell)
+    yield
+    shell.history_manager.end_session()
+    shell.history_manager.close()
+    atexit.unregister(shell.atexit_operations)
+
+
+# -- the replica -------------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """A console whose questions are answered from another thread, as the control thread does."""
+
+    def __init__(self, *answers: str | None) -> None:
+        self.guard = Guard()
+        self.events: list[Any] = []
+        self.running: tuple[int, int] | None = PROGRAM
+        self.console = Console(3, self.guard, lambda: self.running, self.emit)
+        self.answers = list(answers)
+        self.asked: queue.SimpleQueue[Asks] = queue.SimpleQueue()
+
+    def emit(self, event: Any, *, urgent: bool = False) -> None:
+        self.events.append(event)
+        if isinstance(event, Asks):
+            self.asked.put(event)
+            if self.answers:
+                answer = Answer(PROGRAM[0], self.answers.pop(0))
+                threading.Thread(target=self.console.answer, args=(answer,)).start()
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        return self.guard.call(PROGRAM[0], function)
+
+    def shown(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Asks | Output))
+
+
+def test_a_question_is_answered_and_over() -> None:
+    replica = Replica("me")
+    assert replica.call(lambda: replica.console.input("who? ")) == "me"
+    assert replica.events == [Asks(3, *PROGRAM, "", "who? "), GoesOn(3, *PROGRAM)]
+    with pytest.raises(EOFError):
+        Replica(None).console.input()
+
+
+def test_nobody_is_asked_while_nothing_runs_in_a_closure_and_in_a_child() -> None:
+    replica = Replica()
+    replica.running = None
+    with pytest.raises(RuntimeError, match="where nobody can be asked"):
+        replica.console.input()
+    replica.running, replica.console.closures = PROGRAM, True
+    with pytest.raises(RuntimeError, match=r"input\(\) was called in a closure.*%%distribute default"):
+        replica.console.input()
+    replica.console.closures = False
+    child = os.fork()
+    if not child:
+        try:
+            replica.console.input()
+        except RuntimeError as error:
+            os._exit(0 if "num_workers=0" in str(error) else 2)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert replica.events == []
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_who_waits_is_freed_when_the_program_is_to_end(interrupted: bool) -> None:
+    replica = Replica()
+
+    def end() -> None:
+        replica.asked.get()
+        replica.guard.abort(PROGRAM[0], "because", interrupted, lambda reason: replica.console.free())
+
+    threading.Thread(target=end).start()
+    with pytest.raises(KeyboardInterrupt if interrupted else ProgramAborted, match="because"):
+        replica.call(lambda: replica.console.input())
+
+
+def stops(replica: Replica, size: int = 2) -> int:
+    x = 1
+    debugger.at_breakpoint(replica.console, "replica 1 (cpu:0)", size, sys._getframe())
+    x = x + 41
+    return x
+
+
+def run(replica: Replica) -> int:
+    try:
+        return int(replica.call(lambda: stops(replica)))
+    finally:
+        debugger.stop_stepping()
+        replica.console.leave()
+
+
+def test_a_breakpoint_shows_the_users_frame_and_goes_on() -> None:
+    replica = Replica("p ('x', x)", "n", "!x = 7", "w", "c")
+    assert run(replica) == 7
+    prompts = [event.prompt for event in replica.events if isinstance(event, Asks)]
+    assert prompts == ["replica 1 (cpu:0)> "] * 5
+    assert "('x', 1)" in replica.shown()
+    assert "-> " in replica.shown()
+    assert "distnb/engine" not in replica.shown()
+    assert isinstance(replica.events[-1], GoesOn)
+    assert sys.gettrace() is None
+
+
+@pytest.mark.parametrize("line", ["q", None])
+def test_who_quits_ends_the_program(line: str | None) -> None:
+    replica = Replica(line)
+    with pytest.raises(debugger.BdbQuit, match="ended at the debugger's prompt"):
+        run(replica)
+    assert isinstance(replica.events[-1], GoesOn)
+
+
+def test_an_order_to_end_comes_through_what_debuggers_catch() -> None:
+    replica = Replica()
+
+    def end() -> None:
+        replica.asked.get()
+        replica.guard.abort(PROGRAM[0], "because", True, lambda reason: replica.console.free())
+
+    threading.Thread(target=end).start()
+    with pytest.raises(KeyboardInterrupt, match="because"):
+        run(replica)
+
+
+def test_what_is_kept_has_its_variables_unless_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        large = bytearray(10)
+        raise ValueError(len(large))
+
+    for free, is_kept in ((1 << 40, True), (1 << 20, False)):
+        monkeypatch.setattr(kept, "available_nbytes", lambda free=free: free)
+        with pytest.raises(ValueError, match="10") as raised:
+            failing()
+        failure = kept.KeptFailure("replica 0 (cpu:0)", 0, raised.value)
+        failure.limit()
+        traceback = failure.traceback
+        while traceback is not None and traceback.tb_next is not None:
+            traceback = traceback.tb_next
+        assert traceback is not None
+        assert ("large" in traceback.tb_frame.f_locals) is is_kept
+        assert ("kept until the next program" in failure.text) is is_kept
+        assert ("were let go" in failure.text) is not is_kept
+
+
+# -- the notebook ------------------------------------------------------------------------------------------------------
+
+
+class Notebook:
+    """Prompts, whose front end answers by a function."""
+
+    def __init__(self, answer: Callable[[Asks], str]) -> None:
+        self.told: list[tuple[int | None, Any]] = []
+        self.events = EventHub()
+        supervisor: Any = SimpleNamespace(
+            events=self.events,
+            tell=lambda engine, message: self.told.append((engine, message)),
+            tell_all=lambda message: self.told.append((None, message)),
+        )
+        self.interrupts = Interrupts()
+        self.prompts = Prompts(supervisor, self.interrupts)
+        self.prompts.front = lambda: FrontEnd(ask=answer)
+
+    def serve(self) -> None:
+        """Ask whoever is to be asked now, as the wait for a program does."""
+        with self.interrupts:
+            while (asks := self.prompts.next()) is not None:
+                self.prompts.ask(asks)
+
+    def close(self) -> None:
+        self.prompts.close()
+        self.interrupts.close()
+
+
+def asks(engine: int, prompt: str = "") -> Asks:
+    return Asks(engine, 5, engine, "", prompt)
+
+
+@pytest.fixture
+def notebook() -> Iterator[Callable[..., Notebook]]:
+    made: list[Notebook] = []
+
+    def make(answer: Callable[[Asks], str]) -> Notebook:
+        made.append(Notebook(answer))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_a_replica_keeps_the_user_until_it_goes_on(notebook: Callable[..., Notebook]) -> None:
+    here = notebook(lambda question: f"to {question.engine}")
+    publish = here.events.publish
+    publish(asks(1))
+    publish(asks(0))
+    here.serve()
+    assert here.told == [(None, Prompting(True)), (1, Answer(5, "to 1"))]
+    publish(asks(1))
+    here.serve()  # though the other has waited for longer
+    assert here.told[2:] == [(1, Answer(5, "to 1"))]
+    publish(GoesOn(1, 5, 1))
+    here.serve()
+    assert here.told[3:] == [(0, Answer(5, "to 0"))]
+    publish(ProgramEnded(0, 5, "ok"))
+    assert here.told[4:] == [(None, Prompting(False))]
+
+
+@pytest.mark.parametrize("end", [Died(1, 1, "ended"), ProgramEnded(1, 5, "aborted")])
+def test_a_prompt_is_taken_away_with_its_program(notebook: Callable[..., Notebook], end: Any) -> None:
+    asked = threading.Event()
+
+    def wait(question: Asks) -> str:
+        asked.set()
+        with contextlib.suppress(KeyboardInterrupt):  # as a destructor drops it
+            signal.pause()
+        while True:
+            signal.pause()
+
+    here = notebook(wait)
+    here.events.publish(asks(1))
+
+    def take_away() -> None:
+        asked.wait()
+        here.events.publish(end)
+
+    thread = threading.Thread(target=take_away)
+    thread.start()
+    here.serve()  # ends, and raises nothing
+    thread.join()
+    assert [message for _, message in here.told] == [Prompting(True), Prompting(False)]
+
+
+def test_nobody_else_is_asked_once_the_program_is_to_end(notebook: Callable[..., Notebook]) -> None:
+    here = notebook(lambda question: "")
+    here.events.publish(asks(1))
+    here.events.publish(ProgramEnded(0, 5, "error"))
+    here.serve()
+    assert here.prompts.next() is None
+    here.events.publish(Asks(1, 6, 1, "", ""))
+    here.prompts.end([6])
+    assert here.prompts.next() is None
+    here.events.publish(Asks(0, 7, 0, "", ""))
+    here.events.publish(GoesOn(1, 6, 1))
+    assert here.prompts.next() is not None
+
+
+def test_the_users_interrupt_is_noted(notebook: Callable[..., Notebook]) -> None:
+    def press(question: Asks) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return ""
+
+    here = notebook(press)
+    here.events.publish(asks(1))
+    with pytest.raises(KeyboardInterrupt):  # by `Interrupts`, since nobody has taken it
+        here.serve()
+    assert here.told == [(None, Prompting(True))]
+
+
+def test_who_cannot_be_asked_says_why(notebook: Callable[..., Notebook]) -> None:
+    def refuse(question: Asks) -> str:
+        raise NotImplementedError("no stdin.")
+
+    here = notebook(refuse)
+    here.events.publish(asks(1))
+    here.serve()
+    assert "the user cannot be asked here (no stdin)" in here.told[-1][1].refusal
+    here.events.publish(asks(1))
+    thread = threading.Thread(target=here.serve)
+    thread.start()
+    thread.join()
+    assert "in a thread that is not its main thread" in here.told[-1][1].refusal

@@ -1,0 +1,136 @@
+"""What the panel is told, without a kernel; and the socket for a second terminal, without a cluster."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distnb.cluster.local import terminal_socket
+from distnb.cluster.local.terminal_socket import TerminalSocket, ask, running
+from distnb.errors import NoClusterError
+from distnb.notebook.engines import EngineStatus
+from distnb.notebook.output.live_model import LiveModel
+from distnb.topology import Device, Team
+from distnb.widgets.panel.snapshot import mark_of, snapshot
+from distnb.wire.messages import Live, ProgramEnded, Status, TelemetrySample
+
+TEAM = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
+
+
+def session(*states: str, hosts: tuple[str, str] = ("here", "here")) -> Any:
+    rows = tuple(EngineStatus(i, f"cpu:{i}", 0, hosts[i], state) for i, state in enumerate(states))
+    return SimpleNamespace(status=lambda: rows)
+
+
+def running_model() -> LiveModel:
+    model = LiveModel("mirrored")
+    model.feed(Status(1, "started", TEAM), 0.0)
+    return model
+
+
+def kinds(told: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(engine["kind"], engine["state"]) for engine in told["engines"]]
+
+
+def test_states_of_engines_are_those_of_their_replicas_and_processes() -> None:
+    model, idle = running_model(), session("idle", "idle")
+    assert snapshot(None, None, {}, 0.0) == {"engines": None, "running": False, "head": "", "told": [], "curves": []}
+    assert kinds(snapshot(idle, None, {}, 0.0)) == [("idle", "idle")] * 2
+    assert kinds(snapshot(idle, model, {}, 0.0)) == [("running", "running")] * 2
+    model.feed(ProgramEnded(1, 1, "error", "ValueError", where="cell 1, line 3"), 1.0)
+    told = snapshot(session("busy with program 1, which was ended", "idle"), model, {}, 1.0)
+    assert kinds(told) == [("busy", "busy with program 1, which was ended"), ("error", "failed")]
+    assert told["engines"][1]["at"] == "cell 1, line 3"
+    assert kinds(snapshot(session("idle", "was killed by SIGKILL"), model, {}, 1.0))[1] == (
+        "error",
+        "was killed by SIGKILL",
+    )
+    model.end(2.0, failed=True)
+    assert mark_of(model) == {
+        "title": "mirrored",
+        "state": "failed",
+        "replicas": ["0 on cpu:0: ended", "1 on cpu:1: failed"],
+    }
+    assert mark_of(LiveModel()) is None, "an ordinary cell has none"
+
+
+def test_a_cluster_that_is_being_stopped_is_none() -> None:
+    def status() -> Any:
+        raise NoClusterError("stopped")
+
+    assert snapshot(SimpleNamespace(status=status), running_model(), {}, 0.0)["engines"] is None  # type: ignore[arg-type]
+
+
+def test_machines_are_named_where_there_are_several() -> None:
+    told = snapshot(
+        session("idle", "idle", hosts=("a", "b")), None, {1: TelemetrySample(1, 1, 1, 0.0, 0, 0, 5, 7, "")}, 0.0
+    )
+    assert [engine["place"] for engine in told["engines"]] == ["cpu:0 of a", "cpu:1 of b"]
+    assert [(engine["rss"], engine["onDevice"]) for engine in told["engines"]] == [(None, None), (5, 7)]
+
+
+def test_curves_are_thinned_to_their_latest_point_and_are_json() -> None:
+    model = running_model()
+    for step in range(1, 501):
+        value = math.nan if step == 500 else float(step)
+        model.feed(Live(0, 1, 0, ((step, 0, {"loss": value}),)), 0.0)
+    told = json.loads(json.dumps(snapshot(None, model, {}, 0.0), allow_nan=False))
+    (line,) = told["curves"][0]["lines"]
+    assert len(line["points"]) <= 60
+    assert line["points"][-1] == [500, None]
+    assert line["last"] == "nan"
+
+
+# -- the socket ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cluster's private directory, in a place of its own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # short: a socket's path has little room
+        monkeypatch.setattr(terminal_socket, "places", lambda: [place])
+        made = Path(place, "distnb-0123")
+        made.mkdir(mode=0o700)
+        yield made
+
+
+def test_a_socket_answers_until_it_is_closed(directory: Path) -> None:
+    def fail() -> str:
+        raise NoClusterError("It was stopped.")
+
+    served = TerminalSocket(directory, {"stacks": lambda: "é" * 100_000, "process": fail})
+    (path,) = running()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert ask(path, "stacks") == "é" * 100_000
+    assert ask(path, "process") == "It was stopped.\n"
+    assert ask(path, "else") == "There is no answer to 'else'.\n"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(str(path))  # and goes
+    assert ask(path, "else")
+    served.close()
+    assert ask(path, "stacks") is None
+    for thread in [each for each in threading.enumerate() if each.name == "distnb-terminal"]:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_other_users_sockets_are_neither_asked_nor_answered(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    TerminalSocket(directory, {"stacks": lambda: "secret"})
+    (path,) = running()
+    monkeypatch.setattr(terminal_socket, "_user", lambda connected: os.getuid() + 1)
+    assert ask(path, "stacks") is None
+    stranger = lambda connected: os.getuid() + (threading.current_thread().name == "distnb-terminal")  # noqa: E731
+    monkeypatch.setattr(terminal_socket, "_user", stranger)
+    assert not ask(path, "stacks")
+    directory.chmod(0o755)
+    assert running() == []

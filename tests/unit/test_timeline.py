@@ -1,0 +1,380 @@
+"""Where replicas' time goes, from synthetic events: shares, stragglers, clocks of several machines, pictures, traces."""
+
+from __future__ import annotations
+
+import json
+import threading
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distnb import activity
+from distnb.activity import Arrival, Event
+from distnb.engine.output.telemetry import Telemetry, remember_cell
+from distnb.notebook.output.live_model import LiveModel
+from distnb.notebook.output.timeline_model import KINDS, TimelineModel, sentence
+from distnb.widgets.content import live_html, picture_bundle, plain_summary
+from distnb.widgets.timeline import Timeline
+from distnb.widgets.timeline_picture import gantt_picture, shares_picture
+from distnb.wire.messages import TelemetrySample
+
+STEP_S = 0.040
+
+
+def trained(
+    own_s: list[float], steps: int = 12, *, input_s: float = 0.0, ahead_s: float = 0.0, serial: int = 1
+) -> list[tuple[Event, ...]]:
+    """Events of replicas that compute so long in each step, and then meet in a collective that takes 2 ms.
+
+    The clock of all but the first is `ahead_s` ahead.
+    """
+    found = []
+    for replica, own in enumerate(own_s):
+        events, offset = [], ahead_s if replica else 0.0
+        for step in range(steps):
+            begin = 100.0 + step * (max(own_s) + 0.002) + offset
+            met, end = begin + own, begin + max(own_s) + 0.002
+            arrival = Arrival(met, "1/world", step + 1, "group.all_reduce(float32[10], sum)", "Cell In[3], line 4")
+            events += [("input", begin, begin + input_s, Arrival(begin))] if input_s else []
+            events += [
+                ("collective", met, end, arrival),
+                ("step", end, end, Arrival(end, number=step + 1)),
+            ]
+        numbered = [Event(serial + place, *event[:3], *event[3]) for place, event in enumerate(events)]  # type: ignore[arg-type]
+        now = numbered[-1].end
+        found.append((*numbered, Event(0, "program", 100.0 + offset - 0.01, now, 0.0)))
+    return found
+
+
+def sample(replica: int, events: tuple[Event, ...], **more: Any) -> TelemetrySample:
+    known = {"machine": "a", "processors": 2, **more}
+    return TelemetrySample(replica, 1, replica, events[-1].end - 100.0, 12, 0, 10, events=events, **known)
+
+
+def model_of(events: list[tuple[Event, ...]], **more: Any) -> TimelineModel:
+    model = TimelineModel()
+    for replica, own in enumerate(events):
+        model.feed(sample(replica, own, **more))
+    return model
+
+
+def shares(model: TimelineModel, replica: int) -> dict[str, float]:
+    spent = model.spent()
+    assert spent is not None
+    return {kind: round(spent.seconds[replica][kind] / (spent.end - spent.begin), 3) for kind in KINDS}
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_a_sleeping_replica_is_the_straggler() -> None:
+    model = model_of(trained([0.010, 0.038]))
+    assert shares(model, 0) == pytest.approx(
+        {"compute": 0.25, "waiting": 0.7, "communication": 0.05, "input": 0, "idle": 0}
+    )
+    assert shares(model, 1) == pytest.approx(
+        {"compute": 0.95, "waiting": 0, "communication": 0.05, "input": 0, "idle": 0}
+    )
+    spent = model.spent()
+    assert spent is not None
+    assert (spent.steps, spent.step_s) == (10, pytest.approx(STEP_S))
+    assert sentence(spent) == (
+        "A step takes 40 ms: 60% compute, 35% waiting for others, 5% communication. Replica 1 is the straggler: "
+        "replica 0 waits 28 ms a step for it, since it computes 28 ms longer."
+    )
+
+
+def test_of_several_replicas_the_others_wait() -> None:
+    spent = model_of(trained([0.010, 0.010, 0.038, 0.010])).spent()
+    assert spent is not None
+    assert "Replica 2 is the straggler: the others wait 28 ms a step for it, since" in sentence(spent)
+
+
+def test_where_all_are_alike_there_is_no_straggler() -> None:
+    model = model_of(trained([0.010, 0.010, 0.010]))
+    spent = model.spent()
+    assert spent is not None
+    assert spent.straggler is None
+    assert sentence(spent) == "A step takes 12 ms: 83% compute, 17% communication."
+
+
+def test_replicas_that_wait_by_turns_have_no_straggler() -> None:
+    events = []
+    for replica in (0, 1):
+        own: list[tuple[Any, ...]] = []
+        for step in range(12):
+            begin = 10.0 + step * 0.04
+            met = begin + (0.038 if step % 2 == replica else 0.01)
+            own.append(("collective", met, begin + 0.04, Arrival(met, "w", step + 1)))
+            own.append(("step", begin + 0.04, begin + 0.04, Arrival(0.0, number=step + 1)))
+        numbered = tuple(Event(place + 1, *event[:3], *event[3]) for place, event in enumerate(own))
+        events.append((*numbered, Event(0, "program", 10.0, own[-1][2], 0.0)))
+    spent = model_of(events).spent()
+    assert spent is not None
+    assert spent.straggler is None
+    assert "no replica is the straggler" in sentence(spent)
+
+
+def test_input_is_told_apart_and_may_make_the_straggler() -> None:
+    quick, slow = trained([0.010, 0.040], input_s=0.0)[0], trained([0.010, 0.040], input_s=0.030)[1]
+    model = model_of([quick, slow])
+    assert shares(model, 1)["input"] == pytest.approx(0.030 / 0.042, abs=0.001)
+    spent = model.spent()
+    assert spent is not None
+    assert "since its input takes 30 ms longer" in sentence(spent)
+
+
+def test_a_collective_within_a_read_counts_as_such() -> None:
+    events = (
+        Event(1, "step", 0.0, 0.0, 0.0, number=1),
+        Event(2, "collective", 0.02, 0.05, 0.02, "w", 1),
+        Event(3, "input", 0.01, 0.06, 0.01),
+        Event(4, "step", 0.1, 0.1, 0.1, number=2),
+        Event(0, "program", -1.0, 0.1, 0.0),
+    )
+    model = model_of([events])
+    spent = model.spent()
+    assert spent is not None
+    assert spent.seconds[0] == pytest.approx(
+        {"compute": 0.05, "communication": 0.03, "waiting": 0.0, "input": 0.02, "idle": 0.0}
+    )
+
+
+def test_the_time_between_programs_is_idle() -> None:
+    events = tuple(
+        Event(place + 1, *event[:3], *event[3])
+        for place, event in enumerate(
+            (kind, 0.1 * call + begin, 0.1 * call + 0.03, Arrival(0.0, number=call + 1))
+            for call in range(5)
+            for kind, begin in (("step", 0.03), ("program", 0.0))
+        )
+    )
+    assert shares(model_of([events]), 0) == pytest.approx(
+        {"compute": 0.3, "communication": 0, "waiting": 0, "input": 0, "idle": 0.7}
+    )
+
+
+def test_clocks_of_two_machines_are_compared_by_the_ends_of_collectives() -> None:
+    model = TimelineModel()
+    for replica, own in enumerate(trained([0.010, 0.038], ahead_s=5000.0)):
+        model.feed(sample(replica, own, machine=f"machine {replica}"))
+    assert shares(model, 0)["waiting"] == pytest.approx(0.7, abs=0.001)
+    assert shares(model, 1)["waiting"] == pytest.approx(0.0, abs=0.001)
+
+
+def test_of_what_is_missing_nothing_is_concluded() -> None:
+    model = TimelineModel()
+    early, late = trained([0.01, 0.01], 12), trained([0.01, 0.01], 24, serial=100)
+    for replica in (0, 1):
+        model.feed(sample(replica, early[replica]))
+    for replica in (0, 1):
+        model.feed(sample(replica, late[replica][30:]))  # the samples do not join
+    spent = model.spent(1000)
+    assert spent is not None
+    assert spent.steps == 8
+
+
+def test_steps_of_earlier_cells_are_not_looked_at() -> None:
+    model = TimelineModel()
+    for replica, own in enumerate(trained([0.01, 0.01])):
+        model.feed(sample(replica, own), 9)
+    spent = model.spent()
+    assert spent is not None
+    assert spent.steps == 2
+    assert [number for _, number in model.pieces()[1]] == [1, 2, 3]
+
+
+def test_processors_that_are_shared_are_told_only_if_replicas_waited_for_them() -> None:
+    told = []
+    for queued in (0.0, 0.3):
+        model = TimelineModel()
+        for replica, own in enumerate(trained([0.010] * 4, 30)):
+            early = (own[0], Event(0, "program", 99.0, own[0].end, 0.0))
+            model.feed(sample(replica, early, queued_s=1.0))
+            rest = (*own[1:-1], own[-1])
+            model.feed(sample(replica, rest, queued_s=1.0 + queued * 0.29 * (replica < 2)))
+        spent = model.spent()
+        assert spent is not None
+        told.append(sentence(spent))
+    assert "processor" not in told[0]
+    assert (
+        "2 of 4 replicas were ready to compute, but had no processor, for 25% of their time: 4 replicas of a machine "
+        "share 2 processors." in told[1]
+    )
+
+
+def test_without_steps_the_time_is_looked_at_as_a_whole() -> None:
+    events = tuple(tuple(each for each in own if each.kind != "step") for own in trained([0.010, 0.038]))
+    spent = model_of(
+        [tuple(e._replace(serial=e.serial and i + 1) for i, e in enumerate(own)) for own in events]
+    ).spent()
+    assert spent is not None
+    assert spent.steps == 0
+    assert sentence(spent).startswith("Of the last 4")
+
+
+# -- pictures, and what is exported ----------------------------------------------------------------------------------
+
+
+def fed(in_detail: bool = False) -> LiveModel:
+    model = LiveModel("mirrored")
+    model.timeline.in_detail = in_detail
+    for replica, own in enumerate(trained([0.010, 0.038])):
+        model.feed(sample(replica, own), 1.0)
+    return model
+
+
+@pytest.mark.parametrize("in_detail", [False, True])
+def test_the_view_shows_it_in_pictures_and_in_words(in_detail: bool) -> None:
+    model = fed(in_detail)
+    html = "".join(live_html(model, 1.0))
+    assert ('class="queue gantt"' if in_detail else 'class="queue shares"') in html
+    assert "Replica 1 is the straggler" in html
+    bundle = picture_bundle(model, 1.0)
+    assert "Replica 1 is the straggler" in bundle["text/plain"]
+    assert bundle["text/html"].count("Replica 1 is the straggler") == 2, "for who sees the picture, and who does not"
+    assert "data:image/svg+xml" in bundle["text/html"]
+
+
+def test_nothing_is_shown_before_there_are_steps() -> None:
+    model = LiveModel("mirrored")
+    for replica, own in enumerate(trained([0.010, 0.038], 2)):
+        model.feed(sample(replica, own), 1.0)
+    assert "A step takes" not in plain_summary(model, 1.0)
+    assert "<svg" not in "".join(live_html(model, 1.0))
+
+
+def test_bars_are_as_long_as_what_they_stand_for() -> None:
+    spent = model_of(trained([0.010, 0.038])).spent()
+    assert spent is not None
+    bars = [each for each in ET.fromstring(shares_picture(spent)).iter() if each.tag.endswith("}rect")]
+    wide = {
+        (each.get("class"), float(each.get("y", 0))): float(each.get("width", 0)) for each in bars if each.get("class")
+    }
+    assert wide["waiting", 2.0] / wide["compute", 2.0] == pytest.approx(0.028 / 0.010, abs=0.01)
+    assert wide["compute", 21.0] == pytest.approx(578 * 0.95, abs=0.1)
+
+
+def test_a_gantt_picture_has_each_piece() -> None:
+    timeline = Timeline(model_of(trained([0.010, 0.038])), 5)
+    root = ET.fromstring(gantt_picture(timeline.rows, []))
+    kinds = [each.get("class") for each in root.iter() if each.tag.endswith("}rect") and each.get("class")]
+    assert (kinds.count("waiting"), kinds.count("communication"), kinds.count("compute")) == (5, 10, 10)
+    assert "all_reduce(float32[10], sum) (cell 3, line 4)" in "".join(root.itertext())
+
+
+def test_a_timeline_is_rows_a_table_and_a_trace(tmp_path: Path) -> None:
+    timeline = Timeline(model_of(trained([0.010, 0.038])), 5)
+    assert timeline.rows[0].begin == 0.0
+    assert max(each.end for each in timeline.rows) == pytest.approx(5 * STEP_S)
+    lines = repr(timeline).splitlines()
+    assert lines[1].split() == ["replica", "compute,", "ms", "communication,", "ms", "waiting,", "ms"]
+    assert lines[2].split() == ["0", "10", "2", "28"]
+    trace = json.loads(timeline.save(tmp_path / "trace.json").read_text())
+    spans = [each for each in trace["traceEvents"] if each["ph"] == "X"]
+    assert len(spans) == len(timeline.rows)
+    (first, *_) = [each for each in spans if each["cat"] == "waiting"]
+    assert (first["pid"], first["dur"], first["args"]["line"]) == (0, pytest.approx(28_000), "cell 3, line 4")
+    assert len([each for each in trace["traceEvents"] if each["ph"] == "i"]) == 6
+
+
+def test_nothing_measured_is_told_so() -> None:
+    timeline = Timeline(TimelineModel(), 5)
+    assert repr(timeline) == "Nothing has been measured."
+    assert timeline._repr_html_().endswith("Nothing has been measured.</div>")
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Any:
+    yield
+    activity.program_began()
+    activity.program_ended()
+
+
+def test_waits_within_waits_are_kept_apart() -> None:
+    activity.begin("input")
+    activity.begin("collective", Arrival(1.0, "w", 7, "all_reduce()"))
+    wait = activity.waiting()
+    assert wait is not None
+    assert (wait.kind, wait.arrival.number) == ("collective", 7)
+    activity.end()
+    wait = activity.waiting()
+    assert wait is not None
+    assert wait.kind == "input"
+    activity.end()
+    assert activity.waiting() is None
+    inner, outer = map(Event._make, activity.latest(2))
+    assert (inner.kind, outer.kind) == ("collective", "input")
+    assert outer.begin <= inner.begin <= inner.end <= outer.end
+
+
+def test_another_threads_wait_is_seen_and_ends_by_itself() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        activity.begin("collective", Arrival(0.0, "w", 3))
+        begun.set()
+        go_on.wait(10)
+        activity.end()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert begun.wait(10)
+    found = activity.waiting()
+    go_on.set()
+    thread.join(10)
+    assert found is not None
+    assert found.arrival.number == 3
+    assert activity.waiting() is None
+
+
+def test_an_end_whose_beginning_was_lost_does_no_harm() -> None:
+    activity.begin("input")
+    activity.program_began()
+    assert activity.waiting() is None
+    activity.end()
+    assert activity.latest(1)[-1][1] == "program"
+
+
+def test_samples_bring_each_event_once_and_a_dump_all() -> None:
+    telemetry = Telemetry()
+    activity.program_began()
+    for number in range(100):
+        activity.note_step(number)
+    first = telemetry.sample(0, 1, 0)
+    assert [each[6] for each in first.events[:-1]] == list(range(36, 100))
+    assert first.events[-1][1::-1] == ("program", 0)
+    assert len(telemetry.sample(0, 1, 0).events) == 1
+    assert len(telemetry.sample(0, 1, 0, whole=True).events) > 100
+
+
+def test_a_sample_says_what_the_line_calls_where_it_stays() -> None:
+    source = "import threading\ndef held(begun, go_on):\n    begun.set(); go_on.wait(10)\n"
+    import linecache
+
+    linecache.cache["held.py"] = (len(source), None, source.splitlines(keepends=True), "held.py")
+    remember_cell("held.py", "Cell In[7]")
+    names: dict[str, Any] = {}
+    exec(compile(source, "held.py", "exec"), names)
+    telemetry, begun, go_on = Telemetry(), threading.Event(), threading.Event()
+    samples: list[TelemetrySample] = []
+
+    def look() -> None:
+        begun.wait(10)
+        for _ in range(200):
+            samples.append(telemetry.sample(0, 1, 0))
+            if samples[-1].call:
+                break
+        go_on.set()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    names["held"](begun, go_on)
+    thread.join(10)
+    assert (samples[-1].where, samples[-1].call) == ("cell 7, line 3", "go_on.wait")
+    assert samples[0].call == ""

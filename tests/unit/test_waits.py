@@ -1,0 +1,111 @@
+"""Who waits for whom, in words, from synthetic samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distnb.notebook.output.live_model import LiveModel
+from distnb.notebook.output.waits_model import WaitsModel
+from distnb.topology import Device, Team
+from distnb.widgets.content import live_html, picture_bundle
+from distnb.wire.messages import Asks, GoesOn, ProgramEnded, Status, TelemetrySample, Waiting
+
+REDUCE = "group.all_reduce(float32[10], sum)"
+
+
+def sample(replica: int, at: float, **more: Any) -> TelemetrySample:
+    known = {"where": "cell 3, line 3", **more}
+    return TelemetrySample(replica, 1, replica, at, 0, 0, 10, **known)
+
+
+def waits(seconds: float, kind: Any = "collective", number: int = 17, what: str = REDUCE, group: str = "w") -> Waiting:
+    return Waiting(kind, what, "Cell In[3], line 4" if kind == "collective" else "", group, number, seconds)
+
+
+def told(*samples: TelemetrySample, at: float = 6.0, who: str = "replica") -> list[str]:
+    model = WaitsModel(who)
+    for each in samples:
+        model.feed(each, each.seconds)
+    return model.lines(at)
+
+
+def test_who_waits_where_and_who_is_not_there() -> None:
+    sleeping = [sample(0, moment, call="time.sleep") for moment in (0.0, 3.0, 6.0)]
+    assert told(*sleeping, sample(1, 6.0, waiting=waits(6.0))) == [
+        "replica 1 waits in all_reduce (cell 3, line 4; number 17) since 6 s; "
+        "replica 0 is not there: it is in cell 3, line 3, in time.sleep, since 6 s."
+    ]
+
+
+def test_a_short_wait_is_no_news() -> None:
+    assert told(sample(0, 6.0), sample(1, 6.0, waiting=waits(2.9))) == []
+    assert told(sample(0, 6.0), sample(1, 6.0)) == []
+
+
+def test_several_wait_together() -> None:
+    several = [sample(replica, 6.0, waiting=waits(5.0 + replica / 2)) for replica in (0, 1, 3)]
+    (line,) = told(*several, sample(2, 6.0))
+    assert line.startswith("replicas 0-1, 3 wait in all_reduce (cell 3, line 4; number 17) since 6 s; replica 2 is not")
+
+
+def test_a_replica_that_waits_for_its_input() -> None:
+    reading = sample(0, 6.0, waiting=waits(4.0, "input", 0, "", ""))
+    lines = told(reading, sample(1, 6.0, waiting=waits(4.0)))
+    assert lines == [
+        "replica 0 waits for its next batch (cell 3, line 3) since 4 s.",
+        "replica 1 waits in all_reduce (cell 3, line 4; number 17) since 4 s; "
+        "replica 0 is not there: it waits for its next batch (cell 3, line 3) since 4 s.",
+    ]
+
+
+def test_replicas_in_different_collectives() -> None:
+    (first, second) = told(
+        sample(0, 6.0, waiting=waits(4.0, number=17)),
+        sample(1, 6.0, waiting=waits(4.0, number=3, what="barrier()", group="part")),
+    )
+    assert "replica 1 is not there: it waits in barrier (cell 3, line 4; number 3) since 4 s" in first
+    assert "replica 0 is not there: it waits in all_reduce" in second
+
+
+def test_all_may_be_there() -> None:
+    (line,) = told(*[sample(replica, 6.0, waiting=waits(4.0)) for replica in (0, 1)])
+    assert line == "replicas 0-1 wait in all_reduce (cell 3, line 4; number 17) since 4 s; all are there."
+
+
+def test_a_replica_whose_interpreter_is_held_is_told_to_be_silent() -> None:
+    (line,) = told(sample(0, 1.0), sample(1, 6.0, waiting=waits(5.0)))
+    assert line.endswith("replica 0 is not there, and has told nothing for 5 s; it was last seen in cell 3, line 3.")
+
+
+def test_what_was_heard_long_ago_is_no_claim() -> None:
+    assert told(sample(0, 0.0, waiting=waits(2.0)), at=30.0) == []
+
+
+def test_a_worker_waits_for_a_parameter_server() -> None:
+    asking = sample(1, 6.0, waiting=waits(3.2, "servers", 0, "parameter server 0", ""))
+    assert told(asking, who="worker") == ["worker 1 waits for parameter server 0 (cell 3, line 3) since 3 s."]
+
+
+def test_what_runs_in_the_background_is_not_said_to_be_waited_in() -> None:
+    (line,) = told(sample(0, 6.0), sample(1, 6.0, waiting=waits(4.0, "background")))
+    assert line.startswith("replica 1 has all_reduce (cell 3, line 3; number 17) under way since 4 s; replica 0")
+
+
+def test_the_view_tells_it_while_the_cell_runs_and_no_longer() -> None:
+    model = LiveModel("mirrored")
+    team = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
+    model.feed(Status(1, "started", team), 0.0)
+    model.feed(sample(0, 6.0), 6.0)
+    model.feed(sample(1, 6.0, waiting=waits(6.0)), 6.0)
+    for shown in (
+        "".join(live_html(model, 6.0)),
+        picture_bundle(model, 6.0)["text/html"],
+        picture_bundle(model, 6.0)["text/plain"],
+    ):
+        assert "replica 1 waits in all_reduce (cell 3, line 4; number 17) since 6 s" in shown
+    model.feed(Asks(0, 1, 0, "", "> "), 6.0)
+    assert model.waits.lines(6.0)[0].endswith("replica 0 is not there: it asks you for a line, in cell 3, line 3.")
+    model.feed(GoesOn(0, 1, 0), 6.0)
+    assert "asks" not in model.waits.lines(6.0)[0]
+    model.feed(ProgramEnded(1, 1, "ok"), 6.5)
+    assert model.waits.lines(6.5) == []
