@@ -28,6 +28,7 @@ nb_execution_mode = "off"
 nb_merge_streams = True
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # widgets need a kernel; what stays of them is a picture
 myst_heading_anchors = 3
+myst_enable_extensions = ["html_image"]  # pages give some pictures a width
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

@@ -60,12 +60,12 @@ def waits_html(model: LiveModel, now: float) -> str:
 
 
 def _spent(model: LiveModel) -> Spent | None:
-    spent = model.timeline.spent() if model.timeline.replicas else None
-    return spent if spent is not None and spent.steps >= _LEAST_STEPS else None
+    return model.timeline.known(_LEAST_STEPS)
 
 
 def _drawn(timeline: TimelineModel, spent: Spent) -> str:
-    return gantt_picture(*timeline.pieces()) if timeline.in_detail else shares_picture(spent)
+    pieces, ends = timeline.pieces() if timeline.in_detail else ([], [])
+    return gantt_picture(pieces, ends) if pieces else shares_picture(spent)
 
 
 def _row_height(rows: int) -> int:

@@ -72,6 +72,16 @@ def step():
 
 strategy.run(step)
 """
+WAITS = """%%distribute mirrored
+import time
+
+def step():
+    if distnb.replica_id() == 0:
+        time.sleep(60)
+    return distnb.get_replica_context().all_reduce("sum", torch.ones(3))
+
+strategy.run(step)
+"""
 
 
 def _quickstart() -> list[str]:
@@ -94,16 +104,18 @@ class Scene:
 
     cells: list[str]
     shown: str
-    height: float = 800.0
+    height: float = 1050.0
     seconds: float = 0.0
 
 
 _TWO = ["%load_ext distnb\nimport torch, distnb\n%distnb start -n 2"]
 _SERVERS = ["%load_ext distnb\nimport distnb\n%distnb start --workers 2 --ps 2"]
 SCENES = {
-    "running.png": Scene([*_quickstart(), TRAINS], "epoch 4:"),
-    "running.gif": Scene([*_quickstart(), TRAINS], "", 720.0, seconds=7.0),
+    "running.png": Scene([*_quickstart(), TRAINS], r"(?s)A step takes.*epoch 4:"),
+    "running.gif": Scene([*_quickstart(), TRAINS], "", 900.0, seconds=7.0),
     "servers.png": Scene([*_SERVERS, SERVERS], r"\d{3} done"),
+    "waits.png": Scene([*_TWO, WAITS], "is not there"),
+    "debugger.png": Scene([*_TWO, FAILS, "%distnb debug"], "replica 1 .*>"),
     "failure.png": Scene([*_TWO, FAILS], "too large"),
     "mismatch.png": Scene([*_TWO, DIFFERS], "all_gather"),
 }
@@ -118,7 +130,7 @@ def take(path: Path, scene: Scene) -> None:
         try:
             server.write("picture.ipynb", [cell.strip() for cell in scene.cells])
             with OpenNotebook(browser, server, "picture.ipynb") as notebook:
-                notebook.page.set_viewport_size({"width": 900, "height": 1500})
+                notebook.page.set_viewport_size({"width": 900, "height": 1900})
                 notebook.command("application:toggle-left-area")
                 for index in range(last):
                     notebook.run(index, 120)
@@ -152,7 +164,7 @@ def _record(notebook: OpenNotebook, path: Path, scene: Scene) -> None:
         frames.append(Image.open(BytesIO(notebook.page.screenshot(clip=around))).convert("RGB"))
         times.append(now)
         notebook.page.wait_for_timeout(100)
-    colours = frames[-1].quantize(64)
+    colours = frames[-1].quantize(128)
     pictures = [frame.quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames]
     lasts = [round(1000 * (after - before)) for before, after in pairwise(times)] + [2000]
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=lasts, loop=0, optimize=True)

@@ -17,7 +17,7 @@ from distnb.notebook.output.live_model import LiveModel
 from distnb.notebook.output.timeline_model import KINDS, TimelineModel, sentence
 from distnb.widgets.content import live_html, picture_bundle, plain_summary
 from distnb.widgets.timeline import Timeline
-from distnb.widgets.timeline_picture import gantt_picture, shares_picture
+from distnb.widgets.timeline_picture import gantt_picture, shares_picture, timeline_html
 from distnb.wire.messages import TelemetrySample
 
 STEP_S = 0.040
@@ -174,6 +174,20 @@ def test_of_what_is_missing_nothing_is_concluded() -> None:
     spent = model.spent(1000)
     assert spent is not None
     assert spent.steps == 8
+
+
+def test_what_is_shown_stays_where_samples_have_no_step_in_common() -> None:
+    model = LiveModel()
+    assert model.timeline.known(3) is None
+    early, late = trained([0.01, 0.01], 12), trained([0.01, 0.01], 48, serial=100)
+    for replica in (0, 1):
+        model.timeline.feed(sample(replica, early[replica]))
+    shown = timeline_html(model)
+    assert "<svg" in shown
+    model.timeline.feed(sample(0, late[0][40:60]))
+    model.timeline.feed(sample(1, late[1][60:]))
+    assert model.timeline.spent() is None
+    assert timeline_html(model) == shown
 
 
 def test_steps_of_earlier_cells_are_not_looked_at() -> None:

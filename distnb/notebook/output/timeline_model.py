@@ -150,6 +150,7 @@ class TimelineModel:
 
     def __init__(self) -> None:
         self._tracks: dict[int, _Track] = {}
+        self._known: Spent | None = None
 
     def feed(self, sample: TelemetrySample, steps_before: int = 0) -> None:
         """Take a sample of a replica; that many of the steps it tells of are not looked at."""
@@ -183,6 +184,16 @@ class TimelineModel:
                 queued[replica] = share
         straggler = _straggler(events, seconds, begin, end)
         return Spent(begin, end, count, seconds, straggler, queued, self._crowd())
+
+    def known(self, least: int) -> Spent | None:
+        """The newest answer of `spent` about so many steps, at least; None before the first.
+
+        Where steps are short a sample tells of a moment's, and those of two replicas may have none in common.
+        """
+        spent = self.spent() if self._tracks else None
+        if spent is not None and spent.steps >= least:
+            self._known = spent
+        return self._known
 
     def pieces(self, steps: int = _STEPS) -> tuple[list[Piece], list[tuple[float, int]]]:
         """Each replica's time in the latest steps, piece by piece; and when steps ended on the first, and which."""
