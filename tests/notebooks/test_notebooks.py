@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("**/*.ipynb"))
 SHORTER = {"quickstart": ("EPOCHS = 15 ", "EPOCHS = 1 ")}
 """What is changed for the tests in a notebook that is long enough to be watched."""
+WITHOUT_CURVES = {"hang"}
 
 
 @pytest.mark.timeout(300)
@@ -57,4 +58,6 @@ def test_it_is_saved_as_readers_want_it(notebook: Path) -> None:
     for cell in cells:
         failed = any(output["output_type"] == "error" for output in cell["outputs"])
         assert failed == ("raises-exception" in cell["metadata"].get("tags", ()))
-    assert any("data:image/" in str(output.get("data", {}).get("text/html", "")) for output in outputs)
+    assert notebook.stem in WITHOUT_CURVES or any(
+        "data:image/" in str(output.get("data", {}).get("text/html", "")) for output in outputs
+    )
