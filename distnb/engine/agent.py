@@ -262,6 +262,7 @@ class Agent:
         reply = reply._replace(seconds=time.monotonic() - began)
         debugger.stop_stepping()
         self._console.leave()
+        self._console.stopped_in = None
         if reply.status == "ok" and not isinstance(message, RunCell):
             # The reply itself tells of a call that went well; a wake-up of both control threads would double its cost.
             self._control.program_ended(None)
@@ -306,8 +307,9 @@ class Agent:
 
     def _keep(self, error: BaseException) -> None:
         """Keep the frames of a failed program for a debugger."""
-        running = self._running()
-        self._failure = KeptFailure(self._who, running[1] if running is not None else 0, error)
+        running, stopped = self._running(), self._console.stopped_in
+        frames = stopped[1] if stopped is not None and stopped[0] is error else None
+        self._failure = KeptFailure(self._who, running[1] if running is not None else 0, error, frames)
 
     def _join(self, team: Team, replica: int) -> None:
         self._process = spmd.enter(team, replica, self._device, groups.join(team, replica, self._device))

@@ -33,6 +33,8 @@ class CellRequest:
         time: Whether it is to be told where the time went.
         timeline: Each wait of the replicas is to be drawn.
         profile: The folder for traces of torch.profiler; "" for none.
+        name: Of the run that its curves are; "" for the cell's.
+        quiet: Its live view is not to be drawn.
     """
 
     word: str
@@ -41,6 +43,8 @@ class CellRequest:
     time: bool = False
     timeline: bool = False
     profile: str = ""
+    name: str = ""
+    quiet: bool = False
 
     @property
     def local(self) -> bool:
@@ -67,7 +71,9 @@ def read_request(line: str, user_ns: Mapping[str, Any]) -> CellRequest:
     else:
         spec = _spec_of_object(word, user_ns)
         _refuse(found, (), "it is an object that has its options already; give them where it is made")
-    request = CellRequest(word, spec, found.only, found.time, found.timeline, found.profile or "")
+    request = CellRequest(
+        word, spec, found.only, found.time, found.timeline, found.profile or "", found.name, found.quiet
+    )
     here = {
         "--replicas": (found.only, "Leave it out."),
         "--time": (found.time, "Write %%time above it."),

@@ -27,7 +27,7 @@ from distnb.notebook import compose as sessions
 from distnb.notebook import placement
 from distnb.notebook.output.closures_model import runs_text, server_texts
 from distnb.notebook.output.event_files import EventFiles
-from distnb.notebook.output.wording import filled, html_table
+from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.notebook.reports import stacks_text
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.options import StrategySpec
@@ -162,6 +162,24 @@ class ClusterMagic:
     def stacks(self, found: Namespace) -> None:
         """`%distnb stacks`."""
         print(stacks_text(sessions.require()), end="")
+
+    def memory(self, found: Namespace) -> None:
+        """`%distnb memory`."""
+        session = sessions.require()
+        measured = session.memory()
+        rows = []
+        for row in session.status():
+            use = measured.get(row.engine)
+            sizes = (None,) * 4 if use is None else (use.rss, use.allocated, use.device_free, use.host_free)
+            name = row.task or f"engine {row.engine}"
+            rows.append([name, row.device, *map(human_bytes, sizes), "" if use else f"{row.state}: no answer"])
+        header = ["engine", "device", "resident", "on device", "free on device", "free on host", "state"]
+        header, rows = filled(header, rows)
+        self._table(
+            tuple(header),
+            [tuple(row) for row in rows],
+            numeric=("resident", "on device", "free on device", "free on host"),
+        )
 
     def logs(self, found: Namespace) -> None:
         """`%distnb logs [ENGINE]`."""

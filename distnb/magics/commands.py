@@ -77,6 +77,7 @@ def _commands() -> dict[str, LineParser]:
         "restart": "replace all engines, or those named",
         "status": "what each engine is, and does",
         "devices": "the devices, who uses them, and their memory now",
+        "memory": "how much memory each engine takes, and what is free",
         "stacks": "where each engine is in its program",
         "logs": "what each engine wrote outside programs",
         "history": "the cells that ran on engines: how long, and how they ended",
@@ -159,6 +160,8 @@ def _distribute() -> LineParser:
     add("--gradients", choices=("sum", "mean"), help="how gradients are combined; without it, their sum")
     add("--oversubscribe", action="store_true", help="several replicas may share a device")
     add("--replicas", dest="only", metavar="0,2-3", type=_numbers, help="only these run it; the others do nothing")
+    add("--name", metavar="RUN", default="", help="its curves are those of this run, compared with other named ones")
+    add("--quiet", action="store_true", help="draw no live view")
     add("--time", action="store_true", help="tell where its time went")
     add("--timeline", action="store_true", help="draw each wait of the latest steps, replica by replica")
     add("--profile", metavar="DIR", help="run torch.profiler on every replica; each one's trace is put there")

@@ -75,6 +75,7 @@ class DistributeMagic(ast.NodeTransformer):
                 self._users[name] = user_ns[name]
             self._ours[name] = user_ns[name] = value
         self._front.name_cell(request.word)
+        self._front.draw(each_wait=request.timeline, run=request.name, quiet=request.quiet)
 
     def leave(self) -> None:
         """The cell ended: what the user had called by our names is called so again."""
@@ -113,7 +114,6 @@ class DistributeMagic(ast.NodeTransformer):
                 profile = profile_folder(request.profile) if request.profile else None
                 session = self._ensure(request.spec)
                 self._names(request)
-                self._front.draw_each_wait(request.timeline)
                 watched = {"only": request.only, "detailed": request.timeline, "profile": profile}
                 try:
                     self._run(session, source, request.spec, filename, **watched)

@@ -150,6 +150,7 @@ class Dispatch:
         """End the programs that are under way, from any thread. False if there are none."""
         # The latest first: an engine that has ended one is not to begin with the next before it hears of that.
         pending = [outcome for outcome in reversed(list(self._pending.values())) if not outcome.interrupted]
+        self.prompts.end([outcome.program for outcome in pending])
         for outcome in pending:
             outcome.interrupted = True
             self._supervisor.interrupt(outcome.program)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,7 @@ class Prompts:
         self.latest: Asks | None = None
         self._lock = threading.Lock()  # of what follows
         self._waiting: dict[int, Asks] = {}  # by engine, in the order in which they came
+        self._over: set[int] = set()  # programs that are told to end: no more of their replicas are asked
         self._there: set[int] = set()  # engines where the user is, or is to come
         self._current: int | None = None  # where he is, or was last
         supervisor.events.subscribe(self._hear)
@@ -59,6 +60,10 @@ class Prompts:
             os.eventfd_write(self.fd, 1)
         elif isinstance(event, GoesOn | ProgramEnded | Died | GiveUpOn):
             with self._lock:
+                if isinstance(event, ProgramEnded) and event.status != "ok":
+                    self._over = {event.program}
+                elif isinstance(event, Died):  # there is one program at a time
+                    self._over = {asks.program for asks in self._waiting.values()}
                 last = self._there == {event.engine}
                 self._there.discard(event.engine)
                 asked = self._waiting.pop(event.engine, None) is not None and self._current == event.engine
@@ -72,8 +77,15 @@ class Prompts:
         """Who is to be asked now; nobody while a debugger is busy with what the user has told it to do."""
         with self._lock:
             if self._current is not None and self._current in self._there:
-                return self._waiting.get(self._current)
-            return next(iter(self._waiting.values()), None)
+                asks = self._waiting.get(self._current)
+            else:
+                asks = next(iter(self._waiting.values()), None)
+            return None if asks is None or asks.program in self._over else asks
+
+    def end(self, programs: Collection[int]) -> None:
+        """The user has ended programs."""
+        with self._lock:
+            self._over = set(programs)
 
     def ask(self, asks: Asks) -> None:
         """Ask the user, and answer. If he interrupts, it is noted, and whoever waits ends the program."""

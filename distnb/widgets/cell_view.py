@@ -64,6 +64,7 @@ class CellView:
         publisher.on_clear = self._reappear
         self.model = LiveModel(counted_before=counted_before, devices=devices, name=name, history=history)
         self.written: dict[int, str] = {}
+        self.quiet = False
         self._name = f"distnb-{uuid.uuid4().hex[:12]}"
         self._make_view = make_view
         self._replicas = replicas
@@ -161,11 +162,11 @@ class CellView:
             return
         if self._watch is not None and self._watch.look(now, servers=self._view is not None):
             self._changed = True
-        if self._view is None:
+        if self._view is None and not self.quiet:
             long = self.model.began is not None and now - self.model.began >= _APPEAR_S
             if self.model.curves or (long and (self._running or self.model.steps or self._is_watching)):
                 self._appear(now)
-        elif now >= self._next_draw and (self._changed or self._running):
+        elif self._view is not None and now >= self._next_draw and (self._changed or self._running):
             self._changed = False
             self._next_draw = now + self._view.period_s
             self._view.update(now)
@@ -202,7 +203,7 @@ class CellView:
         if self.model.ended_at is not None:
             return
         self._changed = False
-        if self._view is None and self.model.curves:
+        if self._view is None and self.model.curves and not self.quiet:
             self._appear(now)
         if self._view is not None and self._watch is not None:
             self._watch.finish(now)

@@ -181,10 +181,17 @@ class Front:
         if self._current is not None:
             self._current.model.title = title
 
-    def draw_each_wait(self, wanted: bool) -> None:
-        """Say whether the cell's view shows how replicas spend their time in detail."""
-        if self._current is not None:
-            self._current.model.timeline.in_detail = wanted
+    def draw(self, *, each_wait: bool, run: str, quiet: bool) -> None:
+        """Say how the running cell is drawn.
+
+        Args:
+            each_wait: Show how replicas spend their time in detail.
+            run: The run of the values that are told without the name of one.
+            quiet: Draw nothing.
+        """
+        view = self._current
+        if view is not None:
+            view.model.timeline.in_detail, view.model.run_name, view.quiet = each_wait, run, quiet
 
     def flush(self) -> None:
         """Show all that has come so far for the running cell. Called before its error is raised, and at its end."""

@@ -130,8 +130,8 @@ class Player:
                         412_000_000 + step * 10_000,
                         None,
                         f"cell 3, line {12 + step % 4}",
-                        ((step - 10, (step - 10) // 50),) if step % 50 == 10 else (),
-                        ((step - 1) // 50, (step - 1) % 50 + 1, 50, None),
+                        epochs=((step - 10, (step - 10) // 50),) if step % 50 == 10 else (),
+                        reading=((step - 1) // 50, (step - 1) % 50 + 1, 50, None),
                     )
                 if step % 50 == 0 and step <= steps:
                     yield self.text(replica, f"epoch {step // 50}\n")

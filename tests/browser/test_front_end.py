@@ -190,7 +190,7 @@ def test_a_mirrored_cell_trains_live(chrome: Any, lab: Server) -> None:
             words = ("replica", "device", "step", "examples/s", "memory", "cpu:0", "cpu:1")
             notebook.see(lambda: all(word in view.locator("table").inner_text() for word in words))
         notebook.wait(2, 90)
-        notebook.see(lambda: output.locator("img[src^='data:image/svg+xml']").count() == 2)
+        notebook.see(lambda: output.locator("img[src^='data:image/svg+xml']").count() == 3)  # and where the time went
         output.filter(has_text="ended").wait_for(timeout=60_000)
         notebook.see(lambda: same_last_epoch(lines_of_each(output.inner_text())))
         notebook.run(3)

@@ -164,6 +164,9 @@ def test_who_quits_ends_the_cell_on_all(notebook: Notebook, leave: str) -> None:
     assert ran.error_name == "BdbQuit"
     assert "The cell was ended at the debugger's prompt" in ran.error_text
     assert "total" not in ran.stdout.split("\n")[-1]
+    again, asked = notebook.converse("%distnb debug", "p x", "q")
+    assert asked == [ONE, ONE]
+    assert "\n1\n" in again.check().stdout
     works(notebook)
 
 
@@ -257,6 +260,14 @@ def test_the_stop_button_ends_it_on_all(notebook: Notebook, source: str) -> None
     assert notebook.finish(message).error_name == "KeyboardInterrupt"
     assert notebook.converse("%debug", "q")[1] == [ONE], "where the user was"
     works(notebook)
+
+
+def test_a_breakpoint_in_the_last_line_is_where_it_was_stopped(notebook: Notebook) -> None:
+    message = at_the_prompt(notebook, "%%distribute mirrored\nx = me()\nif x:\n    breakpoint()\n")
+    notebook.interrupt()
+    assert notebook.finish(message).error_name == "KeyboardInterrupt"
+    debugged, _ = notebook.converse("%debug", "p ('x', x)", "q")
+    assert "('x', 1)" in debugged.check().stdout
 
 
 def test_the_stop_button_ends_a_question(notebook: Notebook) -> None:

@@ -597,6 +597,14 @@ def test_history_and_choices_of_a_cell(shell: InteractiveShell, session: ReplayS
     assert "1 + 1" not in text
 
 
+def test_a_cells_curves_have_a_name_or_are_not_drawn(shell: InteractiveShell, session: ReplaySession) -> None:
+    training = "\n# replay: train 0.3"
+    assert "loss" in run(shell, f"%%distribute mirrored --name slow{training}")[1]
+    assert "loss" not in run(shell, f"%%distribute mirrored --quiet --name quiet{training}")[1]
+    run(shell, f"%%distribute mirrored{training}")
+    assert set(distnb.history()["run"]) == {"slow", "quiet", f"In[{shell.execution_count}]"}
+
+
 def test_a_forgotten_load_ext(monkeypatch: pytest.MonkeyPatch) -> None:
     """`import distnb` is enough: the first magic loads the rest."""
     program = """

@@ -268,6 +268,20 @@ def test_a_prompt_is_taken_away_with_its_program(notebook: Callable[..., Noteboo
     assert [message for _, message in here.told] == [Prompting(True), Prompting(False)]
 
 
+def test_nobody_else_is_asked_once_the_program_is_to_end(notebook: Callable[..., Notebook]) -> None:
+    here = notebook(lambda question: "")
+    here.events.publish(asks(1))
+    here.events.publish(ProgramEnded(0, 5, "error"))
+    here.serve()
+    assert here.prompts.next() is None
+    here.events.publish(Asks(1, 6, 1, "", ""))
+    here.prompts.end([6])
+    assert here.prompts.next() is None
+    here.events.publish(Asks(0, 7, 0, "", ""))
+    here.events.publish(GoesOn(1, 6, 1))
+    assert here.prompts.next() is not None
+
+
 def test_the_users_interrupt_is_noted(notebook: Callable[..., Notebook]) -> None:
     def press(question: Asks) -> str:
         signal.raise_signal(signal.SIGINT)

@@ -8,7 +8,7 @@ from distnb.notebook.output.live_model import LiveModel
 from distnb.notebook.output.waits_model import WaitsModel
 from distnb.topology import Device, Team
 from distnb.widgets.content import live_html, picture_bundle
-from distnb.wire.messages import ProgramEnded, Status, TelemetrySample, Waiting
+from distnb.wire.messages import Asks, GoesOn, ProgramEnded, Status, TelemetrySample, Waiting
 
 REDUCE = "group.all_reduce(float32[10], sum)"
 
@@ -103,5 +103,9 @@ def test_the_view_tells_it_while_the_cell_runs_and_no_longer() -> None:
         picture_bundle(model, 6.0)["text/plain"],
     ):
         assert "replica 1 waits in all_reduce (cell 3, line 4; number 17) since 6 s" in shown
+    model.feed(Asks(0, 1, 0, "", "> "), 6.0)
+    assert model.waits.lines(6.0)[0].endswith("replica 0 is not there: it asks you for a line, in cell 3, line 3.")
+    model.feed(GoesOn(0, 1, 0), 6.0)
+    assert "asks" not in model.waits.lines(6.0)[0]
     model.feed(ProgramEnded(1, 1, "ok"), 6.5)
     assert model.waits.lines(6.5) == []

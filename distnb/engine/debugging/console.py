@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from distnb.engine.guard import Guard
@@ -44,6 +44,7 @@ class Console(io.TextIOBase):
 
     Attributes:
         closures: The program that runs is a closure.
+        stopped_in: What ended the program at a debugger's prompt, and the user's frames there.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Console(io.TextIOBase):
         self._debugging = False  # a debugger has asked, and will ask again
         self._since: float | None = None  # when a debugger got the line that it is busy with
         self.closures = False
+        self.stopped_in: tuple[BaseException, TracebackType | None] | None = None
 
     # -- the replica's threads -------------------------------------------------------------------------------------
 

@@ -79,9 +79,14 @@ class ReplicaPdb(Pdb):
             console.check()
             if self.quitting:
                 raise BdbQuit(_QUIT)
-        except BaseException:
+        except BaseException as error:
             sys.settrace(None)
             console.leave()
+            if frame is not None:
+                stopped: TracebackType | None = None
+                for each, line in reversed(self.get_stack(frame, None)[0]):
+                    stopped = TracebackType(stopped, each, each.f_lasti, line)
+                console.stopped_in = error, stopped  # Python leaves out a frame that was about to return
             raise
         if self.stoplineno == -1:  # it stops no more by itself
             console.leave()

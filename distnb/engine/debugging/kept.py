@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import bdb
-import cmd
 import inspect
 import os
-import pdb  # noqa: T100  (to know its frames)
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
-from IPython.core import debugger
 
 from distnb.accelerators import free_share
 from distnb.cluster.local.capacity import available_nbytes
@@ -24,8 +20,7 @@ __all__ = ["KeptFailure"]
 
 _FREE_NBYTES = 512 * 2**20
 _FREE_SHARE = 0.1
-# In these a replica waits: for others, or for the user.
-_WAITING = (os.path.dirname(torch.__file__) + os.sep, bdb.__file__, cmd.__file__, pdb.__file__, debugger.__file__)
+_TORCH = os.path.dirname(torch.__file__) + os.sep  # where a replica waits for others
 
 
 @dataclass
@@ -36,12 +31,14 @@ class KeptFailure:
         who: The replica, "replica 1 (cpu:1)".
         replica: Its number.
         error: The exception.
+        stopped_in: The user's frames where it ended the program at a prompt.
         text: What is kept of it, in words.
     """
 
     who: str
     replica: int
     error: BaseException
+    stopped_in: TracebackType | None = None
     text: str = ""
 
     @property
@@ -50,10 +47,12 @@ class KeptFailure:
 
         None where there is no line of the user's.
         """
+        if self.stopped_in is not None:
+            return self.stopped_in
         frames = users_part(self.error)
         if isinstance(self.error, (ProgramAborted, KeyboardInterrupt)):
             frames = [each for each in frames if not each.tb_frame.f_code.co_filename.startswith(OWN)]
-            while len(frames) > 1 and frames[-1].tb_frame.f_code.co_filename.startswith(_WAITING):
+            while len(frames) > 1 and frames[-1].tb_frame.f_code.co_filename.startswith(_TORCH):
                 del frames[-1]
         return rebuilt(frames)
 

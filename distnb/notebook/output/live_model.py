@@ -102,6 +102,7 @@ class LiveModel:
 
     Attributes:
         runs: This cell's, in the order in which they began.
+        run_name: The run of values that are told without the name of one; "" for none, which is the cell's.
         epochs: The training steps of this cell before each iteration over the data that is trained on, and its number.
         reading: How far the latest such iteration has come.
         closures: What a coordinator does, where the cell uses one: then replicas are its workers.
@@ -130,6 +131,7 @@ class LiveModel:
         self.began: float | None = None
         self.ended_at: float | None = None
         self._name = name
+        self.run_name = ""
         self._latest = Run(name)
         self._read_before: step_count.Reading | None = None
         self._told_at: defaultdict[int, int] = defaultdict(int)  # the latest step at which each replica told a value
@@ -160,6 +162,7 @@ class LiveModel:
             self._status(event)
         elif isinstance(event, Asks | GoesOn):
             self._row(event.replica, event.engine).state = "asks" if isinstance(event, Asks) else "running"
+            (self.waits.asking.add if isinstance(event, Asks) else self.waits.asking.discard)(event.replica)
         elif isinstance(event, ProgramEnded | Died):
             self._replica_ended(event)
 
@@ -205,7 +208,7 @@ class LiveModel:
     ) -> None:
         """Add values, by replica, that a replica or the notebook told at a training step of this cell."""
         step, call = place
-        run = self._run(run_name, self._told_at[teller])
+        run = self._run(run_name or self.run_name, self._told_at[teller])
         self._told_at[teller] = max(step, self._told_at[teller])
         names = {name for values in components.values() for name in values}
         at = run.axes[teller].put((max(step - run.base, 0), call), names)

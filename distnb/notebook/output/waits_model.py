@@ -16,10 +16,15 @@ _SILENT_S: Final = 2.0  # samples come five times a second
 
 
 class WaitsModel:
-    """What each replica of a program waits in, or is at."""
+    """What each replica of a program waits in, or is at.
+
+    Attributes:
+        asking: Replicas at a prompt, where the user has not answered.
+    """
 
     def __init__(self, who: str = "replica") -> None:
         self.who = who
+        self.asking: set[int] = set()
         self._latest: dict[int, tuple[TelemetrySample, float]] = {}  # and when it came
         self._steady: dict[int, float] = {}  # since when a replica is where it is
 
@@ -34,6 +39,7 @@ class WaitsModel:
         """These replicas wait in nothing any more."""
         for replica in list(replicas):
             self._latest.pop(replica, None)
+            self.asking.discard(replica)
 
     def lines(self, now: float) -> list[str]:
         """Sentences, one for each thing that is waited in; nothing while no replica has waited for long."""
@@ -76,6 +82,8 @@ class WaitsModel:
     def _elsewhere(self, replica: int, now: float) -> str:
         sample, came = self._latest[replica]
         name = f"{self._name([replica])} is not there"
+        if replica in self.asking:
+            return f"{name}: it asks you for a line" + (f", in {sample.where}" if sample.where else "")
         if not self._is_fresh(replica, now):
             seen = f"; it was last seen in {sample.where}" if sample.where else ""
             return f"{name}, and has told nothing for {now - came:.0f} s{seen}"
