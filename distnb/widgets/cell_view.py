@@ -164,7 +164,8 @@ class CellView:
             self._changed = True
         if self._view is None and not self.quiet:
             long = self.model.began is not None and now - self.model.began >= _APPEAR_S
-            if self.model.curves or (long and (self._running or self.model.steps or self._is_watching)):
+            busy = self._running or self.model.steps or self._is_watching or self.model.waits.lines(now)
+            if self.model.curves or (long and busy):
                 self._appear(now)
         elif self._view is not None and now >= self._next_draw and (self._changed or self._running):
             self._changed = False

@@ -14,11 +14,19 @@ from tests import processes
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("**/*.ipynb"))
+SHORTER = {"quickstart": ("EPOCHS = 15 ", "EPOCHS = 1 ")}
+"""What is changed for the tests in a notebook that is long enough to be watched."""
+WITHOUT_CURVES = {"hang"}
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs_and_shows_the_same(notebook: Path) -> None:
+def test_it_runs_and_shows_the_same(notebook: Path, tmp_path: Path) -> None:
+    if notebook.stem in SHORTER:
+        text, (long, short) = notebook.read_text(encoding="utf-8"), SHORTER[notebook.stem]
+        assert text.count(long) == 1
+        notebook = tmp_path / notebook.name
+        notebook.write_text(text.replace(long, short), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "nbval.plugin"]
     command += [
         "--nbval",
@@ -50,4 +58,6 @@ def test_it_is_saved_as_readers_want_it(notebook: Path) -> None:
     for cell in cells:
         failed = any(output["output_type"] == "error" for output in cell["outputs"])
         assert failed == ("raises-exception" in cell["metadata"].get("tags", ()))
-    assert any("data:image/" in str(output.get("data", {}).get("text/html", "")) for output in outputs)
+    assert notebook.stem in WITHOUT_CURVES or any(
+        "data:image/" in str(output.get("data", {}).get("text/html", "")) for output in outputs
+    )

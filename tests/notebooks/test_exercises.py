@@ -1,0 +1,76 @@
+"""Exercises have a solution each, copies for students have none, and a check fails until its exercise is done."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+ROOT = Path(__file__).parents[2]
+EXERCISES = sorted((ROOT / "notebooks" / "exercises").glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def handout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the students' copies, made as the page for teachers says."""
+    page = (ROOT / "docs" / "exercises.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^\$ (jupyter nbconvert (?:.*\\\n)*.*)$", page, flags=re.MULTILINE)
+    folder = tmp_path_factory.mktemp("handout")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = command.replace("--output-dir handout", f"--output-dir {folder}")
+    subprocess.run(command, shell=True, check=True, capture_output=True, cwd=ROOT, env={**os.environ, "PATH": path})
+    return folder
+
+
+def _cells(notebook: Path) -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return cells
+
+
+def _tagged(cell: dict[str, Any], tag: str) -> bool:
+    return tag in cell["metadata"].get("tags", ())
+
+
+def _functions(cell: dict[str, Any]) -> dict[str, ast.FunctionDef]:
+    return {each.name: each for each in ast.parse("".join(cell["source"])).body if isinstance(each, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("notebook", EXERCISES, ids=lambda path: path.stem)
+def test_each_exercise_says_what_to_write_and_has_a_folded_solution(notebook: Path) -> None:
+    code = [cell for cell in _cells(notebook) if cell["cell_type"] == "code"]
+    places = [place for place, cell in enumerate(code) if _tagged(cell, "exercise")]
+    assert places
+    for number, place in enumerate(places, start=1):
+        exercise, solution = code[place : place + 2]
+        assert _tagged(solution, "solution")
+        assert solution["metadata"]["jupyter"]["source_hidden"]
+        assert _functions(solution).keys() == _functions(exercise).keys()
+        for function in _functions(exercise).values():
+            assert re.match(rf"raise NotImplementedError\(.Exercise {number}: ", ast.unparse(function.body[-1]))
+
+
+@pytest.mark.parametrize("notebook", EXERCISES, ids=lambda path: path.stem)
+def test_students_copies_have_no_solutions(notebook: Path, handout: Path) -> None:
+    copy = _cells(handout / notebook.name)
+    assert [cell["source"] for cell in copy] == [
+        cell["source"] for cell in _cells(notebook) if not _tagged(cell, "solution")
+    ]
+    assert not any(cell.get("outputs") for cell in copy)
+
+
+@pytest.mark.timeout(120)
+def test_a_check_says_which_exercise_is_left(handout: Path) -> None:
+    notebook = nbformat.read(handout / "default_strategy.ipynb", as_version=4)
+    client = NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(ROOT)}})
+    with pytest.raises(CellExecutionError, match="Exercise 1: "):
+        client.execute(env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)})
