@@ -42,7 +42,7 @@ def test_the_queue_the_workers_and_the_servers_are_seen(chrome: Any, lab: Server
         notebook.run(1)
         notebook.start(2)
         view = notebook.output(2).locator(".distnb-live")
-        queue = view.locator("svg.queue")
+        queue = view.locator("svg.queue").first
         queue.wait_for(timeout=60_000)
         notebook.see(lambda: "30 done" in queue.inner_html())  # the others wait for the file, or for a worker
         notebook.see(lambda: "waiting" in queue.inner_html())

@@ -57,7 +57,7 @@ def test_steps_and_epochs_are_those_of_the_training(made: Notebook, run: str, ma
 def test_what_was_drawn_is_had_after_the_cells(made: Notebook, tmp_path: Path) -> None:
     table = "[(row.step, row.replica, row.name, row.run) for row in distnb.history('cell').itertuples()]"
     assert [tuple(row) for row in made.value(table) if row[1] == 0] == [(6 * i, 0, "loss", "cell") for i in (1, 2, 3)]
-    assert made.value("sorted(distnb.history()['run'].unique())") == ["cell", "ordinary"]
+    assert {"cell", "ordinary"} <= set(made.value("list(distnb.history()['run'].unique())"))  # other tests drew, too
     told = made.run(
         f"%distnb curves loss --runs cell --save {tmp_path}/loss.csv\n%distnb curves --save {tmp_path}/loss.png"
     )

@@ -11,7 +11,7 @@ from distnb.objects.code import source_of
 
 def test_equal_code_of_two_cells_has_the_text_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = []
-    for name, above in (("<cell 1>", "# one"), ("<cell 2>", "# two")):
+    for name, above in (("<equal code 1>", "# one"), ("<equal code 2>", "# two")):
         text = f"{above}\ndef f():\n    return 1\n"
         monkeypatch.setitem(linecache.cache, name, (len(text), None, text.splitlines(keepends=True), name))
         names: dict[str, object] = {}
