@@ -42,6 +42,14 @@ def started(replicas: int = 2) -> LiveModel:
     return model
 
 
+def test_who_is_heard_of_late_is_compared_with_what_others_told_before() -> None:
+    model = LiveModel()
+    model.feed(Live(1, 1, 1, tuple((step, 0, {"loss": 1.0 / step}) for step in range(1, 28))), 0.0)
+    model.feed(Live(0, 1, 0, tuple((step, 0, {"loss": 2.0 / step}) for step in range(1, 4))), 0.0)
+    assert model.curves["loss"].differs
+    assert len(model.curves["loss"].shown()) == 2
+
+
 # -- distnb.live -----------------------------------------------------------------------------------------------------
 
 

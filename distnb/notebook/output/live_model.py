@@ -212,9 +212,12 @@ class LiveModel:
         self._told_at[teller] = max(step, self._told_at[teller])
         names = {name for values in components.values() for name in values}
         at = run.axes[teller].put((max(step - run.base, 0), call), names)
+        # The first that is heard of may have told much before another begins, with which it is to be compared.
+        workers = 0 if self.closures is None else len(self.closures.status.workers)
+        total = max(2, len(self.rows), workers)
         for replica, values in components.items():
             for name, value in values.items():
-                run.curve(name).add(replica, at, value, max(1, len(self.rows)), seconds)
+                run.curve(name).add(replica, at, value, total, seconds)
 
     def _run(self, name: str, steps: int) -> Run:
         run = self.runs.get(name)
