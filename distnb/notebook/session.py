@@ -54,11 +54,13 @@ class CellTimes(NamedTuple):
         packing: Until it was sent, with what it reads.
         running: On each replica, in replica order.
         taking: From the last reply on: what it did was taken over.
+        total: From its beginning to its end.
     """
 
     packing: float
     running: tuple[float, ...]
     taking: float
+    total: float
 
 
 class Session:
@@ -291,7 +293,8 @@ class Session:
                     if outcome.stuck:
                         self.namespace.failed(snapshot)
         running = tuple(outcome.replies[each].seconds for each in team.engines if each in outcome.replies)
-        self.latest_times = CellTimes(sent - began, running, time.monotonic() - ended)
+        now = time.monotonic()
+        self.latest_times = CellTimes(sent - began, running, now - ended, now - began)
         if profile is not None:
             traces = {team.rank_of(engine): reply.profile for engine, reply in outcome.replies.items()}
             write_profiles(profile, {replica: trace for replica, trace in traces.items() if trace is not None})
