@@ -246,7 +246,8 @@ def _told(times: CellTimes) -> str:
     """Where a cell's time went, in words."""
     slowest, fastest = max(times.running, default=0.0), min(times.running, default=0.0)
     ran = f"{slowest:.3f} s" if len(times.running) < 2 else f"{fastest:.3f} to {slowest:.3f} s"
-    return f"{times.total:.3f} s: {times.packing:.3f} s to send it, {ran} on the replicas, {times.taking:.3f} s to take over"
+    sent, taken = f"{times.packing:.3f} s to send it", f"{times.taking:.3f} s to take over"
+    return f"{times.total:.3f} s: {sent}, {ran} on the replicas, {taken}"
 
 
 def _restore_first_line(filename: str, line: str) -> None:
