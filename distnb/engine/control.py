@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
@@ -53,14 +53,8 @@ _TELEMETRY_S = 0.2
 _POINTS_S = 0.2  # to read them costs the training a moment of Python's lock: not as often as output
 
 
-class _Told(NamedTuple):
-    """A call of `distnb.live`: in which (program, replica), of which run, where, what, and when, since 1970."""
-
-    program: tuple[int, int]
-    run: str
-    place: tuple[int, int]
-    values: dict[str, Any]
-    seconds: float
+_Told = tuple[tuple[int, int], str, tuple[int, int], dict[str, Any], float]
+"""A call of `distnb.live`: in which (program, replica), of which run, where, what, and when, since 1970."""
 
 
 class Control:
@@ -143,7 +137,7 @@ class Control:
 
     def live(self, values: dict[str, Any], place: tuple[int, int], run: str) -> None:
         """Leave a point of `distnb.live`. Tensors are read by this thread, so that the training never waits for one."""
-        self._points.append(_Told(self.running or (0, 0), run, place, values, time.time()))
+        self._points.append((self.running or (0, 0), run, place, values, time.time()))
         if self._asleep:
             self.wake()
 
@@ -213,7 +207,7 @@ class Control:
         self._events.append(self._sample(self._engine, *self._measured))
 
     def _flush(self) -> None:
-        if self._points and (time.monotonic() >= self._next_points or self.running != self._points[0].program):
+        if self._points and (time.monotonic() >= self._next_points or self.running != self._points[0][0]):
             self._next_points = time.monotonic() + _POINTS_S
             self._events.extendleft(reversed(self._read_points()))
         if not self._events:
@@ -224,14 +218,14 @@ class Control:
     def _read_points(self) -> list[Live]:
         """The points whose numbers have arrived from the device; after the program's end those still under way too."""
         read: list[_Told] = []
-        while self._points and (self.running != self._points[0].program or live.is_ready(self._points[0].values)):
+        while self._points and (self.running != self._points[0][0] or live.is_ready(self._points[0][3])):
             read.append(self._points.popleft())
         events = []
-        for ((program, replica), run), told in itertools.groupby(read, lambda each: (each.program, each.run)):
+        for ((program, replica), run), calls in itertools.groupby(read, lambda told: told[:2]):
             points, times = [], []
-            for each in told:
-                points.append((*each.place, {name: float(value) for name, value in each.values.items()}))
-                times.append(each.seconds)
+            for _, _, place, values, seconds in calls:
+                points.append((*place, {name: float(value) for name, value in values.items()}))
+                times.append(seconds)
             events.append(Live(self._engine, program, replica, tuple(points), tuple(times), run))
         return events
 

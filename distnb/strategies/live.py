@@ -91,11 +91,14 @@ def _scalar(name: str, value: Any) -> Any:
         return next(iter(components.values())) if len(components) == 1 else components
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_complex():
+        # After a training step torch's code is in no cache of the processor: what is called here takes a microsecond each.
+        if value.is_cuda and value.numel() == 1 and not value.is_complex():
+            return _OnDevice(value.detach())
+        try:
+            return float(value.item())
+        except (RuntimeError, TypeError):  # more than one element, none, or a complex one
             told = f"a tensor of shape {list(value.shape)}, {value.dtype}"
-            raise _no_scalar(name, told, "Reduce it first, for example by .mean().")
-        tensor = value.detach()
-        return _OnDevice(tensor) if tensor.device.type == "cuda" else float(tensor)
+            raise _no_scalar(name, told, "Reduce it first, for example by .mean().") from None
     if isinstance(value, str | bytes):
         raise _no_scalar(name, repr(value)[:80], "Text can be printed; its lines are merged over the replicas.")
     try:

@@ -101,7 +101,7 @@ class Lines {
   }
 
   take({ charts, lines }, buffer) {
-    const numbers = new Float64Array(buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength));
+    const numbers = new Float32Array(buffer.buffer.slice(buffer.byteOffset, buffer.byteOffset + buffer.byteLength));
     let place = 0;
     for (const [number, width, at, count] of lines) {
       const line = this.byNumber.get(number);

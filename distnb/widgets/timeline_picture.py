@@ -25,6 +25,7 @@ _GREY = "#808080"  # an image cannot follow the theme
 _WIDTH = 640
 _LEFT = 62  # of the bars
 _LEAST_STEPS = 3  # before that, a step's time is mostly of what happens once
+_READ_S = 1.0  # nobody reads more sentences a second, and to find one costs as much as to draw all the rest
 _NARROW = 0.3  # pixels: what is thinner is not drawn
 
 
@@ -36,7 +37,7 @@ def timeline_text(model: LiveModel) -> str:
 
 def timeline_html(model: LiveModel) -> str:
     """What the widget shows of it while the cell runs; "" if there is nothing to see."""
-    spent = _spent(model)
+    spent = _spent(model, every_s=_READ_S)
     if spent is None:
         return ""
     return f'<div class="timeline">{_drawn(model.timeline, spent)}<div>{html.escape(sentence(spent))}</div></div>'
@@ -59,8 +60,8 @@ def waits_html(model: LiveModel, now: float) -> str:
     return f'<div class="waits" role="status" style="{style}">{lines}</div>' if lines else ""
 
 
-def _spent(model: LiveModel) -> Spent | None:
-    return model.timeline.known(_LEAST_STEPS)
+def _spent(model: LiveModel, every_s: float = 0.0) -> Spent | None:
+    return model.timeline.known(_LEAST_STEPS, every_s=every_s)
 
 
 def _drawn(timeline: TimelineModel, spent: Spent) -> str:

@@ -31,7 +31,7 @@ Point = tuple[float, float, float, float]
 _MOST_OPEN = 5_000
 _EXPLODED = 100.0
 _LEAST_LAG = 10
-_SAMPLES = 50
+_SAMPLES = 25
 _FAR = 4.0
 
 
@@ -190,9 +190,9 @@ def apart(lines: Mapping[int, Line]) -> list[int]:
     for step, *_ in first[:: -(-len(first) // _SAMPLES) or 1]:
         here = {}
         for replica, line in lines.items():
-            place = bisect.bisect_right(line.points, step, key=lambda point: point[0])
-            if place and math.isfinite(line.points[place - 1][1]):
-                here[replica] = line.points[place - 1][1]
+            place = bisect.bisect_right(line.record.steps, step)
+            if place and math.isfinite(line.record.values[place - 1]):
+                here[replica] = line.record.values[place - 1]
         middle = statistics.median(here.values()) if here else 0.0
         for replica, value in here.items():
             distance[replica] += abs(value - middle)

@@ -151,6 +151,7 @@ class TimelineModel:
     def __init__(self) -> None:
         self._tracks: dict[int, _Track] = {}
         self._known: Spent | None = None
+        self._looked = 0.0  # when that was asked for
 
     def feed(self, sample: TelemetrySample, steps_before: int = 0) -> None:
         """Take a sample of a replica; that many of the steps it tells of are not looked at."""
@@ -172,6 +173,7 @@ class TimelineModel:
         if window is None:
             return None
         begin, end, count = window
+        events = _since(events, begin - (end - begin) / max(count, 1))  # a collective may have ended elsewhere before
         pieces = self._pieces(events, begin, end)
         seconds = {replica: dict.fromkeys(KINDS, 0.0) for replica in self.replicas}
         for piece in pieces:
@@ -185,11 +187,18 @@ class TimelineModel:
         straggler = _straggler(events, seconds, begin, end)
         return Spent(begin, end, count, seconds, straggler, queued, self._crowd())
 
-    def known(self, least: int) -> Spent | None:
+    def known(self, least: int, *, every_s: float = 0.0) -> Spent | None:
         """The newest answer of `spent` about so many steps, at least; None before the first.
 
         Where steps are short a sample tells of a moment's, and those of two replicas may have none in common.
+
+        Args:
+            every_s: An answer that was newer than that when the latest sample came will do.
         """
+        latest = max((track.now for track in self._tracks.values()), default=0.0)
+        if self._known is not None and latest - self._looked < every_s:
+            return self._known
+        self._looked = latest
         spent = self.spent() if self._tracks else None
         if spent is not None and spent.steps >= least:
             self._known = spent
@@ -263,6 +272,10 @@ class TimelineModel:
         return [
             piece for replica, own in events.items() for piece in _swept(replica, list(_spans(own, last)), begin, end)
         ]
+
+
+def _since(events: Mapping[int, list[Event]], begin: float) -> dict[int, list[Event]]:
+    return {replica: [event for event in own if event.end >= begin] for replica, own in events.items()}
 
 
 def _moved(event: Event, by: float) -> Event:
