@@ -5,8 +5,8 @@
 One cell in a real kernel trains on 2 engines, and its view is drawn. In each round it does a block of steps with
 `distnb.live` in each, and a block without, in which nothing is recorded and no telemetry is sent. The CPU time is that
 of the replicas' processes, with all their threads; the notebook's own is told beside it, in percent of one processor.
-The target of the project: at most 1 %, by the clock and by CPU time. A width of 8192 makes steps of about 25 ms; one of 512
-steps of 2 ms, in which each microsecond counts.
+The target of the project: at most 1 %, by the clock and by CPU time. A width of 8192 makes
+steps of about 25 ms; one of 512 steps of 2 ms, in which each microsecond counts.
 """
 
 from __future__ import annotations

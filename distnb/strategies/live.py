@@ -91,7 +91,7 @@ def _scalar(name: str, value: Any) -> Any:
         return next(iter(components.values())) if len(components) == 1 else components
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        # After a training step torch's code is in no cache of the processor: what is called here takes a microsecond each.
+        # After a training step torch's code is in no cache: whatever is called of it takes a microsecond each time.
         if value.is_cuda and value.numel() == 1 and not value.is_complex():
             return _OnDevice(value.detach())
         try:

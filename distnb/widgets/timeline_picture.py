@@ -25,7 +25,7 @@ _GREY = "#808080"  # an image cannot follow the theme
 _WIDTH = 640
 _LEFT = 62  # of the bars
 _LEAST_STEPS = 3  # before that, a step's time is mostly of what happens once
-_READ_S = 1.0  # nobody reads more sentences a second, and to find one costs as much as to draw all the rest
+_READ_S = 1.0  # nobody reads more sentences a second, and one costs as much as all the rest
 _NARROW = 0.3  # pixels: what is thinner is not drawn
 
 
