@@ -25,7 +25,7 @@ _WHERE = {
     "keras": "distnb.keras:",
     "partitioners": "distnb.partitioners:",
     "experimental": "distnb.strategies.aliases:experimental",
-    "live": "distnb.strategies.live",
+    "live": "distnb.watching.live",
     "timeline": "distnb.widgets.timeline",
     "history": "distnb.widgets.exports",
     "live_figure": "distnb.widgets.exports",
@@ -44,7 +44,7 @@ _WHERE = {
     "Checkpoint": "distnb.checkpoint.checkpoint",
     "CheckpointManager": "distnb.checkpoint.manager",
     "latest_checkpoint": "distnb.checkpoint.manager",
-    "evaluate_checkpoints": "distnb.strategies.evaluating",
+    "evaluate_checkpoints": "distnb.checkpoint.evaluating",
     "ReplicaContext": "distnb.strategies.context",
     "get_strategy": "distnb.strategies.context",
     "has_strategy": "distnb.strategies.context",
@@ -68,7 +68,7 @@ _WHERE = {
     "AutoShardPolicy": "distnb.options",
     "TensorSpec": "distnb.input.sources.element_spec",
     "DistributedDataset": "distnb.input.dataset",
-    "visualize": "distnb.strategies.visualizing",
+    "visualize": "distnb.watching.visualizing",
     "DistributedIterator": "distnb.input.dataset",
     "CommunicationImplementation": "distnb.options",
     "CommunicationOptions": "distnb.options",
@@ -80,6 +80,7 @@ __all__ = [*_WHERE, "__version__"]
 
 if TYPE_CHECKING:
     from distnb.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from distnb.checkpoint.evaluating import evaluate_checkpoints as evaluate_checkpoints
     from distnb.checkpoint.manager import CheckpointManager as CheckpointManager
     from distnb.checkpoint.manager import latest_checkpoint as latest_checkpoint
     from distnb.cluster.remote.engine_server import Server as Server
@@ -116,18 +117,17 @@ if TYPE_CHECKING:
     from distnb.strategies.context import on_chief as on_chief
     from distnb.strategies.context import replica_id as replica_id
     from distnb.strategies.context import set_strategy as set_strategy
-    from distnb.strategies.evaluating import evaluate_checkpoints as evaluate_checkpoints
-    from distnb.strategies.live import live as live
     from distnb.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from distnb.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from distnb.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
     from distnb.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from distnb.strategies.tpu import TPUStrategy as TPUStrategy
     from distnb.strategies.variable_class import Variable as Variable
-    from distnb.strategies.visualizing import visualize as visualize
     from distnb.values import DistributedValues as DistributedValues
     from distnb.values import Mirrored as Mirrored
     from distnb.values import PerReplica as PerReplica
+    from distnb.watching.live import live as live
+    from distnb.watching.visualizing import visualize as visualize
     from distnb.widgets.exports import history as history
     from distnb.widgets.exports import live_figure as live_figure
     from distnb.widgets.timeline import timeline as timeline

@@ -24,7 +24,7 @@ from distnb import activity
 from distnb.engine import guard
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
-from distnb.strategies import live
+from distnb.watching import live
 from distnb.wire.channel import Link
 from distnb.wire.messages import (
     Abort,

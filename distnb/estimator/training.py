@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from distnb.checkpoint.evaluating import evaluate_checkpoints
 from distnb.cluster.resolvers import TFConfigClusterResolver
 from distnb.errors import OptionError
 from distnb.estimator.estimator import Estimator
 from distnb.estimator.specs import EvalSpec, ModeKeys, TrainSpec
 from distnb.strategies.context import is_chief
-from distnb.strategies.evaluating import evaluate_checkpoints
-from distnb.strategies.live import live
+from distnb.watching.live import live
 
 __all__ = ["train_and_evaluate"]
 

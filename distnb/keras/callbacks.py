@@ -18,7 +18,7 @@ from distnb.objects.plain import same
 from distnb.runtime import randomness
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
-from distnb.strategies.live import live
+from distnb.watching.live import live
 
 __all__ = ["Together"]
 

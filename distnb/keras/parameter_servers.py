@@ -24,7 +24,7 @@ from distnb.keras.server_optimizer import make_remote
 from distnb.options import InputOptions
 from distnb.runtime.servers.server_variable import ServerVariable
 from distnb.runtime.this_process import this_process
-from distnb.strategies.live import live
+from distnb.watching.live import live
 
 __all__ = ["DatasetCreator", "ModelOnServers"]
 

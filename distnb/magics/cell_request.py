@@ -11,9 +11,9 @@ from typing import Any
 from distnb.errors import OptionError, closest
 from distnb.magics.commands import DISTRIBUTE
 from distnb.options import StrategySpec
-from distnb.runtime import script_worker
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.central import setup
+from distnb.runtime.scripts import script_worker
 from distnb.runtime.this_process import this_process
 from distnb.topology import parse_device
 from distnb.values import DistributedValues

@@ -25,11 +25,11 @@ from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_h
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
 from distnb.notebook import placement
-from distnb.notebook.output.closures_model import runs_text, server_texts
-from distnb.notebook.output.event_files import EventFiles
 from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.notebook.reports import stacks_text
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
+from distnb.notebook.views.closures_model import runs_text, server_texts
+from distnb.notebook.views.event_files import EventFiles
 from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.this_process import this_process

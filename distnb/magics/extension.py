@@ -19,7 +19,7 @@ from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.magics.stop_handler import StopHandler
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose
-from distnb.notebook.front_end import FrontEnd
+from distnb.notebook.views.front_end import FrontEnd
 from distnb.objects.modes import cell_began
 from distnb.widgets.front import Front
 from distnb.widgets.panel.side_panel import SidePanel

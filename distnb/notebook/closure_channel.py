@@ -29,10 +29,10 @@ from distnb.coordinator.link import (
     WorkerUp,
 )
 from distnb.errors import MessageError, StartError
-from distnb.notebook.failures import reported
-from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.output.wording import cell_name
-from distnb.notebook.supervision import GiveUpOn
+from distnb.notebook.programs.failures import reported
+from distnb.notebook.programs.supervision import GiveUpOn
+from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import drain
 from distnb.topology import PS, WORKER, Task, Team
 from distnb.wire.messages import (

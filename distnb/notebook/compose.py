@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import NoClusterError, OptionError, StartError
-from distnb.notebook.front_end import FrontEnd
+from distnb.notebook.views.front_end import FrontEnd
 from distnb.topology import PS, Task
 
 if TYPE_CHECKING:
     from distnb.cluster.resolvers.base import ClusterResolver
-    from distnb.notebook.output.runs import History
     from distnb.notebook.session import Session
+    from distnb.notebook.views.runs import History
     from distnb.topology import Device
 
 __all__ = ["attach", "current", "history", "machines", "require", "require_tasks", "start", "stop"]

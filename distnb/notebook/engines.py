@@ -15,9 +15,9 @@ from distnb.cluster.remote.heartbeat import LOST_AFTER_S
 from distnb.cluster.remote.hosts import HostPlan
 from distnb.cluster.rendezvous_store import RendezvousStore
 from distnb.errors import NoClusterError, OptionError, StartError
-from distnb.notebook.dispatch import Dispatch
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
-from distnb.notebook.supervisor import Supervisor
+from distnb.notebook.programs.dispatch import Dispatch
+from distnb.notebook.programs.supervisor import Supervisor
 from distnb.notebook.teams import Teams
 from distnb.options import StrategySpec
 from distnb.topology import PS, Task, Team

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.notebook import compose as sessions
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
-from distnb.notebook.output.devices_model import DevicesModel
-from distnb.notebook.output.placement_model import PlacementModel
 from distnb.notebook.remote_dataset import RemoteDataset
+from distnb.notebook.views.devices_model import DevicesModel
+from distnb.notebook.views.placement_model import PlacementModel
 from distnb.runtime.base import PARAMETER_SERVER, is_in_process
 from distnb.values import structure
 from distnb.wire.inspection import Holding

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
 from distnb.input.optional import AskedIterator
+from distnb.notebook.handles.pending import BesideCall, itself
 from distnb.notebook.handles.state import state_of_handle
-from distnb.notebook.pending import BesideCall, itself
 
 if TYPE_CHECKING:
     from distnb.input.dataset import DistributedIterator

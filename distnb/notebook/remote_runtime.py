@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
-from distnb.notebook.pending import BesideCall, resolve
+from distnb.notebook.handles.pending import BesideCall, resolve
 from distnb.notebook.remote_dataset import RemoteDataset
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime.base import Owner

@@ -17,16 +17,16 @@ from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
 from distnb.errors import OptionError, ProgramError
 from distnb.notebook.closure_channel import ClosureChannel
-from distnb.notebook.dispatch import Outcome
 from distnb.notebook.engines import Engines, EngineStatus
-from distnb.notebook.failures import Failure, failing_engine, raise_failure, warn_of_drift
-from distnb.notebook.front_end import FrontEnd
 from distnb.notebook.handles.handle import state_of_handle
+from distnb.notebook.handles.pending import BesideCall, PendingCall, Unsettled
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.output.profiles import write_profiles
-from distnb.notebook.output.timeline_model import TimelineModel
-from distnb.notebook.pending import BesideCall, PendingCall, Unsettled
+from distnb.notebook.programs.dispatch import Outcome
+from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, warn_of_drift
 from distnb.notebook.reports import process_text, stacks_text
+from distnb.notebook.views.front_end import FrontEnd
+from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.options import StrategySpec
 from distnb.runtime import step_count
 from distnb.topology import Device, Task, Team

@@ -48,7 +48,7 @@ def runtime_for(strategy: Owner) -> Runtime:
     if this_process.remote is not None:
         return this_process.remote(strategy)
     if spec.kind == _MULTI_WORKER:
-        from distnb.runtime import script_worker
+        from distnb.runtime.scripts import script_worker
 
         device = script_worker.enter(spec, started_by_launcher())
         return runtime_for(strategy) if device is None else _alone_on(strategy, device)
@@ -67,7 +67,7 @@ def runtime_for(strategy: Owner) -> Runtime:
 def check_honoured(spec: StrategySpec, devices: tuple[str, ...], nccl: bool, workers: tuple[int, ...] = ()) -> None:
     """Raise OptionError if replicas on these devices, of these machines, cannot communicate as a strategy asks."""
     if spec.kind == _MULTI_WORKER:
-        from distnb.runtime import script_worker
+        from distnb.runtime.scripts import script_worker
 
         script_worker.check_communication(spec, devices, nccl)
     if spec.kind == setup.KIND:

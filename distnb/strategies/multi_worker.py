@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
-from distnb.runtime import script_worker
+from distnb.runtime.scripts import script_worker
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy, kept_options
 

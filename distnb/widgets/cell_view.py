@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from distnb.notebook.output.live_model import LiveModel, Told
 from distnb.notebook.output.output_merger import OutputMerger
-from distnb.notebook.output.runs import History
+from distnb.notebook.views.live_model import LiveModel, Told
+from distnb.notebook.views.runs import History
 from distnb.topology import Team
 from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.publisher import Publisher

@@ -5,11 +5,11 @@ from __future__ import annotations
 import html
 from typing import NamedTuple
 
-from distnb.notebook.output.chart_model import Chart, Series, charts
-from distnb.notebook.output.closures_model import ClosuresModel, largest, runs_text
-from distnb.notebook.output.curves import MOST_LINES
-from distnb.notebook.output.live_model import LiveModel, ReplicaRow
 from distnb.notebook.output.wording import filled, html_table, human_bytes, short_number
+from distnb.notebook.views.chart_model import Chart, Series, charts
+from distnb.notebook.views.closures_model import ClosuresModel, largest, runs_text
+from distnb.notebook.views.curves import MOST_LINES
+from distnb.notebook.views.live_model import LiveModel, ReplicaRow
 from distnb.widgets.picture import as_image, picture
 from distnb.widgets.queue_picture import queue_picture
 from distnb.widgets.timeline_picture import timeline_html, timeline_image, timeline_text, waits_html

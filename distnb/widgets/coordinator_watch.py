@@ -6,7 +6,7 @@ import math
 import threading
 from typing import TYPE_CHECKING
 
-from distnb.notebook.output.closures_model import ClosuresModel
+from distnb.notebook.views.closures_model import ClosuresModel
 from distnb.runtime.this_process import this_process
 
 if TYPE_CHECKING:

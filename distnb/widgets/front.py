@@ -15,13 +15,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from distnb.notebook.front_end import ask_here
-from distnb.notebook.output.event_files import EventFiles
-from distnb.notebook.output.live_model import HERE, LiveModel, Told
-from distnb.notebook.output.runs import History
+from distnb.notebook.views.event_files import EventFiles
+from distnb.notebook.views.front_end import ask_here
+from distnb.notebook.views.live_model import HERE, LiveModel, Told
+from distnb.notebook.views.runs import History
 from distnb.runtime import step_count
-from distnb.strategies import live
 from distnb.topology import WORKER
+from distnb.watching import live
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for

@@ -8,10 +8,10 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from distnb.notebook.output.chart_model import Chart, charts
-from distnb.notebook.output.curves import Point
-from distnb.notebook.output.live_model import LiveModel
 from distnb.notebook.output.wording import short_number
+from distnb.notebook.views.chart_model import Chart, charts
+from distnb.notebook.views.curves import Point
+from distnb.notebook.views.live_model import LiveModel
 
 __all__ = ["as_image", "nice_ticks", "picture", "pictures", "short_name"]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from distnb.errors import OptionError, ProgramError
 from distnb.notebook import compose
-from distnb.notebook.output.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
 from distnb.notebook.output.wording import filled, html_table
+from distnb.notebook.views.timeline_model import KINDS, Piece, Spent, TimelineModel, sentence
 from distnb.widgets.picture import as_image
 from distnb.widgets.timeline_picture import gantt_picture
 

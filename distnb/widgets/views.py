@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from distnb.notebook.output.live_model import LiveModel
 from distnb.notebook.output.wording import short_number
+from distnb.notebook.views.live_model import LiveModel
 from distnb.widgets.content import closures_lines, head_text, picture_bundle, plain_summary
 from distnb.widgets.publisher import Publisher
 

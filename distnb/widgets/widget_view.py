@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import anywidget
 import traitlets
 
-from distnb.notebook.output.chart_model import Chart, charts
-from distnb.notebook.output.curves import Line, Point
+from distnb.notebook.views.chart_model import Chart, charts
+from distnb.notebook.views.curves import Line, Point
 from distnb.widgets.content import head_text, live_html, picture_bundle
 from distnb.widgets.views import LiveView
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from distnb.notebook import compose as sessions
 from distnb.notebook.engines import EngineStatus
-from distnb.notebook.supervisor import EventHub
+from distnb.notebook.programs.supervisor import EventHub
 from distnb.topology import Device, Team
 from distnb.wire.messages import Display, Live, Output, ProgramEnded, Status, TelemetrySample
 

@@ -16,7 +16,7 @@ import torch
 import distnb
 from distnb.errors import EngineDied
 from distnb.notebook import compose as sessions
-from distnb.notebook.pending import resolve
+from distnb.notebook.handles.pending import resolve
 from distnb.wire.messages import Output
 from tests.multiprocess.sessions import started
 from tests.processes import wait_until

@@ -582,7 +582,7 @@ deaf({str(tmp_path)!r}, map(operator.not_, looks))
     # The replica goes on at the first look of the one who waits for it, and not before.
     notebook.run(
         f"""import types
-import distnb.notebook.dispatch as dispatch
+import distnb.notebook.programs.dispatch as dispatch
 def look(seconds):
     open({str(go_on)!r}, "w").close()
     time.sleep(seconds)

@@ -19,7 +19,7 @@ import torch
 from distnb.cluster.connection import Connection
 from distnb.errors import EngineDied
 from distnb.notebook import engines as engines_of_session
-from distnb.notebook.pending import resolve
+from distnb.notebook.handles.pending import resolve
 from distnb.notebook.session import Session
 from distnb.options import StrategySpec
 from tests.worlds import ClusterWorld, Process, distributed, run_all

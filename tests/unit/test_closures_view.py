@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
-from distnb.notebook.output.closures_model import ClosuresModel, largest, runs_text, server_texts
-from distnb.notebook.output.live_model import LiveModel
+from distnb.notebook.views.closures_model import ClosuresModel, largest, runs_text, server_texts
+from distnb.notebook.views.live_model import LiveModel
 from distnb.runtime.servers.placement import PlacedShard
 from distnb.runtime.this_process import this_process
 from distnb.widgets.cell_view import CellView

@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from distnb.errors import CollectiveError, EngineDied, RemoteError
-from distnb.notebook.dispatch import Outcome
-from distnb.notebook.failures import raise_failure
+from distnb.notebook.programs.dispatch import Outcome
+from distnb.notebook.programs.failures import raise_failure
 from distnb.topology import Device, Team
 from distnb.wire.messages import ErrorReport, Reply
 

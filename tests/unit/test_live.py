@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from distnb.errors import OptionError
-from distnb.notebook.output.live_model import HERE, MOST_POINTS, Curve, Line, LiveModel, Told
 from distnb.notebook.output.wording import short_number
+from distnb.notebook.views.live_model import HERE, MOST_POINTS, Curve, Line, LiveModel, Told
 from distnb.runtime.this_process import this_process
-from distnb.strategies.live import TextProgress, live
 from distnb.topology import Device, Team
 from distnb.values import PerReplica
+from distnb.watching.live import TextProgress, live
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, picture_bundle, plain_summary, replica_table
 from distnb.widgets.picture import nice_ticks, pictures, short_name

@@ -197,7 +197,7 @@ class Meetings:
         self._threads: list[threading.Thread] = []
 
     def come(self, name: str, cluster: Any, index: int, replicas: int = 1, local: int = 0) -> None:
-        from distnb.runtime.cluster_meeting import meet_workers
+        from distnb.runtime.scripts.cluster_meeting import meet_workers
 
         found = place(cluster, "worker", index)
         assert found is not None
@@ -249,7 +249,7 @@ def test_different_numbers_of_replicas_are_told_to_all():
 
 
 def test_a_second_process_of_a_task_is_refused_and_a_restarted_one_is_not():
-    from distnb.runtime.cluster_meeting import meet_workers
+    from distnb.runtime.scripts.cluster_meeting import meet_workers
 
     meetings = Meetings()
     found = place(TWO, "worker", 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distnb.errors import EngineDied
-from distnb.notebook.pending import BesideCall, PendingCall
+from distnb.notebook.handles.pending import BesideCall, PendingCall
 from distnb.objects.modes import cell_began
 from tests.worlds import DoubleWorld
 

@@ -19,7 +19,7 @@ from distnb.cluster.local import terminal_socket
 from distnb.cluster.local.terminal_socket import TerminalSocket, ask, running
 from distnb.errors import NoClusterError
 from distnb.notebook.engines import EngineStatus
-from distnb.notebook.output.live_model import LiveModel
+from distnb.notebook.views.live_model import LiveModel
 from distnb.topology import Device, Team
 from distnb.widgets.panel.snapshot import mark_of, snapshot
 from distnb.wire.messages import Live, ProgramEnded, Status, TelemetrySample

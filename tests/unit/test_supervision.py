@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distnb.notebook.supervision import EndProgram, GiveUpOn, Supervision
+from distnb.notebook.programs.supervision import EndProgram, GiveUpOn, Supervision
 
 
 def test_a_program_that_goes_well_orders_nothing() -> None:

@@ -16,8 +16,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import distnb
 from distnb.magics import tracebacks
-from distnb.notebook.dispatch import Outcome
-from distnb.notebook.failures import raise_failure
+from distnb.notebook.programs.dispatch import Outcome
+from distnb.notebook.programs.failures import raise_failure
 from distnb.topology import Device, Team, parse_device
 from distnb.wire.messages import ErrorReport, Reply
 

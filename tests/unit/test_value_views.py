@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import torch
 
-from distnb.notebook.output.devices_model import DevicesModel
 from distnb.notebook.output.displays import Show
 from distnb.notebook.output.output_merger import OutputMerger
-from distnb.notebook.output.placement_model import PlacementModel
-from distnb.notebook.output.value_model import ValueModel
+from distnb.notebook.views.devices_model import DevicesModel
+from distnb.notebook.views.placement_model import PlacementModel
+from distnb.notebook.views.value_model import ValueModel
 from distnb.runtime.inspection.inspecting import inspect
 from distnb.values import Mirrored, PerReplica
 from distnb.widgets.values.devices import devices_html, devices_text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from distnb.notebook.output.live_model import LiveModel
-from distnb.notebook.output.waits_model import WaitsModel
+from distnb.notebook.views.live_model import LiveModel
+from distnb.notebook.views.waits_model import WaitsModel
 from distnb.topology import Device, Team
 from distnb.widgets.content import live_html, picture_bundle
 from distnb.wire.messages import Asks, GoesOn, ProgramEnded, Status, TelemetrySample, Waiting

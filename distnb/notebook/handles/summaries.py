@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distnb.notebook.handles.state import RemoteState, state_of_handle
-from distnb.notebook.output.value_model import ValueModel
+from distnb.notebook.views.value_model import ValueModel
 from distnb.values import DistributedValues, Mirrored
 from distnb.wire.inspection import Inspected
 

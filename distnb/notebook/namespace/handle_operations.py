@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from distnb.errors import DistributedValueError, ReplicaStuck
 from distnb.notebook.handles.handle import HANDLES, RemoteMethod, RemoteState, state_of_handle
+from distnb.notebook.handles.pending import resolve
 from distnb.notebook.namespace.tracked_objects import TrackedObjects
-from distnb.notebook.pending import resolve
 from distnb.objects.packing import Packed
 from distnb.values import DistributedValues, structure
 from distnb.wire.exchange import Leaf, Request, Result, Summary, TeamKey

@@ -10,6 +10,7 @@ from typing import Any
 
 from distnb.errors import NamespaceError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
+from distnb.notebook.handles.pending import resolve
 from distnb.notebook.namespace.handle_operations import HandleOperations, Perform
 from distnb.notebook.namespace.local_copies import LocalCopies
 from distnb.notebook.namespace.module_watch import ModuleWatch
@@ -19,7 +20,6 @@ from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.tracked_teams import TrackedTeams
 from distnb.notebook.namespace.user_names import user_names
 from distnb.notebook.output.wording import cell_name
-from distnb.notebook.pending import resolve
 from distnb.objects.code import Classes, is_code, is_simple
 from distnb.objects.modes import capture_environment
 from distnb.objects.packing import Packed

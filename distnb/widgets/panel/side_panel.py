@@ -21,8 +21,8 @@ import comm
 
 from distnb.errors import DistnbError
 from distnb.notebook import compose
-from distnb.notebook.output.live_model import LiveModel
 from distnb.notebook.reports import stacks_text
+from distnb.notebook.views.live_model import LiveModel
 from distnb.widgets.panel.snapshot import mark_of, snapshot
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import DistnbError
-from distnb.notebook.output.live_model import Curve, Line, LiveModel, ReplicaRow
 from distnb.notebook.output.wording import mark
+from distnb.notebook.views.live_model import Curve, Line, LiveModel, ReplicaRow
 from distnb.widgets.content import closures_lines, head_text
 
 if TYPE_CHECKING:

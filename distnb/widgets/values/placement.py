@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from distnb.notebook.output.placement_model import Part, PlacedTensor, PlacementModel, bounds_text
 from distnb.notebook.output.wording import filled, html_table, human_bytes
+from distnb.notebook.views.placement_model import Part, PlacedTensor, PlacementModel, bounds_text
 from distnb.widgets.picture import as_image
 from distnb.widgets.values.placement_picture import grids, placement_svg
 

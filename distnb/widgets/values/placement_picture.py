@@ -9,7 +9,7 @@ import html
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from distnb.notebook.output.placement_model import Part, PlacedTensor
+from distnb.notebook.views.placement_model import Part, PlacedTensor
 
 __all__ = ["grids", "placement_svg"]
 

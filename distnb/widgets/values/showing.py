@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from distnb.notebook.output.placement_model import PlacementModel
-from distnb.notebook.output.value_model import ValueModel
+from distnb.notebook.views.placement_model import PlacementModel
+from distnb.notebook.views.value_model import ValueModel
 from distnb.values import DistributedValues
 from distnb.widgets.values.devices import devices_html, devices_text
 from distnb.widgets.values.placement import placement_html, placement_text

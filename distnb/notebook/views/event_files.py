@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from distnb.notebook.output.curves import Line
-from distnb.notebook.output.runs import Run
-from distnb.strategies.event_files import event_writer
+from distnb.notebook.views.curves import Line
+from distnb.notebook.views.runs import Run
+from distnb.watching.event_files import event_writer
 
 __all__ = ["EventFiles"]
 

@@ -10,8 +10,8 @@ from types import MethodType
 from typing import Any
 
 from distnb.errors import CollectiveError, CollectiveMismatchError, EngineDied, OptionError, ProgramError, RemoteError
-from distnb.notebook.dispatch import Outcome
 from distnb.notebook.output.wording import ranges
+from distnb.notebook.programs.dispatch import Outcome
 from distnb.objects.placeholder import Placeholder
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport

@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from distnb.notebook.supervision import EndProgram, GiveUpOn, Order, Supervision
+from distnb.notebook.programs.supervision import EndProgram, GiveUpOn, Order, Supervision
 from distnb.runtime.interrupts import drain
 from distnb.wire.channel import receive_from, send_frames
 from distnb.wire.codec import encode

@@ -64,7 +64,7 @@ def enter(spec: StrategySpec, launched: bool) -> str | None:
 def _join(placement: WorkerPlacement, launched: bool, sockets_only: bool) -> None:
     global _joined, _store
     from distnb.runtime import spmd
-    from distnb.runtime.cluster_meeting import connect, meet_workers
+    from distnb.runtime.scripts.cluster_meeting import connect, meet_workers
 
     if launched:
         _check_launched(placement)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from distnb.errors import EngineDied, ReplicaStuck
-from distnb.notebook.prompts import Prompts
-from distnb.notebook.supervision import GiveUpOn
-from distnb.notebook.supervisor import Supervisor
+from distnb.notebook.programs.prompts import Prompts
+from distnb.notebook.programs.supervision import GiveUpOn
+from distnb.notebook.programs.supervisor import Supervisor
 from distnb.runtime.interrupts import Interrupts, drain
 from distnb.topology import Team
 from distnb.wire.channel import Programs

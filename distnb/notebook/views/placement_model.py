@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distnb.notebook.output.value_model import replicas_text
 from distnb.notebook.output.wording import ranges
+from distnb.notebook.views.value_model import replicas_text
 from distnb.wire.inspection import Holding
 
 __all__ = ["Part", "PlacedTensor", "PlacementModel", "bounds_text"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from distnb.errors import OptionError, closest
-from distnb.notebook.output.curves import Curve
+from distnb.notebook.views.curves import Curve
 from distnb.runtime.step_count import Axis
 
 if TYPE_CHECKING:

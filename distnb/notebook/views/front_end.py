@@ -12,7 +12,7 @@ from distnb.wire.messages import Asks
 
 if TYPE_CHECKING:
     from distnb.coordinator.coordinator import ClusterCoordinator
-    from distnb.notebook.output.runs import History
+    from distnb.notebook.views.runs import History
 
 __all__ = ["FrontEnd", "ask_here"]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from distnb.notebook.output.closures_model import ClosuresModel
-from distnb.notebook.output.curves import MOST_POINTS, Curve, Line, Point
-from distnb.notebook.output.runs import History, Run
-from distnb.notebook.output.timeline_model import TimelineModel
-from distnb.notebook.output.waits_model import WaitsModel
+from distnb.notebook.views.closures_model import ClosuresModel
+from distnb.notebook.views.curves import MOST_POINTS, Curve, Line, Point
+from distnb.notebook.views.runs import History, Run
+from distnb.notebook.views.timeline_model import TimelineModel
+from distnb.notebook.views.waits_model import WaitsModel
 from distnb.runtime import step_count
 from distnb.wire.messages import Asks, Died, GoesOn, Live, ProgramEnded, Status, TelemetrySample
 

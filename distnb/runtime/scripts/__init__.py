@@ -1,0 +1,1 @@
+"""A script as one replica of a cluster: who it is, and how it meets the others."""
