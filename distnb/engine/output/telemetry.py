@@ -21,7 +21,7 @@ from distnb.accelerators import allocated_nbytes, device_memory
 from distnb.runtime import step_count
 from distnb.wire.messages import MemoryUse, TelemetrySample, Waiting
 
-__all__ = ["Telemetry", "innermost", "memory", "remember_cell", "where_it_failed"]
+__all__ = ["Telemetry", "innermost", "memory", "name_cell", "remember_cell", "where_it_failed"]
 
 _FEW_EVENTS = 64  # in a sample, where nobody asked for all
 _KNOWN_CALLS = 64
@@ -33,6 +33,11 @@ _loaded = time.monotonic()
 def remember_cell(filename: str, label: str) -> None:
     """Let samples say where in this cell the replica is; `label` is what people call it, "Cell In[3]"."""
     _labels[filename] = label.replace("Cell In[", "cell ").removesuffix("]") or "cell"
+
+
+def name_cell(text: str, filename: str) -> str:
+    """A frame of a traceback in which a cell's file is called as people call the cell."""
+    return text.replace(f'File "{filename}"', _labels.get(filename, f'File "{filename}"'), 1)
 
 
 class Telemetry:
