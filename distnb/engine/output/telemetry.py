@@ -55,6 +55,8 @@ class Telemetry:
         self._calls: dict[tuple[CodeType, int], str] = {}
         self._machine = activity.machine()
         self._process = psutil.Process()
+        self._host_nbytes = int(psutil.virtual_memory().total)
+        self._accelerator_nbytes: int | None = None
 
     def sample(self, engine: int, program: int, replica: int, *, whole: bool = False) -> TelemetrySample:
         """Measure this process, with the events since the latest sample; or with the `whole` of those that are kept."""
@@ -81,7 +83,16 @@ class Telemetry:
             processors=len(os.sched_getaffinity(0)),
             epochs=() if whole else step_count.epochs_begun(),
             reading=step_count.reading(),
+            host_nbytes=self._host_nbytes,
+            accelerator_nbytes=self._accelerator(),
         )
+
+    def _accelerator(self) -> int | None:
+        """All memory of the accelerator, once it is used; asked for once."""
+        if self._accelerator_nbytes is None:
+            known = device_memory()
+            self._accelerator_nbytes = known[1] if known is not None else None
+        return self._accelerator_nbytes
 
     def _where(self) -> tuple[str, FrameType | None]:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
