@@ -77,7 +77,7 @@ def _engines(
 
 
 def _memory(sample: TelemetrySample | None) -> list[dict[str, Any]]:
-    """What an engine takes of the memory that there is, in bytes: its machine's, and its accelerator's if it has one."""
+    """What an engine takes of the memory that there is, in bytes: of its machine's, and of its accelerator's."""
     if sample is None:
         return []
     taken = [("memory", sample.rss_nbytes, sample.host_nbytes)]
