@@ -50,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(int(os.environ[THREADS_VARIABLE]))
     agent = importlib.import_module(os.environ[AGENT_VARIABLE])
     app = EngineApp.instance(id=engine)
-    app.initialize([f"--profile-dir={path.parent}", "--log-level=WARN"])
+    app.initialize([f"--profile-dir={path.parent}", "--log-level=ERROR"])
     app.joins = connection.controller
 
     def prepare(shell: Any) -> None:

@@ -24,6 +24,7 @@ from distnb import activity
 from distnb.engine import guard
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
+from distnb.engine.output import telemetry
 from distnb.watching import live
 from distnb.wire.channel import Link
 from distnb.wire.messages import (
@@ -253,4 +254,6 @@ def _program_stack() -> str:
     guarded = [place for place, frame in enumerate(stack) if frame.filename == guard.__file__]
     own = os.path.dirname(distnb.__file__) + os.sep
     program = stack[guarded[-1] + 1 :] if guarded else []
-    return "".join(traceback.format_list([frame for frame in program if not frame.filename.startswith(own)]))
+    users = [frame for frame in program if not frame.filename.startswith(own)]
+    texts = zip(traceback.format_list(users), users, strict=True)
+    return "".join(telemetry.name_cell(text, frame.filename) for text, frame in texts)

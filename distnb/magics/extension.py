@@ -81,7 +81,7 @@ class Extension:
         # The cell that loads the extension may go on to use it.
         self._stops.install()
         _choose_debugger()
-        self._front.begin_cell()
+        self._front.begin_cell(_cells_stored(self._shell) - 1)
 
     def _settle(self, result: ExecutionResult | None, *, stop: bool) -> None:
         """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error, too.
@@ -118,7 +118,7 @@ class Extension:
         _choose_debugger()
         self._distribute.cell_begins(raw_cell)
         self._history.begin(raw_cell)
-        self._front.begin_cell()
+        self._front.begin_cell(_cells_stored(self._shell))  # the number of this one, which is stored next
 
     def _after(self, result: ExecutionResult | None) -> None:
         if not _cells_under_way():
@@ -143,6 +143,12 @@ def _autoreloaded(shell: InteractiveShell, name: str) -> object:
     version = reloader.modules_mtimes.get(name)
     file = getattr(sys.modules.get(name), "__file__", None)
     return None if reloader.failed.get(file) == version else version
+
+
+def _cells_stored(shell: InteractiveShell) -> int:
+    """How many cells are in `In`, with the 0th; IPython's own counter may be one further or not."""
+    history = shell.history_manager
+    return len(history.input_hist_parsed) if history is not None else shell.execution_count
 
 
 def _cells_under_way() -> int:

@@ -521,7 +521,8 @@ class Session:
         """
         if self.failure is None:
             raise ProgramError(
-                "There is nothing to look into: the latest distributed cell or call went well, or none has run."
+                "There is nothing to look into: the latest distributed cell or call went well, or none has run. (Of a "
+                "coordinator's closure that fails, only the error is kept.)"
             )
         engine = self.failure.engine_of(replica)
         try:

@@ -101,7 +101,7 @@ def plain_summary(model: LiveModel, now: float) -> str:
     lines = [head_text(model, now), *model.troubles(), *map(_chart_text, charts(model))]
     if model.closures is not None:
         lines += closures_lines(model.closures)
-    lines += filter(None, [timeline_text(model), *model.waits.lines(now)])
+    lines += filter(None, [timeline_text(model), *(model.waits.lines(now) or model.waited)])
     return "\n".join(lines)
 
 

@@ -135,7 +135,7 @@ class Front:
     def _current(self) -> CellView | None:
         return self._cells[-1][1] if self._cells else None
 
-    def begin_cell(self) -> None:
+    def begin_cell(self, number: int) -> None:
         """A cell begins: what happens now is its."""
         with self._lock:
             self._drain()
@@ -147,7 +147,7 @@ class Front:
             counted = {engine: (sample.steps, sample.examples) for engine, sample in self._samples.items()}
             counted[HERE] = (step_count.steps, step_count.examples)
             who = self._workers, self._who
-            name = f"In[{self._shell.execution_count}]"
+            name = f"In[{number}]"
             view = CellView(
                 publisher, self._make_view, self._replicas, counted, self._devices, *who, name, self.history
             )

@@ -3,6 +3,7 @@
 
 const STYLE = `
 .distnb-live{font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-ui-font-color1,inherit);padding:4px 0}
+.distnb-live [hidden]{display:none}
 .distnb-live .status{display:flex;gap:8px;align-items:baseline}
 .distnb-live .dot{width:9px;height:9px;border-radius:50%;background:#009e73;flex:none}
 .distnb-live .dot.starting,.distnb-live .dot.interrupted{background:#e69f00}

@@ -54,8 +54,8 @@ def timeline_image(model: LiveModel) -> str:
 
 
 def waits_html(model: LiveModel, now: float) -> str:
-    """Who waits for whom; "" while nobody does for long."""
-    lines = "".join(f"<div>{html.escape(line)}</div>" for line in model.waits.lines(now))
+    """Who waits for whom, or did when the program was ended; "" where nobody does for long."""
+    lines = "".join(f"<div>{html.escape(line)}</div>" for line in model.waits.lines(now) or model.waited)
     style = "border-left:3px solid #d55e00;padding-left:8px;margin:2px 0"
     return f'<div class="waits" role="status" style="{style}">{lines}</div>' if lines else ""
 
@@ -124,11 +124,13 @@ def gantt_picture(pieces: list[Piece], steps: list[tuple[float, int]]) -> str:
     def parts() -> Iterator[str]:
         for replica, row in rows.items():
             yield _label(replica, row * (height + 3) + 14, height)
+        free = float(_LEFT - 30)  # to the right of what is written above
         for at, number in steps:
-            x = _LEFT + (at - begin) * scale
+            x, words = _LEFT + (at - begin) * scale, f"step {number:,}"
             yield f'<path d="M{x:.1f} 12V{bottom - 2}" stroke="{_GREY}" stroke-width="1" stroke-dasharray="2 2"/>'
-            if x > _LEFT + 20:
-                yield f'<text x="{x:.1f}" y="9" text-anchor="end" fill="{_GREY}" font-size="9">step {number:,}</text>'
+            if x - 5.2 * len(words) > free:  # a letter takes about 5 units
+                free = x
+                yield f'<text x="{x:.1f}" y="9" text-anchor="end" fill="{_GREY}" font-size="9">{words}</text>'
         for each in pieces:
             width = (each.end - each.begin) * scale
             if width >= _NARROW:

@@ -426,6 +426,7 @@ class TelemetrySample:
         epochs: Of each iteration over data that training began since the last sample: the steps before it, its number.
         reading: Of the data that is trained on: number of the iteration, batches that it gave, batches that it has (or
             None), and how many iterations there will be (or None).
+        host_nbytes, accelerator_nbytes: All memory of its machine and of its accelerator; None where it is not known.
     """
 
     engine: int
@@ -445,6 +446,8 @@ class TelemetrySample:
     processors: int = 0
     epochs: tuple[tuple[int, int], ...] = ()
     reading: tuple[int, int, int | None, int | None] | None = None
+    host_nbytes: int | None = None
+    accelerator_nbytes: int | None = None
 
 
 @dataclass(frozen=True)

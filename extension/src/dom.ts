@@ -16,7 +16,7 @@ export function element<K extends keyof HTMLElementTagNameMap>(
 /** States differ by shape and word, not by colour alone. */
 const SHAPES = { idle: '○', running: '●', busy: '◐', error: '✕' };
 
-export function engineRow(engine: IEngine, largest: number): HTMLElement {
+export function engineRow(engine: IEngine): HTMLElement {
   const state = element('span', `distnb-state distnb-mod-${engine.kind}`, `${SHAPES[engine.kind]} ${engine.state}`);
   state.title = engine.at ? `${engine.state}: ${engine.at}` : engine.state;
   const [name, place] = [element('span', 'distnb-name', engine.name), element('span', '', engine.place)];
@@ -24,24 +24,20 @@ export function engineRow(engine: IEngine, largest: number): HTMLElement {
   if (engine.at) {
     row.append(element('span', 'distnb-at', engine.at));
   }
-  for (const [what, nbytes] of [
-    ['memory', engine.rss],
-    ['on device', engine.onDevice]
-  ] as const) {
-    if (nbytes) {
-      row.append(memoryBar(what, nbytes, largest));
-    }
-  }
+  row.append(...engine.memory.map(memoryRow));
   return row;
 }
 
-/** The longest bar is the largest replica's: so one that holds more than the others is seen. */
-function memoryBar(what: string, nbytes: number, largest: number): HTMLElement {
+/** A whole bar is all the memory that there is; where that is not known there is none. */
+function memoryRow({ what, taken, all }: IEngine['memory'][number]): HTMLElement {
+  if (all === null) {
+    return element('span', 'distnb-memory', `${human(taken)} ${what}`);
+  }
   const part = element('span', 'distnb-part');
-  part.style.width = `${(100 * nbytes) / largest}%`;
+  part.style.width = `${(100 * taken) / all}%`;
   const bar = element('span', 'distnb-bar', part);
   bar.setAttribute('aria-hidden', 'true');
-  return element('span', 'distnb-memory', bar, `${human(nbytes)} ${what}`);
+  return element('span', 'distnb-memory', bar, `${human(taken)} of ${human(all)} ${what}`);
 }
 
 function human(nbytes: number): string {

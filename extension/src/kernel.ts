@@ -10,8 +10,7 @@ export interface IEngine {
   state: string;
   kind: 'idle' | 'running' | 'busy' | 'error';
   at: string;
-  rss: number | null;
-  onDevice: number | null;
+  memory: { what: string; taken: number; all: number | null }[];
 }
 
 export interface ILine {

@@ -92,8 +92,7 @@ export class ReplicasPanel extends Widget {
     this._buttons.stacks.disabled = engines === null;
     this._head.textContent =
       told?.doing || told?.head || (engines ? `${engines.length} engines are ready.` : 'No engines are running.');
-    const sizes = (engines ?? []).flatMap(each => [each.rss ?? 0, each.onDevice ?? 0]);
-    this._engines.replaceChildren(...(engines ?? []).map(each => engineRow(each, Math.max(1, ...sizes))));
+    this._engines.replaceChildren(...(engines ?? []).map(engineRow));
     this._more.replaceChildren(
       ...(told?.told ?? []).map(line => element('div', 'distnb-told', line)),
       ...(told?.curves ?? []).map(each => curve(each.name, each.lines))

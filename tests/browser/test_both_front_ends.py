@@ -161,7 +161,7 @@ def sees_it_run(notebook: OpenNotebook) -> None:
     panel = notebook.page.locator(".distnb-panel")
     notebook.see(lambda: panel.locator(".distnb-engine .distnb-mod-running").count() == 2)
     notebook.see(lambda: panel.get_by_role("img", name="local loss: [0]").count() == 1)
-    notebook.see(lambda: "MB memory" in panel.inner_text())
+    notebook.see(lambda: "GB memory" in panel.inner_text())
     cell = notebook.page.locator(".jp-Notebook .jp-Cell[data-distnb=running]")
     assert cell.locator(".distnb-mark").inner_text() == "mirrored · 2 replicas · running"
     assert cell.locator(".distnb-mark").get_attribute("title").startswith("replica 0 on cpu:0: running\nreplica 1")

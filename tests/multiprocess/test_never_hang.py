@@ -659,6 +659,7 @@ waits_here()
     assert ran.status == "ok", ran
     text = Path(seen).read_text()
     assert "waits_here()" in text, text
+    assert re.match(r"  cell \d+, line 5, in <module>", text), text
     assert "distnb" not in text, text
     assert "idle" in notebook.run("watcher.join()\n%distnb stacks").text
 

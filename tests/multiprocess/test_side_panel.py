@@ -95,7 +95,9 @@ def test_a_page_and_a_terminal_see_and_end_a_cell_that_hangs(notebook: Notebook)
     notebook.wait_for_output(cell, "begun")
     with new_page(notebook) as page:  # it asks for nothing: all that it needs comes
         told = page.wait_for(["running", "running"])
-        while not (told["curves"] and len(told["curves"][0]["lines"][0]["points"]) > 1 and told["engines"][0]["rss"]):
+        while not (
+            told["curves"] and len(told["curves"][0]["lines"][0]["points"]) > 1 and told["engines"][0]["memory"]
+        ):
             told = next(page.snapshots())
         assert told["running"]
         assert "mirrored · 2 replicas · running" in told["head"]

@@ -77,9 +77,9 @@ def error_of(shell: InteractiveShell, source: str) -> str:
 def test_stop_while_a_cell_is_about_to_begin(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
     begin_cell = Front.begin_cell
 
-    def pressed(front: Front) -> None:
+    def pressed(front: Front, number: int) -> None:
         signal.raise_signal(signal.SIGINT)
-        begin_cell(front)
+        begin_cell(front, number)
 
     with monkeypatch.context() as patch:
         patch.setattr(Front, "begin_cell", pressed)
@@ -601,8 +601,10 @@ def test_a_cells_curves_have_a_name_or_are_not_drawn(shell: InteractiveShell, se
     training = "\n# replay: train 0.3"
     assert "loss" in run(shell, f"%%distribute mirrored --name slow{training}")[1]
     assert "loss" not in run(shell, f"%%distribute mirrored --quiet --name quiet{training}")[1]
-    run(shell, f"%%distribute mirrored{training}")
-    assert set(distnb.history()["run"]) == {"slow", "quiet", f"In[{shell.execution_count}]"}
+    number = shell.execution_count
+    with capture_output():
+        shell.run_cell(f"%%distribute mirrored{training}", store_history=True)
+    assert set(distnb.history()["run"]) == {"slow", "quiet", f"In[{number}]"}
 
 
 def test_a_forgotten_load_ext(monkeypatch: pytest.MonkeyPatch) -> None:

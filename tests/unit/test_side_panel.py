@@ -73,10 +73,16 @@ def test_a_cluster_that_is_being_stopped_is_none() -> None:
 
 def test_machines_are_named_where_there_are_several() -> None:
     told = snapshot(
-        session("idle", "idle", hosts=("a", "b")), None, {1: TelemetrySample(1, 1, 1, 0.0, 0, 0, 5, 7, "")}, 0.0
+        session("idle", "idle", hosts=("a", "b")),
+        None,
+        {1: TelemetrySample(1, 1, 1, 0.0, 0, 0, 5, 7, host_nbytes=9)},
+        0.0,
     )
     assert [engine["place"] for engine in told["engines"]] == ["cpu:0 of a", "cpu:1 of b"]
-    assert [(engine["rss"], engine["onDevice"]) for engine in told["engines"]] == [(None, None), (5, 7)]
+    assert [engine["memory"] for engine in told["engines"]] == [
+        [],
+        [{"what": "memory", "taken": 5, "all": 9}, {"what": "on device", "taken": 7, "all": None}],
+    ]
 
 
 def test_curves_are_thinned_to_their_latest_point_and_are_json() -> None:

@@ -279,6 +279,15 @@ def test_a_gantt_picture_has_each_piece() -> None:
     assert "all_reduce(float32[10], sum) (cell 3, line 4)" in "".join(root.itertext())
 
 
+def test_steps_that_end_close_together_do_not_write_over_each_other() -> None:
+    pieces = Timeline(model_of(trained([0.010, 0.038])), 5).rows
+    ends = [(0.04, 1), (0.08, 2), (0.081, 3), (0.12, 4)]
+    texts = [
+        each.text or "" for each in ET.fromstring(gantt_picture(pieces, ends)).iter() if each.tag.endswith("}text")
+    ]
+    assert [text for text in texts if text.startswith("step")] == ["step 1", "step 2", "step 4"]
+
+
 def test_a_timeline_is_rows_a_table_and_a_trace(tmp_path: Path) -> None:
     timeline = Timeline(model_of(trained([0.010, 0.038])), 5)
     assert timeline.rows[0].begin == 0.0

@@ -109,3 +109,21 @@ def test_the_view_tells_it_while_the_cell_runs_and_no_longer() -> None:
     assert "asks" not in model.waits.lines(6.0)[0]
     model.feed(ProgramEnded(1, 1, "ok"), 6.5)
     assert model.waits.lines(6.5) == []
+
+
+def test_what_was_waited_for_when_a_program_was_ended_stays_in_the_picture() -> None:
+    model = LiveModel("mirrored")
+    team = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
+    model.feed(Status(1, "started", team), 0.0)
+    model.feed(sample(0, 6.0), 6.0)
+    model.feed(sample(1, 6.0, waiting=waits(6.0)), 6.0)
+    for engine in (1, 0):
+        model.feed(ProgramEnded(1, engine, "interrupted"), 6.5)
+    model.feed(Status(1, "ended", team, "KeyboardInterrupt"), 6.5)
+    model.end(6.5, failed=True)
+    kept = picture_bundle(model, 60.0)
+    for shown in (kept["text/html"], kept["text/plain"]):
+        assert shown.count("When it ended: replica 1 waits in all_reduce (cell 3, line 4; number 17) since 6 s;") == 1
+        assert "replica 0 is not there: it is in cell 3, line 3" in shown
+    model.feed(Status(2, "started", team), 61.0)
+    assert "When it ended" not in picture_bundle(model, 61.0)["text/plain"]

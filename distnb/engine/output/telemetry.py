@@ -21,7 +21,7 @@ from distnb.accelerators import allocated_nbytes, device_memory
 from distnb.runtime import step_count
 from distnb.wire.messages import MemoryUse, TelemetrySample, Waiting
 
-__all__ = ["Telemetry", "innermost", "memory", "remember_cell", "where_it_failed"]
+__all__ = ["Telemetry", "innermost", "memory", "name_cell", "remember_cell", "where_it_failed"]
 
 _FEW_EVENTS = 64  # in a sample, where nobody asked for all
 _KNOWN_CALLS = 64
@@ -33,6 +33,11 @@ _loaded = time.monotonic()
 def remember_cell(filename: str, label: str) -> None:
     """Let samples say where in this cell the replica is; `label` is what people call it, "Cell In[3]"."""
     _labels[filename] = label.replace("Cell In[", "cell ").removesuffix("]") or "cell"
+
+
+def name_cell(text: str, filename: str) -> str:
+    """A frame of a traceback in which a cell's file is called as people call the cell."""
+    return text.replace(f'File "{filename}"', _labels.get(filename, f'File "{filename}"'), 1)
 
 
 class Telemetry:
@@ -50,6 +55,8 @@ class Telemetry:
         self._calls: dict[tuple[CodeType, int], str] = {}
         self._machine = activity.machine()
         self._process = psutil.Process()
+        self._host_nbytes = int(psutil.virtual_memory().total)
+        self._accelerator_nbytes: int | None = None
 
     def sample(self, engine: int, program: int, replica: int, *, whole: bool = False) -> TelemetrySample:
         """Measure this process, with the events since the latest sample; or with the `whole` of those that are kept."""
@@ -76,7 +83,16 @@ class Telemetry:
             processors=len(os.sched_getaffinity(0)),
             epochs=() if whole else step_count.epochs_begun(),
             reading=step_count.reading(),
+            host_nbytes=self._host_nbytes,
+            accelerator_nbytes=self._accelerator(),
         )
+
+    def _accelerator(self) -> int | None:
+        """All memory of the accelerator, once it is used; asked for once."""
+        if self._accelerator_nbytes is None:
+            known = device_memory()
+            self._accelerator_nbytes = known[1] if known is not None else None
+        return self._accelerator_nbytes
 
     def _where(self) -> tuple[str, FrameType | None]:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)

@@ -108,6 +108,7 @@ class LiveModel:
         closures: What a coordinator does, where the cell uses one: then replicas are its workers.
         timeline: How the replicas spend their time.
         waits: What they wait in.
+        waited: Who waited for whom, in words, when a program ended that did not end well.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class LiveModel:
         self.closures: ClosuresModel | None = None
         self.timeline = TimelineModel()
         self.waits = WaitsModel()
+        self.waited: list[str] = []
         self.state: State = "starting"
         self.began: float | None = None
         self.ended_at: float | None = None
@@ -164,6 +166,8 @@ class LiveModel:
             self._row(event.replica, event.engine).state = "asks" if isinstance(event, Asks) else "running"
             (self.waits.asking.add if isinstance(event, Asks) else self.waits.asking.discard)(event.replica)
         elif isinstance(event, ProgramEnded | Died):
+            if isinstance(event, Died) or event.status != "ok":
+                self.waited = self.waited or [f"When it ended: {line}" for line in self.waits.lines(now)]
             self._replica_ended(event)
 
     def follow(self, closures: ClosuresModel, title: str, now: float) -> None:
@@ -254,7 +258,7 @@ class LiveModel:
 
     def _status(self, event: Status) -> None:
         if event.state == "started":
-            self.state = "running"
+            self.state, self.waited = "running", []
             for replica, engine in enumerate(event.team.engines):
                 row = self._row(replica, engine)
                 row.state, row.device = "running", str(event.team.devices[replica])

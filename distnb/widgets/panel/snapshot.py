@@ -70,11 +70,19 @@ def _engines(
             "name": row.task or f"engine {row.engine}",
             "place": f"{row.device} of {row.host}" if several else row.device,
             **_state(row, replicas.get(row.engine)),
-            "rss": sample.rss_nbytes if (sample := samples.get(row.engine)) else None,
-            "onDevice": sample.device_nbytes if sample else None,
+            "memory": _memory(samples.get(row.engine)),
         }
         for row in rows
     ]
+
+
+def _memory(sample: TelemetrySample | None) -> list[dict[str, Any]]:
+    """What an engine takes of the memory that there is, in bytes: of its machine's, and of its accelerator's."""
+    if sample is None:
+        return []
+    taken = [("memory", sample.rss_nbytes, sample.host_nbytes)]
+    taken.append(("on device", sample.device_nbytes or 0, sample.accelerator_nbytes))
+    return [{"what": what, "taken": own, "all": whole} for what, own, whole in taken if own]
 
 
 def _state(status: EngineStatus, row: ReplicaRow | None) -> dict[str, str]:
