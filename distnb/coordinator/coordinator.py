@@ -44,6 +44,7 @@ from distnb.objects.modes import Environment
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.interrupts import Interrupts
 from distnb.runtime.servers import roles
+from distnb.runtime.step_count import Reading
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
@@ -105,6 +106,7 @@ class ClusterCoordinator:
     """
 
     strategy: Strategy
+    reading: Reading | None  # how far a loop over epochs has come that schedules here: set by who has one
 
     def __new__(
         cls, strategy: Strategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30
@@ -155,6 +157,7 @@ class ClusterCoordinator:
         self._interrupted = False
         self._staleness: deque[int] = deque(maxlen=_LATEST_STEPS)
         self._steps = 0
+        self.reading = None
         self._waiters: list[Waiter] = []
         self._interrupts = Interrupts()
         self._seed: int | None = None
@@ -363,7 +366,8 @@ class ClusterCoordinator:
             lost = tuple(sorted(self._lost_servers))
             most = max(stale, default=0)
             replicas = self._link.replicas_per_worker
-            return CoordinatorStatus(*self._queue.counts, tuple(workers), mean, most, lost, self._steps, replicas)
+            counts, reading = self._queue.counts, self.reading
+            return CoordinatorStatus(*counts, tuple(workers), mean, most, lost, self._steps, replicas, reading)
 
     def __repr__(self) -> str:
         counts = self._queue.counts
