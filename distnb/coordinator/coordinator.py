@@ -35,15 +35,26 @@ from distnb.coordinator.per_worker import (
     is_function,
     takes_context,
 )
-from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Send, TakeBack, TellNobodyRuns
+from distnb.coordinator.queue import (
+    MOST_LOSSES,
+    Cancel,
+    ClosureQueue,
+    Fail,
+    Interrupt,
+    Order,
+    Send,
+    TakeBack,
+    TellNobodyRuns,
+)
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
 from distnb.coordinator.waiter import Waiter
-from distnb.errors import CheckpointError, ClosureCancelled, NoClusterError, OptionError, ServerLost
+from distnb.errors import CheckpointError, ClosureCancelled, EngineDied, NoClusterError, OptionError, ServerLost
 from distnb.objects.modes import Environment
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.interrupts import Interrupts
 from distnb.runtime.servers import roles
+from distnb.runtime.step_count import Reading
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
@@ -105,6 +116,7 @@ class ClusterCoordinator:
     """
 
     strategy: Strategy
+    reading: Reading | None  # how far a loop over epochs has come that schedules here: set by who has one
 
     def __new__(
         cls, strategy: Strategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30
@@ -155,6 +167,7 @@ class ClusterCoordinator:
         self._interrupted = False
         self._staleness: deque[int] = deque(maxlen=_LATEST_STEPS)
         self._steps = 0
+        self.reading = None
         self._waiters: list[Waiter] = []
         self._interrupts = Interrupts()
         self._seed: int | None = None
@@ -363,7 +376,8 @@ class ClusterCoordinator:
             lost = tuple(sorted(self._lost_servers))
             most = max(stale, default=0)
             replicas = self._link.replicas_per_worker
-            return CoordinatorStatus(*self._queue.counts, tuple(workers), mean, most, lost, self._steps, replicas)
+            counts, reading = self._queue.counts, self.reading
+            return CoordinatorStatus(*counts, tuple(workers), mean, most, lost, self._steps, replicas, reading)
 
     def __repr__(self) -> str:
         counts = self._queue.counts
@@ -591,6 +605,18 @@ class ClusterCoordinator:
                 value = self._forget(order.closure).value
                 text = f"{value.name} was cancelled before it had a result: {self._why}"
                 value.spoil(ClosureCancelled(text if text.endswith(".") else f"{text}."), "cancelled")
+            elif isinstance(order, Fail):
+                value, how = self._forget(order.closure).value, self._lost.get(order.worker, "was replaced")
+                error = EngineDied(
+                    f"{value.name} was running on {MOST_LOSSES} workers when they were lost, one after another; the "
+                    f"last, worker {order.worker}, {how}. It is taken for the cause, and not tried again. A process "
+                    "that is killed by SIGKILL has often taken more memory than there is (%distnb memory); one that "
+                    "crashes does so too where the function is called in a process of one's own. Then %distnb restart "
+                    "--missing starts workers again."
+                )
+                self._why = f"{value.name} ended one worker after another"
+                value.spoil(error, "failed")
+                self._errors.append(error)
             elif isinstance(order, Interrupt):
                 self._link.interrupt(self._closures[order.closure].program)
             elif isinstance(order, TakeBack):

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 __all__ = [
+    "MOST_LOSSES",
     "Cancel",
     "ClosureQueue",
     "Counts",
+    "Fail",
     "Interrupt",
     "Order",
     "Send",
@@ -24,6 +26,9 @@ __all__ = [
     "TellNobodyRuns",
     "WorkerState",
 ]
+
+MOST_LOSSES = 4
+"""A closure that so many workers were running when they were lost is taken for the cause."""
 
 _PATIENCE_S = 0.02  # a closure that is about to start where it is need not be taken back, which costs a round trip
 
@@ -55,11 +60,18 @@ class Cancel(NamedTuple):
     closure: int
 
 
+class Fail(NamedTuple):
+    """A closure has failed: this worker was the last of `MOST_LOSSES` that were lost while they ran it."""
+
+    closure: int
+    worker: int
+
+
 class TellNobodyRuns(NamedTuple):
     """Closures wait, and there is no worker to run them."""
 
 
-Order = Send | TakeBack | Interrupt | Cancel | TellNobodyRuns
+Order = Send | TakeBack | Interrupt | Cancel | Fail | TellNobodyRuns
 
 
 class Counts(NamedTuple):
@@ -112,6 +124,9 @@ class ClosureQueue:
         self._oldest = 0
         self._latest = -1
         self.done_by: Counter[int] = Counter()
+        self._losses: Counter[int] = (
+            Counter()
+        )  # by closure that has not ended: workers that were lost while they ran it
         self._done = self._failed = self._cancelled = self._retried = 0
         self._told = False
 
@@ -146,8 +161,18 @@ class ClosureQueue:
             if closure in self._ending:
                 orders += self._cancel(closure)
             else:
-                self._retried += 1
                 heapq.heappush(self._waiting, closure)
+                self._retried += 1
+        first = next(iter(lost.closures), None)  # the one that it ran
+        if first is not None and first in self._unfinished:
+            self._losses[first] += 1
+            if self._losses[first] == MOST_LOSSES:
+                self._waiting.remove(first)
+                heapq.heapify(self._waiting)
+                self._retried -= 1
+                self._finish(first)
+                self._failed += 1
+                orders += [Fail(first, worker), *self.cancel()]
         return orders + self._assign(now)
 
     def ended(self, worker: int, closure: int, how: Literal["done", "failed", "cancelled"], now: float) -> list[Order]:
@@ -313,6 +338,7 @@ class ClosureQueue:
     def _finish(self, closure: int) -> None:
         self._unfinished.discard(closure)
         self._ending.discard(closure)
+        self._losses.pop(closure, None)
 
     def _cancel(self, closure: int) -> list[Order]:
         """It has ended without a result, and so have those that need one."""

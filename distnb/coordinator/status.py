@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from distnb.runtime.step_count import Reading
 
 __all__ = ["CoordinatorStatus", "WorkerState", "WorkerStatus"]
 
@@ -42,6 +45,7 @@ class CoordinatorStatus:
         lost_servers: Parameter servers that are gone.
         steps: Optimizer steps of closures that ended well.
         replicas_per_worker: Worker *w* has the replicas from *w* times as many on.
+        reading: How far a loop over epochs has come that schedules the closures, as Keras's; None where none tells.
     """
 
     waiting: int
@@ -56,3 +60,4 @@ class CoordinatorStatus:
     lost_servers: tuple[int, ...] = ()
     steps: int = 0
     replicas_per_worker: int = 1
+    reading: Reading | None = None

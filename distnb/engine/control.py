@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import sys
 import threading
 import time
@@ -17,14 +18,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import zmq
 
-import distnb
 from distnb import activity
 from distnb.engine import guard
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
 from distnb.engine.output import telemetry
+from distnb.frames import OWN
 from distnb.watching import live
 from distnb.wire.channel import Link
 from distnb.wire.messages import (
@@ -52,6 +54,8 @@ __all__ = ["Control"]
 _FLUSH_S = 0.05
 _TELEMETRY_S = 0.2
 _POINTS_S = 0.2  # to read them costs the training a moment of Python's lock: not as often as output
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_WAITING = (threading.__file__, queue.__file__)  # what distnb waits with
 
 
 _Told = tuple[tuple[int, int], str, tuple[int, int], dict[str, Any], float]
@@ -249,11 +253,18 @@ def _stream_of(event: Any) -> tuple[int, str] | None:
 
 
 def _program_stack() -> str:
-    """Where the main thread is in the user's program, innermost last, without frames of distnb; "" if it is idle."""
+    """Where the main thread is in the user's program, innermost last, without frames of distnb; "" if it is idle.
+
+    Of a thread that is in distnb, torch's way there (a backward pass that sums gradients) tells nothing either.
+    """
     stack = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     guarded = [place for place, frame in enumerate(stack) if frame.filename == guard.__file__]
-    own = os.path.dirname(distnb.__file__) + os.sep
     program = stack[guarded[-1] + 1 :] if guarded else []
-    users = [frame for frame in program if not frame.filename.startswith(own)]
+    below = list(itertools.takewhile(lambda frame: frame.filename.startswith((OWN, *_WAITING)), reversed(program)))
+    if any(frame.filename.startswith(OWN) for frame in below):
+        del program[-len(below) :]
+        while len(program) > 1 and program[-1].filename.startswith(_TORCH):
+            del program[-1]
+    users = [frame for frame in program if not frame.filename.startswith(OWN)]
     texts = zip(traceback.format_list(users), users, strict=True)
     return "".join(telemetry.name_cell(text, frame.filename) for text, frame in texts)

@@ -23,6 +23,7 @@ from distnb.keras.by_state import HERE, METHODS, READS, OfKeras
 from distnb.keras.server_optimizer import make_remote
 from distnb.options import InputOptions
 from distnb.runtime.servers.server_variable import ServerVariable
+from distnb.runtime.step_count import Reading
 from distnb.runtime.this_process import this_process
 from distnb.watching.live import live
 
@@ -225,7 +226,7 @@ class ModelOnServers:
                     "model.fit got validation_data that workers make, which have no common end: give validation_steps."
                 )
         if this_process.live_sink is not None and not isinstance(given.get("callbacks"), keras.callbacks.CallbackList):
-            given["callbacks"] = [*keras.tree.flatten(given.get("callbacks") or []), _Live()]
+            given["callbacks"] = [*keras.tree.flatten(given.get("callbacks") or []), _Live(self._coordinator)]
         with self._loop("train", given["x"], steps):
             return plain(*bound.args, **bound.kwargs)
 
@@ -357,7 +358,19 @@ def _refuse_batch_size(method: str, given: dict[str, Any]) -> None:
 
 
 class _Live(keras.callbacks.Callback):  # type: ignore[misc]
-    """Draws the numbers of each epoch as curves."""
+    """Draws the numbers of each epoch as curves, and tells how far the training has come."""
+
+    def __init__(self, coordinator: ClusterCoordinator) -> None:
+        super().__init__()
+        self._coordinator = coordinator
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        told = self.params
+        self._coordinator.reading = Reading(self._epoch, batch + 1, told.get("steps"), told.get("epochs"))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs:

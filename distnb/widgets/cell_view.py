@@ -161,6 +161,7 @@ class CellView:
         if self.model.ended_at is not None:
             return
         if self._watch is not None and self._watch.look(now, servers=self._view is not None):
+            self.model.sampled(now)
             self._changed = True
         if self._view is None and not self.quiet:
             long = self.model.began is not None and now - self.model.began >= _APPEAR_S
@@ -208,6 +209,7 @@ class CellView:
             self._appear(now)
         if self._view is not None and self._watch is not None:
             self._watch.finish(now)
+            self.model.sampled(now)
         self.model.end(now, failed=failed)
         if self._view is not None:
             self._view.finish(now)

@@ -46,6 +46,8 @@ def head_text(model: LiveModel, now: float) -> str:
     if closures is not None and closures.closures_per_second():
         rate = closures.closures_per_second()
         parts.append(f"{rate:,.0f} closures/s" if rate >= 100 else f"{rate:.1f} closures/s")
+        left = closures.seconds_left() if model.ended_at is None else None
+        parts += [f"{_duration(left)} left of the queue"] if left is not None else []
     examples = sum(row.examples_per_second() for row in model.rows.values())
     if examples:
         parts.append(f"{examples:,.0f} examples/s")
@@ -199,7 +201,7 @@ def _first_and_last(series: Series) -> str:
 def _reading_text(model: LiveModel) -> str:
     """How far the training has come, where it is known: `epoch 2 of 10 · batch 30 of 500 · 40 s left of the epoch`."""
     reading = model.reading
-    if reading is None or model.closures is not None:
+    if reading is None:
         return ""
     parts = [f"epoch {reading.epoch + 1}" + (f" of {reading.epochs}" if reading.epochs is not None else "")]
     if reading.batches is not None and model.ended_at is None:

@@ -664,6 +664,56 @@ waits_here()
     assert "idle" in notebook.run("watcher.join()\n%distnb stacks").text
 
 
+def test_the_stack_of_a_replica_in_our_collectives_ends_with_the_users_line(notebook: Notebook, tmp_path: Path) -> None:
+    seen = str(tmp_path / "seen")
+    notebook.run(f"""
+import threading
+import distnb.notebook.compose
+
+def watch():
+    until = time.monotonic() + 20
+    while True:
+        text = distnb.notebook.compose.current().stacks().get(0, "")
+        if text.rstrip().endswith("loss.backward()") or time.monotonic() > until:
+            with open({seen!r} + ".part", "w") as file:
+                file.write(text)
+            os.rename({seen!r} + ".part", {seen!r})
+            return
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+""")
+    notebook.run(f"""%%distribute mirrored
+def step():
+    loss = kept(torch.ones(1, 2)).sum(1).sum()
+    while distnb.replica_id() == 1 and not os.path.exists({seen!r}):
+        time.sleep(0.01)
+    loss.backward()
+strategy.run(step)
+""")
+    text = Path(seen).read_text()
+    assert text.rstrip().endswith("loss.backward()"), text
+    assert "strategy.run(step)" in text, text
+    notebook.run("watcher.join()")
+
+
+def test_who_returned_early_is_told_where_others_wait(notebook: Notebook) -> None:
+    ran = failed(
+        notebook,
+        """%%distribute mirrored
+def step():
+    if distnb.replica_id() == 1:
+        return None
+    return distnb.get_replica_context().all_reduce("sum", torch.ones(3))
+strategy.run(step)
+""",
+        "CollectiveMismatchError",
+    )
+    text = re.sub(r"\s+", " ", "".join(ran.traceback))
+    assert "replica 1 has returned from the function of strategy.run at " in text, text
+    assert re.search(r"replica 0 called \S*all_reduce\S*\(.*?\) at [^;]*, line 5", text), text
+
+
 def test_a_message_that_an_engine_cannot_read(notebook: Notebook) -> None:
     notebook.run("""%%distribute mirrored
 if distnb.replica_id() == 1:

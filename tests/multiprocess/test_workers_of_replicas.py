@@ -42,6 +42,8 @@ def coordinator(strategy: Any) -> ClusterCoordinator:
 def test_each_worker_is_a_team(cluster: Any, strategy: Any, coordinator: ClusterCoordinator) -> None:
     assert [row.task for row in cluster.status()] == ["worker 0", "worker 0", "worker 1", "worker 1", "ps 0", "ps 1"]
     assert strategy.num_replicas_in_sync == 2
+    # A program that is no closure may be the first to ask what the strategy is there, and closures are together still.
+    assert distnb.MirroredStrategy().run(lambda: strategy.num_replicas_in_sync) == 1
 
     def who() -> Any:
         both = strategy.run(lambda: distnb.replica_id())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
 from distnb.notebook.views.closures_model import ClosuresModel, largest, runs_text, server_texts
 from distnb.notebook.views.live_model import LiveModel
+from distnb.runtime import step_count
 from distnb.runtime.servers.placement import PlacedShard
 from distnb.runtime.this_process import this_process
 from distnb.widgets.cell_view import CellView
@@ -74,6 +76,39 @@ def test_servers_are_told_by_what_they_hold() -> None:
     assert [each.name for each in largest(SHARDS, 2)] == ["table/part_0", "table/part_1"]
     assert largest(SHARDS[::-1], 3) == list(SHARDS[::-1])
     assert SHARDS[1].device == "/job:ps/replica:0/task:1/device:CPU:0"
+
+
+def test_the_status_line_tells_how_long_the_queue_takes_where_no_loop_over_epochs_fills_it() -> None:
+    model = LiveModel()
+    closures = ClosuresModel(BEFORE)
+    model.follow(closures, "parameter_server", 0.0)
+    for second in range(4):
+        closures.feed(status(98, 2, 20 + 5 * second), float(second))
+    assert head_text(model, 3.0).endswith(" · 5.0 closures/s · 20.0 s left of the queue")
+    for waiting, running, done in ((0, 2, 50), (98, 2, 50)):  # nothing waits, or nothing is done for long
+        for second in range(4, 12):
+            closures.feed(status(waiting, running, done), float(second))
+        assert "left" not in head_text(model, 12.0)
+    closures.feed(status(98, 2, 90), 13.0)
+    assert "left of the queue" in head_text(model, 13.0)
+    model.end(13.0, failed=False)
+    assert "left" not in head_text(model, 13.0)
+
+
+def test_the_status_line_tells_how_far_a_loop_over_epochs_is() -> None:
+    model = LiveModel()
+    earlier = step_count.Reading(9, 500, 500, 10)
+    closures = ClosuresModel(replace(BEFORE, reading=earlier))
+    model.follow(closures, "parameter_server", 0.0)
+    closures.feed(status(4, 2, 20, reading=earlier), 0.0)
+    model.sampled(0.0)
+    assert "epoch" not in head_text(model, 0.0)
+    for second in range(3):
+        closures.feed(status(4, 2, 20 + 5 * second, reading=step_count.Reading(1, 5 * second, 500, 10)), float(second))
+        model.sampled(float(second))
+    told = head_text(model, 2.0)
+    assert " · epoch 2 of 10 · batch 10 of 500 · 14 min 58 s left · " in told
+    assert "queue" not in told
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ import pytest
 import distnb
 from distnb.coordinator import ClusterCoordinator
 from distnb.coordinator.closures import ClosureResult
-from distnb.coordinator.link import ClosureEnded, ClosureGivenBack, WorkerUp
+from distnb.coordinator.link import ClosureEnded, ClosureGivenBack, ClosureGivenUp, WorkerLost, WorkerUp
+from distnb.errors import ClosureCancelled, EngineDied
 from distnb.runtime.servers import roles
 from distnb.runtime.this_process import this_process
-from distnb.wire.messages import Reply, RunClosure
+from distnb.wire.messages import ErrorReport, Reply, RunClosure
 from tests.unit.test_server_variables import InHouse
 
 
@@ -26,6 +27,7 @@ class Link(SimpleNamespace):
         super().__init__(servers=InHouse(1), num_servers=1, replicas_per_worker=1, workers=(0, 1), closed=False)
         self.sent: list[tuple[int, RunClosure]] = []
         self.asked_back: list[int] = []
+        self.interrupted: list[int] = []
         self._programs = 0
 
     def subscribe(self, listener: Callable[[Any], None], deadline: Any) -> None:
@@ -46,6 +48,12 @@ class Link(SimpleNamespace):
 
     def catch_up(self) -> None:
         pass
+
+    def interrupt(self, program: int) -> None:
+        self.interrupted.append(program)
+
+    def error(self, report: ErrorReport, worker: int, name: str) -> BaseException:
+        return KeyError(report.text)
 
 
 @pytest.fixture
@@ -77,3 +85,44 @@ def test_a_closure_that_was_given_back_runs_whatever_is_heard_of_first(link: Lin
         link.hear(ClosureEnded(worker, Reply(message.program, "ok", value=ClosureResult(1))))
     coordinator.join()
     assert coordinator.fetch(values) == [1, 1]
+
+
+def test_an_error_is_raised_though_another_replica_of_its_worker_does_not_follow(link: Link) -> None:
+    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
+    link.hear(WorkerUp(0))
+    value = coordinator.schedule(lambda: 1)
+    program = link.sent[0][1].program
+    reply = Reply(program, "error", ErrorReport(None, "KeyError", "only here", (), ()))
+    for _ in range(2):  # told again when a third replica replies
+        link.hear(ClosureGivenUp(0, program, reply))
+    with pytest.raises(KeyError, match="only here") as caught:
+        coordinator.join()
+    assert not hasattr(caught.value, "__notes__"), "it is one error"
+    with pytest.raises(ClosureCancelled, match=r"failed on worker 0 .KeyError: only here"):
+        value.fetch()
+    assert coordinator.status().workers[0].state == "stuck"
+    other = coordinator.schedule(lambda: 2)
+    assert len(link.sent) == 1, "a worker that is stuck gets nothing"
+    link.hear(ClosureEnded(0, Reply(program, "aborted")))
+    link.hear(ClosureEnded(0, Reply(link.sent[1][1].program, "ok", value=ClosureResult(2))))
+    assert other.fetch() == 2
+
+
+def test_a_closure_that_ends_its_worker_again_and_again_fails_with_the_cure(link: Link) -> None:
+    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
+
+    def step() -> None: ...
+
+    value, other = coordinator.schedule(step), coordinator.schedule(lambda: 1)
+    for _ in range(4):
+        link.hear(WorkerUp(1))
+        link.hear(WorkerLost(1, "was killed by SIGKILL"))
+    with pytest.raises(
+        EngineDied, match=r"step was running on 4 workers .* worker 1, was killed by SIGKILL\. .* memory"
+    ):
+        coordinator.join()
+    with pytest.raises(EngineDied):
+        value.fetch()
+    with pytest.raises(ClosureCancelled, match="step ended one worker after another"):
+        other.fetch()
+    assert coordinator.status().failed == 1

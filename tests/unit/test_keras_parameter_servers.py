@@ -41,6 +41,7 @@ class Coordinator:
     """A ClusterCoordinator whose closures run at once, on one worker after the other."""
 
     latest: Coordinator
+    reading: Any = None
 
     def __init__(self, strategy: Any) -> None:
         self.packer = packer_of(strategy)
@@ -414,6 +415,21 @@ def test_a_checkpoint_holds_model_and_optimizer(strategy: Any, tmp_path: Any) ->
     model.fit(lambda: batches(40), steps_per_epoch=5, verbose=0)
     same(model, plain)
     assert int(model.optimizer.iterations) == 15
+
+
+def test_a_view_is_told_how_far_the_training_is(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(this_process, "live_sink", lambda values, place, run: None)
+    _, model = pair(strategy, small, lambda: {"optimizer": "adam", "loss": "mse"})
+    told = []
+
+    class See(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            told.append(tuple(Coordinator.latest.reading))
+
+    model.fit(
+        lambda: batches(40), epochs=2, steps_per_epoch=3, validation_data=batches(2)[0], verbose=0, callbacks=[See()]
+    )
+    assert told == [(epoch, batch, 3, 2) for epoch in range(2) for batch in (1, 2, 3)]
 
 
 def test_data_that_run_out_end_the_training(strategy: Any) -> None:

@@ -48,6 +48,19 @@ def test_the_later_one_raises_before_it_enters_and_the_earlier_one_when_it_looks
         first.check()
 
 
+def test_who_returned_early_is_told_in_words():
+    first, second = replicas()
+    first.post(record("all_reduce(float32[3], sum)", 4))
+    with pytest.raises(CollectiveMismatchError) as caught:
+        second.post(record("strategy.run's result()", 7))
+    assert "replica 0 called all_reduce(float32[3], sum) at cell, line 4; replica 1 has returned from the " in str(
+        caught.value
+    )
+    assert "function of strategy.run at cell, line 7" in str(caught.value)
+    assert "result()" not in str(caught.value)
+    assert "A function that returns early does so on all replicas" in str(caught.value)
+
+
 def test_an_earlier_difference_is_found_later():
     first, second = replicas()
     first.post(record("a"))

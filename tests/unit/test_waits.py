@@ -7,7 +7,10 @@ from typing import Any
 from distnb.notebook.views.live_model import LiveModel
 from distnb.notebook.views.waits_model import WaitsModel
 from distnb.topology import Device, Team
+from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import live_html, picture_bundle
+from distnb.widgets.publisher import Publisher
+from distnb.widgets.views import PictureView
 from distnb.wire.messages import Asks, GoesOn, ProgramEnded, Status, TelemetrySample, Waiting
 
 REDUCE = "group.all_reduce(float32[10], sum)"
@@ -127,3 +130,39 @@ def test_what_was_waited_for_when_a_program_was_ended_stays_in_the_picture() -> 
         assert "replica 0 is not there: it is in cell 3, line 3" in shown
     model.feed(Status(2, "started", team), 61.0)
     assert "When it ended" not in picture_bundle(model, 61.0)["text/plain"]
+
+
+class _Shown(Publisher):
+    """Keeps the plain texts of displays."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def write(self, stream: str, text: str) -> None:
+        pass
+
+    def display(self, name: str, data: Any, metadata: Any, *, update: bool = False) -> None:
+        self.texts.append(data["text/plain"])
+
+    def area(self, lines: tuple[str, ...]) -> None:
+        pass
+
+    def clear(self, wait: bool) -> None:
+        pass
+
+
+def test_an_ordinary_cell_whose_call_hangs_shows_a_view_that_says_so() -> None:
+    """No program of it was announced, it draws nothing, and no step has ended."""
+    shown = _Shown()
+    view = CellView(shown, PictureView, replicas=2)
+    for moment in (0.0, 1.0, 2.0):
+        view.feed(sample(0, moment, call="time.sleep"), moment)
+        view.feed(sample(1, moment, waiting=waits(moment)), moment)
+        view.tick(moment)
+    assert shown.texts == [], "so much is no news"
+    view.feed(sample(0, 3.5, call="time.sleep"), 3.5)
+    view.feed(sample(1, 3.5, waiting=waits(3.5)), 3.5)
+    view.tick(3.5)
+    assert (
+        "replica 1 waits in all_reduce (cell 3, line 4; number 17) since 4 s; replica 0 is not there" in shown.texts[-1]
+    )

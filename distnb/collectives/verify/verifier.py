@@ -21,7 +21,9 @@ __all__ = ["Superseded", "Verifier"]
 _ADVICE: Final = (
     "Every replica must call the same collectives, in the same order, with tensors of the same shape and dtype."
 )
+_RETURNED: Final = "strategy.run's result("  # what replicas compare when the function of `run` has returned
 _ADVICE_ON: Final = {  # by what the names of operations contain
+    _RETURNED: "A function that returns early does so on all replicas, or else after its last collective.",
     ".step(": "step() under central storage is taken by all replicas together: each has variables that it updates for "
     "all.",
     ".scope(": "What is made in strategy.scope() is made equal on all replicas, so all of them enter it; what only one "
@@ -380,7 +382,7 @@ class Verifier:
 
     def _raise(self, number: int, rank: int, mine: Record, other: Record, what: str) -> NoReturn:
         both = sorted([(self._replicas[self.log.me], mine), (self._replicas[rank], other)], key=lambda pair: pair[0])
-        told = "; ".join(f"replica {replica} called {record.operation} at {record.place}" for replica, record in both)
+        told = "; ".join(f"replica {replica} {_did(record)}" for replica, record in both)
         raise CollectiveMismatchError(
             f"{what}: {told} (collective number {number}). {_advice(*(record.operation for _, record in both))}"
         )
@@ -394,12 +396,20 @@ class Verifier:
         )
 
     def _raise_missing(self, present: int, missing: int, number: int) -> NoReturn:
-        what = self.describe(number, present)
+        posted = self.log.read(present, number)
+        what = _did(posted[0]) if posted else "called a collective"
         raise CollectiveMismatchError(
-            f"{self._name(present).capitalize()} called {what} (collective number {number}), but "
+            f"{self._name(present).capitalize()} {what} (collective number {number}), but "
             f"{self._name(missing)} finished its program after {number - 1} collectives without calling it. "
             f"{_advice(what)}"
         )
+
+
+def _did(record: Record) -> str:
+    """What a replica did, for people."""
+    if record.operation.startswith(_RETURNED):
+        return f"has returned from the function of strategy.run at {record.place}"
+    return f"called {record.operation} at {record.place}"
 
 
 def _advice(*operations: str) -> str:

@@ -11,6 +11,7 @@ from distnb.notebook.output.wording import human_bytes
 if TYPE_CHECKING:
     from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
     from distnb.runtime.servers.placement import PlacedShard
+    from distnb.runtime.step_count import Reading
 
 __all__ = ["ClosuresModel", "largest", "runs_text", "server_texts"]
 
@@ -87,6 +88,21 @@ class ClosuresModel:
         then, before = self._history[0] if self.under_way else self._first
         now, done = self._history[-1]
         return (done - before) / (now - then) if now > then else 0.0
+
+    @property
+    def reading(self) -> Reading | None:
+        """How far a loop over epochs has come that schedules in this cell."""
+        return self.status.reading if self.status.reading != self._before.reading else None
+
+    def seconds_left(self) -> float | None:
+        """How long it takes until the queue is empty, at the rate of the last seconds; None where that is not known.
+
+        A loop over epochs schedules no more than workers have use for, and its queue tells nothing.
+        """
+        rate = self.closures_per_second()
+        if not self.status.waiting or not rate or self.reading is not None:
+            return None
+        return (self.status.waiting + self.status.running) / rate
 
     def queue_text(self) -> str:
         """The queue in words: `790 done · 6 running · 1,204 waiting · 2 retried`."""

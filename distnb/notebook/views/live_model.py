@@ -180,6 +180,11 @@ class LiveModel:
         if self.state == "starting":
             self.state = "running"
 
+    def sampled(self, now: float) -> None:
+        """The coordinator that is followed was looked at."""
+        if self.closures is not None and self.closures.reading is not None:
+            self._read((), 0, self.closures.reading, now)
+
     def feed_here(self, told: Told, now: float) -> None:
         """Take a call of `distnb.live` in the notebook's own process."""
         if self.began is None:
@@ -188,7 +193,7 @@ class LiveModel:
             self.state = "running"
         step, call = told.place
         before = self._before(HERE, step)[0]
-        if not self.rows:
+        if not self.rows and self.closures is None:
             self._read(told.epochs, before, told.reading, now)
         components: defaultdict[int, dict[str, float]] = defaultdict(dict)
         for name, value in told.point.items():

@@ -78,9 +78,9 @@ class Agreement:
             told = group.all_gather_object((structure, kinds, values, list(map(_held, leaves)), batch))
         except CollectiveMismatchError as error:
             error.add_note(
-                f"strategy.run compared what {getattr(fn, '__name__', 'the function')} returned, since this replica's "
-                "result is of another kind than in earlier calls (None instead of a tensor, say), and other replicas' "
-                "were not. Return the same kind on every replica in one call."
+                f"strategy.run compares what {getattr(fn, '__name__', 'the function')} returned where that is of a new "
+                "kind: in the first call, or None instead of a tensor, say. Another replica has not returned yet, or "
+                "returned the same kind as in earlier calls. Return the same kind on every replica in one call."
             )
             raise
         except CollectiveError:

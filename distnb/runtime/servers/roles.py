@@ -114,12 +114,11 @@ def runtime_of(strategy: Owner) -> Coordinating | Working | WorkingTogether:
     """
     runtime, servers = _runtimes.get(strategy), this_process.servers
     if servers is not None and servers.is_worker:
-        if runtime is None:
-            if servers.replicas is None:
-                runtime = Working(strategy, str(servers.device))
-            else:
-                runtime = WorkingTogether(strategy, servers.replicas)
-            _runtimes[strategy] = runtime
+        if servers.replicas is None:  # so it is before the first closure: another program may have asked then
+            if not isinstance(runtime, Working):
+                runtime = _runtimes[strategy] = Working(strategy, str(servers.device))
+        elif not isinstance(runtime, WorkingTogether):
+            runtime = _runtimes[strategy] = WorkingTogether(strategy, servers.replicas)
         return runtime
     if this_process.cluster_link is None:
         raise NoClusterError(
