@@ -9,6 +9,7 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -158,6 +159,26 @@ def test_an_order_to_end_comes_through_what_debuggers_catch() -> None:
     threading.Thread(target=end).start()
     with pytest.raises(KeyboardInterrupt, match="because"):
         run(replica)
+
+
+def test_a_signal_that_comes_after_the_word_does_not_hide_where_the_user_was() -> None:
+    replica = Replica()
+
+    def emit(event: Any, *, urgent: bool = False) -> None:
+        replica.events.append(event)
+        if isinstance(event, Asks):
+            replica.guard.abort(PROGRAM[0], "because", free=lambda reason: replica.console.free())
+        if isinstance(event, GoesOn):  # from what handles the word
+            replica.guard.press()
+
+    replica.console._emit = emit
+    with pytest.raises(ProgramAborted, match="because") as ended:
+        run(replica)
+    assert replica.console.stopped_in is not None
+    error, where = replica.console.stopped_in
+    assert error is ended.value
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(where)]
+    assert frames[-1] is stops.__code__
 
 
 def test_what_is_kept_has_its_variables_unless_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,16 +80,22 @@ class ReplicaPdb(Pdb):
             if self.quitting:
                 raise BdbQuit(_QUIT)
         except BaseException as error:
-            sys.settrace(None)
-            console.leave()
-            if frame is not None:
-                stopped: TracebackType | None = None
-                for each, line in reversed(self.get_stack(frame, None)[0]):
-                    stopped = TracebackType(stopped, each, each.f_lasti, line)
-                console.stopped_in = error, stopped  # Python leaves out a frame that was about to return
+            self._ended_by(error, frame)
             raise
         if self.stoplineno == -1:  # it stops no more by itself
             console.leave()
+
+    @guard.spared  # a program is told to end by a word to who waits here and by a signal: the second one comes now
+    def _ended_by(self, error: BaseException, frame: FrameType | None) -> None:
+        """The program ends at the prompt: note where that is."""
+        console: Console = self.stdin  # type: ignore[assignment]
+        sys.settrace(None)
+        console.leave()
+        if frame is not None:
+            stopped: TracebackType | None = None
+            for each, line in reversed(self.get_stack(frame, None)[0]):
+                stopped = TracebackType(stopped, each, each.f_lasti, line)
+            console.stopped_in = error, stopped  # Python leaves out a frame that was about to return
 
 
 def at_breakpoint(console: Console, who: str, size: int, frame: FrameType, header: str | None = None) -> None:
