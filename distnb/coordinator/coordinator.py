@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from distnb.coordinator.closures import PackedClosure, Packer, open_value
 from distnb.coordinator.link import (
     ClosureEnded,
     ClosureGivenBack,
@@ -27,6 +26,7 @@ from distnb.coordinator.link import (
     WorkerLost,
     WorkerUp,
 )
+from distnb.coordinator.packer import PackedClosure, Packer
 from distnb.coordinator.per_worker import (
     MakeDataset,
     MakeValue,
@@ -35,6 +35,7 @@ from distnb.coordinator.per_worker import (
     is_function,
     takes_context,
 )
+from distnb.coordinator.pickling import open_value
 from distnb.coordinator.queue import (
     MOST_LOSSES,
     Cancel,

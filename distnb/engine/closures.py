@@ -12,7 +12,7 @@ import torch
 import zmq
 
 from distnb.accelerators import torch_device
-from distnb.coordinator.closures import ClosureResult, Runner
+from distnb.coordinator.runner import ClosureResult, Runner
 from distnb.engine.cell_sources import remember_source
 from distnb.objects.modes import RANDOM, Environment, apply_environment, capture_environment
 from distnb.runtime.randomness import streams

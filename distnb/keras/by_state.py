@@ -13,8 +13,8 @@ from typing import Any
 import keras
 import torch
 
-from distnb.coordinator.closures import current_worker
 from distnb.coordinator.libraries import Described, Library
+from distnb.coordinator.runner import current_worker
 from distnb.errors import OptionError
 from distnb.keras import compat
 from distnb.keras.server_optimizer import RemoteApply, described, set_options

@@ -152,7 +152,7 @@ class ServersReplaced(NamedTuple):
 
 
 class RunClosure(NamedTuple):
-    """Call a function that was scheduled. The reply's value is what `coordinator.closures.Runner` gives.
+    """Call a function that was scheduled. The reply's value is what `coordinator.runner.Runner` gives.
 
     Attributes:
         closure: Its number, the same however often it is sent.

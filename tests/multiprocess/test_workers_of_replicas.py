@@ -118,7 +118,7 @@ def test_it_trains_as_one_process(strategy: Any, coordinator: ClusterCoordinator
 
 
 def worker_of() -> int:
-    from distnb.coordinator.closures import current_worker
+    from distnb.coordinator.runner import current_worker
 
     return current_worker()
 

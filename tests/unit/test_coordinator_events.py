@@ -11,8 +11,8 @@ import pytest
 
 import distnb
 from distnb.coordinator import ClusterCoordinator
-from distnb.coordinator.closures import ClosureResult
 from distnb.coordinator.link import ClosureEnded, ClosureGivenBack, ClosureGivenUp, WorkerLost, WorkerUp
+from distnb.coordinator.runner import ClosureResult
 from distnb.errors import ClosureCancelled, EngineDied
 from distnb.runtime.servers import roles
 from distnb.runtime.this_process import this_process

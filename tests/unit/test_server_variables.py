@@ -15,7 +15,9 @@ from torch import nn
 
 import distnb
 from distnb.checkpoint import states
-from distnb.coordinator.closures import Packer, Runner, open_value
+from distnb.coordinator.packer import Packer
+from distnb.coordinator.pickling import open_value
+from distnb.coordinator.runner import Runner
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess

@@ -1,0 +1,283 @@
+"""Closures as the coordinator packs them: a function, its arguments, and what they refer to.
+
+What belongs to the coordinator and has an object of its own on each worker is a *resource*: a model, an optimizer, a
+metric, a per-worker value; also a function that is scheduled again and again. A closure refers to resources by number,
+and a worker is sent what it lacks of them, once. What may change of them later (whether a model trains, a learning
+rate) goes with each closure.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from distnb.coordinator.libraries import libraries, library_of, parts_of
+from distnb.coordinator.per_worker import PerWorkerValues
+from distnb.coordinator.pickling import ClosurePickler, Packed, dump
+from distnb.coordinator.remote_values import RemoteValue
+from distnb.coordinator.runner import (
+    OpenOptimizer,
+    open_copy,
+    open_input,
+    open_module,
+    open_resource,
+    open_stand_in,
+    parameters_of_each,
+)
+from distnb.errors import CannotTravelError
+from distnb.objects.modes import RANDOM, Environment, capture_environment
+from distnb.runtime.servers import remote_optimizer
+from distnb.runtime.servers.access import ServerAccess
+from distnb.runtime.servers.server_variable import ServerVariable
+
+__all__ = ["PackedClosure", "Packer"]
+
+_numbers = itertools.count(1)  # a worker may serve several coordinators
+_FUNCTIONS = 256  # that are remembered, to be known when they are scheduled again
+_NO_MODES = Environment()
+
+
+class PackedClosure(NamedTuple):
+    """A closure as it is queued.
+
+    Attributes:
+        data, buffers: The function, or its number; the arguments; and what is set of resources.
+        needs: The resources that a worker must know.
+        inputs: Results of other closures that are among the arguments.
+        holds: What these resources are of: they are there as long as the closure is.
+        modes: Torch's and others of this process; the same object as that of the closure before if they are equal.
+    """
+
+    data: bytes
+    buffers: tuple[Any, ...]
+    needs: tuple[int, ...]
+    inputs: tuple[RemoteValue, ...]
+    holds: tuple[Any, ...]
+    modes: Environment = _NO_MODES
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return len(self.data) + sum(memoryview(each).nbytes for each in self.buffers)
+
+
+class _Known(NamedTuple):
+    packed: Packed
+    needs: Mapping[int, Any]
+    settings: Mapping[int, Any]
+
+
+class Packer:
+    """Packs closures by value, and knows the resources that they refer to.
+
+    Args:
+        roots: Gives the models that scopes of strategies with parameter servers made.
+        access: The variables on the servers.
+
+    Attributes:
+        forgotten: How many resources are gone: workers that know them may forget them, too.
+        sources: The texts of cells that packed functions are from, by what their code objects carry.
+    """
+
+    def __init__(self, roots: Callable[[], Sequence[torch.nn.Module]], access: ServerAccess) -> None:
+        self.forgotten = 0
+        self.sources: dict[str, str] = {}
+        self._roots = roots
+        self._access = access
+        self._known: dict[int, _Known] = {}
+        self._functions: dict[bytes, int] = {}  # by digest; 0: met once
+        self._objects: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity: it, and its number
+        self._metrics: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._lock = threading.RLock()
+        self._captured: Environment | None = None
+        self._modes = _NO_MODES
+
+    def pack(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedClosure:
+        """Take a closure as it is now.
+
+        Raises:
+            CannotTravelError: Something in it cannot be sent to a worker.
+        """
+        with self._lock:
+            self._access.send_changes()
+            shown, found = self._function(function)
+            if args or kwargs:
+                arguments, more = dump((args, kwargs), "An argument of a closure", self)
+                needs, settings = {**found.needs, **more.needs}, {**found.settings, **more.settings}
+                inputs = {**found.inputs, **more.inputs}
+            else:
+                arguments, needs, settings, inputs = _NO_ARGUMENTS, found.needs, found.settings, found.inputs
+            every = self._with_needs(needs, settings)
+            own = shown.buffers if isinstance(shown, Packed) else ()
+            named = shown.data if isinstance(shown, Packed) else shown
+            data = pickle.dumps((named, arguments.data, settings), protocol=5)
+        buffers = (*own, *arguments.buffers)
+        return PackedClosure(
+            data, buffers, tuple(every), tuple(inputs.values()), tuple(every.values()), self._modes_now()
+        )
+
+    def _modes_now(self) -> Environment:
+        """Modes, without random states: workers have their own."""
+        found = capture_environment(self._captured, "call")
+        if found is not self._captured:
+            self._captured = found
+            modes = Environment({name: value for name, value in found.modes.items() if name not in RANDOM})
+            self._modes = self._modes if modes == self._modes else modes
+        return self._modes
+
+    def definition(self, number: int) -> Packed:
+        """What a worker is sent that lacks a resource."""
+        return self._known[number].packed
+
+    def knows(self, number: int) -> bool:
+        """Whether a resource is still there."""
+        return number in self._known
+
+    def merge(self, contributions: Mapping[int, Any]) -> None:
+        """Add what a closure added to metrics."""
+        for number, contribution in contributions.items():
+            metric = self._metrics.get(number)
+            library = library_of(metric)
+            if library is not None:
+                library.merge(metric, contribution)
+
+    def forget(self, obj: Any) -> None:
+        """An object has changed, and no closure that uses it is under way: workers are sent it anew."""
+        with self._lock:
+            found = self._objects.get(id(obj))
+            if found is not None:
+                self._forget(id(obj), found[1])
+
+    def _function(self, function: Callable[..., Any]) -> tuple[int | Packed, Any]:
+        """A function; its number, if it has been met before: then it is a resource, which workers are sent once."""
+        packed, found = dump(function, "The function", self)
+        digest = xxhash.xxh3_128(packed.data)
+        for each in packed.buffers:
+            digest.update(each)
+        content = digest.digest()
+        number = self._functions.pop(content, None)
+        self._functions[content] = 0 if number is None else number or next(_numbers)
+        while len(self._functions) > _FUNCTIONS:
+            self._drop(self._functions.pop(next(iter(self._functions))))
+        if number is None or found.inputs:
+            return packed, found
+        number = self._functions[content]
+        if number not in self._known:
+            self._known[number] = _Known(packed, found.needs, {})
+        found.needs = {number: None, **found.needs}
+        return number, found
+
+    def _with_needs(self, numbers: Mapping[int, Any], settings: dict[int, Any]) -> dict[int, Any]:
+        """These resources and all that they need; `settings` gets what is set of these."""
+        every = dict(numbers)
+        pending = list(numbers)
+        while pending:
+            known = self._known.get(pending.pop())
+            if known is None:
+                continue
+            for number, obj in known.needs.items():
+                if number not in every:
+                    every[number] = obj
+                    pending.append(number)
+            for number, its in known.settings.items():
+                settings.setdefault(number, its)
+        return every
+
+    # What is no plain value -----------------------------------------------------------------------------------------
+
+    def reference(self, obj: Any, pickler: ClosurePickler) -> tuple[Any, ...] | None:
+        """How an object is pickled that is a resource, or a variable on the servers; None for others."""
+        if isinstance(obj, torch.Tensor):
+            stored = self._access.stored_of(obj)
+            if stored is None:
+                return None
+            if isinstance(obj, ServerVariable):
+                more = (obj._settings, obj.distribute_strategy, type(obj) is not ServerVariable, obj.sparse_gradients)
+                return open_stand_in, (stored, *more)
+            return open_copy, (stored, isinstance(obj, torch.nn.Parameter), obj.requires_grad)
+        if isinstance(obj, torch.nn.Module):
+            return self._module(obj, pickler)
+        if isinstance(obj, RemoteValue):
+            pickler.inputs[obj.number] = obj
+            return open_input, (obj.number,)
+        if isinstance(obj, PerWorkerValues):
+            return self._resource(obj, pickler, lambda: obj.maker)
+        if remote_optimizer.is_remote(obj):
+            options = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
+            return self._resource(obj, pickler, lambda: OpenOptimizer(*remote_optimizer.described(obj)), options)
+        if library_of(obj) is not None:
+            return self._metric(obj, pickler)
+        described = next((found for library in libraries if (found := library.described(obj)) is not None), None)
+        return None if described is None else self._resource(obj, pickler, *described)
+
+    def _metric(self, metric: Any, pickler: ClosurePickler) -> tuple[Any, ...]:
+        found = self._resource(metric, pickler, functools.partial(_itself, metric))
+        self._metrics[found[1][0]] = metric
+        return found
+
+    def _module(self, module: torch.nn.Module, pickler: ClosurePickler) -> tuple[Any, ...] | None:
+        if library_of(module) is not None:
+            return self._metric(module, pickler)
+        for root in reversed(self._roots()):
+            place = next((place for place, part in enumerate(parts_of(root)) if part is module), None)
+            if place is not None:
+                modules = list(root.modules())
+                modes = [each.training for each in modules]
+                frozen = [number for number, each in enumerate(parameters_of_each(modules)) if not each.requires_grad]
+                opened = self._resource(root, pickler, functools.partial(_itself, root), (modes, frozen))
+                return (open_module, (*opened[1], place)) if place else opened
+        if any(each.requires_grad for each in module.parameters()):
+            raise CannotTravelError(
+                f"A {type(module).__name__} that was made outside strategy.scope() is used in a function that is "
+                "scheduled: each worker would train a copy of its own. Make it within `with strategy.scope():`."
+            )
+        return None
+
+    def _resource(
+        self, obj: Any, pickler: ClosurePickler, describe: Callable[[], Any], settings: Any = None
+    ) -> tuple[Any, tuple[int]]:
+        """Refer to a resource, which is described when it is first met."""
+        found = self._objects.get(id(obj))
+        if found is not None and found[0]() is obj:
+            number = found[1]
+        else:
+            number, identity = next(_numbers), id(obj)
+            self._objects[identity] = (weakref.ref(obj, lambda _: self._forget(identity, number)), number)
+            self._known[number] = _Known(Packed(b""), {}, {})  # it may refer to itself
+            packed, within = dump(describe(), f"A {type(obj).__name__}", self, root=obj)
+            if within.inputs:
+                raise CannotTravelError(
+                    f"A {type(obj).__name__} refers to a RemoteValue. Use the value: coordinator.fetch(...)."
+                )
+            within.needs.pop(number, None)
+            # Nothing is held of what it refers to: an optimizer holds its parameters, and not their model.
+            self._known[number] = _Known(packed, dict.fromkeys(within.needs), within.settings)
+        pickler.needs[number] = obj
+        if settings is not None:
+            pickler.settings[number] = settings
+        return open_resource, (number,)
+
+    def _forget(self, identity: int, number: int) -> None:
+        found = self._objects.get(identity)
+        if found is not None and found[1] == number:
+            del self._objects[identity]
+        self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        if self._known.pop(number, None) is not None:
+            self.forgotten += 1
+
+
+def _itself(obj: Any) -> Any:
+    return obj
+
+
+_NO_ARGUMENTS = Packed(pickle.dumps(((), {}), protocol=5))

@@ -1,0 +1,126 @@
+"""Pickles of closures: objects by value, tensors by their bytes, and of resources their numbers."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import types
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cloudpickle
+import torch
+
+from distnb.coordinator.libraries import libraries, parts_of
+from distnb.errors import CannotTravelError
+from distnb.objects.code import source_of
+from distnb.objects.packing import out_of_band
+
+if TYPE_CHECKING:
+    from distnb.coordinator.packer import Packer
+    from distnb.coordinator.remote_values import RemoteValue
+
+__all__ = ["ClosurePickler", "Packed", "dump", "open_value", "open_packed"]
+
+
+class Packed(NamedTuple):
+    """A pickle, and the buffers beside it."""
+
+    data: bytes
+    buffers: tuple[Any, ...] = ()
+
+
+def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor is pickled: its bytes, without a graph."""
+    if tensor.layout is not torch.strided:
+        return _open_sparse, (
+            tensor.detach().coalesce().indices(),
+            tensor.detach().coalesce().values(),
+            tuple(tensor.shape),
+        )
+    host = tensor.detach().cpu().contiguous()
+    shown: Any = host.view(-1).view(torch.uint8).numpy()
+    data = pickle.PickleBuffer(shown) if host.numel() else b""
+    return _open_tensor, (data, host.dtype, tuple(host.shape), tensor.requires_grad and tensor.is_leaf)
+
+
+def _open_tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+    if not len(memoryview(data)):
+        return torch.empty(shape, dtype=dtype).requires_grad_(requires_grad)
+    own = data if isinstance(data, bytearray) else bytearray(data)  # to be written to
+    return torch.frombuffer(own, dtype=dtype).reshape(shape).requires_grad_(requires_grad)
+
+
+def _open_sparse(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
+
+
+class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Objects by value, and of resources their numbers.
+
+    Attributes:
+        needs: The resources that were met, by number.
+        settings: What may change of them, by number.
+        inputs: Results of other closures.
+    """
+
+    def __init__(self, file: io.BytesIO, buffers: list[Any], packer: Packer | None, root: Any = None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=out_of_band(buffers))
+        self.needs: dict[int, Any] = {}
+        self.settings: dict[int, Any] = {}
+        self.inputs: dict[int, RemoteValue] = {}
+        self._packer = packer
+        # A resource that is described itself, with all parts of a model.
+        self._own = {id(each) for each in parts_of(root)}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if self._packer is not None and type(obj) is types.FunctionType:
+            self._packer.sources.update([found] if (found := source_of(obj.__code__)) else ())
+        if self._packer is not None and id(obj) not in self._own:
+            found = self._packer.reference(obj, self)
+            if found is not None:
+                return found
+        if type(obj) is torch.nn.Parameter:
+            return torch.nn.Parameter, (obj.detach(), obj.requires_grad)
+        if type(obj) is torch.Tensor:
+            return _tensor(obj)
+        for library in libraries:
+            reduced = library.reduced(obj)
+            if reduced is not None:
+                return reduced
+        return super().reducer_override(obj)
+
+
+def dump(value: Any, what: str, packer: Packer | None = None, root: Any = None) -> tuple[Packed, ClosurePickler]:
+    """Pickle a value, and tell what was met in it.
+
+    Args:
+        what: What the value is, for errors.
+        packer: Knows the resources; without it there are none.
+        root: A resource that is described itself.
+
+    Raises:
+        CannotTravelError: Something in it cannot be pickled.
+    """
+    file, buffers = io.BytesIO(), list[Any]()
+    pickler = ClosurePickler(file, buffers, packer, root)
+    try:
+        pickler.dump(value)
+    except CannotTravelError as error:
+        raise error.with_traceback(None) from None  # from here, and not from within the pickler
+    except Exception as error:
+        raise CannotTravelError(
+            f"{what} cannot be sent: {type(error).__name__}: {error}. What workers need of that kind they can make "
+            "themselves: coordinator.create_per_worker_value(fn)."
+        ) from error
+    # A buffer is the caller's memory, which may change while the closure waits.
+    return Packed(file.getvalue(), tuple(bytearray(each) for each in buffers)), pickler
+
+
+def open_packed(packed: Packed) -> Any:
+    """What `dump` was given."""
+    return pickle.loads(packed.data, buffers=packed.buffers)
+
+
+def open_value(value: Any) -> Any:
+    """What `ClosureResult.value` stands for."""
+    return open_packed(value) if type(value) is Packed else value

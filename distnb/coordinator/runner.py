@@ -1,0 +1,231 @@
+"""Closures on a worker: opened, with its own objects for what they refer to, and called."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+from distnb.coordinator.libraries import libraries, library_of, parts_of
+from distnb.coordinator.pickling import Packed, dump, open_packed, open_value
+from distnb.errors import EndOfDataset
+from distnb.runtime.servers import remote_optimizer
+from distnb.runtime.servers.access import ClosureRun, ServerAccess
+from distnb.runtime.servers.placement import Stored
+from distnb.runtime.servers.server_variable import ServerVariable, stand_in
+from distnb.values.structure import map_structure
+from distnb.wire.messages import RunClosure
+
+__all__ = [
+    "ClosureResult",
+    "OpenOptimizer",
+    "Runner",
+    "current_worker",
+    "open_copy",
+    "open_input",
+    "open_module",
+    "open_resource",
+    "open_stand_in",
+    "parameters_of_each",
+]
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+class ClosureResult(NamedTuple):
+    """How a closure ended well on a worker.
+
+    Attributes:
+        value: What the function returned, to be opened by `open_value`.
+        contributions: What it added to the coordinator's metrics, by resource.
+        staleness: Of each optimizer step, how many updates its copies had missed.
+    """
+
+    value: Any
+    contributions: Mapping[int, Any] | None = None
+    staleness: tuple[int, ...] = ()
+
+
+class OpenOptimizer(NamedTuple):
+    """An optimizer as it arrives: what `remote_optimizer.opened` takes."""
+
+    number: int
+    template: Any
+    groups: Any
+    params: Any
+
+
+class _Reach(NamedTuple):
+    """What is opened with something: resources, and variables on the servers."""
+
+    resources: set[int]
+    variables: set[int]
+
+
+class Runner:
+    """Runs closures on a worker.
+
+    Args:
+        access: The variables on the servers.
+        worker: Which worker this is.
+    """
+
+    def __init__(self, access: ServerAccess, worker: int) -> None:
+        self.access = access
+        self.worker = worker
+        self.reach = _Reach(set(), set())
+        self._new_models: list[torch.nn.Module] = []
+        on_cpu = access.device.type == "cpu"  # torch's mode for new tensors would only cost time there
+        self._placed: AbstractContextManager[Any] = contextlib.nullcontext() if on_cpu else access.device
+        self._packed: dict[int, Packed] = {}
+        self._resources: dict[int, Any] = {}
+        self._reaches: dict[int, _Reach] = {}
+        self._inputs: dict[int, Any] = {}
+
+    def run(self, message: RunClosure, fresh: Collection[int] = ()) -> ClosureResult:
+        """Run a closure; raises what it does. Copies of variables that are `fresh` are not read anew."""
+        global _runner
+        _runner = self
+        for number in message.forget:
+            for each in (self._packed, self._resources, self._reaches):
+                each.pop(number, None)
+        self._packed.update(message.definitions)
+        self._inputs = dict(message.inputs)
+        self.reach = _Reach(set(), set())
+        shown, arguments, settings = pickle.loads(message.data)
+        buffers = iter(message.buffers)  # each pickle takes as many as it has
+        function = self.resource(shown) if isinstance(shown, int) else pickle.loads(shown, buffers=buffers)
+        args, kwargs = pickle.loads(arguments, buffers=buffers)
+        for number, its in settings.items():
+            _set(self.resource(number), its)
+        self._keep_in_sync()
+        reached = {each: self._resources[each] for each in self.reach.resources}
+        metrics = {each: (kind, obj) for each, obj in reached.items() if (kind := library_of(obj)) is not None}
+        for kind, metric in metrics.values():
+            kind.reset(metric)
+        with self.access.running(ClosureRun(message.closure, message.oldest), self.reach.variables, fresh) as running:
+            try:
+                with self._placed:
+                    value = function(*args, **kwargs)
+            except StopIteration as end:
+                raise EndOfDataset(
+                    "A closure took the next element of an iterator that has no more, and StopIteration left it. "
+                    "Datasets of workers are best endless: let the dataset function repeat its data (`while True: "
+                    "yield from …`), or catch StopIteration."
+                ) from end
+            if self.access.replicas is not None:
+                value = self.access.replicas.whole(value)
+        counted = {each: map_structure(_on_host, kind.contribution(obj)) for each, (kind, obj) in metrics.items()}
+        contributions = {each: found for each, found in counted.items() if found is not None}
+        packed = value if type(value) in _PLAIN else dump(value, "The result of a closure")[0]
+        return ClosureResult(packed, contributions or None, tuple(running.staleness))
+
+    def _keep_in_sync(self) -> None:
+        """What this closure is the first to use; a worker's replicas keep it in sync, if it has several."""
+        models, made = self._new_models, list(self.access.made)
+        self._new_models = []
+        self.access.made.clear()
+        if self.access.replicas is not None:
+            self.access.replicas.keep_in_sync(models, made)
+
+    def resource(self, number: int) -> Any:
+        """This worker's own object, made at its first use."""
+        if number not in self._resources:
+            before, self.reach = self.reach, _Reach(set(), set())
+            try:
+                found = open_packed(self._packed[number])
+                make = getattr(found, "make_for_worker", None)
+                if make is not None:
+                    found = make(self.worker)
+                elif isinstance(found, OpenOptimizer):
+                    found = remote_optimizer.opened(*found)
+                elif isinstance(found, torch.nn.Module) and library_of(found) is not None:
+                    found.to(self.access.device)  # a metric: of models each parameter is a copy that is there already
+                    if self.access.replicas is not None:
+                        self.access.replicas.bind(found)
+                elif isinstance(found, torch.nn.Module):
+                    self._new_models.append(found)
+                self._reaches[number] = self.reach
+                self._resources[number] = found
+                del self._packed[number]
+            finally:
+                self.reach = before
+        self.reach.resources.add(number)
+        self.reach.resources.update(self._reaches[number].resources)
+        self.reach.variables.update(self._reaches[number].variables)
+        return self._resources[number]
+
+    def input(self, number: int) -> Any:
+        """Another closure's result."""
+        return open_value(self._inputs[number])
+
+
+_runner: Runner
+
+
+def current_worker() -> int:
+    """Which worker this process is, in which a closure is opened or runs."""
+    return _runner.worker
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def parameters_of_each(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
+    """Those of each of some modules; `Module.parameters` looks more closely, and takes longer."""
+    return (each for module in modules for each in module._parameters.values() if each is not None)
+
+
+def _set(resource: Any, settings: Any) -> None:
+    """Let a model and its parts train or not, as the coordinator's do; give an optimizer's groups their options."""
+    if any(library.set(resource, settings) for library in libraries):
+        return
+    if isinstance(resource, torch.nn.Module):
+        (modes, frozen), modules = settings, list(resource.modules())
+        for module, training in zip(modules, modes, strict=True):
+            if module.training is not training:  # to set an attribute of a module costs some microseconds
+                module.training = training
+        for place, parameter in enumerate(parameters_of_each(modules)):
+            if parameter.requires_grad is (place in frozen):
+                parameter.requires_grad_(not parameter.requires_grad)
+    else:
+        for group, options in zip(resource.param_groups, settings, strict=True):
+            group.update(options)
+
+
+def open_resource(number: int) -> Any:
+    """This worker's object for a resource. It and its kin are what pickles call while a closure is opened."""
+    return _runner.resource(number)
+
+
+def open_input(number: int) -> Any:
+    """Another closure's result."""
+    return _runner.input(number)
+
+
+def open_module(number: int, place: int) -> Any:
+    """A part of a model, by its place among the parts."""
+    return next(itertools.islice(parts_of(_runner.resource(number)), place, None))
+
+
+def open_copy(stored: Stored, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
+    """This worker's copy of a parameter or buffer."""
+    _runner.reach.variables.add(stored.number)
+    return _runner.access.opened_copy(stored, is_parameter=is_parameter).requires_grad_(requires_grad)
+
+
+def open_stand_in(stored: Stored, settings: Any, strategy: Any, rows_apart: bool, sparse: bool) -> ServerVariable:
+    """What stands here for a variable on the servers."""
+    access = _runner.access
+    _runner.reach.variables.add(stored.number)  # it is read with others if it has a copy here
+    variable = access.stand_ins.get(stored)
+    if variable is None:
+        variable = access.stand_ins[stored] = stand_in(stored, settings, strategy, rows_apart=rows_apart)
+    variable.sparse_gradients = sparse
+    return variable
