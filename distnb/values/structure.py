@@ -7,6 +7,7 @@ None too. Order does not matter in dicts: two with the same keys have the same s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import numbers
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -91,11 +92,16 @@ def _rebuild(kind: _Kind, model: Any, children: Sequence[Any]) -> Any:
     return copied
 
 
-def children(tree: Any) -> list[tuple[str, Any]] | None:
-    """The children of a container, each with what one writes behind the container's name for it; None of a leaf."""
+def children(tree: Any, most: int | None = None) -> list[tuple[str, Any]] | None:
+    """The children of a container, each with what one writes behind the container's name for it; None of a leaf.
+
+    Of a list or tuple, the first `most`: it may have millions.
+    """
     kind = _kind_of(type(tree))
     if kind in ("leaf", "value"):
         return None
+    if kind in ("list", "tuple"):
+        return [(f"[{place}]", child) for place, child in enumerate(itertools.islice(tree, most))]
     return [(f".{key}" if kind in ("data", "named") else f"[{key!r}]", child) for key, child in _children(kind, tree)]
 
 

@@ -23,7 +23,7 @@ from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.publisher import Publisher
 from distnb.widgets.queue_picture import queue_picture
 from distnb.widgets.views import PictureView
-from distnb.wire.messages import Live, Output, TelemetrySample
+from distnb.wire.messages import Live, Output, TelemetrySample, Waiting
 
 IDLE, LOST = WorkerStatus(0, "idle", done=10), WorkerStatus(1, "lost", done=14, how="was killed by SIGKILL")
 BEFORE = CoordinatorStatus(0, 0, 20, 0, 0, 1, (IDLE, WorkerStatus(1, "idle", done=10)), 0.0, 0, (), 15)
@@ -109,6 +109,16 @@ def test_the_status_line_tells_how_far_a_loop_over_epochs_is() -> None:
     told = head_text(model, 2.0)
     assert " · epoch 2 of 10 · batch 10 of 500 · 14 min 58 s left · " in told
     assert "queue" not in told
+
+
+@pytest.mark.parametrize(("replicas", "who"), [(1, "worker 3"), (2, "replica 3")])
+def test_who_waits_is_a_worker_where_workers_have_one_replica(replicas: int, who: str) -> None:
+    model = LiveModel()
+    model.follow(ClosuresModel(replace(BEFORE, replicas_per_worker=replicas)), "parameter_server", 0.0)
+    model.feed(
+        TelemetrySample(3, 1, 3, 5.0, 0, 0, 10, waiting=Waiting("servers", "parameter server 0", "", "", 0, 4.0)), 5.0
+    )
+    assert model.waits.lines(5.0) == [f"{who} waits for parameter server 0 since 4 s."]
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import numpy as np
@@ -149,6 +150,17 @@ def test_long_and_deep_structures_end() -> None:
     told = inspect([torch.ones(1)] * 1000)
     assert len(told.items) + told.left_out == 1000
     assert sum(each.statistics is not None for _, each in told.items) < 100
+    read = 0
+
+    class Long(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal read
+            for each in super().__iter__():
+                read += 1
+                yield each
+
+    assert inspect(Long(range(100_000))).text == "100000 items"
+    assert read < 1000, "what is not shown is not looked at"
     deep: list[object] = []
     for _ in range(500):
         deep = [deep]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import math
 import os
@@ -21,6 +23,7 @@ from distnb.errors import NoClusterError
 from distnb.notebook.engines import EngineStatus
 from distnb.notebook.views.live_model import LiveModel
 from distnb.topology import Device, Team
+from distnb.widgets.panel.side_panel import SidePanel
 from distnb.widgets.panel.snapshot import mark_of, snapshot
 from distnb.wire.messages import Live, ProgramEnded, Status, TelemetrySample
 
@@ -97,6 +100,23 @@ def test_curves_are_thinned_to_their_latest_point_and_are_json() -> None:
     assert line["last"] == "nan"
 
 
+def test_an_order_is_answered_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, Any]] = []
+    send = lambda stream, kind, content, **more: sent.append((kind, content))  # noqa: E731
+    panel = SidePanel(SimpleNamespace(session=SimpleNamespace(send=send)), SimpleNamespace(busy=False))  # type: ignore[arg-type]
+
+    def fail() -> str:
+        raise OSError(9, "Bad file descriptor")  # the cluster ends meanwhile
+
+    monkeypatch.setattr(panel, "_stacks", fail)
+
+    async def take() -> None:
+        panel._take(None, [], {"content": {"order": "stacks"}})
+
+    asyncio.run(take())
+    assert sent == [("distnb_reply", {"error": "[Errno 9] Bad file descriptor"})]
+
+
 # -- the socket ---------------------------------------------------------------------------------------------------------
 
 
@@ -128,6 +148,38 @@ def test_a_socket_answers_until_it_is_closed(directory: Path) -> None:
     for thread in [each for each in threading.enumerate() if each.name == "distnb-terminal"]:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_a_cluster_that_ends_while_others_are_looked_for_is_passed_over(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = TerminalSocket(directory, {})
+    (path,) = running()
+    served.close()
+    is_private = terminal_socket._is_private
+
+    def ends(found: Path) -> bool:
+        path.unlink()
+        return is_private(found)
+
+    monkeypatch.setattr(terminal_socket, "_is_private", ends)
+    assert running() == []
+
+
+def test_a_socket_outlives_a_lack_of_descriptors(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [OSError(errno.EMFILE, "Too many open files")]
+
+    class Short(socket.socket):
+        def accept(self) -> Any:
+            if failures:
+                raise failures.pop()
+            return super().accept()
+
+    monkeypatch.setattr(terminal_socket.socket, "socket", Short)
+    served = TerminalSocket(directory, {"stacks": lambda: "there"})
+    (path,) = running()
+    assert ask(path, "stacks") == "there"
+    served.close()
 
 
 def test_other_users_sockets_are_neither_asked_nor_answered(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,16 @@ its answer a text. Both ends make sure that the other is the same user.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +25,8 @@ _NAME: Final = "terminal.sock"
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _MOST_NBYTES: Final = 64
 _PATIENCE_S: Final = 5.0
+_PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+_AGAIN_S: Final = 0.2
 
 
 class TerminalSocket:
@@ -45,8 +50,11 @@ class TerminalSocket:
         while True:
             try:
                 connected, _ = self._listener.accept()
-            except OSError:  # it was closed
-                return
+            except OSError as error:
+                if error.errno not in _PASSING:  # it was closed
+                    return
+                time.sleep(_AGAIN_S)
+                continue
             with connected:
                 try:
                     connected.settimeout(_PATIENCE_S)
@@ -77,10 +85,12 @@ def places() -> list[str]:
 
 def running() -> list[Path]:
     """The sockets of this user's clusters on this machine, the oldest first."""
-    return sorted(
-        (path for place in places() for path in Path(place).glob(f"distnb-*/{_NAME}") if _is_private(path.parent)),
-        key=lambda path: path.lstat().st_mtime,
-    )
+    found = []
+    for path in (path for place in places() for path in Path(place).glob(f"distnb-*/{_NAME}")):
+        with suppress(OSError):  # its cluster ends meanwhile
+            if _is_private(path.parent):
+                found.append((path.lstat().st_mtime, path))
+    return [path for _, path in sorted(found)]
 
 
 def _is_private(directory: Path) -> bool:
@@ -101,7 +111,7 @@ def ask(path: Path, word: str) -> str | None:
             if _user(connected) != os.getuid():
                 return None
             connected.sendall(word.encode())
-            return b"".join(iter(lambda: connected.recv(1 << 16), b"")).decode()
+            return b"".join(iter(lambda: connected.recv(1 << 16), b"")).decode(errors="replace")
         except TimeoutError:
             raise
         except OSError:  # it has ended meanwhile, or was killed

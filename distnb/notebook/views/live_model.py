@@ -173,7 +173,7 @@ class LiveModel:
     def follow(self, closures: ClosuresModel, title: str, now: float) -> None:
         """The cell uses a coordinator."""
         self.closures = closures
-        self.waits.who = "worker"
+        self.waits.who = "worker" if closures.status.replicas_per_worker == 1 else "replica"
         self.title = self.title or title
         if self.began is None:
             self.began = now

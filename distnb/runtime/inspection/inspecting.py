@@ -65,7 +65,7 @@ class _Inspection:
         if isinstance(value, torch.optim.Optimizer):
             state = optimizer_state(value)
             return self._container(value, structure.children(state) or [], depth)._replace(text=_groups_of(value))
-        if depth < _DEEPEST and (children := structure.children(value)) is not None:
+        if depth < _DEEPEST and (children := structure.children(value, _MOST_ITEMS)) is not None:
             return self._container(value, children, depth)
         picture = self._picture_of(value)
         text = short_text(value)
@@ -112,14 +112,15 @@ class _Inspection:
         self._parts -= len(shown)
         items = tuple((name, self.value(child, depth + 1)) for name, child in shown)
         told = [child.content for _, child in items]
-        whole = len(children) == len(shown) and all(told)
+        count = len(value) if isinstance(value, list | tuple) else len(children)
+        whole = count == len(shown) and all(told)
         return Inspected(
             type_name(value),
-            text=f"{len(children)} item{'s' * (len(children) != 1)}",
+            text=f"{count} item{'s' * (count != 1)}",
             nbytes=sum(child.nbytes for _, child in items),
             content=digest_of_text(repr(told)) if whole else 0,
             items=items,
-            left_out=len(children) - len(shown),
+            left_out=count - len(shown),
         )
 
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import comm
 
-from distnb.errors import DistnbError
 from distnb.notebook import compose
 from distnb.notebook.reports import stacks_text
 from distnb.notebook.views.live_model import LiveModel
@@ -132,8 +131,8 @@ class SidePanel:
         order = orders.get(str(content.get("order")))
         try:
             answer = order(content) if order else {"error": f"distnb has no order {content.get('order')!r}."}
-        except DistnbError as error:
-            answer = {"error": str(error)}
+        except Exception as error:  # noqa: BLE001  (the page waits for an answer, whatever this one is)
+            answer = {"error": str(error) or type(error).__name__}
         self._kernel.session.send(stream, "distnb_reply", answer, parent=message, ident=idents)
         asyncio.get_running_loop().call_soon(self._say_busy)
 
