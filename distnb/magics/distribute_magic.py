@@ -224,11 +224,11 @@ class DistributeMagic(ast.NodeTransformer):
                 self._auto = line
 
     def complain(self, line: str) -> None:
-        """What IPython calls where the magic line is not the cell's first, and a line magic to it."""
+        """What IPython calls where the magic line is not the cell's first, or has one % only: a line magic to it."""
         with presented():
             raise OptionError(
-                "%%distribute must be the first line of its cell: IPython reads a cell magic nowhere else. What stands "
-                "above it has run. Move that below it, or into a cell of its own."
+                "%%distribute must be the first line of its cell, with two %: IPython reads a cell magic nowhere else. "
+                "What stands above it has run. Move that below it, or into a cell of its own."
             )
 
 

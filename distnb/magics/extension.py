@@ -54,6 +54,7 @@ class Extension:
         register(self._cluster.distnb, "line", "distnb")
         register(self._distribute.distribute, "cell", "distribute")
         register(self._distribute.complain, "line", "%distribute")
+        register(self._distribute.complain, "line", "distribute")
         register(self._distribute.autodistribute, "line", "autodistribute")
         self._distribute.install()
         complete(shell)

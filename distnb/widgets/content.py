@@ -41,7 +41,9 @@ def head_text(model: LiveModel, now: float) -> str:
         parts.append(f"{count} {who}{'s' if count > 1 else ''}")
     parts += [model.state, _duration(model.seconds(now))]
     if model.steps:
-        parts.append(f"step {model.steps:,}" if closures is None else f"{model.steps:,} steps")
+        parts.append(
+            f"step {model.steps:,}" if closures is None else f"{model.steps:,} step{'s' if model.steps > 1 else ''}"
+        )
     parts += filter(None, [_reading_text(model)])
     if closures is not None and closures.closures_per_second():
         rate = closures.closures_per_second()

@@ -50,7 +50,7 @@ def pictures(model: LiveModel) -> dict[str, str]:
 
 def picture(chart: Chart, *, wide: bool = False) -> str:
     """A chart as an SVG document."""
-    width, height = (640, 230) if wide else (440, 210)
+    width, height = (540, 210) if wide else (440, 210)
     look = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     font = 'font-family="system-ui,sans-serif" font-size="12"'
     own = f'data-name="{html.escape(chart.name)}"><title>{html.escape(chart.name)}</title>'
@@ -63,7 +63,7 @@ def as_image(svg: str, alt: str, *, wide: bool = False) -> str:
     Two stand side by side where there is room; a wide one stands alone.
     """
     encoded = base64.b64encode(svg.encode()).decode()
-    look = "width:100%;max-width:760px;display:block;margin:2px 0"
+    look = "width:100%;max-width:640px;display:block;margin:2px 0"
     if not wide:
         look = "width:min(560px,max(49%,min(460px,100%)));max-width:100%;display:inline-block"
     return f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="{look}">'

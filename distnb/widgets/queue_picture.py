@@ -8,7 +8,7 @@ __all__ = ["queue_picture"]
 
 _COLORS = {"done": "#10b981", "failed": "#ef4444", "cancelled": "#ca8a04", "running": "#3b82f6", "waiting": "#a3a3a3"}
 _GREY = "#808080"  # an image cannot follow the theme
-_WIDTH, _HEIGHT = 640, 40
+_WIDTH, _HEIGHT = 480, 36
 _BAR = 10
 _LEAST = 3.0  # what there is can be seen
 
@@ -20,7 +20,7 @@ def queue_picture(counts: Mapping[str, int], also: str = "") -> str:
         counts: "done", "failed", "cancelled", "running", "waiting"; "retried" is told in words alone.
     """
     look = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-    font = 'font-family="system-ui,sans-serif" font-size="12"'
+    font = 'font-family="system-ui,sans-serif" font-size="10"'
     drawn = "".join([*_bar(counts), *_legend(counts, also)])
     return f'<svg xmlns="http://www.w3.org/2000/svg" class="queue" {look} {font}>{drawn}</svg>'
 
@@ -38,7 +38,7 @@ def _bar(counts: Mapping[str, int]) -> Iterator[str]:
 
 
 def _legend(counts: Mapping[str, int], also: str) -> Iterator[str]:
-    yield f'<text y="32" fill="{_GREY}">'
+    yield f'<text y="29" fill="{_GREY}">'
     gap = 0
     for name in filter(counts.get, (*_COLORS, "retried")):
         sign, color = ("●", _COLORS[name]) if name in _COLORS else ("↻", _GREY)
@@ -46,4 +46,4 @@ def _legend(counts: Mapping[str, int], also: str) -> Iterator[str]:
         gap = 16
     yield "</text>"
     if also:
-        yield f'<text x="{_WIDTH}" y="32" text-anchor="end" fill="{_GREY}">{also}</text>'
+        yield f'<text x="{_WIDTH}" y="29" text-anchor="end" fill="{_GREY}">{also}</text>'

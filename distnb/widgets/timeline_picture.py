@@ -22,7 +22,7 @@ _COLORS = {
 }
 _WORDS = {**{kind: kind for kind in KINDS}, "waiting": "waiting for others"}
 _GREY = "#808080"  # an image cannot follow the theme
-_WIDTH = 640
+_WIDTH = 480  # little, so that the text is legible in a narrow page
 _LEFT = 62  # of the bars
 _LEAST_STEPS = 3  # before that, a step's time is mostly of what happens once
 _READ_S = 1.0  # nobody reads more sentences a second, and one costs as much as all the rest
@@ -75,7 +75,7 @@ def _row_height(rows: int) -> int:
 
 def _svg(name: str, height: float, parts: Iterator[str]) -> str:
     look = f'width="{_WIDTH}" height="{height:.0f}" viewBox="0 0 {_WIDTH} {height:.0f}"'
-    font = 'font-family="system-ui,sans-serif" font-size="11"'
+    font = 'font-family="system-ui,sans-serif" font-size="10"'
     stripes = "".join(
         f'<pattern id="{name}-{kind}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<rect width="5" height="5" fill="{_COLORS[kind]}"/><rect width="1.5" height="5" fill="#fff" opacity=".55"/>'
@@ -128,9 +128,9 @@ def gantt_picture(pieces: list[Piece], steps: list[tuple[float, int]]) -> str:
         for at, number in steps:
             x, words = _LEFT + (at - begin) * scale, f"step {number:,}"
             yield f'<path d="M{x:.1f} 12V{bottom - 2}" stroke="{_GREY}" stroke-width="1" stroke-dasharray="2 2"/>'
-            if x - 5.2 * len(words) > free:  # a letter takes about 5 units
+            if x - 4.7 * len(words) > free:  # a letter takes less than 5 units
                 free = x
-                yield f'<text x="{x:.1f}" y="9" text-anchor="end" fill="{_GREY}" font-size="9">{words}</text>'
+                yield f'<text x="{x:.1f}" y="9" text-anchor="end" fill="{_GREY}" font-size="8">{words}</text>'
         for each in pieces:
             width = (each.end - each.begin) * scale
             if width >= _NARROW:

@@ -82,6 +82,18 @@ def step():
 
 strategy.run(step)
 """
+VALUES = """%%distribute mirrored
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
+                                torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(10)))
+strategy.run(lambda: model(torch.randn(4, 3, 6, 6)).square().sum().backward())
+if distnb.replica_id() == 2:
+    with torch.no_grad():
+        model[0].weight.mul_(3)
+sharded = distribute_tensor(torch.zeros(7, 10), init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)])
+"""
 
 
 def _quickstart() -> list[str]:
@@ -100,15 +112,18 @@ class Scene:
         shown: A pattern that is in its output when the picture is taken.
         height: Of the picture, in pixels, where the cell is not smaller.
         seconds: How long a moving picture runs.
+        opened: A part of a tree that is opened, by what its line has.
     """
 
     cells: list[str]
     shown: str
     height: float = 1050.0
     seconds: float = 0.0
+    opened: str = ""
 
 
 _TWO = ["%load_ext distnb\nimport torch, distnb\n%distnb start -n 2"]
+_FOUR = ["%load_ext distnb\nimport torch, distnb\n%distnb start -n 4", VALUES]
 _SERVERS = ["%load_ext distnb\nimport distnb\n%distnb start --workers 2 --ps 2"]
 SCENES = {
     "running.png": Scene([*_quickstart(), TRAINS], r"(?s)A step takes.*epoch 4:"),
@@ -116,6 +131,7 @@ SCENES = {
     "servers.png": Scene([*_SERVERS, SERVERS], r"\d{3} done"),
     "waits.png": Scene([*_TWO, WAITS], "is not there"),
     "debugger.png": Scene([*_TWO, FAILS, "%distnb debug"], "replica 1 .*>"),
+    "values.png": Scene([*_FOUR, "distnb.visualize(sharded)\nmodel"], r"(?s)Shard\(0\).*DRIFT", opened="Conv2d"),
     "failure.png": Scene([*_TWO, FAILS], "too large"),
     "mismatch.png": Scene([*_TWO, DIFFERS], "all_gather"),
 }
@@ -139,6 +155,9 @@ def take(path: Path, scene: Scene) -> None:
                     _record(notebook, path, scene)
                 else:
                     notebook.see(lambda: re.search(scene.shown, notebook.output(last).inner_text()) is not None)
+                    if scene.opened:
+                        part = notebook.output(last).locator("details details", has_text=scene.opened).first
+                        part.evaluate("part => { part.open = true; }")
                     notebook.page.screenshot(path=path, clip=_around(notebook, last, scene.height))
                     Image.open(path).convert("RGB").quantize(96).save(path, optimize=True)
                 notebook.press_stop()

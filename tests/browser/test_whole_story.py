@@ -24,10 +24,10 @@ NARROW = 480
 NO_KERNEL = "() => !window.jupyterapp.shell.currentWidget.sessionContext.session"
 OUTSIDE = """area => {
     const right = area.getBoundingClientRect().right + 1;
-    const scrolled = element => element && element !== area &&
+    const scrolled = element => !element.matches(".distnb-live, .jp-RenderedText") &&
         (getComputedStyle(element).overflowX === "auto" || scrolled(element.parentElement));
     const page = document.documentElement;
-    const outside = [...area.querySelectorAll(".distnb-live *, .jp-RenderedText pre")].filter(element =>
+    const outside = [...area.querySelectorAll(".distnb-live *, .jp-RenderedText > pre")].filter(element =>
         element.getBoundingClientRect().right > right && !scrolled(element.parentElement));
     return [...outside.map(element => element.outerHTML.slice(0, 200)),
         ...[page, area.closest(".jp-WindowedPanel-outer, .jp-Notebook")]

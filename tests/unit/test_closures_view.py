@@ -130,7 +130,7 @@ def test_the_queue_is_a_bar_of_all_its_closures() -> None:
     bars = {each.get("class"): each for each in svg.iter() if each.get("class") in counts}
     assert list(bars) == ["done", "failed", "waiting"]
     widths = {name: float(bar.get("width", "")) for name, bar in bars.items()}
-    assert abs(sum(widths.values()) - 640) < 0.2
+    assert abs(sum(widths.values()) - 480) < 0.2
     assert abs(widths["done"] / widths["waiting"] - 3) < 0.1
     assert widths["failed"] > 3
     assert "".join(svg.itertext()) == "●750 done●1 failed●249 waiting↻2 retriedstaleness 1.0 (max 2)"

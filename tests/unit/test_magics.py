@@ -323,6 +323,7 @@ def test_what_stands_above_is_told_kindly(shell: InteractiveShell, session: Repl
         "\n# a\n\n%%distribute default\nx",
         "import os\n%%distribute mirrored\nx",
         "for i in range(3):\n    pass\n\n%%distribute mirrored -n 2\nx",
+        "%distribute mirrored",
     ):
         assert "must be the first line" in error_of(shell, source)
     assert session.cells == []

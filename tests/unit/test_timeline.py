@@ -268,7 +268,7 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
         (each.get("class"), float(each.get("y", 0))): float(each.get("width", 0)) for each in bars if each.get("class")
     }
     assert wide["waiting", 2.0] / wide["compute", 2.0] == pytest.approx(0.028 / 0.010, abs=0.01)
-    assert wide["compute", 21.0] == pytest.approx(578 * 0.95, abs=0.1)
+    assert wide["compute", 21.0] == pytest.approx(418 * 0.95, abs=0.1)
 
 
 def test_a_gantt_picture_has_each_piece() -> None:

@@ -121,6 +121,8 @@ def test_what_was_waited_for_when_a_program_was_ended_stays_in_the_picture() -> 
     model.feed(sample(0, 6.0), 6.0)
     model.feed(sample(1, 6.0, waiting=waits(6.0)), 6.0)
     for engine in (1, 0):
+        model.feed(sample(engine, 6.4, where=""), 6.4)  # it leaves its place, and ends
+    for engine in (1, 0):
         model.feed(ProgramEnded(1, engine, "interrupted"), 6.5)
     model.feed(Status(1, "ended", team, "KeyboardInterrupt"), 6.5)
     model.end(6.5, failed=True)

@@ -167,7 +167,7 @@ class LiveModel:
             (self.waits.asking.add if isinstance(event, Asks) else self.waits.asking.discard)(event.replica)
         elif isinstance(event, ProgramEnded | Died):
             if isinstance(event, Died) or event.status != "ok":
-                self.waited = self.waited or [f"When it ended: {line}" for line in self.waits.lines(now)]
+                self.waited = self.waited or [f"When it ended: {line}" for line in self.waits.before_the_end(now)]
             self._replica_ended(event)
 
     def follow(self, closures: ClosuresModel, title: str, now: float) -> None:

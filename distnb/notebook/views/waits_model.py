@@ -13,6 +13,7 @@ __all__ = ["WaitsModel"]
 
 _PATIENCE_S: Final = 3.0  # a shorter wait is no news
 _SILENT_S: Final = 2.0  # samples come five times a second
+_LATELY_S: Final = 1.0  # who is told to end tells of other places first, and then that it has ended
 
 
 class WaitsModel:
@@ -27,11 +28,17 @@ class WaitsModel:
         self.asking: set[int] = set()
         self._latest: dict[int, tuple[TelemetrySample, float]] = {}  # and when it came
         self._steady: dict[int, float] = {}  # since when a replica is where it is
+        self._before: tuple[float, list[str]] = (
+            0.0,
+            [],
+        )  # when a replica moved while others waited, and what held until then
 
     def feed(self, sample: TelemetrySample, now: float) -> None:
         """Take a sample of a replica."""
         before = self._latest.get(sample.replica)
         if before is None or _place(before[0]) != _place(sample):
+            if now - self._before[0] > _LATELY_S or not self._before[1]:
+                self._before = now, self.lines(now)
             self._steady[sample.replica] = now
         self._latest[sample.replica] = sample, now
 
@@ -50,6 +57,11 @@ class WaitsModel:
             if wait is not None and self._is_fresh(replica, now) and self._seconds(replica, now) >= _PATIENCE_S:
                 long[wait.kind, wait.what, wait.where, wait.number].append(replica)
         return [self._line(replicas, now) for replicas in long.values()]
+
+    def before_the_end(self, now: float) -> list[str]:
+        """The sentences as they were before replicas that were told to end left their places."""
+        moved, lines = self._before
+        return lines if lines and now - moved <= _LATELY_S else self.lines(now)
 
     def _wait(self, replica: int) -> Waiting | None:
         return self._latest[replica][0].waiting
