@@ -27,7 +27,7 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 KERAS := $(shell sed -n 's/^keras==/keras==/p' constraints.txt)
 KERAS_NIGHTLY := keras-nightly==3.16.0.dev2026102704
 TENSORFLOW := tensorflow-cpu==2.21.0
-WORKERS ?= 2
+WORKERS ?= 3
 INSTALL := $(PIP) install -qq -c constraints.txt
 
 .PHONY: help demo lab docs test check lint types imports tests soak bench extension hooks clean

@@ -14,6 +14,10 @@ from tests.kernel import lines_of_each
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 
+# What an interrupt and a restart do in the page is done by the same packages in both.
+IN_LAB = pytest.mark.parametrize("front_end", ["lab", pytest.param("notebook", marks=pytest.mark.soak)], indirect=True)
+
+
 @pytest.mark.parametrize("front_end", ["notebook"], indirect=True)  # test_front_end.py has it in JupyterLab
 def test_the_live_view_lives_and_leaves_a_picture(chrome: Any, front_end: Server) -> None:
     front_end.write("live.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 3"])
@@ -61,6 +65,7 @@ def test_a_page_reloaded_under_a_cell_shows_it_to_its_end(chrome: Any, front_end
         assert view.locator("svg[data-name='loss']").count() == 1, "nothing else is left of it: it stays"
 
 
+@IN_LAB
 def test_a_restarted_kernel_leaves_no_view_that_claims_to_run(chrome: Any, front_end: Server) -> None:
     front_end.write("restart.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 60", "6 * 7"])
     with OpenNotebook(chrome, front_end, "restart.ipynb") as notebook:
@@ -91,6 +96,7 @@ time.sleep(1000)
 """
 
 
+@IN_LAB
 def test_the_stop_button_ends_cells_and_the_next_one_works(chrome: Any, front_end: Server) -> None:
     cells = ["%load_ext distnb\nimport distnb\n%distnb start -n 2", LOOP, STUCK, "%%distribute mirrored\nprint('fine')"]
     front_end.write("stop.ipynb", cells)
