@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import sys
@@ -10,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from distnb.coordinator.link import (
@@ -48,10 +49,10 @@ from distnb.coordinator.queue import (
     TellNobodyRuns,
 )
 from distnb.coordinator.remote_values import RemoteValue
+from distnb.coordinator.sent import Sent
 from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
 from distnb.coordinator.waiter import Waiter
 from distnb.errors import CheckpointError, ClosureCancelled, EngineDied, NoClusterError, OptionError, ServerLost
-from distnb.objects.modes import Environment
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.interrupts import Interrupts
 from distnb.runtime.servers import roles
@@ -77,17 +78,6 @@ class _Closure:
     value: RemoteValue
     packed: PackedClosure
     program: int = 0
-
-
-@dataclass
-class _Sent:
-    """What a worker has been sent: the resources that it knows; of `Packer.forgotten` and `Packer.sources` so many."""
-
-    known: set[int] = field(default_factory=set)
-    forgotten: int = 0
-    sources: int = 0
-    seeded: bool = False
-    modes: Environment | None = None
 
 
 class ClusterCoordinator:
@@ -158,7 +148,7 @@ class ClusterCoordinator:
         self._packer = Packer(roles.models, runtime.access)
         self._closures: dict[int, _Closure] = {}
         self._programs: dict[int, tuple[int, int]] = {}  # by number: the closure, and the worker
-        self._sent: dict[int, _Sent] = {}  # by worker
+        self._sent: dict[int, Sent] = {}  # by worker
         self._lost: dict[int, str] = {}
         self._lost_servers: dict[int, str] = {}
         self._empty_servers: set[int] = set()  # of those, they have come back
@@ -517,7 +507,7 @@ class ClusterCoordinator:
             case WorkerUp(worker=worker):
                 self._forget_worker(worker)
                 self._lost.pop(worker, None)
-                self._sent[worker] = _Sent()
+                self._sent[worker] = Sent()
                 return queue.worker_up(worker, now)
             case WorkerLost(worker=worker, how=how):
                 self._forget_worker(worker)
@@ -627,32 +617,12 @@ class ClusterCoordinator:
 
     def _send(self, order: Send) -> None:
         closure = self._closures[order.closure]
-        packed, sent = closure.packed, self._sent[order.worker]
-        known = sent.known
-        definitions: tuple[tuple[int, Any], ...] = ()
-        if not known.issuperset(packed.needs):
-            definitions = tuple((each, self._packer.definition(each)) for each in packed.needs if each not in known)
-        forget: tuple[int, ...] = ()
-        if sent.forgotten != self._packer.forgotten:
-            sent.forgotten = self._packer.forgotten
-            forget = tuple(each for each in known if not self._packer.knows(each) and each not in packed.needs)
-            known.difference_update(forget)
-        inputs = tuple((each.number, each.packed) for each in packed.inputs)
+        seed = functools.partial(self._seed_of, order.worker)
+        more = self._sent[order.worker].more(closure.packed, self._packer, self._link, seed)
         closure.program = program = self._link.number()
         closure.value.state = "running"
         self._programs[program] = (order.closure, order.worker)
-        seed = None if sent.seeded else self._seed_of(order.worker)
-        sent.seeded = True
-        modes = None if packed.modes is sent.modes else packed.modes
-        sent.modes = packed.modes
-        known.update(packed.needs)
-        sources: tuple[tuple[str, str, str], ...] = ()
-        if sent.sources < len(self._packer.sources):
-            new = list(self._packer.sources.items())[sent.sources :]
-            sources = tuple((name, text, self._link.cell_name(name)) for name, text in new)
-            sent.sources += len(new)
-        once = definitions, packed.data, packed.buffers, inputs, forget, sources, modes, seed
-        self._link.send(order.worker, RunClosure(program, order.closure, _oldest(), *once))
+        self._link.send(order.worker, RunClosure(program, order.closure, _oldest(), *more))
 
     def _seed_of(self, worker: int) -> int:
         """What a worker's random numbers begin with: each draws others, which all follow from the seed set here."""

@@ -296,8 +296,7 @@ class Session:
         now = time.monotonic()
         self.latest_times = CellTimes(sent - began, running, now - ended, now - began)
         if profile is not None:
-            traces = {team.rank_of(engine): reply.profile for engine, reply in outcome.replies.items()}
-            write_profiles(profile, {replica: trace for replica, trace in traces.items() if trace is not None})
+            write_profiles(profile, {team.rank_of(engine): reply.profile for engine, reply in outcome.replies.items()})
         warn_of_drift(outcome)
         self._raise_failure(outcome, team)
 

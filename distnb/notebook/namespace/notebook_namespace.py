@@ -60,13 +60,13 @@ class NotebookNamespace:
 
     # -- cells ---------------------------------------------------------------------------------------------------------
 
-    def outgoing(self, source: str, team: Team, *, extra_names: Iterable[str] = ()) -> Snapshot:
-        """What a cell needs, and `extra_names`. Call it right before the cell is sent, and send what it gives."""
+    def outgoing(self, source: str, team: Team) -> Snapshot:
+        """What a cell needs. Call it right before the cell is sent, and send what it gives."""
         tracked = self._teams.of(team.engines)
         reads = names_read(source)
         needs = self._needs(tracked)
         needs.look.attributes |= reads.attributes
-        needs.more += [*sorted(reads.names), *extra_names]
+        needs.more += sorted(reads.names)
         if reads.dynamic:
             needs.more += sorted(user_names(self.user_ns))
         return self._snapshot(tracked, needs, None, cell=True)

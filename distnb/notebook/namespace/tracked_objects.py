@@ -145,10 +145,10 @@ class TrackedObjects:
         """Every handle of this tracked that the notebook holds."""
         return [handle for reference in list(self._handles.values()) if (handle := reference()) is not None]
 
-    def check(self, handle: DistributedValues, *, in_part: bool = False) -> None:
-        """Raise if a handle's object is gone (with `in_part`: on all replicas), or is not these engines'."""
+    def check(self, handle: DistributedValues) -> None:
+        """Raise if a handle's object is gone, or is not these engines'."""
         state = state_of_handle(handle)
-        state.check(() if in_part else None)
+        state.check()
         if state.tracked is not self:
             raise CannotTravelError(
                 f"{state.label} ({state.type_name}) cannot be sent to this program: it belongs to a strategy of "

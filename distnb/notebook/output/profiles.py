@@ -23,8 +23,8 @@ def profile_folder(name: str) -> Path:
 
 
 def write_profiles(folder: Path, profiles: Mapping[int, Any]) -> None:
-    """Write each replica's trace, and say where they are."""
-    for replica, trace in sorted(profiles.items()):
+    """Write the traces of the replicas that have one, and say where they are."""
+    for replica, trace in sorted(item for item in profiles.items() if item[1] is not None):
         path = folder / f"replica_{replica}.pt.trace.json.gz"
         path.write_bytes(trace)
         print(f"Profile of replica {replica}: {path} ({human_bytes(path.stat().st_size)})")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Html", "cell_name", "cell_place", "filled", "html_table", "human_bytes", "mark", "ranges", "short_number"]
 
-_CELL = "padding:1px 14px 1px 0;text-align:{align};vertical-align:top;border:none;background:none;white-space:{space}"
+_CELL = "padding:1px 14px 1px 0;text-align:{align};vertical-align:top;border:none;background:none;white-space:nowrap"
 
 
 class Html(str):
@@ -69,26 +69,20 @@ def html_table(
     rows: Iterable[Sequence[object]],
     *,
     numeric: Collection[str] = (),
-    code: Collection[str] = (),
     caption: str = "",
 ) -> str:
     """Draw a table; cells are escaped, but for `Html`, and `caption` stands above it.
 
     Args:
         numeric: Titles of the columns that are aligned to the right.
-        code: Titles of columns of texts that may have several lines; their spaces count, and long lines are wrapped.
     """
 
     def cells(tag: str, values: Sequence[object]) -> str:
         drawn = []
         for title, value in zip(header, values, strict=True):
-            style = _CELL.format(
-                align="right" if title in numeric else "left", space="pre-wrap" if title in code else "nowrap"
-            )
+            style = _CELL.format(align="right" if title in numeric else "left")
             if tag == "th":
                 style += ";color:#808080;font-weight:normal"
-            elif title in code:
-                style += ";font-family:monospace;min-width:30em"
             text = value if isinstance(value, Html) else html.escape(str(value))
             drawn.append(f'<{tag} style="{style}">{text}</{tag}>')
         return "".join(drawn)

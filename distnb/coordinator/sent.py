@@ -1,0 +1,49 @@
+"""What a worker has been sent, so that each closure brings it only what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from distnb.coordinator.link import ClusterLink
+from distnb.coordinator.packer import PackedClosure, Packer
+from distnb.objects.modes import Environment
+
+__all__ = ["Sent"]
+
+
+@dataclass
+class Sent:
+    """What a worker has been sent: the resources that it knows; of `Packer.forgotten` and `Packer.sources` so many."""
+
+    known: set[int] = field(default_factory=set)
+    forgotten: int = 0
+    sources: int = 0
+    seeded: bool = False
+    modes: Environment | None = None
+
+    def more(
+        self, packed: PackedClosure, packer: Packer, link: ClusterLink, seed: Callable[[], int]
+    ) -> tuple[Any, ...]:
+        """What its next `RunClosure` has to carry, from `definitions` on; noted as sent."""
+        definitions: tuple[tuple[int, Any], ...] = ()
+        if not self.known.issuperset(packed.needs):
+            definitions = tuple((each, packer.definition(each)) for each in packed.needs if each not in self.known)
+        forget: tuple[int, ...] = ()
+        if self.forgotten != packer.forgotten:
+            self.forgotten = packer.forgotten
+            forget = tuple(each for each in self.known if not packer.knows(each) and each not in packed.needs)
+            self.known.difference_update(forget)
+        self.known.update(packed.needs)
+        sources: tuple[tuple[str, str, str], ...] = ()
+        if self.sources < len(packer.sources):
+            new = list(packer.sources.items())[self.sources :]
+            sources = tuple((name, text, link.cell_name(name)) for name, text in new)
+            self.sources += len(new)
+        first = None if self.seeded else seed()
+        self.seeded = True
+        modes = None if packed.modes is self.modes else packed.modes
+        self.modes = packed.modes
+        inputs = tuple((each.number, each.packed) for each in packed.inputs)
+        return definitions, packed.data, packed.buffers, inputs, forget, sources, modes, first
