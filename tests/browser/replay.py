@@ -132,6 +132,7 @@ class Player:
                         f"cell 3, line {12 + step % 4}",
                         epochs=((step - 10, (step - 10) // 50),) if step % 50 == 10 else (),
                         reading=((step - 1) // 50, (step - 1) % 50 + 1, 50, None),
+                        host_nbytes=16_000_000_000,
                     )
                 if step % 50 == 0 and step <= steps:
                     yield self.text(replica, f"epoch {step // 50}\n")
