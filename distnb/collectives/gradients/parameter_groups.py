@@ -171,15 +171,16 @@ class ParameterGroup:
         """Take a parameter in, as a mirrored one from now on: as the last one, or where it is on other replicas."""
         identity = id(parameter)
         place = len(self.references) if place is None else place
+        mirrors = _mirrors  # as the interpreter ends, modules' names are gone before their objects
 
         def gone(_reference: object) -> None:
-            _mirrors.pop(identity, None)
+            mirrors.pop(identity, None)
             self._alive -= 1
             if not self._alive:
                 self._on_extinct(self)
 
         reference = weakref.ref(parameter, gone)
-        _mirrors[identity] = Mirror(self._sync, self, place)
+        mirrors[identity] = Mirror(self._sync, self, place)
         self.references += [_nothing] * (place + 1 - len(self.references))
         self.references[place] = reference
         self.layout_version += 1
