@@ -23,11 +23,11 @@ _ADVICE: Final = (
 )
 _RETURNED: Final = "strategy.run's result("  # what replicas compare when the function of `run` has returned
 _ADVICE_ON: Final = {  # by what the names of operations contain
-    _RETURNED: "A function that returns early does so on all replicas, or else after its last collective.",
     ".step(": "step() under central storage is taken by all replicas together: each has variables that it updates for "
     "all.",
     ".scope(": "What is made in strategy.scope() is made equal on all replicas, so all of them enter it; what only one "
     "needs is made outside.",
+    _RETURNED: "A function that returns early does so on all replicas, or else after its last collective.",
 }
 _AHEAD: Final = RING - 64
 _MISMATCH: Final = "mismatch\0"  # begins a verdict that is one
