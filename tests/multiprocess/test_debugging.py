@@ -219,8 +219,8 @@ def test_no_time_limit_strikes_who_waits_for_the_user(notebook: Notebook) -> Non
 def test_every_replica_asks(notebook: Notebook) -> None:
     source = "%%distribute mirrored\nprint('before', end=' ')\nname = input(f'who is {me()}? ')\nprint(name, me())"
     ran, asked = notebook.converse(source, "first", "second")
-    assert sorted(asked) == ["who is 0? ", "who is 1? "]
-    first = asked[0][7]
+    assert sorted(asked) == ["[0] who is 0? ", "[1] who is 1? "]
+    first = asked[0][1]
     assert f"[{first}] first {first}" in ran.check().stdout
     assert "before" in ran.stdout
 
@@ -231,7 +231,7 @@ def test_the_end_of_input_and_a_secret(notebook: Notebook) -> None:
         "        print('nothing came')\n    print(len(getpass.getpass('secret: ')))"
     )
     ran, asked = notebook.converse(source, "\x04", "abc")
-    assert asked == ["", "secret: "]
+    assert asked == ["[1] ", "[1] secret: "]
     assert "nothing came" in ran.check().stdout
     assert "[1] 3" in ran.stdout
 

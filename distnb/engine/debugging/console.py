@@ -15,6 +15,7 @@ from typing import Any
 from distnb.engine.guard import Guard
 from distnb.engine.output import telemetry
 from distnb.frames import OWN
+from distnb.runtime.this_process import this_process
 from distnb.wire.messages import Answer, Asks, GoesOn, Output
 
 __all__ = ["Console"]
@@ -95,8 +96,10 @@ class Console(io.TextIOBase):
         return self._input(prompt, "getpass()", hidden=True)
 
     def _input(self, prompt: object, what: str, *, hidden: bool = False) -> str:
+        process = this_process.replica
+        mark = f"[{process.rank}] " if process is not None and process.size > 1 else ""  # as what it writes has one
         try:
-            return self._ask(str(prompt), what, hidden=hidden)
+            return self._ask(f"{mark}{prompt}", what, hidden=hidden)
         finally:
             if not self._debugging:
                 self.leave()
