@@ -124,9 +124,7 @@ class ClosureQueue:
         self._oldest = 0
         self._latest = -1
         self.done_by: Counter[int] = Counter()
-        self._losses: Counter[int] = (
-            Counter()
-        )  # by closure that has not ended: workers that were lost while they ran it
+        self._losses: Counter[int] = Counter()  # by closure: workers that were lost while they ran it
         self._done = self._failed = self._cancelled = self._retried = 0
         self._told = False
 
