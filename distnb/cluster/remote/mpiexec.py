@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,8 +32,13 @@ class MPI(Transport):
         return [*mpiexec, *NODE_AGENT, task]
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
-        """Open MPI, when it is ended, leaves the files of its session: they go with the cluster's."""
-        return os.environ if directory is None else {**os.environ, _SESSIONS: str(directory)}
+        """Open MPI, when it is ended, leaves the files of its session: they go with the cluster's.
+
+        Each mpiexec has a folder of its own: of two that begin at once in one, the second may fail to make it.
+        """
+        if directory is None:
+            return os.environ
+        return {**os.environ, _SESSIONS: tempfile.mkdtemp(prefix="mpi", dir=directory)}
 
     def network_name(self, host: str) -> str:
         """The same: mpiexec looks names up as any program does."""
