@@ -37,22 +37,12 @@ from distnb.coordinator.per_worker import (
     takes_context,
 )
 from distnb.coordinator.pickling import open_value
-from distnb.coordinator.queue import (
-    MOST_LOSSES,
-    Cancel,
-    ClosureQueue,
-    Fail,
-    Interrupt,
-    Order,
-    Send,
-    TakeBack,
-    TellNobodyRuns,
-)
+from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Send, TakeBack, TellNobodyRuns
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.coordinator.sent import Sent
 from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
 from distnb.coordinator.waiter import Waiter
-from distnb.errors import CheckpointError, ClosureCancelled, EngineDied, NoClusterError, OptionError, ServerLost
+from distnb.errors import CheckpointError, ClosureCancelled, NoClusterError, OptionError, ServerLost
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.interrupts import Interrupts
 from distnb.runtime.servers import roles
@@ -596,18 +586,6 @@ class ClusterCoordinator:
                 value = self._forget(order.closure).value
                 text = f"{value.name} was cancelled before it had a result: {self._why}"
                 value.spoil(ClosureCancelled(text if text.endswith(".") else f"{text}."), "cancelled")
-            elif isinstance(order, Fail):
-                value, how = self._forget(order.closure).value, self._lost.get(order.worker, "was replaced")
-                error = EngineDied(
-                    f"{value.name} was running on {MOST_LOSSES} workers when they were lost, one after another; the "
-                    f"last, worker {order.worker}, {how}. It is taken for the cause, and not tried again. A process "
-                    "that is killed by SIGKILL has often taken more memory than there is (%distnb memory); one that "
-                    "crashes does so too where the function is called in a process of one's own. Then %distnb restart "
-                    "--missing starts workers again."
-                )
-                self._why = f"{value.name} ended one worker after another"
-                value.spoil(error, "failed")
-                self._errors.append(error)
             elif isinstance(order, Interrupt):
                 self._link.interrupt(self._closures[order.closure].program)
             elif isinstance(order, TakeBack):

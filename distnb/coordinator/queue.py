@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 __all__ = [
-    "MOST_LOSSES",
     "Cancel",
     "ClosureQueue",
     "Counts",
-    "Fail",
     "Interrupt",
     "Order",
     "Send",
@@ -26,9 +24,6 @@ __all__ = [
     "TellNobodyRuns",
     "WorkerState",
 ]
-
-MOST_LOSSES = 4
-"""A closure that so many workers were running when they were lost is taken for the cause."""
 
 _PATIENCE_S = 0.02  # a closure that is about to start where it is need not be taken back, which costs a round trip
 
@@ -60,18 +55,11 @@ class Cancel(NamedTuple):
     closure: int
 
 
-class Fail(NamedTuple):
-    """A closure has failed: this worker was the last of `MOST_LOSSES` that were lost while they ran it."""
-
-    closure: int
-    worker: int
-
-
 class TellNobodyRuns(NamedTuple):
     """Closures wait, and there is no worker to run them."""
 
 
-Order = Send | TakeBack | Interrupt | Cancel | Fail | TellNobodyRuns
+Order = Send | TakeBack | Interrupt | Cancel | TellNobodyRuns
 
 
 class Counts(NamedTuple):
@@ -124,7 +112,6 @@ class ClosureQueue:
         self._oldest = 0
         self._latest = -1
         self.done_by: Counter[int] = Counter()
-        self._losses: Counter[int] = Counter()  # by closure: workers that were lost while they ran it
         self._done = self._failed = self._cancelled = self._retried = 0
         self._told = False
 
@@ -159,18 +146,8 @@ class ClosureQueue:
             if closure in self._ending:
                 orders += self._cancel(closure)
             else:
-                heapq.heappush(self._waiting, closure)
                 self._retried += 1
-        first = next(iter(lost.closures), None)  # the one that it ran
-        if first is not None and first in self._unfinished:
-            self._losses[first] += 1
-            if self._losses[first] == MOST_LOSSES:
-                self._waiting.remove(first)
-                heapq.heapify(self._waiting)
-                self._retried -= 1
-                self._finish(first)
-                self._failed += 1
-                orders += [Fail(first, worker), *self.cancel()]
+                heapq.heappush(self._waiting, closure)
         return orders + self._assign(now)
 
     def ended(self, worker: int, closure: int, how: Literal["done", "failed", "cancelled"], now: float) -> list[Order]:
@@ -336,7 +313,6 @@ class ClosureQueue:
     def _finish(self, closure: int) -> None:
         self._unfinished.discard(closure)
         self._ending.discard(closure)
-        self._losses.pop(closure, None)
 
     def _cancel(self, closure: int) -> list[Order]:
         """It has ended without a result, and so have those that need one."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from distnb.coordinator.queue import MOST_LOSSES, Cancel, ClosureQueue, Fail, Interrupt, Send, TakeBack, TellNobodyRuns
+from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Send, TakeBack, TellNobodyRuns
 
 
 def test_closures_go_to_the_worker_that_has_least_in_the_order_in_which_they_were_scheduled() -> None:
@@ -30,21 +30,6 @@ def test_what_a_lost_worker_had_comes_next_and_in_order() -> None:
     assert queue.worker_up(1, 0.0) == [Send(0, 1), Send(1, 1)]
     assert queue.ended(0, 0, "done", 0.0) == []  # the lost one's word comes too late
     assert queue.counts.done == 0
-
-
-def test_a_closure_that_ends_its_worker_again_and_again_fails_at_last() -> None:
-    queue = ClosureQueue(depth=2)
-    queue.worker_up(9, 0.0)
-    for number in range(3):
-        queue.scheduled(number, 0.0)
-    for worker in range(MOST_LOSSES - 1):
-        queue.worker_lost(worker or 9, 0.0)
-        assert queue.worker_up(worker + 1, 0.0) == [Send(0, worker + 1), Send(1, worker + 1)]
-    assert queue.worker_lost(MOST_LOSSES - 1, 0.0) == [Fail(0, MOST_LOSSES - 1), Cancel(1), Cancel(2)]
-    assert queue.idle
-    assert queue.counts == (0, 0, 0, 1, 2, 2 * MOST_LOSSES - 1)
-    queue.scheduled(3, 0.0)
-    assert queue.worker_up(0, 0.0) == [Send(3, 0)], "what is scheduled later begins anew"
 
 
 def test_without_a_worker_it_says_so_once() -> None:
@@ -134,9 +119,9 @@ def test_every_closure_ends_exactly_once_whatever_happens(seed: int) -> None:
                 assert all(order.closure not in each for each in there.values())
                 assert not any(worker == order.worker for worker, _ in stuck)
                 there[order.worker].append(order.closure)
-            elif isinstance(order, Cancel | Fail):
+            elif isinstance(order, Cancel):
                 assert order.closure not in ended
-                ended[order.closure] = "cancelled" if isinstance(order, Cancel) else "failed"
+                ended[order.closure] = "cancelled"
             elif isinstance(order, Interrupt | TakeBack):
                 assert order.closure in there[order.worker]
                 asked.add((order.worker, order.closure))

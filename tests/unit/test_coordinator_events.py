@@ -11,9 +11,9 @@ import pytest
 
 import distnb
 from distnb.coordinator import ClusterCoordinator
-from distnb.coordinator.link import ClosureEnded, ClosureGivenBack, ClosureGivenUp, WorkerLost, WorkerUp
+from distnb.coordinator.link import ClosureEnded, ClosureGivenBack, ClosureGivenUp, WorkerUp
 from distnb.coordinator.runner import ClosureResult
-from distnb.errors import ClosureCancelled, EngineDied
+from distnb.errors import ClosureCancelled
 from distnb.runtime.servers import roles
 from distnb.runtime.this_process import this_process
 from distnb.wire.messages import ErrorReport, Reply, RunClosure
@@ -106,23 +106,3 @@ def test_an_error_is_raised_though_another_replica_of_its_worker_does_not_follow
     link.hear(ClosureEnded(0, Reply(program, "aborted")))
     link.hear(ClosureEnded(0, Reply(link.sent[1][1].program, "ok", value=ClosureResult(2))))
     assert other.fetch() == 2
-
-
-def test_a_closure_that_ends_its_worker_again_and_again_fails_with_the_cure(link: Link) -> None:
-    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
-
-    def step() -> None: ...
-
-    value, other = coordinator.schedule(step), coordinator.schedule(lambda: 1)
-    for _ in range(4):
-        link.hear(WorkerUp(1))
-        link.hear(WorkerLost(1, "was killed by SIGKILL"))
-    with pytest.raises(
-        EngineDied, match=r"step was running on 4 workers .* worker 1, was killed by SIGKILL\. .* memory"
-    ):
-        coordinator.join()
-    with pytest.raises(EngineDied):
-        value.fetch()
-    with pytest.raises(ClosureCancelled, match="step ended one worker after another"):
-        other.fetch()
-    assert coordinator.status().failed == 1
