@@ -59,7 +59,9 @@ _WAITING = (threading.__file__, queue.__file__)  # what distnb waits with
 
 
 _Told = tuple[tuple[int, int], str, tuple[int, int], dict[str, Any], float]
-"""A call of `distnb.live`: in which (program, replica), of which run, where, what, and when, since 1970."""
+"""A call of `distnb.live`: in which (program, replica), of which run, where, what, and when, since 1970.
+
+A named tuple would cost each training step 2 µs more."""
 
 
 class Control:

@@ -96,7 +96,9 @@ def _scalar(name: str, value: Any) -> Any:
             return _OnDevice(value.detach())
         try:
             return float(value.item())
-        except (RuntimeError, TypeError):  # more than one element, none, or a complex one
+        except (RuntimeError, TypeError):
+            if value.numel() == 1 and not value.is_complex():
+                raise  # of a device, say: it tells better what happened
             told = f"a tensor of shape {list(value.shape)}, {value.dtype}"
             raise _no_scalar(name, told, "Reduce it first, for example by .mean().") from None
     if isinstance(value, str | bytes):

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ET
 from typing import Any
 
 import pytest
+import torch
 
 from distnb.errors import OptionError
 from distnb.notebook.output.wording import short_number
@@ -51,6 +52,12 @@ def test_who_is_heard_of_late_is_compared_with_what_others_told_before() -> None
 
 
 # -- distnb.live -----------------------------------------------------------------------------------------------------
+
+
+def test_why_a_number_cannot_be_read_is_told_as_it_is(points: list[dict[str, Any]]) -> None:
+    with pytest.raises(RuntimeError, match="meta"):
+        live(loss=torch.ones((), device="meta"))
+    assert points == []
 
 
 def test_numbers_reach_the_sink(points: list[dict[str, Any]]) -> None:

@@ -168,12 +168,10 @@ class TimelineModel:
 
     def spent(self, steps: int = _STEPS) -> Spent | None:
         """Where the time of the latest steps went; None while too little is known."""
-        events = self._events()
-        window = self._window(events, steps)
-        if window is None:
+        looked_at = self._looked_at(steps)
+        if looked_at is None:
             return None
-        begin, end, count = window
-        events = _since(events, begin - (end - begin) / max(count, 1))  # a collective may have ended elsewhere before
+        events, begin, end, count = looked_at
         pieces = self._pieces(events, begin, end)
         seconds = {replica: dict.fromkeys(KINDS, 0.0) for replica in self.replicas}
         for piece in pieces:
@@ -206,11 +204,10 @@ class TimelineModel:
 
     def pieces(self, steps: int = _STEPS) -> tuple[list[Piece], list[tuple[float, int]]]:
         """Each replica's time in the latest steps, piece by piece; and when steps ended on the first, and which."""
-        events = self._events()
-        window = self._window(events, steps)
-        if window is None:
+        looked_at = self._looked_at(steps)
+        if looked_at is None:
             return [], []
-        begin, end, _ = window
+        events, begin, end, _ = looked_at
         return self._pieces(events, begin, end), [each for each in self._step_ends(events) if begin <= each[0] <= end]
 
     def _step_ends(self, events: Mapping[int, list[Event]]) -> list[tuple[float, int]]:
@@ -254,6 +251,16 @@ class TimelineModel:
         apart = [event.end - ends[_name(event)] for event in other.events if _is_met(event) and _name(event) in ends]
         return statistics.median(apart[-_MOST_OFFSETS:]) if apart else other.now - first.now
 
+    def _looked_at(self, steps: int) -> tuple[dict[int, list[Event]], float, float, int] | None:
+        """The events that the latest steps are told from; when these began and ended; and how many steps they are."""
+        events = self._events()
+        window = self._window(events, steps)
+        if window is None:
+            return None
+        begin, end, count = window
+        since = begin - (end - begin) / max(count, 1)  # a collective may have ended elsewhere a little before
+        return {at: [event for event in own if event.end >= since] for at, own in events.items()}, begin, end, count
+
     def _window(self, events: Mapping[int, list[Event]], steps: int) -> tuple[float, float, int] | None:
         """The latest steps of which every replica has told: begin, end, and how many."""
         if not events:
@@ -272,10 +279,6 @@ class TimelineModel:
         return [
             piece for replica, own in events.items() for piece in _swept(replica, list(_spans(own, last)), begin, end)
         ]
-
-
-def _since(events: Mapping[int, list[Event]], begin: float) -> dict[int, list[Event]]:
-    return {replica: [event for event in own if event.end >= begin] for replica, own in events.items()}
 
 
 def _moved(event: Event, by: float) -> Event:
