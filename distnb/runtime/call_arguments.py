@@ -130,3 +130,12 @@ class BatchNote:
             self.slice_size = int(shape[0]) if len(shape) else None
         elif isinstance(component, Sequence) and not isinstance(component, (str, bytes)):
             self.slice_size = len(component)
+
+    def explain(self, error: Exception, replica_id: int, replicas: int) -> None:
+        """Add to an error of the function that this replica's slice is empty: not all of torch takes an empty batch."""
+        if self.slice_size == 0 and replicas > 1:
+            error.add_note(
+                f"The slice of replica {replica_id} is empty: the global batch has {self.batch_size} example(s) for "
+                f"{replicas} replicas. Leave out an incomplete last batch (drop_last=True), or handle the empty slice "
+                "in the function (if len(x): ...)."
+            )

@@ -203,8 +203,10 @@ class Spmd:
             try:
                 with placed_on(process.device):
                     result = fn(*own_args, **own_kwargs)
-            except TypeError as error:
-                check_fits(error, fn, own_args, own_kwargs)
+            except Exception as error:
+                if isinstance(error, TypeError):
+                    check_fits(error, fn, own_args, own_kwargs)
+                note.explain(error, rank, size)
                 raise
             finally:
                 if size > 1:

@@ -1,0 +1,157 @@
+"""Keras's method names for torchmetrics' metrics: `update_state` in Keras's order, `result`, `reset_state`, `name`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distnb.errors import OptionError
+from distnb.runtime.reduction.reducing import fitting_weight
+from distnb.runtime.this_process import this_process
+from distnb.values.distributed import PerReplica
+from distnb.values.structure import has_distributed, select
+
+__all__ = ["add_names"]
+
+
+def add_names() -> None:
+    """Give torchmetrics' metrics Keras's method names, where a class has none of its own. Loads torchmetrics."""
+    import torchmetrics
+
+    for cls in (torchmetrics.Metric, torchmetrics.MetricCollection):
+        for name, method in _KERAS.items():
+            if not hasattr(cls, name):
+                setattr(cls, name, method)
+    if not hasattr(torchmetrics.Metric, "name"):
+        setattr(torchmetrics.Metric, "name", _DefaultName())  # noqa: B010 - torchmetrics declares none
+
+
+def _update_state(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Take in more values, in Keras's order.
+
+    `update_state(y_true, y_pred)` for a metric that compares, whose own `update` takes (preds, target): its arguments
+    (threshold, num_classes, …) say how predictions are read. `update_state(values, sample_weight=None)` for one that
+    gathers values. Lists and arrays will do; a last axis of 1 that only one of y_true and y_pred has is dropped, and
+    labels may be floating-point numbers.
+
+    Raises:
+        OptionError: Weights for a metric that weighs all examples alike.
+    """
+    if _compares(self):
+        if "preds" in kwargs:
+            self.update(*args, **kwargs)  # in torchmetrics' words, which leave no doubt
+            return
+        values, weight, more = _compared(*args, **kwargs)
+    else:
+        values, weight, more = _gathered(*args, **kwargs)
+    process = this_process.replica
+    if process is None or not has_distributed((values, weight)):
+        positional, named = _as_taken(self, values, weight)
+    else:
+        rank, size = process.rank, process.size
+        taken = _as_taken(self, *select((values, weight), rank, size))
+        # The metric itself takes the replica's component: outside replicas it wants distributed values.
+        positional = tuple(PerReplica.own(rank, one, size) for one in taken[0])
+        named = {name: PerReplica.own(rank, one, size) for name, one in taken[1].items()}
+    self.update(*positional, **named, **more)
+
+
+# Not the methods themselves, which a metric of the user's may have in its own way.
+_KERAS: dict[str, Callable[..., Any]] = {
+    "update_state": _update_state,
+    "result": lambda self: self.compute(),
+    "reset_state": lambda self: self.reset(),
+    "reset_states": lambda self: self.reset(),
+}
+
+
+class _DefaultName:
+    """The attribute `name` of a metric that was given none: its class's, in Keras's spelling."""
+
+    def __get__(self, metric: Any, owner: type) -> str:
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", (owner if metric is None else type(metric)).__name__).lower()
+
+
+def _compared(y_true: Any, y_pred: Any, sample_weight: Any = None, **more: Any) -> tuple[Any, Any, dict[str, Any]]:
+    return (y_true, y_pred), sample_weight, more
+
+
+def _gathered(*values: Any, sample_weight: Any = None, **more: Any) -> tuple[Any, Any, dict[str, Any]]:
+    values = (*values, *(more.pop(name) for name in ("values", "value") if name in more))
+    weight = more.pop("weight", sample_weight)  # torchmetrics' word
+    return (values[:1], values[1], more) if len(values) == 2 and weight is None else (values, weight, more)
+
+
+def _as_taken(metric: Any, values: tuple[Any, ...], weight: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments of the metric's own `update`."""
+    from torchmetrics import SumMetric
+
+    compares, name = _compares(metric), type(metric).__name__
+    if weight is None:
+        return (_predicted_and_true(metric, *values) if compares else values), {}
+    if not compares and ("weight" in _parameters(metric) or isinstance(metric, SumMetric)):
+        first = _tensor(metric, values[0])
+        first = first if first.is_floating_point() else first.to(torch.get_default_dtype())
+        fitting = fitting_weight(weight, first, f"{name}.update_state", "values")
+        if isinstance(metric, SumMetric):
+            return (first * fitting, *values[1:]), {}
+        return (first, *values[1:]), {"weight": fitting.expand(first.shape)}
+    raise OptionError(
+        f"{name}.update_state got sample_weight, and torchmetrics' {name} weighs all examples alike. Leave out the "
+        "examples that shall not count, or average values of your own: distnb.metrics.Mean().update_state(values, "
+        "sample_weight)."
+    )
+
+
+def _predicted_and_true(metric: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+    """What torchmetrics takes as (preds, target)."""
+    true, predicted = _tensor(metric, y_true), _tensor(metric, y_pred)
+    if not (isinstance(true, torch.Tensor) and isinstance(predicted, torch.Tensor)):
+        return predicted, true
+    if predicted.ndim == true.ndim + 1 and predicted.shape[-1] == 1:
+        predicted = predicted.squeeze(-1)
+    elif true.ndim > 1 and true.shape[-1] == 1 and (true.ndim > predicted.ndim or predicted.shape[-1:] != (1,)):
+        true = true.squeeze(-1)  # also labels [batch, 1] beside probabilities [batch, classes]
+    # A classification's labels are whole numbers.
+    classes = (cls.__module__ for each in metric.modules() for cls in type(each).__mro__)
+    if true.is_floating_point() and any(name.startswith("torchmetrics.classification") for name in classes):
+        true = true.long()
+    return predicted, true
+
+
+def _tensor(metric: Any, value: Any) -> Any:
+    """Numbers as a tensor; texts and other things as they are."""
+    if isinstance(value, torch.Tensor):
+        return value
+    try:
+        return torch.as_tensor(value, device=getattr(metric, "device", None))
+    except (TypeError, ValueError, RuntimeError):
+        return value
+
+
+def _compares(metric: Any) -> bool:
+    """Whether a metric's `update` takes (preds, target); of a collection or a wrapper, what is in it decides."""
+    import torchmetrics
+
+    if isinstance(metric, torchmetrics.MetricCollection):
+        kinds = {_compares(each) for each in metric.values(copy_state=False)}
+        if len(kinds) > 1:
+            raise OptionError(
+                "update_state of a MetricCollection got metrics that compare (y_true, y_pred) and metrics that gather "
+                f"values: {', '.join(map(str, metric.keys()))}. Make a collection of each kind."
+            )
+        return kinds == {True}
+    names = [name for name in _parameters(metric) if name not in ("args", "kwargs")]
+    if not names:
+        inner = next((each for each in metric.modules() if each is not metric and hasattr(each, "update")), None)
+        return inner is not None and _compares(inner)
+    return len(names) > 1 and names[0].startswith("preds") and names[1].startswith("target")
+
+
+def _parameters(metric: Any) -> list[str]:
+    signature = getattr(metric, "_update_signature", None) or inspect.signature(metric.update)
+    return list(signature.parameters)

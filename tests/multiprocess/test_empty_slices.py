@@ -1,0 +1,50 @@
+"""Uneven and empty slices give one replica's numbers: every metric of torchmetrics, losses, `gather` and `reduce`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    """What each of two replicas found in one run of all cases."""
+    return [each.check().result for each in run_ranks("from tests.multiprocess.empty_slice_cases import result", 2)]
+
+
+def test_every_metric(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        assert found["metrics"] == {}
+
+
+def test_other_ways_to_update_a_metric(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        # The value of a batch is the replica's own, and an empty slice has none.
+        assert found["called"] == ([1.0, "nan"] if found["rank"] else [0.0, 1.0])
+        assert found["called in a collection"] == (["nan", "nan"] if found["rank"] else [1.0, 1.0])
+        assert found["accumulated"] == 0.75
+        assert found["synchronised on each step"] == [0.5, 1.0]
+        assert found["collection"] == {"first": 0.75, "second": 1.0}
+        assert found["keras"] == 0.75
+        assert found["by keyword"] == 0.75
+        assert found["outside run"] == 0.75
+        assert found["not made in a scope"] == 0.75
+        assert found["images without boxes"] == 2
+        assert found["copied"] == 0.75
+        assert "before any replica updated" in found["never updated"]
+        assert found["warnings"] == []
+
+
+def test_losses_of_an_empty_slice(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        assert found["losses"] == {}
+        assert found["rank"] == 0 or "drop_last=True" in found["what torch refuses"]
+
+
+def test_gather_and_reduce_of_an_empty_slice(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        assert found["gathered"] == [[6.0, 8.0]]
+        assert found["reduced"] == [6.0, 8.0, 6.0, 8.0]
