@@ -20,7 +20,7 @@ from distnb.objects import code
 from distnb.objects.constructors import ByOpener
 from distnb.objects.looking import Side
 from distnb.objects.memory import Memory
-from distnb.objects.packing import Packed
+from distnb.objects.packing import OFFSET_BITS, Packed
 from distnb.objects.placeholder import Placeholder, label_of
 
 __all__ = ["Opener", "pairs_in", "stands_for_lost"]
@@ -250,9 +250,11 @@ def stands_for_lost(obj: Any) -> bool:
 
 def pairs_in(packed: Packed) -> Iterator[tuple[int, int]]:
     """(place in the memo, number) of each object in a pack that the opening side has already."""
-    numbers = array("Q")
-    numbers.frombytes(packed.pairs)
-    return iter(zip(numbers[::2], numbers[1::2], strict=True))
+    told, parts = array("Q"), packed.parts
+    told.frombytes(packed.pairs)
+    for place, number in zip(told[::2], told[1::2], strict=True):
+        part, offset = divmod(number, 1 << OFFSET_BITS)
+        yield place, parts[part] << OFFSET_BITS | offset
 
 
 def _writable(frame: Any) -> Any:

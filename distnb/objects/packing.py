@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,10 @@ from distnb.objects.looking import INLINE_NBYTES, Looker, Side, bytes_of, on_acc
 from distnb.objects.memory import Memories, Memory, array_window, dense_tensor, tensor_window
 from distnb.objects.placeholder import Placeholder, refusal
 
-__all__ = ["Packed", "Packer", "out_of_band"]
+__all__ = ["OFFSET_BITS", "Packed", "Packer", "out_of_band"]
+
+OFFSET_BITS = 32
+"""How many low bits of an object's number are its place within a part of a pack; the others are the part's number."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,11 @@ class Packed:
     Attributes:
         serial: Numbers the objects in it, together with their place in the memo.
         names: What each of them is the value of, in order.
-        data, buffers: The pickles and their buffers.
-        pairs: (place in the memo, number that the other side knows the object by), one after the other.
+        data, buffers: The pickles and their buffers; nothing in a bare one.
+        starts: Where the part of each name begins in the memo, and where the last one ends.
+        pairs: (place in the memo, number that the other side knows the object by), one after the other. The upper half
+            of such a number is an index of `parts`, so that it takes 64 bits.
+        parts: Parts of packs that these numbers are of.
         copies: Of objects that stay where they are: a class among them changes none that the other side has.
     """
 
@@ -33,8 +40,19 @@ class Packed:
     names: tuple[str, ...]
     data: Any
     buffers: tuple[Any, ...]
+    starts: tuple[int, ...] = ()
     pairs: bytes = b""
+    parts: tuple[int, ...] = ()
     copies: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many objects the part of each name has."""
+        return {name: end - start for name, start, end in zip(self.names, self.starts, self.starts[1:], strict=False)}
+
+    def bare(self) -> Packed:
+        """Return the pack without its content, for a receiver that has that from another sender."""
+        return Packed(serial=self.serial, names=self.names, data=b"", buffers=(), starts=self.starts)
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +61,8 @@ class Packed:
 
     def __reduce__(self) -> Any:
         buffers = tuple(pickle.PickleBuffer(each) for each in self.buffers)
-        return Packed, (self.serial, self.names, pickle.PickleBuffer(self.data), buffers, self.pairs, self.copies)
+        data = pickle.PickleBuffer(self.data)
+        return Packed, (self.serial, self.names, data, buffers, self.starts, self.pairs, self.parts, self.copies)
 
 
 def out_of_band(buffers: list[Any]) -> Callable[[pickle.PickleBuffer], bool]:
@@ -81,6 +100,16 @@ class Packer(Looker):
         if known is not None:
             self.persistent_id = known  # asked for every object: only where there is something to be found
         super().__init__(side, keep=out_of_band(self.buffers))
+
+    def place_of(self, obj: Any) -> int:
+        """Return the place in the memo of an object that was packed: of such a one a second pickle has nothing else."""
+        end = self.file.tell()
+        self.dump(obj)
+        self.file.seek(end)
+        place: Any = next(arg for opcode, arg, _ in pickletools.genops(self.file) if opcode.name.endswith("BINGET"))
+        self.file.seek(end)
+        self.file.truncate()
+        return int(place)
 
     def reference(self, obj: Any) -> Any:
         token = self.side.references.token(obj)

@@ -4,8 +4,9 @@ Both ends work alike. Before a program the notebook *looks* at what is read, and
 have otherwise; they open it. After the program the engines look at the same objects, and pack what changed; the
 notebook opens that. A digest is compared only with an earlier one of the same end.
 
-Objects have numbers: the pack that brought them, and their place in its memo, which is alike at both ends. Each end
-keeps these until all names of the pack have been sent again or are forgotten. When something is sent again, pairs of
+Objects have numbers, alike at both ends, and alike in all engines that have packed the same: the part of a pack that
+brought them, which is one name's, and their place in that part of its memo. What else a pack holds does not matter. Each
+end keeps these until all names of the pack have been sent again or are forgotten. When something is sent again, pairs of
 numbers tell which object stands for which, and those that are there are brought up to date in place.
 """
 
@@ -14,24 +15,32 @@ from __future__ import annotations
 import bisect
 import gc
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import xxhash
 
 from distnb.objects.code import parts_of
 from distnb.objects.looking import Look, Looker, Side
 from distnb.objects.memory import Memories, Memory
 from distnb.objects.merging import ATOMS, Merge
 from distnb.objects.opening import Opener, pairs_in, stands_for_lost
-from distnb.objects.packing import Packed, Packer
+from distnb.objects.packing import OFFSET_BITS, Packed, Packer
 from distnb.objects.placeholder import Placeholder, cure_for, label_of, refusal
 
-__all__ = ["Tracker"]
+__all__ = ["Tracker", "part_of"]
 
-_PLACE_BITS = 32
-_PLACES = (1 << _PLACE_BITS) - 1
+# A number, from its low bits on: OFFSET_BITS of the place in the part, 64 of the name's digest, the serial of the pack.
+_NAME_BITS = 64
+_OFFSETS = (1 << OFFSET_BITS) - 1
 _IDLE_NBYTES = 1 << 20
+
+
+def part_of(serial: int, name: str) -> int:
+    """Return the number of a name's part of a pack."""
+    return serial << _NAME_BITS | xxhash.xxh3_64_intdigest(name.encode())
 
 
 @dataclass
@@ -47,21 +56,23 @@ class _Table:
     """The objects of one pack, by their places.
 
     Args:
-        serial: The pack's.
-        names: The names whose values are in it, in order.
-        roots: For each the list that it stood in.
+        packed: The pack.
+        roots: The list that each of its values stood in.
         coder: The pickler, or the unpickler: their memos have the places.
     """
 
-    def __init__(self, serial: int, names: Iterable[str], roots: list[Any], coder: Any) -> None:
-        self.serial = serial
-        self.names = list(names)
+    def __init__(self, packed: Packed, roots: list[Any], coder: Any) -> None:
+        self.serial = packed.serial
+        self.names = list(packed.names)
         self.wanted = set(self.names)
+        self._starts = packed.starts
+        self._parts = [part_of(packed.serial, name) for name in packed.names]
+        self._indices = {part: index for index, part in enumerate(self._parts)}
+        self._own: set[int] = set()  # indices of parts whose objects have other numbers at the other end
         self._roots = roots
         self._coder = coder
         self._objects: dict[int, Any] | None = None
         self._numbers: dict[int, int] | None = None
-        self._starts: list[int] = []
 
     @property
     def objects(self) -> dict[int, Any]:
@@ -72,11 +83,11 @@ class _Table:
                 if isinstance(self._coder, Packer):
                     memo = dict(memo.values())
                 roots = {id(root) for root in self._roots}
-                self._starts = sorted(place for place, obj in memo.items() if id(obj) in roots)
+                end = self._starts[-1]
                 self._objects = {
                     place: obj
                     for place, obj in memo.items()
-                    if (type(obj) not in ATOMS or type(obj) is Memory) and id(obj) not in roots
+                    if (type(obj) not in ATOMS or type(obj) is Memory) and id(obj) not in roots and place < end
                 }
             # What arrived for an object that was here is not kept.
             self._coder, self._roots = None, []
@@ -92,27 +103,51 @@ class _Table:
         self.names = [new if name == old else name for name in self.names]
         self.wanted = {new if name == old else name for name in self.wanted}
 
+    def keep_to_oneself(self, parts: Iterable[int]) -> None:
+        """Give out no numbers of these parts: the other end has others for what is in them."""
+        self._own.update(self._indices[part] for part in parts if part in self._indices)
+        self._numbers = None
+
     @property
     def numbers(self) -> dict[int, int]:
         """Numbers by the `id()` of objects."""
         if self._numbers is None:
-            base = self.serial << _PLACE_BITS
+            bases = [(part << OFFSET_BITS) - start for part, start in zip(self._parts, self._starts, strict=False)]
             with _no_collection():
-                self._numbers = {id(obj): base | place for place, obj in self.objects.items()}
+                if len(bases) == 1 and not self._own:
+                    self._numbers = {id(obj): bases[0] + place for place, obj in self.objects.items()}
+                else:
+                    found = ((self._index_of(place), place, obj) for place, obj in self.objects.items())
+                    self._numbers = {
+                        id(obj): bases[index] + place for index, place, obj in found if index not in self._own
+                    }
         return self._numbers
+
+    def number_at(self, place: int) -> int:
+        """Return the number of the object at a place."""
+        index = self._index_of(place)
+        return self._parts[index] << OFFSET_BITS | (place - self._starts[index])
+
+    def find(self, number: int) -> Any:
+        """Return the object of a number."""
+        return self.objects[self._starts[self._indices[number >> OFFSET_BITS]] + (number & _OFFSETS)]
 
     @property
     def idle_nbytes(self) -> int:
         """How much more memory came with names whose values are not wanted any more than with those that are."""
-        base, found = self.serial << _PLACE_BITS, 0
+        found = 0
         for place, obj in self.objects.items():
             if type(obj) is Memory:
-                found += -obj.nbytes if self.name_of(base | place) in self.wanted else obj.nbytes
+                found += -obj.nbytes if self.names[self._index_of(place)] in self.wanted else obj.nbytes
         return found
 
     def name_of(self, number: int) -> str:
         """The name with whose value an object came."""
-        return self.names[bisect.bisect_right(self._starts, number & _PLACES) - 1]
+        return self.names[self._indices[number >> OFFSET_BITS]]
+
+    def _index_of(self, place: int) -> int:
+        """Return which of the parts a place is in."""
+        return bisect.bisect_right(self._starts, place) - 1
 
 
 @contextmanager
@@ -223,38 +258,56 @@ class Tracker:
                 for name, root in zip(names, roots, strict=True):
                     packer.label, packer.root = label_of(name), root[0]
                     packer.dump(root)
+                roots.append([])  # its place is the end
+                packer.dump(roots[-1])
+                starts = tuple(map(packer.place_of, roots))
                 break
             except Exception as error:  # whatever pickling it raises
                 if name in look.refused:
                     raise
                 look.refused[name] = _refused(name, values[name], error)
-        table = _Table(serial, names, roots, packer)
-        pairs = array("Q")
+        pairs, parts = array("Q"), dict[int, int]()
         if tables:
             with _no_collection():
                 memo = packer.memo.copy()
                 for each in tables:
                     for key in each.numbers.keys() & memo.keys():
-                        pairs.extend((memo[key][0], each.numbers[key]))
+                        part, offset = divmod(each.numbers[key], 1 << OFFSET_BITS)
+                        pairs.extend((memo[key][0], parts.setdefault(part, len(parts)) << OFFSET_BITS | offset))
                 del memo
-        self._add(table)
+        packed = Packed(
+            serial=serial,
+            names=tuple(names),
+            data=packer.file.getbuffer(),
+            buffers=tuple(packer.buffers),
+            starts=starts,
+            pairs=pairs.tobytes(),
+            parts=tuple(parts),
+        )
+        self._add(_Table(packed, roots, packer))
         for name in names:
             self._records[name] = _Record(values[name], look.digests[name], parts_of(values[name]))
-        return Packed(serial, tuple(names), packer.file.getbuffer(), tuple(packer.buffers), pairs.tobytes())
+        return packed
 
     def pack_loose(self, values: Mapping[str, Any]) -> Packed:
         """Pack values that neither end keeps anything of."""
         packer = Packer(self.side, None, lambda obj: None, Memories())
         for value in values.values():
             packer.dump([value])
-        return Packed(0, tuple(values), packer.file.getbuffer(), tuple(packer.buffers), copies=self.side.copying)
+        return Packed(
+            serial=0,
+            names=tuple(values),
+            data=packer.file.getbuffer(),
+            buffers=tuple(packer.buffers),
+            copies=self.side.copying,
+        )
 
     def open_loose(self, packed: Packed) -> dict[str, Any]:
-        """What `pack_loose` was given; a value that cannot be opened is a placeholder."""
+        """Open the values that `pack_loose` was given; one that cannot be opened is a placeholder."""
         opener = self.opening(packed, ())
         for name in packed.names:
             opener.load(name)
-        return self.merge(opener)
+        return self.merge(opener, common=())
 
     def _add(self, table: _Table) -> None:
         self._keep_tables(table.wanted)
@@ -279,34 +332,41 @@ class Tracker:
         agreed = set(packed.names) if agreed is None else set(agreed)
         return Opener(packed, self.side, self.find, self._place, agreed, in_place=in_place)
 
-    def merge(self, opener: Opener, substitutes: Mapping[int, Any] | None = None) -> dict[str, Any]:
-        """All values of a pack, by name; what was here already is brought up to date.
+    def merge(
+        self,
+        opener: Opener,
+        substitutes: Mapping[int, Any] | None = None,
+        common: Collection[str] | None = None,
+    ) -> dict[str, Any]:
+        """Return all values of a pack, by name. Objects that were here already are brought up to date.
 
         Args:
             opener: All has been loaded from it.
             substitutes: By their numbers here, what is to stand in the place of objects that arrived.
+            common: The names whose objects have the same numbers here as in every process that packed them; all if None.
         """
         packed = opener.packed
         for name in opener.bound:
             if name not in packed.names:
                 self.side.user_ns.pop(name, None)
-        table = _Table(packed.serial, packed.names, opener.roots, opener)
+        table = _Table(packed, opener.roots, opener)
         values = {name: root[0] for name, root in zip(packed.names, opener.roots, strict=True)}
-        whole = len(opener.agreed) == len(values)
+        common = packed.names if common is None else common
         counterparts = self._counterparts(table, packed)
         taken = {id(obj): obj for obj in opener.resolved}
         if substitutes:
-            whole = False  # the other end's objects have other numbers
             places = [(place, number) for place, number in pairs_in(packed) if number in substitutes]
             taken |= {id(table.objects[place]): substitutes[number] for place, number in places}
         held_classes = [] if packed.copies else opener.held_classes
         if counterparts or held_classes or opener.new_classes:
-            objects = table.objects if whole else {}
+            objects = table.objects if common else {}
             merge = Merge(counterparts, taken)
             values = {name: merge.merged(value) if name in opener.agreed else value for name, value in values.items()}
             merge.classes(held_classes, opener.new_classes)
             table.replace({place: merge.final(obj) for place, obj in objects.items()})
-        if whole:  # both ends have these objects from now on
+        if common:  # both ends have these objects from now on
+            table.wanted = set(common)
+            table.keep_to_oneself(part_of(packed.serial, name) for name in packed.names if name not in table.wanted)
             self._add(table)
             for memory in opener.new_memories:
                 self._memories.add(memory)
@@ -317,7 +377,7 @@ class Tracker:
         """The object here, by the `id()` of the one that arrived for it; none for what has just been forgotten."""
         found = {}
         for place, number in pairs_in(packed):
-            if number >> _PLACE_BITS not in self._tables:
+            if number >> OFFSET_BITS + _NAME_BITS not in self._tables:
                 continue
             new, old = table.objects.get(place), self.find(number)
             if new is not None and old is not new and not stands_for_lost(new):
@@ -329,14 +389,26 @@ class Tracker:
         opener = self.opening(packed, ())
         for name in packed.names:
             opener.load(name)
-        objects = _Table(packed.serial, packed.names, opener.roots, opener).objects
+        table = _Table(packed, opener.roots, opener)
+        objects = table.objects
         opener.close()
-        base = packed.serial << _PLACE_BITS
-        return [(number, base | place, objects[place]) for place, number in pairs_in(packed) if place in objects]
+        return [
+            (number, table.number_at(place), objects[place]) for place, number in pairs_in(packed) if place in objects
+        ]
 
     def find(self, number: int) -> Any:
         """The object of a number."""
-        return self._tables[number >> _PLACE_BITS].objects[number & _PLACES]
+        return self._table_of(number).find(number)
+
+    def keep_to_oneself(self, parts: Iterable[int]) -> None:
+        """Use no numbers of these parts of packs any more: the other end has others for what is in them."""
+        for part in parts:
+            table = self._tables.get(part >> _NAME_BITS)
+            if table is not None:
+                table.keep_to_oneself((part,))
+
+    def _table_of(self, number: int) -> _Table:
+        return self._tables[number >> OFFSET_BITS + _NAME_BITS]
 
     def settle(self, values: Mapping[str, Any]) -> None:
         """What the other end has is what these values are now."""
@@ -399,7 +471,7 @@ class Tracker:
 
     def name_of(self, number: int) -> str:
         """The name with whose value an object came."""
-        return self._tables[number >> _PLACE_BITS].name_of(number)
+        return self._table_of(number).name_of(number)
 
 
 def _refused(name: str, value: Any, error: Exception) -> Placeholder:

@@ -122,6 +122,7 @@ class Snapshot(NamedTuple):
         fresh: What was sent before is not certain to have arrived: all that is needed is here.
         renamed: What was sent under a name is known by another from now on.
         forget: Names of which the two sides may have something else.
+        unlike_parts: Parts of packs, by number, whose objects have other numbers on other replicas.
         adopt: Objects that are engine objects from now on, by id: told by the name of a value, or for each replica by
             the number that it has given it, or by the id that it has there already.
         release: Ids that the notebook no longer holds.
@@ -142,6 +143,7 @@ class Snapshot(NamedTuple):
     fresh: bool = False
     renamed: Mapping[str, str] = {}
     forget: tuple[str, ...] = ()
+    unlike_parts: tuple[int, ...] = ()
     adopt: Mapping[ObjectId, str | Mapping[int, int | ObjectId]] = {}
     release: tuple[ObjectId, ...] = ()
     handles: tuple[ObjectId, ...] = ()

@@ -111,6 +111,8 @@ class EngineNamespace:
             elif objects.replica in what:
                 given = what[objects.replica]
                 objects.own(identity, objects.tracker.find(given) if isinstance(given, int) else objects.owned[given])
+        if snapshot.unlike_parts:
+            objects.tracker.keep_to_oneself(snapshot.unlike_parts)
         for old, new in snapshot.renamed.items():
             objects.tracker.rename(old, new)
         if snapshot.forget:

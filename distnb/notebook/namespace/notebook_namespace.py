@@ -245,6 +245,7 @@ class NotebookNamespace:
             tracked.fresh,
             dict(tracked.renamed),
             tuple(tracked.forget),
+            tuple(tracked.unlike_parts),
             dict(tracked.adopt),
             tracked.take_released() if tracked.released else (),
             (*read, *(set(tracked.references.met) - read)) if cell else (),
@@ -253,6 +254,7 @@ class NotebookNamespace:
             self._reloads(tracked, needs) if cell or bind or code_changed else {},
         )
         tracked.forget.clear()
+        tracked.unlike_parts.clear()
         tracked.adopt.clear()
         tracked.renamed.clear()
         tracked.fresh = False

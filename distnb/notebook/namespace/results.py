@@ -13,7 +13,9 @@ from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.objects.code import is_code
 from distnb.objects.modes import Environment, apply_environment
 from distnb.objects.placeholder import Placeholder
+from distnb.objects.packing import Packed
 from distnb.objects.plain import same
+from distnb.objects.tracking import part_of
 from distnb.values import Mirrored, structure
 from distnb.wire.exchange import Described, Leaf, Result, former
 from distnb.wire.messages import ObjectId
@@ -109,45 +111,63 @@ class Results:
     # -- values that were sent -----------------------------------------------------------------------------------------
 
     def _open_packs(self) -> None:
-        """Take over what the replicas sent; what they changed differently becomes handles."""
-        every, tracked = list(self._results.values()), self._tracked
-        tracker, pack = tracked.tracker, self._first.pack
+        """Take over what the replicas sent. What they changed differently becomes handles."""
+        every, tracker = list(self._results.values()), self._tracked.tracker
         names = {name for results in every for name in results.changed}
-        alike = all(results.changed == self._first.changed for results in every)
-        sent = self._agreed_sent()
+        alike = {name for name in names if len({results.changed.get(name) for results in every}) == 1}
         substitutes = self._different
-        if not alike:
+        if unlike := names - alike:
             packs = {replica: results.pack for replica, results in self._results.items() if results.pack is not None}
             if len(packs) == len(every):
                 substitutes |= self._handles_for(differing(tracker, packs))
             if not substitutes:
-                unlike = [name for name in names if len({results.changed.get(name) for results in every}) > 1]
                 self._handles_by_name(unlike)
-                names -= set(unlike)
-        if pack is not None:
-            agreed = [name for name in pack.names if name in sent or name in names]
-            opening = tracker.opening(pack, agreed, in_place=alike)
-            for name in pack.names:
-                value = opening.load(name)
-                if name in sent and is_code(value):
-                    self._user_ns[name] = value
-            values = tracker.merge(opening, substitutes)
-            self._sent = {name: values[name] for name in sent if name not in opening.failed}
-            self._failed = opening.failed
-            for name, error in opening.failed.items():
-                if name in names and name in tracker:
-                    self._announce(_cannot_be_opened(name.partition("#")[0], error))
-                    self._handles_by_name((name,))
-            self._put_in_place({name: values[name] for name in agreed if name in names - opening.failed.keys()})
-            same_packs = all(results.pack is not None and results.pack.names == pack.names for results in every)
-            whole = len(agreed) == len(pack.names) and not opening.failed
-            if alike and same_packs and whole and len(every) == tracked.size:
-                tracker.settle(values)
-            else:  # the numbers of the replicas' objects are not the same any more
-                self._forget(pack.names)
-        for results in every:
-            if results.pack is not None and results is not self._first:
-                self._forget(name for name in results.pack.names if pack is None or name not in pack.names)
+                names = alike
+        if self._first.pack is not None and self._first.pack.data:
+            self._open_pack(self._first.pack, names, alike, in_place=not unlike)
+        else:
+            self._forget_parts(set())
+
+    def _open_pack(self, pack: Packed, names: set[str], alike: set[str], *, in_place: bool) -> None:
+        """Open the first replica's pack.
+
+        Args:
+            names: Values of the notebook's that the program changed, and that are brought up to date.
+            alike: Those of them that all replicas changed alike.
+            in_place: Whether memory is written to as it is read: all of them were changed alike.
+        """
+        tracker, sent = self._tracked.tracker, self._agreed_sent()
+        agreed = [name for name in pack.names if name in sent or name in names]
+        opening = tracker.opening(pack, agreed, in_place=in_place)
+        for name in pack.names:
+            value = opening.load(name)
+            if name in sent and is_code(value):
+                self._user_ns[name] = value
+        failed = self._failed = opening.failed
+        common = self._common((sent | alike).intersection(agreed) - failed.keys())
+        values = tracker.merge(opening, self._different, common)
+        self._sent = {name: values[name] for name in sent if name not in failed}
+        for name, error in failed.items():
+            if name in names and name in tracker:
+                self._announce(_cannot_be_opened(name.partition("#")[0], error))
+                self._handles_by_name((name,))
+        self._put_in_place({name: values[name] for name in agreed if name in names - failed.keys()})
+        tracker.settle({name: values[name] for name in common})
+        self._forget_parts(common)
+
+    def _common(self, names: set[str]) -> set[str]:
+        """Choose the names whose objects have the same numbers on all replicas: what is equal was packed alike."""
+        if len(self._results) < self._tracked.size:
+            return set()
+        sizes = [results.pack.sizes if results.pack is not None else {} for results in self._results.values()]
+        return {name for name in names if len({size.get(name) for size in sizes}) == 1}
+
+    def _forget_parts(self, common: set[str]) -> None:
+        """Let the engines forget what they packed under all other names than these."""
+        packs = [results.pack for results in self._results.values() if results.pack is not None]
+        gone = {(pack.serial, name) for pack in packs for name in pack.names if name not in common}
+        self._tracked.unlike_parts.update(part_of(serial, name) for serial, name in gone)
+        self._forget(name for _, name in gone)
 
     def _handles_for(self, differing: Mapping[int, Mapping[int, int]]) -> dict[int, Any]:
         """Handles for objects that the replicas changed differently, by their numbers; names get them, too."""

@@ -91,7 +91,7 @@ class TrackedObjects:
         ended: The engines were restarted or stopped.
         sources: File names whose text the engines have.
         modules: What they know of the notebook's modules.
-        forget, adopt, renamed, released: To be told with the next snapshot.
+        forget, adopt, renamed, released, unlike_parts: To be told with the next snapshot.
         fresh: What was sent is not certain to have arrived: everything is sent again.
     """
 
@@ -108,6 +108,7 @@ class TrackedObjects:
         self.sources: set[str] = set()
         self.modules: dict[str, Reloads] = {}
         self.forget: set[str] = set()
+        self.unlike_parts: set[int] = set()
         self.adopt: dict[ObjectId, str | Mapping[int, int | ObjectId]] = {}
         self.renamed: dict[str, str] = {}
         self.released: list[ObjectId] = []
@@ -217,6 +218,7 @@ class TrackedObjects:
         """Maybe an engine has not got what was sent: all that a program needs is sent anew, with the next one."""
         self.tracker.clear()
         self.outstanding.clear()
+        self.unlike_parts.clear()
         self.plain.clear()
         self.bound = None
         self.environment = None
