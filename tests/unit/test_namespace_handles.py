@@ -134,6 +134,17 @@ def test_changed_differently(world: DoubleWorld) -> None:
     assert ns["history"].values == ([0, "x"], [1, "x"])
 
 
+def test_what_is_changed_alike_stays_shared_though_something_else_is_changed_differently(world: DoubleWorld) -> None:
+    here(world, "class Box: pass")
+    there(world, "box = Box()")
+    here(world, "history, mine = [], []")
+    there(world, "box.history = history\nhistory.append([1])\nmine.extend(range(rid()))")
+    here(world, "history[0].append(2)")
+    there(world, "n = len(box.history[0])\nbox.history[0].append(3)")
+    assert world.notebook.user_ns["n"] == 2
+    assert world.notebook.user_ns["history"] == [[1, 2, 3]]
+
+
 def test_mirrored_list_changed_differently(world: DoubleWorld) -> None:
     there(world, "xs = [1]\nholder = {'xs': xs}")
     ns = world.notebook.user_ns
