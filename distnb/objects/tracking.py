@@ -5,9 +5,9 @@ have otherwise; they open it. After the program the engines look at the same obj
 notebook opens that. A digest is compared only with an earlier one of the same end.
 
 Objects have numbers, alike at both ends, and alike in all engines that have packed the same: the part of a pack that
-brought them, which is one name's, and their place in that part of its memo. What else a pack holds does not matter. Each
-end keeps these until all names of the pack have been sent again or are forgotten. When something is sent again, pairs of
-numbers tell which object stands for which, and those that are there are brought up to date in place.
+brought them, which is one name's, and their place in that part of its memo. What else a pack holds does not matter.
+Each end keeps these until all names of the pack have been sent again or are forgotten. When something is sent again,
+pairs of numbers tell which object stands for which, and those that are there are brought up to date in place.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class Tracker:
         Args:
             opener: All has been loaded from it.
             substitutes: By their numbers here, what is to stand in the place of objects that arrived.
-            common: The names whose objects have the same numbers here as in every process that packed them; all if None.
+            common: The names whose objects have the same numbers here as wherever they were packed; all if None.
         """
         packed = opener.packed
         for name in opener.bound:

@@ -12,8 +12,8 @@ from distnb.notebook.namespace.differences import differing
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.objects.code import is_code
 from distnb.objects.modes import Environment, apply_environment
-from distnb.objects.placeholder import Placeholder
 from distnb.objects.packing import Packed
+from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import same
 from distnb.objects.tracking import part_of
 from distnb.values import Mirrored, structure
