@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -9,11 +10,14 @@ from typing import Any
 
 import cloudpickle
 import keras
+import numpy as np
 import torch
 
+from distnb.errors import CollectiveError, RemoteError
 from distnb.input.progress import Progress
 from distnb.keras import compat
 from distnb.keras.backups import Resuming
+from distnb.objects.constructors import open_exception
 from distnb.objects.plain import same
 from distnb.runtime import randomness
 from distnb.runtime.reduction.gathering import broadcast_tree
@@ -26,14 +30,12 @@ _RARE = ("train_end", "test_begin", "test_end", "predict_begin", "predict_end")
 _PLAIN = (bool, int, float, str, type(None))
 _ENDS = ("train_end", "test_end", "predict_end")
 _BATCHES = tuple(f"{kind}_batch_{when}" for kind in ("train", "test", "predict") for when in ("begin", "end"))
-# What these do at batches changes nothing of the model.
-_READ_ONLY = (
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.TensorBoard,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.History,
-)
+# Keras's callbacks that save or log at epochs, or at batches if this attribute says so.
+_FREQUENCIES = {
+    keras.callbacks.ModelCheckpoint: "save_freq",
+    keras.callbacks.BackupAndRestore: "save_freq",
+    keras.callbacks.TensorBoard: "update_freq",
+}
 _LIVE_S = 0.1  # reading a number of the last step waits for it
 
 
@@ -43,7 +45,8 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
     They are called on replica 0, once, as by Keras. What they change (weights, the optimizer's variables, the end of
     training, the epoch to begin with, logs) is every replica's when the call has ended: after those for epochs and for
     all of training, everything; after those for batches, which come often, the end of training and the learning rate.
-    Random numbers that they drew are drawn on all replicas.
+    Random numbers that they drew are drawn on all replicas. An error that one of them raises is raised on all replicas
+    when the call has ended; no callback is called after it.
 
     Attributes:
         acting: Whether the user's callbacks are being called: what they ask of the model is for this replica alone.
@@ -64,12 +67,8 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         for each in given:
             each.set_model(model)
         self._resuming = Resuming(model, given)
-        self._changing = {
-            name
-            for name in _BATCHES
-            for each in given
-            if not isinstance(each, _READ_ONLY) and (_has(each, name) or _has(each, name.removeprefix("train_")))
-        }
+        self._shared = {name for name in _BATCHES for each in given if _acts(each, name)}
+        self._error: BaseException | None = None
         self._next_live = 0.0
         self._reading = Progress(0)
 
@@ -96,17 +95,32 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         self._rare("epoch_end", epoch, logs)
 
     def _call(self, name: str, *args: Any) -> None:
+        """Call the chief's callbacks. Keep an error until the replicas meet: `_raise_together`."""
+        if self._error is not None:
+            return
         self.acting = True
         try:
             for each in self._own:
                 getattr(each, f"on_{name}")(*args)
+        except CollectiveError:
+            raise  # the other replicas have it, too, or wait for nothing
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a callback raises
+            self._error = error
         finally:
             self.acting = False
+
+    def _raise_together(self, failed: bool) -> None:
+        """Raise the chief's error on all replicas, if it has one."""
+        if not failed:
+            return
+        error, self._error = self._error, None
+        told = broadcast_tree(self._group, _packed(error) if error is not None else b"", 0)
+        raise error if error is not None else _opened(told)
 
     def _draw(self, logs: Mapping[str, Any] | None) -> None:
         """The numbers that the progress bar shows, as curves."""
         if self._is_chief and logs and this_process.live_sink is not None:
-            live(**{name: float(value) for name, value in logs.items()})
+            live(**{name: float(value) for name, value in logs.items() if np.ndim(value) == 0})
 
     # After each batch -----------------------------------------------------------------------------------------------
 
@@ -127,7 +141,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         if name == "train_batch_end" and time.monotonic() >= self._next_live:
             self._next_live = time.monotonic() + _LIVE_S
             self._draw(logs)
-        if name not in self._changing:
+        if name not in self._shared:
             self._call(name, batch, logs)
             return
         before = randomness.captured() if self._is_chief else b""
@@ -137,13 +151,15 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
     def _take_over_little(self, *, drawn: bool) -> None:
         model, optimizer = self.model, getattr(self.model, "optimizer", None)
         rate = float(optimizer.learning_rate) if optimizer is not None else 0.0
-        told = torch.tensor([float(model.stop_training), rate, float(drawn)], dtype=torch.float64)
+        failed = self._error is not None
+        told = torch.tensor([float(model.stop_training), rate, float(drawn), float(failed)], dtype=torch.float64)
         self._group.broadcast(told)
         if told[2]:
             randomness.share(self._group)
         model.stop_training = bool(told[0])
         if optimizer is not None and float(told[1]) != rate:
             optimizer.learning_rate = float(told[1])
+        self._raise_together(bool(told[3]))
 
     # After an epoch, and at the beginning and the end ---------------------------------------------------------------
 
@@ -152,8 +168,9 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
             return
         before = {key: _state(value) for key, value in self._variables().items()} if self._is_chief else {}
         self._call(name, *args)
-        self._take_over_all(before, args[-1])
+        failed = self._take_over_all(before, args[-1])
         randomness.share(self._group)
+        self._raise_together(failed)
         self._training = (self._training or name == "train_begin") and name != "train_end"
         if name in _ENDS and not self._training:  # not after each validation
             self._take_over_callbacks()
@@ -185,15 +202,18 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
             found |= {("optimizer", place): each.value for place, each in enumerate(optimizer.variables)}
         return found
 
-    def _take_over_all(self, before: Mapping[tuple[str, int], tuple[int, int]], logs: dict[str, Any] | None) -> None:
+    def _take_over_all(self, before: Mapping[tuple[str, int], tuple[int, int]], logs: dict[str, Any] | None) -> bool:
+        """Take over what the chief's callbacks changed. Return whether one of them failed."""
         told: Any = None
+        failed: bool
         if self._is_chief:
             here = self._variables()
             changed = {name: value.detach().cpu() for name, value in here.items() if before.get(name) != _state(value)}
-            told = changed, bool(self.model.stop_training), compat.initial_epoch(self.model), logs
-        changed, self.model.stop_training, epoch, told_logs = broadcast_tree(self._group, told, 0)
+            epoch, failed = compat.initial_epoch(self.model), self._error is not None
+            told = changed, bool(self.model.stop_training), epoch, logs, failed
+        changed, self.model.stop_training, epoch, told_logs, failed = broadcast_tree(self._group, told, 0)
         if self._is_chief:
-            return
+            return failed
         if logs is not None:
             logs.clear()
             logs.update(told_logs)
@@ -202,6 +222,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         with torch.no_grad():
             for name, value in changed.items():
                 here[name].copy_(value)
+        return failed
 
 
 def _state(value: torch.Tensor) -> tuple[int, int]:
@@ -209,9 +230,41 @@ def _state(value: torch.Tensor) -> tuple[int, int]:
     return id(value), -1 if value.is_inference() else value._version
 
 
-def _has(callback: Any, name: str) -> bool:
-    """Whether a callback has a method of its own for that."""
-    return getattr(type(callback), f"on_{name}") is not getattr(keras.callbacks.Callback, f"on_{name}")
+def _acts(callback: Any, name: str) -> bool:
+    """Return whether a callback does something before or after batches."""
+    for cls, frequency in _FREQUENCIES.items():
+        if isinstance(callback, cls):
+            return bool(getattr(callback, frequency) != "epoch")
+    hooks = (f"on_{name}", f"on_{name.removeprefix('train_')}")
+    return any(
+        hook in vars(callback) or getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
+        for hook in hooks
+    )
+
+
+def _packed(error: BaseException) -> bytes:
+    """Pack an error for the other replicas: with its class by name, which is what their `except` clauses name."""
+    plain = type(error).__reduce__ is BaseException.__reduce__
+    for pack in (pickle.dumps, cloudpickle.dumps):
+        try:
+            made_of: Any = (open_exception, (type(error), error.args), vars(error))
+            packed: bytes = pack(made_of if plain else error.__reduce_ex__(4))
+        except Exception:  # noqa: BLE001  # whatever an attribute of it raises
+            continue
+        return packed
+    return pickle.dumps((RemoteError, (f"{type(error).__qualname__}: {error}",)))
+
+
+def _opened(packed: bytes) -> BaseException:
+    try:
+        make, args, *state = pickle.loads(packed)
+        error: BaseException = make(*args)
+        if state and state[0]:
+            error.__setstate__(state[0])
+    except Exception as failure:  # noqa: BLE001  # whatever its class raises when it is made
+        error = RemoteError(f"A callback failed on replica 0, and its error cannot be opened here: {failure}")
+    error.add_note("A callback of model.fit, evaluate or predict raised this on replica 0, which calls callbacks.")
+    return error
 
 
 def _rare(name: str) -> Callable[..., None]:

@@ -13,13 +13,13 @@ import torch
 
 from distnb.collectives.gradients.mean_loss import losses_are_global
 from distnb.collectives.group.eager import always_eager
-from distnb.errors import OptionError
+from distnb.errors import ContextError, OptionError
 from distnb.input.dataset import DistributedDataset
 from distnb.keras import compat
 from distnb.keras.callbacks import Together
 from distnb.keras.forward import SharedForward
 from distnb.keras.parameter_servers import ModelOnServers
-from distnb.runtime import step_count
+from distnb.runtime import contexts, step_count
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import has_distributed
@@ -98,6 +98,7 @@ class ModelOnReplicas:
             process = this_process.replica
             if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
                 return plain(*args, **kwargs)  # alone; or the chief's callbacks ask for it
+            _refuse_in_replica(plain.__name__)
             bound = inspect.signature(plain).bind(*args, **kwargs)
             _refuse_distributed(plain.__name__, bound.arguments)
             with self._outermost():
@@ -247,6 +248,18 @@ def _on_chief_alone(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(*args, **kwargs) if process is None or process.rank == 0 else None
 
     return method
+
+
+def _refuse_in_replica(method: str) -> None:
+    """Raise ContextError if a replica calls a method in the function of `strategy.run`."""
+    if contexts.in_replica():
+        does = method.replace("_on_batch", "")
+        raise ContextError(
+            f"model.{method} was called in a function that strategy.run calls, where each replica has its own part of "
+            f"a batch. It shares whole batches out itself: call model.{method} outside strategy.run, with the global "
+            f"batch. To {'train' if does == 'fit' else does} in strategy.run, call the model, the loss and the "
+            "optimizer one by one."
+        )
 
 
 def _refuse_distributed(method: str, given: Mapping[str, Any]) -> None:

@@ -115,7 +115,7 @@ class _Loop:
         together: How many steps one closure takes, `steps_per_execution`.
         waiting: What the next closure's steps are to read.
         under_way: Closures that had not ended when they were last looked at.
-        logs: Of the step that was seen to end last.
+        logs: Of the step of this epoch that was seen to end last.
     """
 
     kind: str
@@ -313,9 +313,14 @@ class ModelOnServers:
         setattr(self._model, f"stop_{loop.what}", True)
 
     def _logs(self, loop: _Loop) -> dict[str, Any]:
-        """What all steps that have ended have told: the metrics' values, and of other logs the last step's."""
+        """Return the metrics' values after all steps of the epoch that have ended, and the last step's other logs.
+
+        Until one has ended there are none: a metric that nothing has updated would read as 0.
+        """
+        if not loop.logs:
+            return {}
         found = self._model.get_metrics_result()
-        return {name: found.get(name, value) for name, value in loop.logs.items()} if loop.logs else found
+        return {name: found.get(name, value) for name, value in loop.logs.items()}
 
     def _end(self, plain: Callable[..., Any], logs: Any) -> Any:
         """An epoch ends: all steps have, too, before callbacks see it."""
@@ -325,6 +330,7 @@ class ModelOnServers:
             self._coordinator.join()
             self._access.refresh()
             loop.taken, logs = 0, self._logs(loop)
+            loop.logs = {}
         return plain(logs)
 
     # What is done here ----------------------------------------------------------------------------------------------

@@ -68,22 +68,49 @@ class Breaks(keras.callbacks.Callback):
 def backup_and_restore(strategy: Any, folder: Path) -> Any:
     unbroken = fit(made(strategy), [], shuffle=False).history
     backup = keras.callbacks.BackupAndRestore(folder / "backup")
-    if strategy.num_replicas_in_sync == 1:  # where several break, all of them end
-        try:
-            fit(made(strategy), [backup, Breaks(2)], shuffle=False)
-        except InterruptedError:
-            assert names(folder)
-    else:
-        model = made(strategy)
-        fit(model, [backup], epochs=2, shuffle=False)
-        assert not names(folder), "it is gone after a training that ended well"
-        half = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
-        fit(made(strategy), [half], epochs=2, shuffle=False)
-        if distnb.is_chief():  # killed while Keras wrote it
-            (folder / "backup" / "training_metadata.json").write_text('{"epo')
+    fit(made(strategy), [backup], epochs=2, shuffle=False)
+    assert not names(folder), "it is gone after a training that ended well"
+    with pytest.raises(InterruptedError):
+        fit(made(strategy), [backup, Breaks(2)], shuffle=False)
+    assert names(folder)
+    if distnb.is_chief() and strategy.num_replicas_in_sync > 1:  # killed while Keras wrote it
+        (folder / "backup" / "training_metadata.json").write_text('{"epo')
     model = made(strategy)
     went_on = fit(model, [keras.callbacks.BackupAndRestore(folder / "backup")], shuffle=False).history
     return unbroken["loss"][2:], went_on["loss"], told(model), names(folder)
+
+
+class OwnError(Exception):
+    def __init__(self, hook: str, *, details: list[int]) -> None:
+        super().__init__(hook)
+        self.details = details
+
+
+def failing(hook: str) -> Any:
+    def fails(*_args: Any, **_kwargs: Any) -> None:
+        raise OwnError(hook, details=[1])
+
+    return type("Fails", (keras.callbacks.Callback,), {f"on_{hook}": fails})()
+
+
+def errors(strategy: Any, folder: Path) -> Any:
+    """All replicas raise the error of the chief's callback, whichever hook it is, and the next `fit` works."""
+    model, caught = made(strategy), []
+    for hook in ("train_begin", "epoch_begin", "batch_begin", "train_batch_end", "test_batch_begin", "epoch_end"):
+        with pytest.raises(OwnError) as raised:
+            fit(model, [failing(hook)], epochs=1, shuffle=False)
+        caught.append((str(raised.value), raised.value.details))
+    for hook in ("predict_batch_end", "predict_end"):
+        with pytest.raises(OwnError, match=hook):
+            model.predict(X, verbose=0, callbacks=[failing(hook)])
+    with pytest.raises(OwnError, match="test_end"):
+        model.evaluate(X, Y, verbose=0, callbacks=[failing("test_end")])
+    with pytest.raises(ZeroDivisionError):
+        fit(model, [keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batch / 0)])
+    saves = keras.callbacks.ModelCheckpoint("/proc/nowhere/a.weights.h5", save_weights_only=True, save_freq=2)
+    with pytest.raises(OSError, match="nowhere"):
+        fit(model, [saves])
+    return caught, told(model, fit(model, [], epochs=1, shuffle=False))
 
 
 def early_stopping(strategy: Any, folder: Path) -> Any:
@@ -252,7 +279,7 @@ def dropout(strategy: Any, folder: Path) -> Any:
 
 CASES = [
     dropout,
-    checkpoint, moving_statistics, model_checkpoint, backup_and_restore, early_stopping, rates, after_batches, not_a_number, logs, own_callbacks,
+    checkpoint, moving_statistics, model_checkpoint, backup_and_restore, errors, early_stopping, rates, after_batches, not_a_number, logs, own_callbacks,
     tensorboard, saved_and_loaded,
 ]  # fmt: skip
 

@@ -296,6 +296,11 @@ def refused(strategy: Any) -> Any:
             of_weights.compile("sgd", "mse")
         with pytest.raises(distnb.errors.GradientError, match="computed of weights"):
             of_weights.fit(X, X, verbose=0)
+        for method in (model.fit, model.evaluate, model.train_on_batch, model.test_on_batch):
+            with pytest.raises(distnb.errors.ContextError, match="in a function that strategy"):
+                strategy.run(method, args=(X, Y))
+        with pytest.raises(distnb.errors.ContextError, match="predict_on_batch outside"):
+            strategy.run(model.predict_on_batch, args=(X,))
     return told(model, model.fit(X, Y, batch_size=16, shuffle=False, verbose=0))
 
 

@@ -22,7 +22,7 @@ CASES = [
     "predicted_before_it_is_built", "scope_in_a_function", "fitted_in_the_scope",
 ]  # fmt: skip
 CALLBACK_CASES = [
-    "dropout", "checkpoint", "moving_statistics", "model_checkpoint", "backup_and_restore", "early_stopping", "rates",
+    "dropout", "checkpoint", "moving_statistics", "model_checkpoint", "backup_and_restore", "errors", "early_stopping", "rates",
     "after_batches", "not_a_number", "logs", "own_callbacks", "tensorboard", "saved_and_loaded",
 ]  # fmt: skip
 

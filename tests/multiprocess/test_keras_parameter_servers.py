@@ -105,13 +105,18 @@ class Doom(keras.callbacks.Callback):  # type: ignore[misc]
 def test_a_killed_workers_steps_are_taken_by_another(strategy: Any, tmp_path: Path) -> None:
     model = compiled(strategy, tmp_path)
     seen: list[tuple[int, float]] = []
-    count = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: seen.append((batch, float(model.metrics[0].count)))
-    )
+    losses: list[float | None] = []
+
+    def note(batch: int, logs: Any) -> None:
+        seen.append((batch, float(model.metrics[0].count)))
+        losses.append(logs.get("loss"))
+
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=note)
     history = model.fit(dataset_fn, epochs=3, steps_per_epoch=40, callbacks=[Doom(tmp_path), count], verbose=0).history
     assert not (tmp_path / "doomed").exists(), "a worker was killed"
     assert int(model.optimizer.iterations) == 120, "each step was taken once"
     assert len(seen) == 120
+    assert 0.0 not in losses, "which nothing has updated yet"
     assert [counted for batch, counted in seen if batch == 39] == [40 * 32] * 3, "and counted once"
     assert history["loss"][-1] < history["loss"][0]
 

@@ -69,6 +69,32 @@ class Coordinator:
         self.packer.forget(obj)
 
 
+class Late(Coordinator):
+    """A coordinator whose workers end a closure when the next one is scheduled, or when it waits for all."""
+
+    waiting: Callable[[], None] | None = None
+
+    def schedule(self, function: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.join()
+        later = SimpleNamespace(ended=False, state="done")
+
+        def run() -> None:
+            ended = Coordinator.schedule(self, function, args, kwargs)
+            later.ended, later.fetch = True, ended.fetch
+
+        self.waiting = run
+        return later
+
+    def join(self) -> None:
+        run, self.waiting = self.waiting, None
+        if run is not None:
+            run()
+
+    def wait(self, values: Any, left: int) -> None:
+        if not left:
+            self.join()
+
+
 @pytest.fixture
 def workers() -> int:
     return 1
@@ -357,6 +383,25 @@ def test_callbacks_see_what_they_see_in_one_process(strategy: Any) -> None:
     assert len(found) == len(expected) == 12
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_callbacks_see_no_metric_before_a_step_has_updated_it(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each epoch, whose metrics start anew: a loss of 0 would end a training that stops at a small one."""
+    monkeypatch.setattr(parameter_servers, "ClusterCoordinator", Late)
+    with strategy.scope():
+        model = model_of("sequential")
+    model.compile("sgd", "mse", metrics=["mae"])
+    seen: list[dict[str, Any]] = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(dict(logs)))
+    evaluated: list[dict[str, Any]] = []
+    of_tests = keras.callbacks.Callback()
+    of_tests.on_test_batch_end = lambda batch, logs: evaluated.append(dict(logs))
+    history = model.fit(lambda: iter(batches()), epochs=2, steps_per_epoch=3, callbacks=[note], verbose=0).history
+    model.evaluate(lambda: iter(batches()), steps=2, callbacks=[of_tests], verbose=0)
+    assert [sorted(logs) for logs in seen] == [[], ["loss", "mae"], ["loss", "mae"]] * 2
+    assert [sorted(logs) for logs in evaluated] == [[], ["loss", "mae"]]
+    assert all(logs["loss"] > 0 for logs in (*seen, *evaluated) if logs)
+    assert all(loss > 0 for loss in history["loss"])
 
 
 def test_a_training_is_taken_up_again(strategy: Any, tmp_path: Any) -> None:
