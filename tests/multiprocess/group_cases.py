@@ -169,6 +169,26 @@ def _raw(rank: int, size: int) -> None:
     assert part[0] == size
     dist.reduce_scatter(part, [torch.ones(2) * r for r in range(size)])
     assert part[0] == size * rank
+    numbers = torch.arange(2.0 * size) + 10 * rank
+    work = dist.reduce_scatter_single(part, numbers, op=dist.ReduceOp.MAX, async_op=True)
+    work.get_future().wait()
+    assert part.tolist() == [2.0 * rank + 10 * (size - 1), 2.0 * rank + 1 + 10 * (size - 1)]
+    work.wait()
+    assert work.is_completed()
+    assert numbers[0] == 10 * rank  # it is left as it was
+    uneven = torch.zeros(rank + 1)
+    dist.reduce_scatter(uneven, [torch.ones(r + 1) for r in range(size)])
+    assert uneven.tolist() == [size] * (rank + 1)
+    both = torch.zeros(1), torch.zeros(2, 1)
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        for each in both:
+            dist.reduce_scatter_single(each, torch.full((size * len(each), *each.shape[1:]), rank + 1.0))
+    manager.wait()
+    assert {value for each in both for value in each.flatten().tolist()} == {size * (size + 1) / 2}
+    for wrong in (torch.ones(2 * size + 1), torch.ones(4 * size), torch.ones(2 * size, dtype=torch.float64)):
+        with contextlib.suppress(ValueError):
+            dist.reduce_scatter_single(part, wrong)
+            raise AssertionError(f"{wrong.shape}, {wrong.dtype} were taken")
     out = torch.zeros(size)
     dist.all_to_all_single(out, torch.full((size,), float(rank)))
     assert out.tolist() == list(range(size))

@@ -49,6 +49,7 @@ def told(body: str) -> str:
         ("sum_of()", "all_reduce(float32[1], sum)"),
         ("dist.all_reduce(torch.ones(2), async_op=True).get_future().wait()", "all_reduce(float32[2], sum)"),
         ("dist.barrier()", "barrier()"),
+        ("dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2))", "reduce_scatter_tensor(float32[2], sum)"),
     ],
 )
 def test_a_limit_of_the_whole_group(call, what):

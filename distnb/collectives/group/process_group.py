@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BarrierOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    ReduceScatterOptions,
+)
 from torch.distributed import constants
 
 from distnb import activity
@@ -73,6 +79,42 @@ def _collective(
         return self.run(key, method, tensors, written, opts)
 
     return call
+
+
+def _reduce_scatter(word: str, method: str) -> Callable[..., Work]:
+    """A reduce-scatter of torch's ProcessGroup, whose arguments are two tensors, or two lists of equal length.
+
+    Over Gloo it is an all-reduce of a copy, as in torch. But torch wraps that in a work that ignores the time limit of
+    its `wait`, never says that it is completed, and has no future: the main thread would wait in C++ for ever.
+    """
+
+    def call(self: GuardedProcessGroup, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        opts = opts or ReduceScatterOptions()
+        several = not isinstance(inputs, Tensor)
+        alike = inputs if several else [inputs]
+        key = of_tensors(word, _op(opts), None, alike[0] if isinstance(alike[0], list) else alike)
+        if self._carried_as(key[3]) != "cpu":
+            return self.run(key, method, (outputs, inputs), _BOTH, opts)
+        outputs = outputs if several else [outputs]
+        staging = Staging(outputs[0].device)
+        flat = staging.scatter(outputs, [_parts(each, self.size()) for each in alike], self.rank())
+        options = AllreduceOptions()
+        options.reduceOp = opts.reduceOp
+        return self.run(key, "allreduce", ([flat],), _ONE, options, staging=staging)
+
+    return call
+
+
+def _parts(whole: Tensor | list[Tensor], size: int) -> Sequence[Tensor]:
+    """Cut one of the inputs of a reduce-scatter into the ranks' parts. Raises ValueError if they are not equal."""
+    if isinstance(whole, list):
+        return whole
+    if whole.numel() % size:
+        raise ValueError(
+            f"reduce_scatter got an input of shape {list(whole.shape)} for {size} replicas. Its size must "
+            f"be divisible by {size}."
+        )
+    return whole.detach().reshape(size, -1).unbind()
 
 
 @methods_always_eager
@@ -319,6 +361,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         written: tuple[bool, ...],
         *rest: Any,
         timeout: timedelta | None = None,
+        staging: Staging | None = None,
     ) -> Work:
         """Record a collective by its key, and enter it by the backend's method.
 
@@ -326,10 +369,11 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             tensors: Its arguments that are tensors or lists of them; `written` tells which it writes to.
             rest: The other arguments.
             timeout: The caller's own time limit.
+            staging: The memory in which `tensors` are, if they stand for those of the caller.
         """
-        device, staging = self._carried_as(key[3]), None
+        device = self._carried_as(key[3])
         record = signature.record(key)
-        if device != key[3]:
+        if device != key[3] and staging is None:
             staging = Staging(_device_of(tensors))
             tensors = tuple(staging.host(each, written=flag) for each, flag in zip(tensors, written, strict=True))
         limit_s = self._patience_s
@@ -410,9 +454,9 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     )
     gather = _collective("gather", "gather", _BOTH)
     scatter = _collective("scatter", "scatter", _BOTH, compared=0)
-    reduce_scatter = _collective("reduce_scatter", "reduce_scatter", _BOTH)
-    reduce_scatter_single = _collective("reduce_scatter_tensor", "_reduce_scatter_base", _BOTH)
-    reduce_scatter_single_coalesced = _collective("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", _BOTH)
+    reduce_scatter = _reduce_scatter("reduce_scatter", "reduce_scatter")
+    reduce_scatter_single = _reduce_scatter("reduce_scatter_tensor", "_reduce_scatter_base")
+    reduce_scatter_single_coalesced = _reduce_scatter("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
 
     # -- all to all --------------------------------------------------------------------------------------------------
 

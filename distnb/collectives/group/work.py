@@ -40,19 +40,26 @@ def positive_seconds(timeout: timedelta | None) -> float | None:
 
 
 class Staging:
-    """Host copies of a device's tensors for one operation, where replicas share one GPU and only Gloo can carry them.
+    """Host memory that stands for an operation's tensors, and what is copied from it when the operation has ended.
+
+    Two kinds of operations need it: those on tensors of a device, where replicas share one GPU and only Gloo can carry
+    them, and reduce-scatters.
+
+    Args:
+        device: The device of the tensors.
 
     Attributes:
-        devices: The device of the tensors.
+        devices: The same, unless it is the host, as torch's futures want it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.devices = [device]
+        self.devices = [device] if device.type != "cpu" else []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._result: list[torch.Tensor] = []
+        self._lock = threading.Lock()
 
     def host(self, value: Any, *, written: bool) -> Any:
-        """A host copy of a tensor, or of each in nested lists; one that is `written` is copied back in the end."""
+        """Copy a tensor, or each in nested lists, to the host; one that is `written` is copied back in the end."""
         if isinstance(value, torch.Tensor):
             copy = value.detach().to("cpu", copy=True)
             if written:
@@ -60,14 +67,44 @@ class Staging:
             return copy
         return [self.host(each, written=written) for each in value]
 
+    def scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], rank: int
+    ) -> torch.Tensor:
+        """Copy the inputs of a reduce-scatter into one tensor, whose sum over the replicas is to be scattered.
+
+        `inputs[i]` has a part for each rank; in the end `outputs[i]` gets the sum of those for this one.
+
+        Raises:
+            ValueError: An output and its part differ in size, or the dtypes of the tensors differ.
+        """
+        for output, parts in zip(outputs, inputs, strict=True):
+            dtypes = {each.dtype for each in (outputs[0], output, *parts)}
+            if len(dtypes) > 1:
+                raise ValueError(
+                    f"reduce_scatter got tensors of {' and '.join(sorted(map(str, dtypes)))}. Convert them to one "
+                    "dtype, or make one call for each."
+                )
+            if parts[rank].numel() != output.numel():
+                raise ValueError(
+                    f"reduce_scatter got an output of shape {list(output.shape)} for this replica's part of the input, "
+                    f"which has {parts[rank].numel()} elements. Make the output as large as that part."
+                )
+        pieces = [part.detach().reshape(-1) for parts in inputs for part in parts]
+        flat = torch.cat(pieces).to("cpu")
+        views = iter(flat.split([piece.numel() for piece in pieces]))
+        for output, parts in zip(outputs, inputs, strict=True):
+            own = [next(views) for _ in parts][rank]
+            self._pairs.append((output, own.view(output.shape)))
+        return flat
+
     def copy_back(self) -> Sequence[torch.Tensor]:
-        """Bring what the operation wrote to the device, and return those tensors. Idempotent."""
-        with torch.no_grad():
+        """Copy what the operation wrote to where it belongs, and return those tensors. Idempotent, on any thread."""
+        with self._lock, torch.no_grad():
             for original, copy in self._pairs:
                 original.copy_(copy)
-        self._result += [original for original, _ in self._pairs]
-        self._pairs = []
-        return self._result
+            self._result += [original for original, _ in self._pairs]
+            self._pairs = []
+            return self._result
 
 
 @methods_always_eager
@@ -163,7 +200,7 @@ class HostWork(_GuardedWork):
 
     Args:
         arrival: How this replica came to it; messages have no number in the collective log.
-        staging: Where tensors of a device go through host memory: what to copy back.
+        staging: The host memory that stands for the tensors, if there is any.
         limit_s: The program's time limit for each wait, or None.
     """
 
@@ -219,7 +256,14 @@ class HostWork(_GuardedWork):
                 return
 
     def is_completed(self) -> bool:
-        return self._communicator.failed or self._inner.is_completed()
+        if not self._inner.is_completed():
+            return self._communicator.failed
+        if self._staging is not None and self._inner.is_success():
+            self._staging.copy_back()  # who asks need not wait any more
+        return True
+
+    def result(self) -> Any:
+        return self._inner.result() if self._staging is None else self._staging.copy_back()
 
     def synchronize(self) -> None:
         self.wait()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
+from distnb.collectives.group import stores
 from distnb.collectives.group.process_group import GuardedProcessGroup
 from distnb.errors import CollectiveError
 
@@ -127,6 +128,7 @@ class TorchDistributed:
         if self._installed:
             return
         self._installed = True
+        stores.install()
         hooks: dict[str, Callable[..., None]] = {
             "init_process_group": self._init,
             "destroy_process_group": self._destroy,
