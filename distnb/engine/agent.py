@@ -35,6 +35,7 @@ from distnb.engine.namespace.engine_objects import ObjectsOfTeams
 from distnb.engine.output import error_reports, progress_bars, telemetry
 from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.profiling import Profile
+from distnb.engine.started_threads import threads_awaited
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import dataset as datasets
@@ -329,7 +330,7 @@ class Agent:
             groups.program_began(program)
             if message.only is None or replica in message.only:
                 scope = strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext()
-                with scope, profile or nullcontext():
+                with threads_awaited(), scope, profile or nullcontext():
                     self._executor.run(message.source, message.filename, message.label)
             self._shell.events.trigger("post_execute")  # figures that were drawn are shown now
 
@@ -372,19 +373,21 @@ class Agent:
         def body() -> Any:
             args, kwargs = self._namespace.open_call(message.snapshot, replica)
             strategy = strategies.resolve(message.strategy)
-            if message.method:
-                with self._process.agreement.left_to_caller():
-                    result = getattr(strategy, message.method)(*args, **kwargs)
-            else:
-                function, *rest = select(args, replica)
-                result = function(*rest)
+            with threads_awaited():
+                if message.method:
+                    with self._process.agreement.left_to_caller():
+                        result = getattr(strategy, message.method)(*args, **kwargs)
+                else:
+                    function, *rest = select(args, replica)
+                    result = function(*rest)
             return self._namespace.close_call(result)
 
         return self._run_together(message.program, message.team, replica, body)
 
     def _apply(self, message: Apply, replica: int) -> Reply:
         def body() -> Any:
-            return object_operations.carry_out(self._namespace, message)
+            with threads_awaited():
+                return object_operations.carry_out(self._namespace, message)
 
         if message.operation in object_operations.QUIET:
             return Reply(message.program, "ok", value=self._guard.call(message.program, body))
@@ -459,7 +462,8 @@ class Agent:
         def body() -> Any:
             self._join(message.team or worker.alone, worker.rank)
             groups.program_began(program)
-            return worker.run(message)
+            with threads_awaited():
+                return worker.run(message)
 
         try:
             value = self._guard.call(program, body)

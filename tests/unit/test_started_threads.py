@@ -1,0 +1,94 @@
+"""The end of a block waits for threads that work, and for none that waits for work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from distnb.engine.started_threads import threads_awaited
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def test_a_thread_is_waited_for_and_what_it_starts_too() -> None:
+    done = []
+
+    def begin() -> None:
+        threading.Thread(target=end).start()
+
+    def end() -> None:
+        time.sleep(0.1)
+        done.append(1)
+
+    with threads_awaited():
+        threading.Thread(target=begin).start()
+    assert done
+
+
+def test_the_work_of_a_pool_is_waited_for_and_its_threads_are_not() -> None:
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        time.sleep(0.01)
+        done.append(number)
+
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(done.append, 0).result()
+        with threads_awaited():
+            for number in range(1, 10):
+                pool.submit(work, number)
+        assert sorted(done) == list(range(10))
+
+
+def test_what_waits_for_its_time_or_for_orders_is_not_waited_for() -> None:
+    loop = asyncio.new_event_loop()
+    runs = threading.Event()
+    loop.call_soon(runs.set)
+    timer = threading.Timer(3600, print)
+    with threads_awaited():
+        timer.start()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        runs.wait()
+    timer.cancel()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+    timer.join()
+
+
+def test_daemons_earlier_threads_and_threads_of_what_failed_are_not_waited_for() -> None:
+    go_on = threading.Event()
+
+    def work() -> None:
+        go_on.wait()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    daemon = threading.Thread(target=work, daemon=True)
+    threads[0].start()
+    with threads_awaited():
+        daemon.start()
+    failing = threads_awaited()
+    failing.__enter__()
+    threads[1].start()
+    failing.__exit__(KeyError, KeyError(), None)
+    assert not go_on.is_set()
+    go_on.set()
+    for thread in (*threads, daemon):
+        thread.join()
+
+
+def test_who_takes_long_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        time.sleep(1.3)
+
+    with threads_awaited():
+        threading.Thread(target=work, name="the-saver").start()
+    told = capsys.readouterr().err
+    assert "the-saver" in told
+    assert "in work" in told
+    assert "daemon=True" in told
