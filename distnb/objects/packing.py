@@ -38,7 +38,7 @@ class Packed:
 
     serial: int
     names: tuple[str, ...]
-    data: Any
+    data: bytes
     buffers: tuple[Any, ...]
     starts: tuple[int, ...] = ()
     pairs: bytes = b""

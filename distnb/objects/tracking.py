@@ -278,7 +278,7 @@ class Tracker:
         packed = Packed(
             serial=serial,
             names=tuple(names),
-            data=packer.file.getbuffer(),
+            data=packer.file.getvalue(),
             buffers=tuple(packer.buffers),
             starts=starts,
             pairs=pairs.tobytes(),
@@ -297,7 +297,7 @@ class Tracker:
         return Packed(
             serial=0,
             names=tuple(values),
-            data=packer.file.getbuffer(),
+            data=packer.file.getvalue(),
             buffers=tuple(packer.buffers),
             copies=self.side.copying,
         )

@@ -27,7 +27,8 @@ def encode_tensors(message: Any) -> list[Frame]:
     pickler = pickle.Pickler(header, protocol=5, buffer_callback=out_of_band(frames))
     pickler.dispatch_table = _REDUCERS
     pickler.dump(message)
-    frames[0] = header.getbuffer()
+    # Not getbuffer(): as garbage, such a view crashes Python 3.12.1 and earlier 3.12, and others print an error.
+    frames[0] = header.getvalue()
     return frames
 
 

@@ -18,6 +18,7 @@ from distnb.options import StrategySpec
 from distnb.topology import Device, Team
 from distnb.wire.codec import decode, encode
 from distnb.wire.messages import CallFunction, Reply
+from distnb.wire.tensors import encode_tensors
 
 
 class ByValue:
@@ -123,3 +124,13 @@ def test_modules_and_notebook_functions() -> None:
 def test_bytes_that_are_no_message_are_refused_with_a_word() -> None:
     with pytest.raises(MessageError, match="no message of distnb"):
         decode([b"GET / HTTP/1.1"])
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_what_was_packed_is_collected_quietly_with_a_cycle() -> None:
+    # A view of a BytesIO that becomes garbage prints an error; Python 3.12.0 and 3.12.1 crash.
+    for made in (end().pack_loose({"a": 1}), encode_tensors({"a": 1})):
+        cycle: list[Any] = [made]
+        cycle.append(cycle)
+    del made, cycle
+    gc.collect()

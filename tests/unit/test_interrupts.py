@@ -54,6 +54,7 @@ def test_it_is_heard_also_where_holding_it_back_begins_or_ends(
     for moment in range(1, 1000):
         trace, pressed = pressing(function.__code__, moment)
         before, raised, taken = sys.gettrace(), 0, 0
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 reports opcodes only if one frame asks before settrace
         try:
             sys.settrace(trace)
             with interrupts:
