@@ -203,5 +203,7 @@ def c10d_backend(kind: str) -> str | None:
     name = None if kind == "cpu" else dist.Backend.default_device_backend_map.get(kind)
     if name == "nccl":
         return name if dist.is_nccl_available() else None
+    from distnb.compat.c10d_internals import has_plugin
+
     # Those from outside tell torch how they are made; "fake" is torch's own that carries nothing.
-    return name if name is not None and name != "fake" and name.upper() in dist.Backend._plugins else None
+    return name if name is not None and name != "fake" and has_plugin(name) else None

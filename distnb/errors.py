@@ -26,6 +26,7 @@
     │   ├── StaleHandleError  (RuntimeError)   the object it stands for is gone
     │   └── UnassignedError   (NameError)      this replica never assigned it
     ├── CheckpointError                  a checkpoint is torn or foreign, or does not fit
+    ├── LibraryVersionError (ImportError) another library's version is not one that distnb works with
     ├── RemoteError                      stands for a replica's exception whose type cannot travel
     └── MessageError          (ValueError)     bytes on a channel that are no message of ours
 
@@ -51,6 +52,7 @@ __all__ = [
     "EndOfDataset",
     "EngineDied",
     "GradientError",
+    "LibraryVersionError",
     "MeanLossError",
     "MessageError",
     "NamespaceError",
@@ -198,6 +200,10 @@ class UnassignedError(NamespaceError, NameError):
 
 class CheckpointError(DistnbError):
     """A checkpoint is torn, damaged or foreign, or does not hold what it is asked for."""
+
+
+class LibraryVersionError(DistnbError, ImportError):
+    """Another library is installed in a version that distnb does not work with."""
 
 
 class RemoteError(DistnbError):

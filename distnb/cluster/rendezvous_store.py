@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -15,7 +14,7 @@ from urllib.parse import parse_qs, urlparse
 from distnb.errors import StartError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+    from distnb.compat.c10d_internals import TCPStore
 
 __all__ = ["RendezvousStore", "free_port", "meet_in"]
 
@@ -36,7 +35,7 @@ def meet_in(path: str) -> None:
 
     Imports torch.
     """
-    from torch.distributed import FileStore, rendezvous  # type: ignore[attr-defined]
+    from distnb.compat.c10d_internals import FileStore, rendezvous_handlers
 
     calls = count()
 
@@ -47,7 +46,7 @@ def meet_in(path: str) -> None:
         store.set_timeout(timeout)
         yield store, rank, size
 
-    sys.modules[rendezvous.__module__]._rendezvous_handlers["env"] = by_file
+    rendezvous_handlers["env"] = by_file
 
 
 class RendezvousStore:
@@ -82,7 +81,7 @@ class RendezvousStore:
 
     def serve(self) -> TCPStore:
         """Start to answer, and return the store itself. Imports torch; later calls return the same store."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        from distnb.compat.c10d_internals import TCPStore
 
         with self._lock:
             if self._store is None:

@@ -24,6 +24,10 @@ from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
 from distnb.topology import Device, Team
 
+# Torch has the new names since 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 CASES: dict[str, Callable[[Group], Any]] = {}
 _marked = [0.0]
 
@@ -162,10 +166,10 @@ def _raw(rank: int, size: int) -> None:
     dist.all_gather(parts, torch.full((2,), float(rank)))
     assert [part[0].item() for part in parts] == list(range(size))
     whole = torch.zeros(2 * size)
-    dist.all_gather_single(whole, torch.full((2,), float(rank)))
+    _all_gather(whole, torch.full((2,), float(rank)))
     assert whole[-1] == size - 1
     part = torch.zeros(2)
-    dist.reduce_scatter_single(part, torch.ones(2 * size))
+    _reduce_scatter(part, torch.ones(2 * size))
     assert part[0] == size
     dist.reduce_scatter(part, [torch.ones(2) * r for r in range(size)])
     assert part[0] == size * rank

@@ -12,13 +12,21 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, PrefixStore, Store, _DistributedBackendOptions
 
 from distnb.accelerators import torch_device
 from distnb.collectives.group import exits
 from distnb.collectives.group.gloo_sockets import Connections, event_loops
+from distnb.compat.c10d_internals import (
+    PrefixStore,
+    Store,
+    abort_nccl,
+    backend_from_plugin,
+    gloo_options,
+    is_nccl,
+    nccl_options,
+    register_backends,
+)
 from distnb.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -101,7 +109,7 @@ class Backends:
         if not idle:
             self.keep_for_ever()
             return
-        of_device, nccl = self.of_device, hasattr(self.of_device, "_group_start")
+        of_device, nccl = self.of_device, is_nccl(self.of_device)
         if nccl:  # its destructor may take its time, and its threads know nothing of Python
             leak(of_device)
         self.connections.close()
@@ -145,15 +153,9 @@ def abort_all(transports: Sequence[Backends]) -> None:
     for transport in transports:
         transport.connections.shut_down()
     found = [transport.of_device for transport in transports if transport.of_device is not None]
-    nccl = [backend for backend in found if hasattr(backend, "_group_start")]
-    if nccl:
-        # Inside one NCCL group, so that the aborts of several communicators cannot wait for each other.
-        nccl[0]._group_start()
-        for backend in nccl:
-            backend.abort()
-        nccl[0]._group_end()
+    abort_nccl([backend for backend in found if is_nccl(backend)])
     for backend in found:
-        if backend not in nccl:
+        if not is_nccl(backend):
             with suppress(Exception):  # torch's base class raises where a backend cannot be aborted
                 backend.abort()
 
@@ -167,14 +169,7 @@ def leak(*objects: Any) -> None:
 
 def _plain(group: GuardedProcessGroup, backends: Mapping[str, Any]) -> dist.ProcessGroup:
     plain: dist.ProcessGroup = cast(Any, dist.ProcessGroup)(group.rank(), group.size())
-    types = dist.ProcessGroup.BackendType
-    known = {"gloo": types.GLOO, "nccl": types.NCCL}
-    # A backend from outside may be a process group written in Python, which C++ cannot hold.
-    held = {kind: backend for kind, backend in backends.items() if isinstance(backend, Backend)}
-    kinds = {kind: known.get(backend.name(), types.CUSTOM) for kind, backend in held.items()}
-    plain._set_default_backend(list(kinds.values())[-1])
-    for kind, backend_type in kinds.items():
-        plain._register_backend(torch.device(kind), backend_type, backends[kind])
+    register_backends(plain, backends)
     return plain
 
 
@@ -186,32 +181,19 @@ def _gloo_device(local: bool) -> Any:
 
 
 def _gloo(store: Store, group: GuardedProcessGroup, device: Any, threads: int) -> Any:
-    options = cast(Any, dist.ProcessGroupGloo)._Options()
-    options._devices = [device]
-    options._threads = threads
-    options._timeout = _FOREVER
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), gloo_options(device, threads, _FOREVER))
 
 
 def _nccl(store: Store, group: GuardedProcessGroup) -> Any:
     # Aborting is ours alone: torch's watchdog would end the process over a communicator that we aborted.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _FOREVER
-    backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), nccl_options(_FOREVER))
     # Now, and not in the first operation, where the connecting would block uninterruptibly.
     backend.eager_connect_single_device(torch_device(group.member.device))
     return backend
 
 
 def _from_outside(store: Store, group: GuardedProcessGroup) -> Any:
-    """A backend of a package beside torch, made as `init_process_group` makes it."""
-    plugin = dist.Backend._plugins[group.member.backend_name.upper()]
-    if not plugin.extended_api:
-        return plugin.creator_fn(store, group.rank(), group.size(), _FOREVER)
-    options = _DistributedBackendOptions()
-    options.store, options.group_rank, options.group_size = store, group.rank(), group.size()
-    options.timeout, options.group_id = _FOREVER, group.label
-    options.global_ranks_in_group = list(group.replicas)
-    return plugin.creator_fn(options, None)
+    name = group.member.backend_name
+    return backend_from_plugin(name, store, group.rank(), group.replicas, group.label, _FOREVER)

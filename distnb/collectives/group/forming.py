@@ -9,8 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torch._C._distributed_c10d import PrefixStore
-
 from distnb.collectives.group import exits, rendezvous
 from distnb.collectives.group.backends import Backends
 from distnb.collectives.group.communicator import Communicator
@@ -19,6 +17,7 @@ from distnb.collectives.shared_memory import shared_sum
 from distnb.collectives.verify import collective_log
 from distnb.collectives.verify.collective_log import CollectiveLog
 from distnb.collectives.verify.replicated_log import ReplicatedLog
+from distnb.compat.c10d_internals import PrefixStore
 from distnb.errors import CollectiveError
 
 if TYPE_CHECKING:

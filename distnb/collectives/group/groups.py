@@ -17,7 +17,6 @@ import time
 from contextlib import suppress
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from distnb.accelerators import device_of_rank
 from distnb.collectives.group import exits, rendezvous
@@ -27,6 +26,7 @@ from distnb.collectives.group.membership import Attempt, Member
 from distnb.collectives.group.process_group import GuardedProcessGroup
 from distnb.collectives.group.rendezvous import StoreClient
 from distnb.collectives.group.world import TorchDistributed
+from distnb.compat.c10d_internals import PrefixStore
 from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
 from distnb.topology import Device, Team, parse_device
 

@@ -10,17 +10,17 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BroadcastOptions,
-)
 
 from distnb.collectives.group.process_group import OWN, GuardedProcessGroup
 from distnb.collectives.shared_memory.shared_sum import GATHER, SharedWork
 from distnb.collectives.verify.regions import Regions
 from distnb.collectives.verify.signature import Key, of_tensors
+from distnb.compat.c10d_internals import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BroadcastOptions,
+)
 from distnb.errors import OptionError, StructureError
 from distnb.topology import Device
 

@@ -6,8 +6,6 @@ import os
 import weakref
 from collections import Counter
 
-from torch._C._distributed_c10d import HashStore
-
 from distnb.accelerators import c10d_backend
 from distnb.collectives.group.backends import Backends, abort_all
 from distnb.collectives.group.communicator import Communicator
@@ -17,6 +15,7 @@ from distnb.collectives.group.process_group import GuardedProcessGroup
 from distnb.collectives.group.rendezvous import StoreClient
 from distnb.collectives.group.world import World
 from distnb.collectives.verify.collective_log import CollectiveLog
+from distnb.compat.c10d_internals import HashStore
 from distnb.errors import ProgramAborted
 from distnb.topology import Device, Team
 

@@ -16,13 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    ReduceScatterOptions,
-)
 from torch.distributed import constants
 
 from distnb import activity
@@ -37,6 +30,13 @@ from distnb.collectives.verify.collective_log import Record
 from distnb.collectives.verify.regions import PositionTracker, Regions
 from distnb.collectives.verify.signature import Key, of_tensors
 from distnb.collectives.verify.verifier import Superseded
+from distnb.compat.c10d_internals import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    ReduceScatterOptions,
+)
 from distnb.errors import CollectiveError, OptionError
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
-
+from distnb.compat.c10d_internals import FileStore, PrefixStore, Store, TCPStore
 from distnb.errors import CollectiveError
 from distnb.topology import Team
 

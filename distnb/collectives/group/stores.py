@@ -20,10 +20,10 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistStoreError
 
 from distnb.collectives.group import exits
+from distnb.compat.c10d_internals import Store, TCPStore
 from distnb.errors import CollectiveError
 
 __all__ = ["install"]

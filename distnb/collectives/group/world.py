@@ -6,26 +6,22 @@ torch knows one world at a time. Here each team has one of its own, with the sub
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import distributed_c10d as c10d
 
 from distnb.collectives.group import stores
 from distnb.collectives.group.process_group import GuardedProcessGroup
+from distnb.compat import c10d_internals
+from distnb.compat.c10d_internals import NOT_IN_GROUP, PrefixStore, Store
 from distnb.errors import CollectiveError
 
 __all__ = ["Foreign", "TorchDistributed", "World"]
 
 _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg", "pg_coalesce_state")
-_register = torch._C._distributed_c10d._register_process_group
-_unregister = torch._C._distributed_c10d._unregister_process_group
 
 
 class World:
@@ -52,24 +48,24 @@ class World:
 
     def save(self) -> None:
         """Take what torch knows now, and have it know nothing."""
-        world = c10d._world
+        world = c10d_internals.world
         self.maps = {name: dict(getattr(world, name)) for name in _MAPS}
         for name in _MAPS:
             getattr(world, name).clear()
         for group_name in self.maps["pg_names"].values():
-            _unregister(group_name)
+            c10d_internals.unregister_group(group_name)
         self.count, world.group_count = world.group_count, 0
-        c10d._update_default_pg(None)
+        c10d_internals.set_default_group(None)
 
     def load(self) -> None:
         """Have torch know this."""
-        world = c10d._world
+        world = c10d_internals.world
         for name in _MAPS:
             getattr(world, name).update(self.maps[name])
         for group, group_name in self.maps["pg_names"].items():
-            _register(group_name, group)
+            c10d_internals.register_group(group_name, group)
         world.group_count = self.count
-        c10d._update_default_pg(self.group)
+        c10d_internals.set_default_group(self.group)
 
 
 @dataclass(frozen=True)
@@ -97,29 +93,28 @@ class TorchDistributed:
         if self._current is not None:
             self._current.save()
         elif dist.is_initialized():
-            self._set_aside = World(c10d._world.default_pg)  # the user's own; it lives on, though unused
+            self._set_aside = World(c10d_internals.world.default_pg)  # the user's own; it lives on, though unused
             self._set_aside.save()
         world.load()
         self._current = world
 
     def set_store(self, world: World, store: Store) -> None:
         """Use another store in a world from now on."""
-        maps = c10d._world.pg_map if self._current is world else world.maps["pg_map"]
+        maps = c10d_internals.world.pg_map if self._current is world else world.maps["pg_map"]
         maps[world.group] = (maps[world.group][0], store)
 
     def foreign_default(self) -> Foreign | None:
         """The default group that is not ours, if there is one."""
         if self._current is not None or not dist.is_initialized():
             return None
-        group: Any = c10d._get_default_group()
-        options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
-        timeout = next((options._timeout for options in options if options is not None), None)
-        return Foreign(dist.get_rank(), dist.get_world_size(), c10d._get_default_store(), timeout)
+        group: Any = c10d_internals.default_group()
+        timeout = c10d_internals.timeout_of(group)
+        return Foreign(dist.get_rank(), dist.get_world_size(), c10d_internals.default_store(), timeout)
 
     def program_began(self) -> None:
         """A program finds the default group, also where an earlier one has destroyed it."""
         if self._current is not None and not dist.is_initialized():
-            c10d._update_default_pg(self._current.group)
+            c10d_internals.set_default_group(self._current.group)
 
     # -- what the user's own calls mean while a world of ours is entered ---------------------------------------------
 
@@ -129,16 +124,15 @@ class TorchDistributed:
             return
         self._installed = True
         stores.install()
-        hooks: dict[str, Callable[..., None]] = {
+        hooks: dict[str, Callable[..., Any]] = {
             "init_process_group": self._init,
             "destroy_process_group": self._destroy,
             "_set_pg_timeout": self._set_timeout,
         }
+        if not c10d_internals.ASKS_FOR_SUBGROUPS:
+            hooks["_new_process_group_helper"] = self._new_group
         for name, replacement in hooks.items():
-            function = _replaced(getattr(c10d, name), replacement)
-            for module in (dist, c10d):
-                if hasattr(module, name):
-                    setattr(module, name, function)
+            c10d_internals.replace_function(name, replacement)
 
     def _init(
         self,
@@ -162,7 +156,7 @@ class TorchDistributed:
                     f"environment, or leave {word} out."
                 )
         if timeout is not None:
-            c10d._check_valid_timeout(timeout)
+            c10d_internals.check_timeout(timeout)
         group.set_timeout(timeout)
         self.program_began()
         return None
@@ -172,10 +166,10 @@ class TorchDistributed:
         if ours is None or (group is not None and group is not ours) or not dist.is_initialized():
             return original(group)
         # The default group is given back, not ended: the strategies still use it. Its subgroups are the user's own.
-        for subgroup in [each for each in c10d._world.pg_names if each is not ours]:
+        for subgroup in [each for each in c10d_internals.world.pg_names if each is not ours]:
             original(subgroup)
         ours.set_timeout(None)
-        c10d._update_default_pg(None)
+        c10d_internals.set_default_group(None)
         return None
 
     def _set_timeout(self, original: Callable[..., None], timeout: Any, group: Any = None) -> None:
@@ -183,14 +177,33 @@ class TorchDistributed:
         group = group or (self._current.group if self._current is not None else None)
         if not isinstance(group, GuardedProcessGroup):
             return original(timeout, group)
-        c10d._check_valid_timeout(timeout)
+        c10d_internals.check_timeout(timeout)
         group.set_timeout(timeout)
         return None
 
+    def _new_group(
+        self,
+        original: Callable[..., Any],
+        size: int,
+        rank: int | None,
+        ranks: list[int],
+        backend: Any,
+        store: Store,
+        name: str,
+        **given: Any,
+    ) -> Any:
+        """Make a subgroup of ours from ours, as torch 2.13 does: earlier ones would make it of their own backends.
 
-def _replaced(original: Callable[..., None], replacement: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> None:  # a plain one: torch and others look at __name__ and __code__
-        return replacement(original, *args, **kwargs)
-
-    return function
+        Returns:
+            The group, and its store.
+        """
+        whole = c10d_internals.world.default_pg
+        if not isinstance(whole, GuardedProcessGroup):
+            return original(size, rank, ranks, backend, store, name, **given)
+        options = given.get("backend_options")
+        made = whole.new_group(ranks, given.get("timeout"), options, name, given.get("group_desc"))
+        if made is None:
+            return NOT_IN_GROUP, None
+        part = PrefixStore(f"{name}/", store)
+        c10d_internals.add_to_world(made, name, backend, part, given.get("pg_tag"))
+        return made, part

@@ -13,9 +13,8 @@ from __future__ import annotations
 import struct
 import threading
 
-from torch._C._distributed_c10d import Store
-
 from distnb.collectives.verify.collective_log import HEADER_NBYTES, RING, SLOT_NBYTES, CollectiveLog, Position, Record
+from distnb.compat.c10d_internals import Store
 
 __all__ = ["ReplicatedLog"]
 

@@ -13,11 +13,10 @@ import sys
 import time
 from contextlib import suppress
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 from distnb.cluster.worker_placement import WorkerPlacement
 from distnb.collectives.group import rendezvous
 from distnb.collectives.group.rendezvous import StoreClient
+from distnb.compat.c10d_internals import PrefixStore, Store
 from distnb.errors import CollectiveError, OptionError
 
 __all__ = ["connect", "meet_workers"]
