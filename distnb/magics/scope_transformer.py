@@ -123,7 +123,8 @@ def _assigned(node: ast.With, function: ast.FunctionDef | ast.AsyncFunctionDef) 
     deleted = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Del)}
     lines = [*(f"global {name}" for name in declared), ast.unparse(node)]
     text = "def block():\n" + textwrap.indent("\n".join(lines), "    ")
-    symbols = symtable.symtable(text, "", "exec").get_children()[0].get_symbols()
+    parts = symtable.symtable(text, "", "exec").get_children()  # since Python 3.14 one for annotations, too
+    symbols = next(each for each in parts if each.get_name() == "block").get_symbols()
     own = sorted(symbol.get_name() for symbol in symbols if symbol.is_local())
     if any(symbol.is_declared_global() and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
         return "global", own

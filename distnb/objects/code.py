@@ -56,6 +56,8 @@ _GLOBAL_READS = frozenset(
     {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_GLOBAL", "DELETE_NAME", "STORE_GLOBAL"}
 )
 
+# What a class has in the place of `__annotations__` since Python 3.14, and what compiling them leaves in a NamedTuple.
+_OF_LAZY_ANNOTATIONS = frozenset({"__annotate_func__", "__annotations_cache__", "__classdictcell__"})
 
 EMPTY: Any = object()
 """The content of a cell that nothing was assigned to yet."""
@@ -134,10 +136,11 @@ def parts_of(value: Any) -> tuple[Any, ...] | None:
     """What a simple function is made of: while these are the same, it is what it was. None for all else."""
     if not is_simple(value):
         return None
-    for each in value.__annotations__.values():
+    annotations = annotations_of(value)
+    for each in annotations.values():
         if type(each) is not str and not (isinstance(each, type) and is_importable(each)):
             return None
-    return value.__code__, value.__name__, value.__defaults__, value.__doc__, tuple(value.__annotations__.items())
+    return value.__code__, value.__name__, value.__defaults__, value.__doc__, tuple(annotations.items())
 
 
 # -- functions -----------------------------------------------------------------------------------------------------
@@ -170,11 +173,26 @@ def function_state(function: types.FunctionType) -> dict[str, Any]:
         "__qualname__": function.__qualname__,
         "__defaults__": function.__defaults__,
         "__kwdefaults__": function.__kwdefaults__,
-        "__annotations__": function.__annotations__,
+        "__annotations__": annotations_of(function),
         "__doc__": function.__doc__,
         "__module__": _one_string(function.__module__),
         "__dict__": function.__dict__,
     }
+
+
+def annotations_of(value: Any) -> dict[str, Any]:
+    """Return the annotations of a function or class.
+
+    Since Python 3.14 they are evaluated when they are first read. Where that fails, because a name does not exist yet,
+    return them as strings.
+    """
+    try:
+        found: dict[str, Any] = value.__annotations__
+    except Exception:  # noqa: BLE001  (whatever evaluating them raises)
+        import annotationlib  # type: ignore[import-not-found]
+
+        found = annotationlib.get_annotations(value, format=annotationlib.Format.STRING)
+    return found
 
 
 def _one_string(module: str | None) -> str | None:
@@ -287,6 +305,9 @@ def class_state(cls: type) -> dict[str, Any]:
         state = own | _cloudpickle._class_getstate(cls)[0]
     state.pop("__slotnames__", None)  # a cache that pickling an instance leaves
     state.pop("__module__", None)  # given when the class is made
+    if not _OF_LAZY_ANNOTATIONS.isdisjoint(vars(cls)):
+        state = {name: value for name, value in state.items() if name not in _OF_LAZY_ANNOTATIONS}
+        state["__annotations__"] = annotations_of(cls)
     if "__slots__" in state:
         del state["__slots__"]
         state = {name: value for name, value in state.items() if type(value) is not types.MemberDescriptorType}

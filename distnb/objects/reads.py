@@ -25,6 +25,7 @@ _DYNAMIC_MAGICS = frozenset(
     {"debug", "edit", "load", "macro", "recall", "rerun", "reset", "reset_selective", "run", "store"}
     | {"who", "who_ls", "whos"}
 )
+_OF_ANNOTATIONS = {"__conditional_annotations__"}  # the compiler's own name, since Python 3.14
 _WORD = re.compile(r"[^\W\d]\w*")
 _INTERPOLATED = re.compile(r"\{[^{}]+\}|\$\w+")
 
@@ -177,6 +178,7 @@ def _now_and_later(code: types.CodeType) -> tuple[set[str], set[str]]:
             names = _now_and_later(part)
             now |= names[0]
             later |= names[1]
-        else:  # comprehensions are run at once, and lambdas perhaps
-            (now if part.co_name.startswith("<") else later).update(names_of_code(part).names)
-    return now, later
+        else:  # comprehensions are run at once, and lambdas and (since Python 3.14) annotations perhaps
+            perhaps = part.co_name.startswith("<") or part.co_name == "__annotate__"
+            (now if perhaps else later).update(names_of_code(part).names)
+    return now - _OF_ANNOTATIONS, later - _OF_ANNOTATIONS

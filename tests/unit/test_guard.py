@@ -261,6 +261,9 @@ class SlowLock:
         self._dawdle()
         self.held = False
 
+    def locked(self) -> bool:
+        return self.held
+
     def _dawdle(self) -> None:
         BEGUN.set()
         end = time.monotonic() + 0.1
