@@ -26,7 +26,7 @@
     │   ├── StaleHandleError  (RuntimeError)   the object it stands for is gone
     │   └── UnassignedError   (NameError)      this replica never assigned it
     ├── CheckpointError                  a checkpoint is torn or foreign, or does not fit
-    ├── LibraryVersionError (ImportError) another library's version is not one that distnb works with
+    ├── LibraryVersionError (ImportError)  another library's version is not supported
     ├── RemoteError                      stands for a replica's exception whose type cannot travel
     └── MessageError          (ValueError)     bytes on a channel that are no message of ours
 
