@@ -73,3 +73,16 @@ def flat(value: object) -> list[float]:
         return [number for part in value for number in flat(part)]
     assert isinstance(value, int | float)
     return [value]
+
+
+def test_a_program_that_sets_torchruns_variables_sets_them_for_its_own_cell_only(notebook: Notebook) -> None:
+    pasted = (
+        "import os\nos.environ.update(RANK='0', WORLD_SIZE='1', MASTER_ADDR='elsewhere', MASTER_PORT='1')\n"
+        "del os.environ['LOCAL_RANK']\nprint(os.environ['WORLD_SIZE'])"
+    )
+    assert notebook.run(f"%%distribute mirrored\n{pasted}").stdout == "[0-1] 1\n"
+    read = "import os, distnb\nprint(distnb.replica_id(), os.environ['RANK'], os.environ['WORLD_SIZE'], 'LOCAL_RANK' in os.environ)"
+    ran = notebook.run(f"%%distribute mirrored\n{read}")
+    assert "0 0 2 True" in ran.stdout and "1 1 2 True" in ran.stdout
+    assert "WORLD_SIZE was 1" in ran.stderr and "LOCAL_RANK was deleted" in ran.stderr
+    assert not notebook.run(f"%%distribute mirrored\n{read}").stderr

@@ -197,8 +197,19 @@ class Groups:
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def program_began(self, program: int) -> None:
-        """A program began on this replica; its serial number is equal on all replicas, and grows."""
+        """Begin a program on this replica; its serial number is equal on all replicas, and grows.
+
+        An earlier program may have set RANK and its kin for itself: they are this replica's again, with a notice.
+        """
         if self._active is not None:
+            changed = self._active.restore_environment()
+            if changed:
+                told = ", ".join(f"{name} was {value or 'deleted'}" for name, value in changed.items())
+                print(
+                    f"distnb: environment variables that an earlier cell changed are reset to this replica's values "
+                    f"({told}). Set them in the cell that needs them.",
+                    file=sys.stderr,
+                )
             self._torch.program_began()
             self._active.begin(program)
 

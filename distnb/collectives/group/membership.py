@@ -73,6 +73,7 @@ class Member:
         kind = "cuda" if device.type == "cpu" else device.type
         config = f"cpu:gloo,{kind}:{self.backend_name}"
         self.world = World.of_group(self.group, HashStore(), self.backend_name, config)
+        self._environment: dict[str, str] = {}  # empty in a script: there the launcher has set it
         self._names: Counter[str] = Counter()
         self._subgroups: tuple[weakref.ref[GuardedProcessGroup], ...] = ()
 
@@ -126,14 +127,26 @@ class Member:
         """What torchrun would have set; programs select their GPU by LOCAL_RANK."""
         beside = team.beside(self.rank)
         local = beside.index(self.rank) if self.device.type == "cpu" else self.device.index
-        os.environ.update(
-            RANK=str(self.rank),
-            WORLD_SIZE=str(len(self.devices)),
-            LOCAL_RANK=str(local),
-            LOCAL_WORLD_SIZE=str(len(beside)),
-            MASTER_ADDR=team.store_host,
-            MASTER_PORT=str(team.store_port),
-        )
+        self._environment = {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(len(self.devices)),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(len(beside)),
+            "MASTER_ADDR": team.store_host,
+            "MASTER_PORT": str(team.store_port),
+        }
+        os.environ.update(self._environment)
+
+    def restore_environment(self) -> dict[str, str | None]:
+        """Set the variables of `set_environment` again.
+
+        Returns:
+            Each variable that a program had changed, with the value that it had left there (None: it was deleted).
+        """
+        changed = {name: found for name, own in self._environment.items() if (found := os.environ.get(name)) != own}
+        if changed:
+            os.environ.update(self._environment)
+        return changed
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
