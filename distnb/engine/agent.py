@@ -22,7 +22,7 @@ from tornado.ioloop import IOLoop
 from distnb import strategies
 from distnb.accelerators import torch_device
 from distnb.collectives.group.groups import groups
-from distnb.engine import unattended
+from distnb.engine import launched_processes, unattended
 from distnb.engine.control import Control
 from distnb.engine.debugging import debugger
 from distnb.engine.debugging.console import Console
@@ -495,6 +495,7 @@ class Agent:
         formatter.formatters["text/html"].for_type(DistributedValues, lambda value: None)  # the notebook draws
         this_process.publish = self._shell.display_pub.publish
         unattended.install(self._shell, self._console, self._stop)
+        launched_processes.install()
 
 
 def install(shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> Agent:

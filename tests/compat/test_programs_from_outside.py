@@ -83,6 +83,36 @@ def test_a_program_that_sets_torchruns_variables_sets_them_for_its_own_cell_only
     assert notebook.run(f"%%distribute mirrored\n{pasted}").stdout == "[0-1] 1\n"
     read = "import os, distnb\nprint(distnb.replica_id(), os.environ['RANK'], os.environ['WORLD_SIZE'], 'LOCAL_RANK' in os.environ)"
     ran = notebook.run(f"%%distribute mirrored\n{read}")
-    assert "0 0 2 True" in ran.stdout and "1 1 2 True" in ran.stdout
-    assert "WORLD_SIZE was 1" in ran.stderr and "LOCAL_RANK was deleted" in ran.stderr
+    assert "0 0 2 True" in ran.stdout
+    assert "1 1 2 True" in ran.stdout
+    assert "WORLD_SIZE was 1" in ran.stderr
+    assert "LOCAL_RANK was deleted" in ran.stderr
     assert not notebook.run(f"%%distribute mirrored\n{read}").stderr
+
+
+_TUTORIAL = """\
+%%distribute mirrored
+import os, distnb, torch, torch.distributed as dist, torch.multiprocessing as mp
+def setup(rank, world_size):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", "29511"
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+def demo(rank, world_size):
+    setup(rank, world_size)
+    total = torch.ones(1) + rank
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    print("total", total.item())
+"""
+
+
+def test_processes_that_would_be_ranks_are_refused_and_calling_their_function_works(notebook: Notebook) -> None:
+    spawned = notebook.try_run(_TUTORIAL + "mp.spawn(demo, args=(2,), nprocs=2, join=True)")
+    assert spawned.error_name == "ContextError"
+    assert "the engines are the processes" in spawned.error_text
+    assert spawned.error_text.endswith("Call the function directly: demo(distnb.replica_id(), 2).")
+    started = notebook.try_run(_TUTORIAL + "process = mp.Process(target=demo, args=(0, 2))\nprocess.start()")
+    assert started.error_name == "ContextError"
+    assert "`demo`" in started.error_text
+    assert notebook.run(_TUTORIAL + "demo(distnb.replica_id(), 2)").stdout == "[0-1] total 3.0\n"
+    pool = "from multiprocessing import Pool\nwith Pool(1) as pool: print(pool.map(abs, [-1]))"
+    assert notebook.run(f"%%distribute mirrored\n{pool}").stdout == "[0-1] [1]\n"
