@@ -13,7 +13,7 @@ from distnb.errors import OptionError
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-__all__ = ["check_no_nested_magic", "check_syntax", "padded"]
+__all__ = ["check_no_nested_magic", "check_syntax", "padded", "transformed"]
 
 _NESTED = re.compile(r"get_ipython\(\)\.run_line_magic\('%(\w+)'")
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
@@ -54,6 +54,22 @@ def check_no_nested_magic(text: str) -> None:
         )
 
 
+def transformed(source: str, filename: str, shell: InteractiveShell) -> str:
+    """Return Python's syntax for IPython's, line for line.
+
+    Raises:
+        SyntaxError: The text cannot be split into tokens; shown as `check_syntax` shows it.
+    """
+    # IPython strips empty lines at the top, which stand for the notebook cell's first lines.
+    above = len(source) - len(source.lstrip("\n"))
+    try:
+        return "\n" * above + str(shell.transform_cell(source))
+    except SyntaxError as error:  # such as a dedent to a level that no line above has
+        error.filename, error.lineno = filename, (error.lineno or 1) + above
+        _show_the_line(error, source, shell)
+        raise
+
+
 def check_syntax(text: str, filename: str, shell: InteractiveShell) -> None:
     """Raise a syntax error before anything is sent, and before a cluster is started for it.
 
@@ -65,9 +81,14 @@ def check_syntax(text: str, filename: str, shell: InteractiveShell) -> None:
         with warnings.catch_warnings(action="ignore"):  # the replicas warn
             compile(text, filename, "exec", flags, dont_inherit=True)
     except SyntaxError as error:
-        lines = text.splitlines()
-        if not error.text and error.lineno is not None and error.lineno <= len(lines):
-            error.text = lines[error.lineno - 1]
-        drawn = shell.SyntaxTB.structured_traceback(type(error), error)
-        error._render_traceback_ = lambda: drawn  # type: ignore[attr-defined]
+        _show_the_line(error, text, shell)
         raise
+
+
+def _show_the_line(error: SyntaxError, text: str, shell: InteractiveShell) -> None:
+    """Let IPython draw a syntax error by its line in the text, without frames."""
+    lines = text.splitlines()
+    if not error.text and error.lineno is not None and error.lineno <= len(lines):
+        error.text = lines[error.lineno - 1]
+    drawn = shell.SyntaxTB.structured_traceback(type(error), error)
+    error._render_traceback_ = lambda: drawn  # type: ignore[attr-defined]

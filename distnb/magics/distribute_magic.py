@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import OptionError, StartError
 from distnb.magics.cell_request import CellRequest, read_request
-from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded
+from distnb.magics.cell_text import check_no_nested_magic, check_syntax, padded, transformed
 from distnb.magics.commands import AUTODISTRIBUTE, DISTRIBUTE, asks_for_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
@@ -103,7 +103,8 @@ class DistributeMagic(ast.NodeTransformer):
             result = self._shell.run_cell(f"%%distribute {line}\n{cell}", store_history=False)
             result.raise_error()
         else:
-            filename, text = self._filename(), self._transformed(source)
+            filename = self._filename()
+            text = transformed(source, filename, self._shell)
             with presented():
                 check_no_nested_magic(text)
             check_syntax(text, filename, self._shell)
@@ -134,10 +135,6 @@ class DistributeMagic(ast.NodeTransformer):
         finally:
             # All that the replicas wrote stands in the cell before its error does.
             self._front.flush()
-
-    def _transformed(self, source: str) -> str:
-        """Python's syntax for IPython's, line for line; IPython itself would strip empty lines at the top."""
-        return "\n" * (len(source) - len(source.lstrip("\n"))) + str(self._shell.transform_cell(source))
 
     def _filename(self) -> str:
         """What the notebook's debugger and tracebacks call the running cell: its frame is below all others'."""

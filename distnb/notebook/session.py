@@ -23,7 +23,7 @@ from distnb.notebook.handles.pending import BesideCall, PendingCall, Unsettled
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.output.profiles import write_profiles
 from distnb.notebook.programs.dispatch import Outcome
-from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, warn_of_drift
+from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, unlike_steps, warn_of_drift
 from distnb.notebook.reports import process_text, stacks_text
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.notebook.views.timeline_model import TimelineModel
@@ -313,6 +313,8 @@ class Session:
         """
         if not outcome.ok or outcome.interrupted:
             self.front.catch_up()
+            if kept and not (outcome.stuck or outcome.died) and team.size > 1:
+                self._tell_of_unlike_steps(team)
             callers_lines = self.front.callers_lines if called else None
             try:
                 raise_failure(outcome, team, callers_lines=callers_lines, opened=self.namespace.open_error)
@@ -326,6 +328,12 @@ class Session:
                             engine = asked.engine
                     self.failure = Failure(error, team, engine)
                 raise
+
+    def _tell_of_unlike_steps(self, team: Team) -> None:
+        """Print a notice if a program that ended early left the replicas' variables at different steps."""
+        writes = self._ask(team.engines, lambda program, team: Apply(program, "writes", (0, ""), team))
+        if text := unlike_steps({team.rank_of(engine): each for engine, each in writes.items()}):
+            print(text, file=sys.stderr)
 
     def call(
         self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, wait: bool = True

@@ -12,7 +12,7 @@ from distnb.accelerators import placed_on, torch_device
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.flat_packs import Packs
 from distnb.collectives.gradients.gradient_sync import GradientSync
-from distnb.collectives.gradients.optimizer_steps import note_versions
+from distnb.collectives.gradients.optimizer_steps import note_versions, writes
 from distnb.errors import DistributedValueError, OptionError
 from distnb.input.distribute import distribute, distribute_from_function
 from distnb.options import (
@@ -91,6 +91,7 @@ class Spmd:
         self._unmanaged = UnmanagedCheck(strategy, self.owns)
         self._open_scopes = 0
         self._generation: int | None = None
+        self._steps_told = False
 
     def _aggregation(self) -> Aggregation:
         """How this strategy adds up, on the group of the present generation."""
@@ -106,6 +107,16 @@ class Spmd:
     def changed_by_hand(self) -> dict[str, int]:
         """The mirrored parameters that may differ between replicas, with numbers to compare."""
         return {} if self._shared is not None else self._sync.changed_by_hand()
+
+    def writes(self) -> dict[str, int]:
+        """Count the writes to each model's parameters in this generation, for a program that failed.
+
+        The notebook tells the user of replicas that ended at different steps: what makes them equal again need not.
+        """
+        if self._shared is not None or self._generation != self._process.group.generation:
+            return {}
+        self._steps_told = True
+        return {group.description: writes(group) for group in self._sync.groups}
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
@@ -154,8 +165,9 @@ class Spmd:
                 self._optimizers.end_half_steps()
             self._generation = group.generation
             if group.size > 1:
-                resynchronise(group, self._sync.groups, self.registration.buffers())
+                resynchronise(group, self._sync.groups, self.registration.buffers(), steps_told=self._steps_told)
                 note_versions(self._sync.groups, anew=True)
+            self._steps_told = False
 
     # Computing on replicas --------------------------------------------------------------------------------------
 

@@ -79,6 +79,10 @@ class SpmdProcess:
         """The mirrored parameters that may differ between replicas since the last look, with numbers to compare."""
         return {name: number for each in self._runtimes.values() for name, number in each.changed_by_hand().items()}
 
+    def writes(self) -> dict[str, int]:
+        """Count the writes to the parameters of all strategies' models, by what all replicas call these."""
+        return {name: number for each in self._runtimes.values() for name, number in each.writes().items()}
+
     def strategy_of(self, made: torch.Tensor | torch.nn.Module) -> Owner | None:
         """The strategy in whose scope a parameter, or a model as `Registration.owns` has it, was made, if in any."""
         return next((strategy for strategy, each in self._runtimes.items() if each.registration.owns(made)), None)

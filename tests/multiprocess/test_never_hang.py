@@ -747,6 +747,33 @@ _HALF_WAY = """\
 """
 
 
+_HALF_A_STEP = """\
+%%distribute mirrored
+import torch
+with strategy.scope():
+    stepped = torch.nn.Linear(2, 1)
+    steps = torch.optim.SGD(stepped.parameters(), lr=0.1)
+def step(stops):
+    steps.zero_grad()
+    stepped(torch.ones(1, 2)).sum().backward()
+    if stops and distnb.get_replica_context().replica_id_in_sync_group:
+        raise ValueError("between")
+    steps.step()
+strategy.run(step, args=(False,))"""
+
+
+@pytest.mark.parametrize("ordinary", [False, True])
+def test_replicas_that_ended_at_different_steps_are_told_of_where_they_did(notebook: Notebook, ordinary: bool) -> None:
+    notebook.run(_HALF_A_STEP)
+    first = "strategy = distnb.MirroredStrategy()" if ordinary else "%%distribute mirrored"
+    failed = notebook.try_run(f"{first}\nstrategy.run(step, args=(True,))")
+    assert failed.error_name == "ValueError"
+    assert "the replicas ended at different steps" in failed.stderr
+    assert "(4 on replica 0, 2 on replica 1)" in failed.stderr
+    after = notebook.run(f"{first}\nstrategy.run(step, args=(False,))\nstrategy.assert_in_sync(stepped)")
+    assert "drifted" not in after.stderr + after.stdout, "an innocent cell is not warned"
+
+
 @pytest.mark.parametrize("begins", SCOPES.values(), ids=SCOPES)
 def test_names_of_an_unfinished_scope_are_not_bound(notebook: Notebook, begins: str) -> None:
     notebook.run("whole = 7")

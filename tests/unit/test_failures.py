@@ -8,7 +8,7 @@ import pytest
 
 from distnb.errors import CollectiveError, EngineDied, RemoteError
 from distnb.notebook.programs.dispatch import Outcome
-from distnb.notebook.programs.failures import raise_failure
+from distnb.notebook.programs.failures import raise_failure, unlike_steps
 from distnb.topology import Device, Team
 from distnb.wire.messages import ErrorReport, Reply
 
@@ -46,6 +46,28 @@ def test_who_ended_by_sys_exit_is_told_where_ipython_shows_no_more_than_the_stat
     assert type(error) is SystemExit
     assert error.code == 3
     assert error.__notes__ == ["(replica 0 of 2 (cpu:0) ended by it; replica 1 finished)"]
+
+
+def test_two_replicas_that_raise_different_errors_are_both_shown() -> None:
+    def told(second: ErrorReport) -> str:
+        outcome = Outcome(1, (0, 1))
+        first = ErrorReport(pickle.dumps(KeyError("k")), "KeyError", "'k'", ("line 1",), ("line 1",))
+        outcome.take(0, Reply(1, "error", first))
+        outcome.take(1, Reply(1, "error", second))
+        with pytest.raises(KeyError) as raised:
+            raise_failure(outcome, TEAM)
+        return "\n".join(raised.value._render_traceback_())  # type: ignore[attr-defined]
+
+    text = told(ErrorReport(pickle.dumps(ValueError("v")), "ValueError", "v", ("line 2",), ("line 2",)))
+    assert text.index("Replica 0 of 2 (cpu:0) raised:\nline 1") < text.index("Replica 1 of 2 (cpu:0) raised:\nline 2")
+    assert "line 2" not in told(ErrorReport(None, "distnb.errors.CollectiveError", "lost", ("line 2",), ("line 2",)))
+
+
+def test_replicas_that_ended_at_different_steps_are_told_of() -> None:
+    text = unlike_steps({0: {"Linear 1": 8, "Net 2": 4}, 1: {"Linear 1": 6, "Net 2": 4}})
+    assert "Linear 1 (8 on replica 0, 6 on replica 1)" in text
+    assert "Net 2" not in text
+    assert not unlike_steps({0: {"Linear 1": 8}, 1: {"Linear 1": 8}})
 
 
 def test_a_replica_that_does_not_end_is_told_of_with_the_cure() -> None:

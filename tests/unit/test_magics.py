@@ -245,6 +245,7 @@ def test_a_syntax_error_is_found_before_a_cluster_is_started(
     for body, line, message in (
         ("x = (1\n", "x = (1", "'(' was never closed"),
         ("x = 1\nreturn x\n", "return x", "'return' outside function"),
+        ("if True:\n    x = 1\n  y = 2\n", "y = 2", "unindent does not match"),
     ):
         result, text = run(shell, f"%%distribute mirrored\n{body}")
         assert isinstance(result.error_in_exec, SyntaxError)

@@ -20,7 +20,7 @@ from distnb.collectives.gradients.parameter_groups import AGGREGATED, Mirror, Pa
 from distnb.collectives.group.eager import always_eager
 from distnb.errors import UnsyncedGradientError
 
-__all__ = ["changed_by_hand", "guard_optimizers", "note_versions"]
+__all__ = ["changed_by_hand", "guard_optimizers", "note_versions", "writes"]
 
 
 class _Steps:
@@ -160,12 +160,25 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def note_versions(groups: Iterable[ParameterGroup], *, anew: bool = False) -> None:
-    """The parameters that were registered since are equal on all replicas now; `anew`: all are."""
+    """Note that the parameters registered since are equal on all replicas now; with `anew` that all are."""
     for group in groups:
         if anew:
             group.versions.clear()
+            group.versions_at_first.clear()
         for place, parameter in _counting(group):
             group.versions.setdefault(place, parameter._version)
+            group.versions_at_first.setdefault(place, parameter._version)
+
+
+def writes(group: ParameterGroup) -> int:
+    """Count the writes to a group's parameters since the replicas last began with equal values.
+
+    Replicas that made the same steps give the same number, and no value is read: that would wait for the device.
+    """
+    return sum(
+        parameter._version - group.versions_at_first.get(place, parameter._version)
+        for place, parameter in _counting(group)
+    )
 
 
 def changed_by_hand(groups: Iterable[ParameterGroup]) -> dict[str, int]:

@@ -138,6 +138,7 @@ class ParameterGroup:
         local: Places whose gradient is still this replica's own, made under `no_sync`.
         serial: The number of the last aggregation that this group had part in.
         versions: How often each parameter was written to, as far as all replicas did so alike, by place.
+        versions_at_first: The same when the replicas last began with equal values.
         slots: How the gradients look that take part, by place.
         layout_version: Grows when the slots may have changed.
         checked: Whether the replicas have compared the parameters' values.
@@ -159,6 +160,7 @@ class ParameterGroup:
         self.local: set[int] = set()
         self.serial = 0
         self.versions: dict[int, int] = {}
+        self.versions_at_first: dict[int, int] = {}
         self.slots: dict[int, Slot] = {}
         self.layout_version = 0
         self.checked = False

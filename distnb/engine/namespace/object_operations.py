@@ -17,6 +17,7 @@ from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
 from distnb.runtime.inspection.holdings import holdings_of
 from distnb.runtime.inspection.inspecting import inspect
+from distnb.runtime.this_process import this_process
 from distnb.strategies.scope import drift_report, is_mirrored, origin_of, read_together
 from distnb.values import DistributedValues
 from distnb.wire.exchange import Described, Leaf, Request, Summary, follow
@@ -25,7 +26,7 @@ from distnb.wire.messages import Apply, ObjectId
 
 __all__ = ["QUIET", "carry_out"]
 
-QUIET = frozenset({"export", "fetch", "holdings", "import", "inspect", "nbytes", "rename", "summary"})
+QUIET = frozenset({"export", "fetch", "holdings", "import", "inspect", "nbytes", "rename", "summary", "writes"})
 """Operations that run nothing of the user's which could communicate."""
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
@@ -41,6 +42,8 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     if message.operation == "rename":
         namespace.teams.rename(*message.payload)
         return None
+    if message.operation == "writes":
+        return this_process.replica.writes() if this_process.replica is not None else {}
     request: Request = message.payload
     snapshot = request.snapshot
     objects = namespace.teams.of(snapshot.team)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -16,10 +16,13 @@ from distnb.objects.placeholder import Placeholder
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport
 
-__all__ = ["Failure", "failing_engine", "raise_failure", "reported", "warn_of_drift"]
+__all__ = ["Failure", "failing_engine", "raise_failure", "reported", "unlike_steps", "warn_of_drift"]
 
 _DRIFTED_SHOWN = 4
-_BUSY = "still busy: it did not end in time (%distnb status tells when it has, %distnb stacks where it is{cure})"
+_BUSY = (
+    "still busy after a second: the next cell works as soon as it has ended (%distnb stacks shows what it is doing; "
+    "if it does not end, %distnb restart {engines} starts anew)"
+)
 _MISMATCH = f"{CollectiveMismatchError.__module__}.{CollectiveMismatchError.__qualname__}"
 _UNANSWERED = f"{CollectiveError.__module__}.{CollectiveError.__qualname__}"
 
@@ -87,7 +90,9 @@ def raise_failure(
     if engine is not None:
         report = outcome.replies[engine].error
         assert report is not None
-        _raise(report, team, engine, _others(outcome, team, engine), callers_lines, opened)
+        _raise(
+            report, team, engine, _others(outcome, team, engine), _second(outcome, team, report), callers_lines, opened
+        )
     if outcome.died:
         engine, status = next(iter(outcome.died.items()))
         raise EngineDied(
@@ -118,7 +123,6 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
     """What became of the other replicas, in one line."""
     parts: dict[str, list[int]] = {}
     stuck = [engine for engine in outcome.engines if engine not in outcome.died and engine not in outcome.replies]
-    cure = f", %distnb restart {' '.join(map(str, sorted(stuck)))} starts anew"
     cause = outcome.replies[failed].error if failed is not None else None
     for engine in outcome.engines:
         if engine == failed:
@@ -127,7 +131,7 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
         if engine in outcome.died:
             what = f"died ({outcome.died[engine]})"
         elif reply is None:
-            what = _BUSY.format(cure=cure)
+            what = _BUSY.format(engines=" ".join(map(str, sorted(stuck))))
         elif reply.error is not None:
             same = cause is not None and (cause.type_name, cause.text) == (reply.error.type_name, reply.error.text)
             what = "raised the same" if same else f"raised {reply.error.type_name}: {_shortened(reply.error.text)}"
@@ -142,6 +146,23 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
     )
 
 
+def _second(outcome: Outcome, team: Team, first: ErrorReport) -> list[str]:
+    """The traceback of another replica whose error is neither the same nor a consequence; empty if there is none."""
+    consequences = (_MISMATCH, _UNANSWERED)
+    for engine, reply in sorted(outcome.replies.items()):
+        error = reply.error
+        if error is None or error.type_name in consequences or error.rendered == first.rendered:
+            continue
+        if (error.type_name, error.text) != (first.type_name, first.text):
+            return [f"{_who(team, engine)} raised:", *error.rendered]
+    return []
+
+
+def _who(team: Team, engine: int) -> str:
+    rank = team.rank_of(engine)
+    return f"Replica {rank} of {team.size} ({team.devices[rank]})"
+
+
 def _shortened(text: str, most: int = 120) -> str:
     line = text.strip().split("\n", 1)[0]
     return line if len(line) <= most else line[: most - 1] + "…"
@@ -152,13 +173,14 @@ def _raise(
     team: Team,
     engine: int,
     others: str,
+    second: list[str],
     callers_lines: Callable[[BaseException], list[str]] | None,
     opened: Callable[[Any], Any],
 ) -> None:
-    rank = team.rank_of(engine)
-    who = f"{rank} of {team.size} ({team.devices[rank]})"
+    who = _who(team, engine)
+    within = who.replace("Replica", "replica", 1)
     hint = "%debug opens a debugger there; the variables are kept until the next program."
-    raise reported(report, f"Replica {who}", f"replica {who}", others, callers_lines, opened, hint)
+    raise reported(report, who, within, others, callers_lines, opened, hint, second)
 
 
 def reported(
@@ -169,6 +191,7 @@ def reported(
     callers_lines: Callable[[BaseException], list[str]] | None = None,
     opened: Callable[[Any], Any] = pickle.loads,
     hint: str = "",
+    second: Sequence[str] = (),
 ) -> BaseException:
     """The exception that was reported, which shows the traceback that it had there.
 
@@ -176,13 +199,14 @@ def reported(
         who: Who raised it, at the beginning of a sentence; `within`: in the midst of one.
         others: What else is to be told.
         hint: What is told besides in a notebook.
+        second: The lines of another error, shown below it.
     """
     error, *notes = _revive(report, opened)
     title = f"{who} raised:"
     if isinstance(error, SystemExit):  # of which IPython shows no more than this
         others = f"{within} ended by it" + (f"; {others}" if others else "")
     notes = [f"({note})" for note in (*notes, others) if note]
-    rendered = [title, *report.rendered, *notes, *([f"({hint})"] if hint else [])]
+    rendered = [title, *report.rendered, *second, *notes, *([f"({hint})"] if hint else [])]
 
     def render(self: BaseException) -> list[str]:
         return [*callers_lines(self), *rendered] if callers_lines is not None else rendered
@@ -213,6 +237,29 @@ def _revive(report: ErrorReport, opened: Callable[[Any], Any]) -> tuple[BaseExce
             if isinstance(error, BaseException):
                 return error, ""
     return RemoteError(f"{report.type_name}: {report.text}"), reason
+
+
+def unlike_steps(writes: Mapping[int, Mapping[str, int]]) -> str:
+    """Tell of replicas that a failed program left at different steps; "" if their writes are as many.
+
+    Args:
+        writes: By replica: how often each model's parameters were written to.
+    """
+    unlike = []
+    for model in dict.fromkeys(model for each in writes.values() for model in each):
+        counts = {replica: each[model] for replica, each in sorted(writes.items()) if model in each}
+        if len(set(counts.values())) > 1:
+            unlike.append(
+                f"{model} ({', '.join(f'{count} on replica {replica}' for replica, count in counts.items())})"
+            )
+    if not unlike:
+        return ""
+    more = f" and {len(unlike) - _DRIFTED_SHOWN} more" if len(unlike) > _DRIFTED_SHOWN else ""
+    return (
+        "distnb: the replicas ended at different steps, as the writes to their parameters show: "
+        f"{'; '.join(unlike[:_DRIFTED_SHOWN])}{more}. The next strategy.run or scope sets all replicas to what replica "
+        "0 holds."
+    )
 
 
 def warn_of_drift(outcome: Outcome) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from distnb.collectives.digests import digest, digest_of_text
+from distnb.collectives.gradients.optimizer_steps import writes
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, Identity, ParameterGroup, find_mirror
 from distnb.collectives.verify import callsite
 from distnb.runtime.consistency.equal_values import make_equal
@@ -41,14 +42,28 @@ class _Optimizer(NamedTuple):
     places: tuple[tuple[Identity, int], ...]
 
 
-def resynchronise(group: Group, groups: Sequence[ParameterGroup], buffers: Buffers = MappingProxyType({})) -> None:
+def resynchronise(
+    group: Group,
+    groups: Sequence[ParameterGroup],
+    buffers: Buffers = MappingProxyType({}),
+    *,
+    steps_told: bool = False,
+) -> None:
     """Compare what the replicas hold of one strategy; where it differs take over what replica 0 holds, and warn.
 
     Every replica calls it at the same place of its program, between steps, when a generation of the group is new. What
     some replicas have and others have not, or otherwise, is left to the first pass that reaches it, which tells of it.
+
+    Args:
+        group: The replicas.
+        groups: The strategy's parameters.
+        buffers: Those of its models.
+        steps_told: Of this replica's part the user has been told how many steps it made. If all are told of, those that
+            made different ones are known, and there is no second warning.
     """
     optimizers = _optimizers_of(groups) if groups else {}
-    told: list[dict[Any, Any]] = group.all_gather_object(_held(groups, optimizers, buffers))
+    held = _held(groups, optimizers, buffers) | {("steps_told", None): steps_told}
+    told: list[dict[Any, Any]] = group.all_gather_object(held)
     unlike = {what for what, first in told[0].items() if any(other.get(what) != first for other in told)}
     own = {each.identity: each for each in groups}
     changed = []
@@ -68,7 +83,8 @@ def resynchronise(group: Group, groups: Sequence[ParameterGroup], buffers: Buffe
         if tensors and (half_way or ("counts", model) in unlike):
             make_equal(group, [(name, tensor) for tensor in tensors])
             changed.append(f"{name}'s buffers")
-    if changed:
+    known = all(other["steps_told", None] for other in told) and any(what[0] == "writes" for what in unlike)
+    if changed and not known:
         callsite.current().warn(
             "The replicas had drifted apart, since a program ended half-way through a step. "
             f"Set to what replica 0 holds: {', '.join(changed)}."
@@ -104,6 +120,7 @@ def _held(
     for group in groups:
         living = [parameter for _, parameter in group.living()]
         held["layout", group.identity] = _layout(living)
+        held["writes", group.identity] = writes(group)
         held["values", group.identity] = list(map(digest, living))
         held["gradients", group.identity] = [None if p.grad is None else digest(p.grad) for p in living]
     for key, optimizer in optimizers.items():
