@@ -234,6 +234,7 @@ _LOST = "was lost: its machine"
         ("read line; echo distnb-status $((${#line} > 80 ? 3 : 4))", "exited with code 3"),  # it has its assignment
         ("echo distnb-beat; exit 137", "was killed by SIGKILL"),  # as srun says it, for whoever rules the machine
         ("kill -9 $$", "was killed by SIGKILL"),
+        ("echo distnb-beat; echo disk full >&2; exit 255", "was ended (it is full)"),
         ("exit 1", _LOST),  # unheard, it was not reached
         ("echo distnb-beat; exit 255", _LOST),
         ("echo distnb-beat; setsid sleep 600 & wait", _LOST),  # conftest looks for what is left

@@ -119,8 +119,11 @@ class Hosts(Launcher):
                 cause = self._transport.cause(order.log.read_text(errors="replace")[-_SAID_CHARS:])
             except OSError:
                 cause = ""
-            how = f"(on {host}) {words}" if words else f"was lost: its machine {host} cannot be reached any more"
-            ended(order.engine, pid, how + (f" ({cause})" if words and cause else ""), expected)
+            # A cause that the transport knows (scancel, a time limit) counts more than a silence that it explains.
+            how = f"(on {host}) {words or 'was ended'}"
+            if not words and not cause:
+                how = f"was lost: its machine {host} cannot be reached any more"
+            ended(order.engine, pid, how + (f" ({cause})" if cause else ""), expected)
 
         with processes.changed, open(order.log, "ab") as log:
             process = processes.start(
