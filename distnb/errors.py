@@ -25,7 +25,8 @@
     │   ├── CannotTravelError (TypeError)      its value cannot be sent
     │   ├── StaleHandleError  (RuntimeError)   the object it stands for is gone
     │   └── UnassignedError   (NameError)      this replica never assigned it
-    ├── CheckpointError                  a checkpoint is torn or foreign, or does not fit
+    ├── CheckpointError                  a checkpoint is torn or foreign, or another program saves there
+    │   └── CheckpointMismatchError (AssertionError)  it does not fit the objects, or they are not all of it
     ├── LibraryVersionError (ImportError)  another library's version is not supported
     ├── RemoteError                      stands for a replica's exception whose type cannot travel
     └── MessageError          (ValueError)     bytes on a channel that are no message of ours
@@ -42,6 +43,7 @@ from collections.abc import Iterable
 __all__ = [
     "CannotTravelError",
     "CheckpointError",
+    "CheckpointMismatchError",
     "ClosureCancelled",
     "ClusterError",
     "CollectiveError",
@@ -199,7 +201,11 @@ class UnassignedError(NamespaceError, NameError):
 
 
 class CheckpointError(DistnbError):
-    """A checkpoint is torn, damaged or foreign, or does not hold what it is asked for."""
+    """A checkpoint is torn, damaged or foreign, or another program saves into its folder."""
+
+
+class CheckpointMismatchError(CheckpointError, AssertionError):
+    """A checkpoint does not fit the objects that are restored, or holds more than they take."""
 
 
 class LibraryVersionError(DistnbError, ImportError):

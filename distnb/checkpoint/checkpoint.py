@@ -7,14 +7,16 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distnb.checkpoint import files
-from distnb.checkpoint.chief import on_chief
-from distnb.checkpoint.states import check_object, restore, state_of
+from distnb.checkpoint import files, folder_locks
+from distnb.checkpoint.chief import agreed, on_chief
+from distnb.checkpoint.restore_status import RestoreStatus
+from distnb.checkpoint.states.object_states import check_object, restore_all, state_of, unused
 from distnb.errors import CheckpointError, ContextError, OptionError
 from distnb.runtime import contexts
 from distnb.strategies.context import get_replica_context
@@ -47,7 +49,7 @@ class Checkpoint:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = checkpoint.write(folder + "/first")
         ...     step = step.assign(0)
-        ...     checkpoint.restore(path)
+        ...     status = checkpoint.restore(path)
         >>> int(step)
         7
     """
@@ -82,6 +84,7 @@ class Checkpoint:
 
         Raises:
             OptionError: The name is taken, or a state holds what a checkpoint cannot (the error names it).
+            CheckpointError: Another program saves checkpoints of this name into the folder.
             ContextError: In a replica context.
             OSError: As the file system has it, on every replica.
         """
@@ -104,7 +107,9 @@ class Checkpoint:
 
         return self._write(target, wait)
 
-    def _write(self, target: Callable[[], Path], wait: bool, old: Sequence[Path] = ()) -> str:
+    def _write(
+        self, target: Callable[[], Path], wait: bool, old: Sequence[Path] = (), *, keep_lock: bool = False
+    ) -> str:
         """Save to the path that `target` gives, and delete `old` ones when the checkpoint is there; on the chief."""
         if contexts.in_replica():
             raise ContextError(
@@ -116,14 +121,22 @@ class Checkpoint:
         def begin() -> str:
             self._finish()
             path = target()
-            files.check_free(path)
-            kept = states if wait else self._copied(states)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if keep_lock:
+                folder_locks.keep(path)
+            lock = folder_locks.saving(path)
+            with ExitStack() as locked:
+                locked.enter_context(lock)
+                files.check_free(path)
+                kept = states if wait else self._copied(states)
 
-            def write() -> None:
-                files.write(path, kept)
-                for each in old:
-                    files.remove(each)
+                def write() -> None:
+                    with lock_until_written:
+                        files.write(path, kept)
+                        for each in old:
+                            files.remove(each)
 
+                lock_until_written = locked.pop_all()
             if wait:
                 write()
             else:
@@ -154,42 +167,42 @@ class Checkpoint:
 
     # Restoring ------------------------------------------------------------------------------------------------------
 
-    def restore(self, path: str | os.PathLike[str] | None) -> None:
-        """Give the objects the states that a checkpoint holds of them. It may hold more than these.
+    def restore(self, path: str | os.PathLike[str] | None) -> RestoreStatus:
+        """Give the objects the states that a checkpoint holds of them: all of them, or none. It may hold more.
 
         It may be called in a replica context, too, by all replicas.
 
         Args:
             path: What `write` or `save` returned; None, as `latest_checkpoint` is when there is none, does nothing.
 
-        Raises:
-            CheckpointError: It is no whole checkpoint, or does not hold one of the objects.
-        """
-        if path is not None:
-            self._restore([Path(os.path.abspath(path))])
+        Returns:
+            A status with TensorFlow's assertions: `assert_consumed()`, `expect_partial()`.
 
-    def _restore(self, paths: Sequence[Path]) -> str:
-        """Restore the first of some checkpoints that is whole. Returns its path."""
+        Raises:
+            CheckpointMismatchError: It does not hold one of the objects, or another object's state. Nothing was
+                changed.
+            CheckpointError: It is no whole checkpoint.
+        """
+        return self._restore([Path(os.path.abspath(path))]) if path is not None else RestoreStatus(None)
+
+    read = restore  # TensorFlow's word for what `write` wrote
+
+    def _restore(self, paths: Sequence[Path]) -> RestoreStatus:
+        """Restore the first of some checkpoints that is whole."""
         replica = get_replica_context() if contexts.in_replica() else None
         if replica is not None:
-            path: str = replica.merge_call(lambda _: self._restore(paths))
-            return path
+            status: RestoreStatus = replica.merge_call(lambda _: self._restore(paths))
+            return status
 
-        def found() -> tuple[str, dict[str, Any]]:
+        def found() -> tuple[str, dict[str, Any], list[str]]:
             self._finish()
             path, states = _first_whole(paths)
-            missing = [name for name in self._objects if name not in states]
-            if missing:
-                raise CheckpointError(
-                    f"{path} does not hold {', '.join(missing)}: it holds {', '.join(states)}. Restore a Checkpoint of "
-                    "those only, under the names that were given when it was saved."
-                )
-            return str(path), {name: states[name] for name in self._objects}
+            needed = {name: state if name in self._objects else None for name, state in states.items()}
+            return str(path), needed, unused(self._objects, states)
 
-        used, states = on_chief(found)
-        for name, value in self._objects.items():
-            restore(value, states[name], name)
-        return used
+        path, states, left = on_chief(found)
+        restore_all(self._objects, states, path, agreed)
+        return RestoreStatus(path, tuple(left))
 
 
 def _made(objects: dict[str, Any]) -> Checkpoint:

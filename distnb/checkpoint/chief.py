@@ -10,7 +10,7 @@ from distnb.runtime import choice
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
 
-__all__ = ["on_chief"]
+__all__ = ["agreed", "on_chief"]
 
 T = TypeVar("T")
 
@@ -46,3 +46,11 @@ def _told(error: Exception) -> tuple[type[Exception], str]:
     if isinstance(error, (DistnbError, OSError)):
         return type(error), str(error)
     return CheckpointError, f"Replica 0 could not save or restore. {type(error).__name__}: {error}"
+
+
+def agreed(lines: list[str]) -> list[str]:
+    """Collect every replica's lines on all, without repetitions."""
+    process = this_process.replica
+    if process is None or process.size == 1:
+        return lines
+    return list(dict.fromkeys(line for told in process.group.all_gather_object(lines) for line in told))

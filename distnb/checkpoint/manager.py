@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from distnb.checkpoint import files
+from distnb.checkpoint import files, folder_locks
 from distnb.checkpoint.checkpoint import Checkpoint
 from distnb.checkpoint.chief import on_chief
 from distnb.errors import OptionError
@@ -29,7 +29,8 @@ class CheckpointManager:
 
     Args:
         checkpoint: What is saved.
-        directory: Where. It is made when it is needed. What a killed process left half written there is deleted.
+        directory: Where. It is made when it is needed, and belongs to this program from its first save on: another
+            program that saves there gets an error. What a killed process left half written is deleted.
         max_to_keep: The newest so many stay; None: all.
         keep_every: Those whose number is a multiple of this stay for good.
         checkpoint_name: How names begin.
@@ -73,7 +74,10 @@ class CheckpointManager:
         self._numbers = on_chief(self._tidied)
 
     def _tidied(self) -> list[int]:
-        files.remove_unfinished(Path(self.directory), self._name)
+        if os.path.isdir(self.directory):
+            with folder_locks.is_free_for_cleaning(self._path(0)) as free:
+                if free:
+                    files.remove_unfinished(Path(self.directory), self._name)
         return list(files.numbered(Path(self.directory), self._name))
 
     def _path(self, number: int) -> Path:
@@ -101,6 +105,7 @@ class CheckpointManager:
 
         Raises:
             OptionError: The number is taken.
+            CheckpointError: Another program saves into the directory.
             OSError: As the file system has it.
         """
         last = self._numbers[-1] if self._numbers else 0
@@ -110,7 +115,8 @@ class CheckpointManager:
         numbers = sorted({*self._numbers, number})
         old = numbers[: -self._max_to_keep] if self._max_to_keep is not None else []
         doomed = [each for each in old if not self._keep_every or each % self._keep_every]
-        path = self.checkpoint._write(lambda: self._path(number), wait, [self._path(each) for each in doomed])
+        removed = [self._path(each) for each in doomed]
+        path = self.checkpoint._write(lambda: self._path(number), wait, removed, keep_lock=True)
         self._numbers = [each for each in numbers if each not in doomed]
         return path
 
@@ -128,4 +134,4 @@ class CheckpointManager:
             CheckpointError: There are some and none is whole; or the one does not hold all the objects.
         """
         paths = [self._path(number) for number in reversed(self._numbers)]
-        return self.checkpoint._restore(paths) if paths else None
+        return self.checkpoint._restore(paths).path if paths else None

@@ -21,6 +21,7 @@ from tornado.ioloop import IOLoop
 
 from distnb import strategies
 from distnb.accelerators import torch_device
+from distnb.checkpoint import folder_locks
 from distnb.collectives.group.groups import groups
 from distnb.engine import launched_processes, unattended
 from distnb.engine.control import Control
@@ -261,6 +262,7 @@ class Agent:
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             reply = self._failed(message.program, error)
         reply = reply._replace(seconds=time.monotonic() - began)
+        folder_locks.release_kept()
         debugger.stop_stepping()
         self._console.leave()
         self._console.stopped_in = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.interactiveshell import InteractiveShell
 
+from distnb.checkpoint import folder_locks
 from distnb.magics import tracebacks
 from distnb.magics.cell_history import CellHistory
 from distnb.magics.cluster_magic import ClusterMagic
@@ -128,6 +129,7 @@ class Extension:
     def _end(self, result: ExecutionResult | None) -> None:
         self._leave()
         self._settle(result, stop=result is None or isinstance(result.error_in_exec, KeyboardInterrupt))
+        folder_locks.release_kept()
         self._history.end(result)
         self._front.end_cell(failed=result is None or not result.success)
 

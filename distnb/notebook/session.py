@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distnb.checkpoint import folder_locks
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
 from distnb.errors import OptionError, ProgramError
@@ -282,6 +283,7 @@ class Session:
                 watched = only, detailed, profile is not None
                 message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot, *watched)
                 self._supervisor.publish(Status(program, "started", team))
+                folder_locks.release_kept()  # the cell may save where this process has saved
                 outcome = self._dispatch.post(program, team.engines, message, quiet=False)
                 sent = time.monotonic()
                 self._wait(outcome, team)

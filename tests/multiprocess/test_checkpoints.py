@@ -36,12 +36,13 @@ class Training:
             self.seen = distnb.Variable(0.0, aggregation="sum", **on_read)
             self.level = distnb.Variable(0.0, aggregation="mean", **on_read)
             self.first = distnb.Variable(-1.0, aggregation="only_first_replica", **on_read)
+            self.mean = distnb.metrics.Mean()
         loader = DataLoader(TensorDataset(X, Y), batch_size=6, shuffle=True)
         # The default strategy leaves a DataLoader as it is, which does not tell how far it has been read.
         reader = distnb.OneDeviceStrategy("cpu:0") if strategy is distnb.get_strategy() else strategy
         self.dataset = reader.distribute_dataset(loader)
         self.checkpoint = distnb.Checkpoint(
-            model=self.model, optimizer=self.optimizer, schedule=self.schedule, data=self.dataset,
+            model=self.model, optimizer=self.optimizer, schedule=self.schedule, data=self.dataset, mean=self.mean,
             variables={{"step": self.step, "counts": [self.seen, self.level, self.first]}},
         )
 
@@ -52,6 +53,7 @@ class Training:
         self.optimizer.step()
         self.seen.assign_add(float(len(batch[0])))
         self.level.assign(2.0)
+        self.mean.update(batch[1])
         self.first.assign(float(distnb.replica_id()))
 
     def go_on(self, steps):
@@ -66,8 +68,14 @@ class Training:
 
     def state(self):
         flat = [each.detach().clone() for each in self.model.parameters()]
-        numbers = [self.step.item(), self.seen.item(), self.level.item(), self.first.item()]
+        numbers = [self.step.item(), self.seen.item(), self.level.item(), self.first.item(), round(float(self.mean.compute()), 5)]
         return [each.tolist() for each in flat], numbers, self.optimizer.param_groups[0]["lr"]
+
+def others_of(training):
+    with strategy.scope():
+        yield "model", torch.nn.Linear(2, 3)
+        yield "optimizer", torch.optim.SGD(training.model.parameters(), lr=0.1)
+        yield "variables", {{"step": training.mean}}
 
 result = {{"restored": {{}}}}
 for other in {others}:
@@ -86,6 +94,13 @@ if {way!r} != "default":
     except RuntimeError as error:
         result["refused"] = "replica context" in str(error)
     strategy.run(lambda: training.checkpoint.restore(path))  # allowed
+    for name, other in others_of(training):
+        before = training.state()
+        try:
+            distnb.Checkpoint(**{{"data": training.dataset, "mean": training.mean, name: other}}).restore(path)
+            result["refused"] = False
+        except distnb.errors.CheckpointError as error:
+            result["refused"] &= name in str(error) and training.state() == before
 else:
     training.checkpoint.restore(path)
 training.go_on(6)
@@ -121,7 +136,7 @@ def test_every_strategy_restores_what_any_other_saved(tmp_path: Path) -> None:
         )
         for result in results:
             weights, numbers, rate = result["state"]
-            expected = expected or (weights, [8, numbers[1], 2.0, 0.0], rate)
+            expected = expected or (weights, [8, numbers[1], 2.0, 0.0, numbers[4]], rate)
             assert close(result["state"], expected), way
             assert result.get("refused", True), way
             for other, state in result["restored"].items():
@@ -133,7 +148,7 @@ def test_every_strategy_restores_what_any_other_saved(tmp_path: Path) -> None:
         for each in WAYS
         for name in json.loads((tmp_path / "default/checkpoint.json").read_text())["holds"]["tree"]
     ]
-    assert {"model", "optimizer", "schedule", "data", "variables"} == set(names)
+    assert {"model", "optimizer", "schedule", "data", "mean", "variables"} == set(names)
     assert not list(tmp_path.glob("*in-a-replica")), "what is refused leaves nothing"
 
 
@@ -231,6 +246,36 @@ def test_replicas_save_together_and_fail_together(cells: Notebook) -> None:
     assert ran.error_name == "OptionError"
     assert "distnb.Variable" in ran.error_text
     assert cells.run("%%distribute mirrored\ncheckpoint.restore(where)\nprint('works')").stdout == "[0-1] works\n"
+
+
+def test_an_ordinary_cell_restores_all_objects_of_the_replicas_or_none(cells: Notebook) -> None:
+    cells.run(MADE)
+    cells.run(
+        "with strategy.scope():\n    mean = distnb.metrics.Mean()\n    narrow = torch.nn.Linear(3, 1)\n"
+        "    sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n    schedule = torch.optim.lr_scheduler.StepLR(sgd, 3)\n"
+        "strategy.run(step)\nstrategy.run(lambda: mean.update(float(distnb.replica_id())))\n"
+        "path = distnb.Checkpoint(model=model, optimizer=optimizer, mean=mean, schedule=schedule).save("
+        f"os.path.join(FOLDER, 'all'))\nsaved = {STATE}\nstrategy.run(step)\nstrategy.run(lambda: mean.update(5.0))\n"
+        f"changed = {STATE}"
+    )
+    for name, other in (("model", "narrow"), ("optimizer", "sgd"), ("mean", "model"), ("schedule", "optimizer")):
+        given = "dict(model=model, optimizer=optimizer, mean=mean, schedule=schedule) | {" + f"{name!r}: {other}" + "}"
+        ran = cells.try_run(f"distnb.Checkpoint(**({given})).restore(path)")
+        assert ran.error_name == "CheckpointMismatchError", (name, ran.error_text)
+        assert f"\n  {name}: " in ran.error_text
+        assert cells.value(f"{STATE} == changed and round(float(mean.compute()), 3)") == 2.75
+    cells.run("status = distnb.Checkpoint(model=model, optimizer=optimizer, mean=mean).restore(path)")
+    assert cells.value(f"{STATE}[::2] == saved[::2] and float(mean.compute())") == 0.5
+    assert cells.value("status.unused") == ("schedule",)
+
+
+def test_cells_of_both_kinds_save_into_one_folder(cells: Notebook) -> None:
+    save = (
+        "weights = torch.ones(2)\nmanager = distnb.CheckpointManager(distnb.Checkpoint(weights=weights), "
+        "os.path.join(FOLDER, 'both'))\nwhere = manager.save(wait=False)\nprint(os.path.basename(where))"
+    )
+    for number, word in enumerate(("default", "mirrored", "default", "mirrored"), 1):
+        assert f"ckpt-{number}" in cells.run(f"%%distribute {word}\n{save}").stdout
 
 
 def test_a_thread_writes_while_cells_run(cells: Notebook) -> None:

@@ -85,9 +85,23 @@ def run(strategy, folder, way, others, coordinator=None):
         result["restored"][other] = again.state()
     training = Training(strategy, 3, coordinator)
     training.go_on(2)
-    training.checkpoint.write(os.path.join(folder, way))
+    path = training.checkpoint.write(os.path.join(folder, way))
     training.go_on(2)
-    return result | {"state": training.state()}
+    before = training.state()
+    with strategy.scope():
+        others = {
+            "optimizers": [torch.optim.SGD(training.adam.param_groups[0]["params"], lr=0.1), training.sgd],
+            "model": torch.nn.Sequential(torch.nn.EmbeddingBag(6, 4, dtype=torch.float64), torch.nn.Linear(4, 2)),
+            "variables": {"count": training.count, "table": distnb.Variable(torch.zeros(6, 2, dtype=torch.float64))},
+        }
+    for name, other in others.items():
+        try:
+            distnb.Checkpoint(schedule=training.schedule, **{name: other}).restore(path)
+            raise AssertionError(f"{name} was restored")
+        except distnb.errors.CheckpointMismatchError as error:
+            assert f"  {name}" in str(error), error
+    assert training.state() == before
+    return result | {"state": before}
 """
 
 

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import distnb
-from distnb.checkpoint import files
+from distnb.checkpoint import files, folder_locks
 from distnb.checkpoint.files import Shards
 from distnb.errors import CheckpointError, OptionError
+from tests.processes import wait_until
 
 
 def same(one: Any, other: Any) -> bool:
@@ -171,7 +172,7 @@ def test_a_manager_keeps_the_newest_and_every_so_manieth(tmp_path: Path) -> None
     for _ in range(8):
         manager.save()
     assert [Path(each).name for each in manager.checkpoints] == ["ckpt-3", "ckpt-6", "ckpt-7", "ckpt-8"]
-    assert sorted(os.listdir(tmp_path)) == ["ckpt-3", "ckpt-6", "ckpt-7", "ckpt-8"]
+    assert sorted(os.listdir(tmp_path)) == [".ckpt.lock", "ckpt-3", "ckpt-6", "ckpt-7", "ckpt-8"]
     again = distnb.CheckpointManager(checkpoint, tmp_path, max_to_keep=None)
     assert again.checkpoints == manager.checkpoints
     assert Path(again.save()).name == "ckpt-9"
@@ -208,14 +209,174 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     path = distnb.Checkpoint(model=torch.nn.Linear(2, 2), some=[torch.ones(2)]).write(tmp_path / "one")
     with pytest.raises(CheckpointError, match="does not hold optimizer: it holds model, some"):
         distnb.Checkpoint(optimizer=torch.optim.SGD([torch.ones(1)], lr=1.0)).restore(path)
-    with pytest.raises(RuntimeError, match="size mismatch"):
+    with pytest.raises(CheckpointError, match=r"weight has shape \[2, 2\] in the checkpoint and \[3, 2\] here"):
         distnb.Checkpoint(model=torch.nn.Linear(2, 3)).restore(path)
-    with pytest.raises(CheckpointError, match=r"shape \[2\] for some"):
+    with pytest.raises(CheckpointError, match=r"some\[0\] has shape \[2\] in the checkpoint and \[3\] here"):
         distnb.Checkpoint(some=[torch.ones(3)]).restore(path)
-    with pytest.raises(CheckpointError, match="a list of 1 for some"):
+    with pytest.raises(CheckpointError, match="a list of 1, and here is a list of 2"):
         distnb.Checkpoint(some=[torch.ones(2)] * 2).restore(path)
-    with pytest.raises(CheckpointError, match="what has a state_dict"):
+    with pytest.raises(CheckpointError, match="has a tensor, and here is a module"):
         distnb.Checkpoint(some=[torch.nn.Linear(1, 1)]).restore(path)
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, torch.nn.Linear(2, 2))
+
+
+def trained(cls: Any, model: torch.nn.Module, **options: Any) -> Any:
+    optimizer = cls(model.parameters(), lr=0.1, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+class Stubborn:
+    """Takes a state half, and then raises."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.other = number, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+        if self.number == 5:
+            raise KeyError("other")
+
+
+class Renaming(torch.nn.Linear):
+    """Loads what had another name."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
+        if prefix + "kernel" in state:
+            state[prefix + "weight"] = state.pop(prefix + "kernel")
+        super()._load_from_state_dict(state, prefix, *others)
+
+
+def steps(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+
+SAVED: dict[str, Callable[[], Any]] = {
+    "model": lambda: Layers("a", "b"),
+    "narrower": lambda: torch.nn.Linear(2, 2, dtype=torch.complex64),
+    "optimizer": lambda: trained(torch.optim.SGD, Layers("a"), momentum=0.9),
+    "of_two": lambda: trained(torch.optim.SGD, Layers("a", "b"), momentum=0.9),
+    "of_others": lambda: trained(torch.optim.Adam, torch.nn.Linear(2, 5)),
+    "schedule": lambda: steps(trained(torch.optim.SGD, Layers("a"))),
+    "variable": lambda: distnb.Variable(1.5),
+    "table": lambda: distnb.Variable(torch.ones(3, 2)),
+    "tensor": lambda: torch.ones(2),
+    "named": lambda: {"one": torch.ones(1)},
+    "stubborn": lambda: Stubborn(5),
+    "renamed": lambda: torch.nn.Linear(2, 3),
+    "mean": lambda: distnb.metrics.Mean(),
+}
+
+# name: (another object of that name, what is told)
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "model": (lambda: Layers("a", "c"), r"c\.weight, c\.bias\.\n.*holds b\.weight, b\.bias, which Layers does not"),
+    "narrower": (lambda: torch.nn.Linear(2, 2), "complex64 in the checkpoint and torch.float32 here"),
+    "optimizer": (lambda: trained(torch.optim.Adam, Layers("a")), "momentum, dampening, nesterov; Adam has betas"),
+    "of_two": (
+        lambda: trained(torch.optim.SGD, Layers("a")),
+        r"groups of \[4\] parameters, and here are groups of \[2\]",
+    ),
+    "of_others": (
+        lambda: trained(torch.optim.Adam, torch.nn.Linear(2, 4)),
+        r"exp_avg of parameter 0 has shape \[5, 2\]",
+    ),
+    "schedule": (
+        lambda: torch.optim.lr_scheduler.CosineAnnealingLR(trained(torch.optim.SGD, Layers("a")), 3),
+        "another schedule, with step_size",
+    ),
+    "variable": (lambda: distnb.Variable(1), "float32 in the checkpoint and torch.int64 here"),
+    "table": (lambda: distnb.Variable(torch.zeros(2, 2)), r"shape \[3, 2\]"),
+    "tensor": (lambda: torch.nn.Linear(1, 1), "a tensor, and here is a module"),
+    "named": (lambda: {"two": torch.zeros(1)}, "does not hold two: it holds one"),
+    "stubborn": (lambda: Stubborn(1), "KeyError: 'other'"),
+    "mean": (lambda: distnb.metrics.Sum(), "has the states mean_value, weight, and Sum has sum_value"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_nothing_is_changed_if_one_object_does_not_fit(tmp_path: Path, name: str) -> None:
+    path = distnb.Checkpoint(first=torch.ones(1), **{name: SAVED[name]()}, last=Stubborn(2)).write(tmp_path / "one")
+    make, told = OTHERS[name]
+    first, other, last = torch.zeros(1), make(), Stubborn(3)
+    with pytest.raises(CheckpointError, match=told) as raised:
+        distnb.Checkpoint(first=first, **{name: other}, last=last).restore(path)
+    assert (first.item(), last.number) == (0.0, 3)
+    assert "nothing was restored" in str(raised.value) or "all is as it was" in str(raised.value)
+    if name == "stubborn":
+        assert other.number == 1
+    if isinstance(other, torch.optim.Optimizer):
+        other.step()
+
+
+def test_objects_that_fit_in_a_way_of_their_own_are_restored(tmp_path: Path) -> None:
+    path = distnb.Checkpoint(renamed=SAVED["renamed"](), lazy=torch.nn.Linear(2, 3)).write(tmp_path / "one")
+    renamed, lazy = Renaming(2, 3), torch.nn.LazyLinear(3)
+    distnb.Checkpoint(renamed=renamed, lazy=lazy).restore(path)
+    assert lazy.weight.shape == (3, 2)
+    # Another version of torch knows more options, or fewer.
+    optimizer = trained(torch.optim.Adam, lazy)
+    path = distnb.Checkpoint(optimizer=optimizer).write(tmp_path / "two")
+    for group in optimizer.param_groups:
+        del group["maximize"]
+    path = distnb.Checkpoint(optimizer=optimizer).write(tmp_path / "older")
+    again = trained(torch.optim.Adam, lazy)
+    distnb.Checkpoint(optimizer=again).restore(path)
+    again.step()
+
+
+def test_a_metric_is_saved(tmp_path: Path) -> None:
+    import torchmetrics
+
+    def made() -> dict[str, Any]:
+        accuracy = torchmetrics.classification.MulticlassAccuracy
+        return {
+            "mean": distnb.metrics.Mean(),
+            "cat": torchmetrics.CatMetric(),
+            "both": torchmetrics.MetricCollection({"one": accuracy(3), "two": accuracy(3, top_k=2)}),
+        }
+
+    def update(metrics: dict[str, Any]) -> None:
+        metrics["mean"].update(torch.tensor([1.0, 2.0]))
+        metrics["cat"].update(torch.tensor([1.0, 2.0]))
+        metrics["both"].update(torch.eye(3), torch.tensor([0, 2, 2]))
+
+    saved, restored = made(), made()
+    update(saved)
+    path = distnb.Checkpoint(metrics=saved).write(tmp_path / "one")
+    distnb.Checkpoint(metrics=restored).restore(path)
+    for _ in range(2):
+        assert same(
+            {name: each.compute() for name, each in restored.items()}, {n: e.compute() for n, e in saved.items()}
+        )
+        update(saved)
+        update(restored)
+
+
+def test_the_status_tells_what_was_restored(tmp_path: Path) -> None:
+    saved = distnb.Checkpoint(step=torch.ones(1), more={"a": torch.ones(1), "b": torch.ones(1)})
+    path = saved.write(tmp_path / "one")
+    assert (
+        saved.restore(path).assert_consumed().assert_existing_objects_matched().assert_nontrivial_match().unused == ()
+    )
+    status = distnb.Checkpoint(more={"a": torch.zeros(1)}).read(path)
+    assert status.path == path
+    assert status.expect_partial().unused == ("step", "more['b']")
+    with pytest.raises(AssertionError, match=r"holds more than was restored: step, more\['b'\]"):
+        status.assert_consumed()
+    for check in ("assert_consumed", "assert_existing_objects_matched", "assert_nontrivial_match"):
+        with pytest.raises(AssertionError, match="got None"):
+            getattr(saved.restore(None).expect_partial(), check)()
 
 
 def test_a_thread_writes_what_was_there_when_it_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,9 +465,67 @@ def test_a_whole_checkpoint_is_found_wherever_a_kill_strikes(tmp_path: Path) -> 
         assert value.tolist() == [0.0 if number == 1 else float(number)] * 1000
         assert all(each.startswith("ckpt-") for each in os.listdir(folder)), "what it left is tidied up"
         manager.save()
+        folder_locks.release_kept()  # as at a program's end
         assert os.listdir(folder) == [f"ckpt-{number + 1}"]
         found.add(number)
     assert found == set(range(1, SAVES + 1))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_two_programs_do_not_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_locks, "_PATIENCE_S", 0.1)
+    checkpoint = distnb.Checkpoint(value=torch.ones(1))
+
+    def forever(path: Path, tree: Any) -> None:
+        (path.parent / ".ckpt-2.unfinished-01234567").mkdir()
+        signal.pause()
+
+    child = os.fork()
+    if child == 0:
+        other = distnb.CheckpointManager(checkpoint, tmp_path)
+        other.save()
+        files.write = forever
+        other.save()
+        os._exit(3)
+    try:
+        wait_until(lambda: (tmp_path / ".ckpt-2.unfinished-01234567").exists(), 30.0)
+        manager = distnb.CheckpointManager(checkpoint, tmp_path)
+        assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1"), "reading is free"
+        for save in (
+            manager.save,
+            lambda: checkpoint.save(tmp_path / "ckpt"),
+            lambda: checkpoint.write(tmp_path / "ckpt"),
+        ):
+            with pytest.raises(CheckpointError, match=rf"Another program saves checkpoints 'ckpt'.*process {child} on"):
+                save()
+        checkpoint.write(tmp_path / "other")
+        assert (tmp_path / ".ckpt-2.unfinished-01234567").exists(), "it is being written"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert Path(distnb.CheckpointManager(checkpoint, tmp_path).save()).name == "ckpt-2"
+    assert sorted(os.listdir(tmp_path)) == [".ckpt.lock", "ckpt-1", "ckpt-2", "other"]
+    folder_locks.release_kept()
+    assert sorted(os.listdir(tmp_path)) == ["ckpt-1", "ckpt-2", "other"]
+
+
+def test_a_thread_that_writes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, write = threading.Event(), files._write_tensors
+
+    def slowly(*arguments: Any) -> Any:
+        assert go.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(files, "_write_tensors", slowly)
+    checkpoint = distnb.Checkpoint(value=torch.ones(1))
+    first = distnb.CheckpointManager(checkpoint, tmp_path)
+    path = first.save(wait=False)
+    folder_locks.release_kept()  # the cell has ended, and the thread still writes
+    wait_until(lambda: any("unfinished" in each for each in os.listdir(tmp_path)), 30.0)
+    distnb.CheckpointManager(checkpoint, tmp_path)
+    go.set()
+    first.wait()
+    assert os.listdir(tmp_path) == [os.path.basename(path)]
 
 
 def test_the_manifest_is_plain_text(tmp_path: Path) -> None:

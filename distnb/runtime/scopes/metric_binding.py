@@ -24,7 +24,7 @@ from distnb.runtime.scopes.metric_names import add_names
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import has_distributed, map_structure, select
 
-__all__ = ["aggregates_here", "bind", "bind_all", "install"]
+__all__ = ["aggregates_here", "bind", "bind_all", "install", "set_whole_state", "whole_state"]
 
 
 @functools.cache
@@ -162,22 +162,21 @@ def _lengths(value: Any) -> Iterator[int]:
 
 def _aggregate(metric: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
     """Combine the replicas' states in place of torchmetrics' `_sync_dist`, in one message, whatever a state holds."""
-    if not metric._defaults:
-        return  # a wrapper: the metrics in it have the states
-    process = this_process.replica
-    assert process is not None
-    own = (
-        None
-        if _is_untouched(metric)
-        else map_structure(_on_host, {name: getattr(metric, name) for name in metric._defaults})
-    )
-    gathered = process.group.all_gather_object(own)
-    states = [state for state in gathered if state is not None]
-    if not states:
+    if metric._defaults and not _combine(metric):  # a wrapper has none: the metrics in it have
         warnings.warn(
             f"{type(metric).__name__}.compute was called before any replica updated the metric.", stacklevel=2
         )
-        return
+
+
+def _combine(metric: Any) -> bool:
+    """Set a metric's states to what all replicas have counted. Return False if that is nothing."""
+    process = this_process.replica
+    assert process is not None
+    own = None if _is_untouched(metric) else map_structure(_on_host, _states(metric))
+    gathered = process.group.all_gather_object(own)
+    states = [state for state in gathered if state is not None]
+    if not states:
+        return False
     if len(states) < len(gathered):
         _share_attributes(metric, gathered.index(states[0]), own is None)
     device = metric.device
@@ -186,6 +185,11 @@ def _aggregate(metric: Any, dist_sync_fn: Any = None, process_group: Any = None)
             lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, [state[name] for state in states]
         )
         setattr(metric, name, _combined(parts, reduction, isinstance(metric._defaults[name], list)))
+    return True
+
+
+def _states(metric: Any) -> dict[str, Any]:
+    return {name: getattr(metric, name) for name in metric._defaults}
 
 
 def _share_attributes(metric: Any, source: int, lacks: bool) -> None:
@@ -224,3 +228,34 @@ def _is_untouched(metric: Any) -> bool:
 
 def _on_host(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def whole_state(metric: Any) -> dict[str, Any]:
+    """Return what a metric has counted on all replicas, for a checkpoint: the number of updates, and the states."""
+    if not _is_shared(metric):
+        return {"updates": metric._update_count, "states": _states(metric)}
+    process = this_process.replica
+    assert process is not None
+    updates, own = sum(process.group.all_gather_object(metric._update_count)), _states(metric)
+    try:
+        _combine(metric)
+        return {"updates": updates, "states": _states(metric)}
+    finally:
+        for name, value in own.items():
+            setattr(metric, name, value)
+
+
+def set_whole_state(metric: Any, saved: dict[str, Any]) -> None:
+    """Have a metric's replicas together hold what `whole_state` gave: replica 0 all of it, the others nothing."""
+    metric.reset()
+    process = this_process.replica
+    if process is not None and process.rank > 0 and _is_shared(metric):
+        return
+    device = metric.device
+    for name, value in saved["states"].items():
+        own = map_structure(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, value)
+        setattr(metric, name, own)
+    metric._update_count = saved["updates"]

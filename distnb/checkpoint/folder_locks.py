@@ -1,0 +1,178 @@
+"""Locks that keep two programs from saving checkpoints of one name into one folder.
+
+A lock is a POSIX lock of a hidden file in the folder: the kernel frees it when its process ends, however that ends, and
+a forked child does not inherit it. (`flock` would: a DataLoader's worker that outlives a killed program held it.) A
+process has a lock once, whoever in it saves, from its first save until its program ends: a script, or a cell. What a
+killed program left is removed only by a process that has the lock.
+
+The file is removed with the lock, so another process may have opened a file that is gone when it gets the lock:
+
+    holder      lock "ckpt"   …   unlink   close
+    another               open                    lock, and see that the name leads to no such file: open again
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from distnb.errors import CheckpointError
+
+__all__ = ["is_free_for_cleaning", "keep", "release_kept", "saving"]
+
+
+_PATIENCE_S, _POLL_S = 3.0, 0.05
+
+
+@dataclass
+class _Lock:
+    """A lock that this process has.
+
+    Attributes:
+        descriptor: Of the locked file; None where the file system has no locks.
+        writers: How many checkpoints are being written.
+        kept: It stays when they are written.
+    """
+
+    descriptor: int | None
+    writers: int = 0
+    kept: bool = False
+
+
+_locks: dict[Path, _Lock] = {}
+_guard = threading.RLock()  # a checkpoint may be written by a thread
+
+
+@contextmanager
+def saving(target: Path) -> Iterator[None]:
+    """Have the lock for a checkpoint's name while it is written.
+
+    Args:
+        target: The checkpoint; its folder exists. `ckpt-1` and `ckpt-2` have one lock.
+
+    Raises:
+        CheckpointError: Another program has it.
+    """
+    path = _path_of(target)
+    with _held(path) as lock:
+        lock.writers += 1
+    try:
+        yield
+    finally:
+        with _guard:
+            lock.writers -= 1
+            _release_unused(path)
+
+
+def keep(target: Path) -> None:
+    """Keep the lock for a checkpoint's name until `release_kept`, or the process's end. Raises as `saving`."""
+    with _held(_path_of(target)) as lock:
+        lock.kept = True
+
+
+def release_kept() -> None:
+    """Release the locks that were kept: the program that saved has ended. Those that a thread needs stay."""
+    with _guard:
+        for path, lock in list(_locks.items()):
+            lock.kept = False
+            _release_unused(path)
+
+
+@contextmanager
+def is_free_for_cleaning(target: Path) -> Iterator[bool]:
+    """Have the lock, if it is to be had and nothing is being written here. Gives False otherwise."""
+    path = _path_of(target)
+    with _guard:
+        try:
+            lock = _locked(path)
+        except (CheckpointError, OSError):
+            yield False
+            return
+        try:
+            yield lock.descriptor is not None and not lock.writers
+        finally:
+            _release_unused(path)
+
+
+def _path_of(target: Path) -> Path:
+    """Find the file that is locked for a checkpoint's name: POSIX locks want one name for one file."""
+    matched = re.fullmatch(r"(.+)-\d+", target.name)
+    return Path(os.path.realpath(target.parent), f".{matched[1] if matched else target.name}.lock")
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[_Lock]:
+    """Have a lock and `_guard`. A program that ends just now may still write: it is waited for."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        with _guard:
+            try:
+                lock = _locked(path)
+            except CheckpointError:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                yield lock
+                return
+        time.sleep(_POLL_S)
+
+
+def _locked(path: Path) -> _Lock:
+    if path not in _locks:
+        _locks[path] = _Lock(_acquired(path))
+    return _locks[path]
+
+
+def _release_unused(path: Path) -> None:
+    lock = _locks.get(path)
+    if lock is None or lock.writers or lock.kept:
+        return
+    del _locks[path]
+    if lock.descriptor is not None:
+        with suppress(OSError):
+            path.unlink()
+        os.close(lock.descriptor)
+
+
+def _acquired(path: Path) -> int | None:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "a process that has just begun"
+            os.close(descriptor)
+            raise CheckpointError(
+                f"Another program saves checkpoints {path.name[1:].removesuffix('.lock')!r} into {path.parent}: "
+                f"{holder}. Give each program a folder of its own, or end that one first."
+            ) from None
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+            return None
+        with suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return descriptor
+        os.close(descriptor)
+
+
+def _forget() -> None:
+    """Forget, in a forked child, the parent's locks."""
+    global _guard
+    _guard = threading.RLock()
+    for lock in _locks.values():
+        if lock.descriptor is not None:
+            os.close(lock.descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,1 @@
+"""States of objects: how each kind of object is saved and restored."""

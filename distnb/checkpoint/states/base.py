@@ -1,0 +1,100 @@
+"""The interface of a kind of object, and outlines of states, which tell whether a state fits."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distnb.values.structure import map_structure
+
+__all__ = ["Kind", "TensorOutline", "copied", "described", "listed", "misfit_of_tensor", "outline"]
+
+_MANY = 8
+
+
+@dataclass(frozen=True)
+class TensorOutline:
+    """A tensor of a checkpoint without its elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def outline(state: Any) -> Any:
+    """Replace the tensors of a state by their outlines: a small tree that can be sent to where an object is."""
+    return map_structure(
+        lambda leaf: TensorOutline(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf, state
+    )
+
+
+class Kind(ABC):
+    """Objects whose states are saved and restored in one way. All replicas call its methods together."""
+
+    @abstractmethod
+    def covers(self, value: Any) -> bool:
+        """Return whether the object is of this kind."""
+
+    @abstractmethod
+    def state(self, value: Any, name: str) -> Any:
+        """Return the object's state: a tree of plain values and tensors.
+
+        Args:
+            value: The object.
+            name: What errors call it.
+        """
+
+    @abstractmethod
+    def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
+        """Say why a state cannot be restored: a line for each reason. The object stays as it is.
+
+        Args:
+            value: The object.
+            saved: The outline of the state.
+            name: What the lines call the object.
+        """
+
+    @abstractmethod
+    def restore(self, value: Any, state: Any, name: str) -> None:
+        """Give the object a state that fits."""
+
+    def may_fail(self, value: Any) -> bool:
+        """Return whether restoring can raise although `misfits` found nothing, because other code does it."""
+        return False
+
+    def before(self, value: Any, name: str) -> Any:
+        """Return a copy of the object's present state, which `restore` takes if restoring fails."""
+        return map_structure(copied, self.state(value, name))
+
+
+def copied(leaf: Any) -> Any:
+    """Copy a tensor; return anything else as it is."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def misfit_of_tensor(own: torch.Tensor | TensorOutline, saved: TensorOutline) -> str | None:
+    """Say how a saved tensor differs from the one that takes it; None if it fits."""
+    if tuple(own.shape) != saved.shape:
+        return f"has shape {list(saved.shape)} in the checkpoint and {list(own.shape)} here"
+    if not torch.can_cast(saved.dtype, own.dtype):
+        return f"is {saved.dtype} in the checkpoint and {own.dtype} here"
+    return None
+
+
+def described(state: Any) -> str:
+    """Name the kind of a state, for errors."""
+    if isinstance(state, Mapping):
+        return f"a dict of {listed(state)}" if state else "an empty dict"
+    if isinstance(state, (list, tuple)):
+        return f"a list of {len(state)}"
+    return "a tensor" if isinstance(state, (TensorOutline, torch.Tensor)) else f"a {type(state).__name__}"
+
+
+def listed(names: Iterable[Any]) -> str:
+    """List names, the first ones if there are many."""
+    every = list(map(str, names))
+    more = f" and {len(every) - _MANY} more" if len(every) > _MANY else ""
+    return ", ".join(every[:_MANY]) + more

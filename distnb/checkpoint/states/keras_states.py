@@ -1,0 +1,78 @@
+"""Models and optimizers of Keras: variables, in order; their names count layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distnb.checkpoint.states.base import Kind, described
+from distnb.errors import OptionError
+from distnb.runtime.this_process import this_process
+
+__all__ = ["KerasObjects", "is_state_of_keras"]
+
+_CLASS = "optimizer_class"
+
+
+def is_state_of_keras(state: Any) -> bool:
+    """Return whether this is the state of a model."""
+    return isinstance(state, Mapping) and isinstance(state.get("weights"), list)
+
+
+class KerasObjects(Kind):
+    """Layers, models and optimizers of Keras. Loads no Keras."""
+
+    def covers(self, value: Any) -> bool:
+        keras: Any = sys.modules.get("keras")
+        return keras is not None and isinstance(value, (keras.layers.Layer, keras.optimizers.Optimizer))
+
+    def state(self, value: Any, name: str) -> Any:
+        """Return the values of the variables. Raises OptionError for an object that Keras has not built yet."""
+        if not value.built:
+            raise OptionError(
+                f"A checkpoint cannot hold {name}: Keras makes its variables when it sees the first batch. Save it "
+                "after `fit`, or call `build`."
+            )
+        parts = _parts(value).items()
+        if this_process.servers is not None:  # with parameter servers these are copies of what is there
+            this_process.servers.read_anew([each.value for _, variables in parts for each in variables])
+        values = {part: [each.value.detach() for each in variables] for part, variables in parts}
+        return values | ({_CLASS: _class_of_optimizer(value)} if "optimizer" in values else {})
+
+    def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
+        optimizer, lines = getattr(value, "optimizer", None), []
+        if optimizer is not None and value.built and not optimizer.built:
+            optimizer.build(value.trainable_variables)
+        for part, variables in _parts(value).items():
+            found = saved.get(part) if isinstance(saved, Mapping) else None
+            here = [list(each.shape) for each in variables]
+            there = [list(each.shape) for each in found] if isinstance(found, list) else described(saved)
+            if there != here:
+                lines.append(
+                    f"{name}: the checkpoint has variables of shapes {there} for its {part}, and here are {here}. A "
+                    "model that Keras has not built yet has none: call `build` first."
+                )
+        known = saved.get(_CLASS) if isinstance(saved, Mapping) else None
+        if not lines and known is not None and "optimizer" in _parts(value) and known != _class_of_optimizer(value):
+            lines.append(f"{name}: the checkpoint has the state of {known}, and here is {_class_of_optimizer(value)}.")
+        return lines
+
+    def restore(self, value: Any, state: Any, name: str) -> None:
+        for part, variables in _parts(value).items():
+            for variable, saved in zip(variables, state[part], strict=True):
+                variable.assign(saved)
+
+
+def _class_of_optimizer(value: Any) -> str:
+    """Name Keras's own class of an optimizer, or of the one that a model was compiled with."""
+    optimizer = value if not hasattr(value, "weights") else value.optimizer
+    return next((cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("keras.")), "")
+
+
+def _parts(value: Any) -> dict[str, Sequence[Any]]:
+    """Return the variables of a model, with those of the optimizer that it was compiled with; or of an optimizer."""
+    if not hasattr(value, "weights"):
+        return {"optimizer": value.variables}
+    optimizer = getattr(value, "optimizer", None)
+    return {"weights": value.weights} | ({"optimizer": optimizer.variables} if optimizer is not None else {})

@@ -1,0 +1,62 @@
+"""Metrics of torchmetrics: their aggregated states, though a `state_dict()` of theirs leaves them out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from distnb.checkpoint.states.base import Kind, TensorOutline, described, listed, misfit_of_tensor
+from distnb.runtime.scopes import metric_binding
+
+__all__ = ["Metrics"]
+
+
+class Metrics(Kind):
+    """Metrics, collections of metrics, and wrappers. Restored, replica 0 has the state, and the others nothing."""
+
+    def covers(self, value: Any) -> bool:
+        torchmetrics: Any = sys.modules.get("torchmetrics")
+        return torchmetrics is not None and isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection))
+
+    def state(self, value: Any, name: str) -> Any:
+        return {"metrics": {path: metric_binding.whole_state(metric) for path, metric in _within(value)}}
+
+    def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
+        if not isinstance(saved, Mapping) or not isinstance(saved.get("metrics"), Mapping):
+            return [f"{name}: the checkpoint has {described(saved)}, and here is a metric."]
+        lines = []
+        for path, metric in _within(value):
+            called = f"{name}.{path}" if path else name
+            if path not in saved["metrics"]:
+                lines.append(f"{called}: the checkpoint does not hold this metric.")
+                continue
+            states, defaults = saved["metrics"][path]["states"], metric._defaults
+            if set(states) != set(defaults):
+                lines.append(
+                    f"{called}: the checkpoint has the states {listed(states)}, and {type(metric).__name__} has "
+                    f"{listed(defaults)}."
+                )
+                continue
+            for each, default in defaults.items():
+                if isinstance(default, list) != isinstance(states[each], list):
+                    lines.append(f"{called}: {each} is {described(states[each])} in the checkpoint.")
+                elif isinstance(default, torch.Tensor) and isinstance(states[each], TensorOutline):
+                    misfit = misfit_of_tensor(getattr(metric, each), states[each])
+                    lines += [f"{called}: {each} {misfit}."] if misfit else []
+        return lines
+
+    def restore(self, value: Any, state: Any, name: str) -> None:
+        for path, metric in _within(value):
+            metric_binding.set_whole_state(metric, state["metrics"][path])
+
+
+def _within(value: Any) -> Iterator[tuple[str, Any]]:
+    """Find the metrics in a metric, itself included, that have a state, with their paths."""
+    import torchmetrics
+
+    for path, module in value.named_modules():
+        if isinstance(module, torchmetrics.Metric) and module._defaults:
+            yield path, module

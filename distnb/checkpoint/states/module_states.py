@@ -1,0 +1,71 @@
+"""Modules of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+
+from distnb.checkpoint.states import keras_states
+from distnb.checkpoint.states.base import Kind, TensorOutline, described, listed, misfit_of_tensor
+
+__all__ = ["Modules"]
+
+
+class Modules(Kind):
+    """Modules: the names in the state and in the module are the same, and so are shapes."""
+
+    def covers(self, value: Any) -> bool:
+        return isinstance(value, torch.nn.Module)
+
+    def state(self, value: Any, name: str) -> Any:
+        return value.state_dict()
+
+    def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
+        if not isinstance(saved, Mapping):
+            return [f"{name}: the checkpoint has {described(saved)}, and here is a module."]
+        if keras_states.is_state_of_keras(saved):
+            return [f"{name}: the checkpoint has a model of Keras, and here is a {type(value).__name__}."]
+        if self.may_fail(value):
+            return []
+        own = _tensors_of(value)
+        lacking, unknown = [key for key in own if key not in saved], [key for key in saved if key not in own]
+        lines = []
+        if lacking:
+            lines.append(f"{name}: the checkpoint does not hold {listed(lacking)}.")
+        if unknown:
+            lines.append(f"{name}: the checkpoint holds {listed(unknown)}, which {type(value).__name__} does not have.")
+        for key, tensor in own.items():
+            there = saved.get(key)
+            if isinstance(tensor, torch.Tensor) and isinstance(there, TensorOutline) and not is_lazy(tensor):
+                misfit = misfit_of_tensor(tensor, there)
+                lines += [f"{name}: {key} {misfit}."] if misfit else []
+        return lines
+
+    def may_fail(self, value: Any) -> bool:
+        """Return whether a module loads in a way of its own: names in its state may differ then."""
+        return any(map(_loads_in_its_own_way, value.modules()))
+
+    def restore(self, value: Any, state: Any, name: str) -> None:
+        value.load_state_dict(state)
+
+
+def _tensors_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Collect what `state_dict()` would hold, but read nothing: parameters may live on servers."""
+    found: dict[str, Any] = {}
+    for path, each in module.named_modules(remove_duplicate=False):
+        each._save_to_state_dict(found, f"{path}." if path else "", keep_vars=True)
+    return found
+
+
+def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
+    if isinstance(module, LazyModuleMixin):
+        return False
+    if module._load_state_dict_pre_hooks or module._state_dict_hooks:
+        return True
+    methods = ("state_dict", "load_state_dict", "_load_from_state_dict")
+    makers = [cls for cls in type(module).__mro__ if any(method in vars(cls) for method in methods)]
+    return not all(cls.__module__.startswith("torch.nn.") for cls in makers)

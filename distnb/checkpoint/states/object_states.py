@@ -1,0 +1,271 @@
+"""States of trees of objects: saved, compared with the objects, and restored, all or nothing.
+
+In the notebook, objects may be handles: then each step is done where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from distnb.checkpoint.states.base import Kind, copied, described, listed, outline
+from distnb.checkpoint.states.dataset_states import Datasets
+from distnb.checkpoint.states.keras_states import KerasObjects
+from distnb.checkpoint.states.metric_states import Metrics
+from distnb.checkpoint.states.module_states import Modules
+from distnb.checkpoint.states.optimizer_states import Optimizers
+from distnb.checkpoint.states.other_states import OtherObjects, has_state
+from distnb.checkpoint.states.tensor_states import Tensors
+from distnb.errors import CheckpointError, CheckpointMismatchError, OptionError
+from distnb.values import DistributedValues, Mirrored
+from distnb.values.structure import map_structure
+
+__all__ = ["Agree", "check_object", "restore_all", "state_of", "unused"]
+
+Agree = Callable[[list[str]], list[str]]
+"""Collects every replica's lines on all."""
+
+
+class _Handles(Kind):
+    """Handles: the kind is that of the object, and its methods are called on the replicas."""
+
+    def covers(self, value: Any) -> bool:
+        return isinstance(value, Mirrored)
+
+    def state(self, value: Any, name: str) -> Any:
+        return _fetched(_there(state_of, value, name), name)
+
+    def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
+        told = _there(_misfits_there, value, saved, name)
+        return str(told).split("\n") if told else []
+
+    def may_fail(self, value: Any) -> bool:
+        return bool(_there(_may_fail, value))
+
+    def before(self, value: Any, name: str) -> Any:
+        return _there(_before, value, name)  # it stays there
+
+    def restore(self, value: Any, state: Any, name: str) -> None:
+        _there(_restore_, value, state, name)
+
+
+_KINDS: tuple[Kind, ...] = (
+    _Handles(),
+    Datasets(),
+    KerasObjects(),
+    Metrics(),
+    Modules(),
+    Optimizers(),
+    Tensors(),
+    OtherObjects(),
+)
+
+
+def _kind_of(value: Any) -> Kind | None:
+    return next((kind for kind in _KINDS if kind.covers(value)), None)
+
+
+def _kind(value: Any, name: str) -> Kind:
+    kind = _kind_of(value)
+    if kind is None:
+        raise OptionError(
+            f"A checkpoint cannot hold {name}: a {type(value).__qualname__} cannot be restored in place. Give modules, "
+            "optimizers and what else has state_dict() and load_state_dict(), distnb.Variable, tensors, or dicts and "
+            "lists of these."
+        )
+    return kind
+
+
+def check_object(value: Any, name: str) -> None:
+    """Raise OptionError for an object whose state cannot be saved and restored."""
+    if _is_tree(value):
+        for inner, each in _children(value, name):
+            check_object(each, inner)
+        return
+    if type(value) is Mirrored:
+        raise OptionError(
+            f"A checkpoint cannot hold {name}: it is a Mirrored, which cannot be restored in place. Give a tensor, or "
+            "a distnb.Variable that is made in `with strategy.scope():`."
+        )
+    if isinstance(value, DistributedValues) and not isinstance(value, Mirrored):
+        raise OptionError(
+            f"A checkpoint cannot hold {name}: it is a {type(value).__name__}, whose components differ from replica to "
+            "replica. Make models, optimizers and variables in `with strategy.scope():`."
+        )
+    if isinstance(value, DataLoader) and not has_state(value):
+        raise OptionError(
+            f"A checkpoint cannot hold {name}: a DataLoader does not tell how far it has been read, and the default "
+            "strategy leaves it as it is. Distribute it by another one, such as OneDeviceStrategy, or use torchdata's "
+            "StatefulDataLoader."
+        )
+    _kind(value, name)
+
+
+def _is_tree(value: Any) -> bool:
+    """Return whether it is a dict or a list of objects; a handle of one is the business of the replicas."""
+    return isinstance(value, (Mapping, list, tuple)) and not isinstance(value, DistributedValues)
+
+
+def _children(tree: Any, name: str) -> list[tuple[str, Any]]:
+    """Name the objects in a dict or a list."""
+    if isinstance(tree, Mapping):
+        return [(f"{name}[{key!r}]" if name else str(key), each) for key, each in tree.items()]
+    return [(f"{name}[{number}]", each) for number, each in enumerate(tree)]
+
+
+def state_of(value: Any, name: str) -> Any:
+    """Return a tree of plain values and tensors. All replicas call it: some variables are read together."""
+    if not _is_tree(value):
+        return _kind(value, name).state(value, name)
+    states = [state_of(each, inner) for inner, each in _children(value, name)]
+    return dict(zip(value, states, strict=True)) if isinstance(value, Mapping) else states
+
+
+# -- restoring ---------------------------------------------------------------------------------------------------------
+
+
+class _Pair(NamedTuple):
+    """An object and the state that it gets."""
+
+    kind: Kind
+    value: Any
+    state: Any
+    name: str
+
+
+def restore_all(objects: Mapping[str, Any], states: Mapping[str, Any], path: str, agree: Agree) -> None:
+    """Give objects their states back: all of them, or none if one does not fit.
+
+    Args:
+        objects: By name.
+        states: By name, too; there may be more.
+        path: The checkpoint's, for errors.
+        agree: Every replica raises if one has to.
+
+    Raises:
+        CheckpointMismatchError: A state is missing, or is another object's.
+        CheckpointError: An object's own code refused its state.
+    """
+    lines = agree(_misfits(objects, outline(states), ""))
+    if lines:
+        raise CheckpointMismatchError(
+            f"{path} does not fit, and nothing was restored.\n"
+            + "\n".join(f"  {line}" for line in lines)
+            + "\nMake the objects as they were when it was saved, or restore a Checkpoint of those that fit. The "
+            "tensors are in its safetensors files, under these names."
+        )
+    pairs = list(_paired(objects, states, "", []))
+    doubtful = [pair for pair in pairs if pair.kind.may_fail(pair.value)]
+    _restore_doubtful(doubtful, path, agree)
+    for pair in pairs:
+        if not any(pair is each for each in doubtful):
+            pair.kind.restore(pair.value, pair.state, pair.name)
+
+
+def _misfits(value: Any, saved: Any, name: str) -> list[str]:
+    lines: list[str] = []
+    for pair in _paired(value, saved, name, lines):
+        lines += pair.kind.misfits(pair.value, pair.state, pair.name)
+    return lines
+
+
+def _paired(value: Any, state: Any, name: str, lines: list[str]) -> Iterator[_Pair]:
+    """Find the state of each object in a tree; add a line for each that has none."""
+    if not _is_tree(value):
+        yield _Pair(_kind(value, name), value, state, name)
+        return
+    if isinstance(value, Mapping):
+        keys = list(value)
+        lacking = [key for key in keys if not isinstance(state, Mapping) or key not in state]
+        if lacking:
+            what = "the checkpoint" if not name else f"{name}: the checkpoint"
+            lines.append(f"{what} does not hold {listed(lacking)}: it holds {_held(state)}.")
+    elif isinstance(state, list) and len(state) == len(value):
+        keys, lacking = list(range(len(value))), []
+    else:
+        lines.append(f"{name}: the checkpoint has {described(state)}, and here is {described(value)}.")
+        return
+    for key, (inner, each) in zip(keys, _children(value, name), strict=True):
+        if key not in lacking:
+            yield from _paired(each, state[key], inner, lines)
+
+
+def _held(state: Any) -> str:
+    return listed(state) if isinstance(state, Mapping) and state else described(state)
+
+
+def _restore_doubtful(pairs: list[_Pair], path: str, agree: Agree) -> None:
+    """Restore objects whose own code may refuse a state; give all of them their earlier ones back if it does."""
+    if not pairs:
+        return
+    earlier: list[_Pair] = []
+    failure: Exception | None = None
+    told: list[str] = []
+    for pair in pairs:
+        try:
+            earlier.append(pair._replace(state=pair.kind.before(pair.value, pair.name)))
+            pair.kind.restore(pair.value, pair.state, pair.name)
+        except Exception as error:  # noqa: BLE001 - raised below, once the others know
+            failure, told = error, [f"{pair.name}: {type(error).__name__}: {error}"]
+            break
+    told = agree(told)
+    if told:
+        for pair in reversed(earlier):
+            pair.kind.restore(pair.value, pair.state, pair.name)
+        raise CheckpointError(f"{path} could not be restored, and all is as it was. " + "\n".join(told)) from failure
+
+
+def unused(objects: Any, states: Any, name: str = "") -> list[str]:
+    """Name what a checkpoint holds for which there is no object."""
+    if not (_is_tree(objects) and isinstance(objects, Mapping) and isinstance(states, Mapping)):
+        return []
+    found = [inner for (inner, _), key in zip(_children(states, name), states, strict=True) if key not in objects]
+    for (inner, each), key in zip(_children(objects, name), objects, strict=True):
+        found += unused(each, states.get(key), inner)
+    return found
+
+
+# -- where a handle's object is ----------------------------------------------------------------------------------------
+
+
+def _there(function: Callable[..., Any], handle: Any, *others: Any) -> Any:
+    """Call a function with the object of a handle, on the replicas, as torch's functions are called."""
+    return type(handle).__torch_function__(function, (), (handle, *others))
+
+
+def _fetched(state: Any, name: str) -> Any:
+    """Fetch what stands for an object's state."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
+            raise OptionError(
+                f"A checkpoint cannot hold {name}: its state differs from replica to replica. Save it in a "
+                "%%distribute cell, where each replica gives its own."
+            )
+        return leaf.component(leaf.replica_ids[0]) if isinstance(leaf, Mirrored) else leaf
+
+    return one(state) if isinstance(state, DistributedValues) else map_structure(one, state)
+
+
+def _misfits_there(value: Any, saved: Any, name: str) -> str:
+    return "\n".join(_misfits(value, saved, name))
+
+
+def _may_fail(value: Any) -> bool:
+    if _is_tree(value):
+        return any(_may_fail(each) for _, each in _children(value, ""))
+    return _kind(value, "").may_fail(value)
+
+
+def _before(value: Any, name: str) -> Any:
+    if _is_tree(value):
+        return map_structure(copied, state_of(value, name))
+    return _kind(value, name).before(value, name)
+
+
+def _restore_(value: Any, state: Any, name: str) -> None:
+    """Restore, by a name that says, as torch's do, that the first argument is changed: it is, where it is."""
+    for pair in _paired(value, state, name, []):
+        pair.kind.restore(pair.value, pair.state, pair.name)

@@ -1,0 +1,48 @@
+"""Tensors, and variables wherever they live."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from distnb.checkpoint.states.base import Kind, TensorOutline, described, misfit_of_tensor
+from distnb.runtime.this_process import this_process
+from distnb.variables.variable import SyncOnReadVariable
+
+__all__ = ["Tensors"]
+
+
+class Tensors(Kind):
+    """Tensors, variables and sharded variables."""
+
+    def covers(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) or (hasattr(value, "assign") and hasattr(value, "read_value"))
+
+    def state(self, value: Any, name: str) -> Any:
+        return value.read_value() if hasattr(value, "read_value") else _now(value)
+
+    def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
+        if not isinstance(saved, TensorOutline):
+            return [f"{name}: the checkpoint has {described(saved)}, and here is a tensor."]
+        misfit = misfit_of_tensor(TensorOutline(tuple(value.shape), value.dtype), saved)
+        return [f"{name} {misfit}."] if misfit else []
+
+    def may_fail(self, value: Any) -> bool:
+        return isinstance(value, SyncOnReadVariable)  # of whole numbers, which the replicas may not share evenly
+
+    def restore(self, value: Any, state: Any, name: str) -> None:
+        if hasattr(value, "assign"):
+            value.assign(state)
+        else:
+            value.detach().copy_(state)
+
+
+def _now(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's value; on a coordinator of parameter servers, a parameter is a copy of what they have."""
+    servers = this_process.servers
+    stored = None if servers is None else servers.stored_of(tensor)
+    if stored is None:
+        return tensor.detach()
+    servers.send_changes()
+    return cast("torch.Tensor", servers.read(stored))
