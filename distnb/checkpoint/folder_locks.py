@@ -78,12 +78,17 @@ def keep(target: Path) -> None:
         lock.kept = True
 
 
-def release_kept() -> None:
-    """Release the locks that were kept: the program that saved has ended. Those that a thread needs stay."""
+def release_kept(target: Path | None = None) -> None:
+    """Release locks that were kept, except those that a thread needs to write.
+
+    Args:
+        target: A checkpoint whose name is released; None for all: the program that saved has ended.
+    """
     with _guard:
-        for path, lock in list(_locks.items()):
-            lock.kept = False
-            _release_unused(path)
+        for path in list(_locks) if target is None else [_path_of(target)]:
+            if path in _locks:
+                _locks[path].kept = False
+                _release_unused(path)
 
 
 @contextmanager

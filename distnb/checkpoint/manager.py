@@ -124,6 +124,11 @@ class CheckpointManager:
         """Wait until what `save(wait=False)` began to write is there."""
         self.checkpoint.wait()
 
+    def close(self) -> None:
+        """Wait until all is written, and let other programs save into the directory. Saving again is possible."""
+        self.wait()
+        on_chief(lambda: folder_locks.release_kept(self._path(0)))
+
     def restore_or_initialize(self) -> str | None:
         """Restore the newest checkpoint that is whole; a damaged one is passed over with a warning.
 

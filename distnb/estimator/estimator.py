@@ -227,7 +227,7 @@ class Estimator:
                 save()
         if not is_saved:
             save()
-        manager.wait()
+        manager.close()
 
     def _evaluate(self, input_fn: Callable[..., Any], steps: int | None, checkpoint_path: Any) -> dict[str, Any]:
         strategy = self._strategy(ModeKeys.EVAL)

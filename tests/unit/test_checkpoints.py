@@ -505,7 +505,7 @@ def test_two_programs_do_not_save_into_one_folder(tmp_path: Path, monkeypatch: p
         os.waitpid(child, 0)
     assert Path(distnb.CheckpointManager(checkpoint, tmp_path).save()).name == "ckpt-2"
     assert sorted(os.listdir(tmp_path)) == [".ckpt.lock", "ckpt-1", "ckpt-2", "other"]
-    folder_locks.release_kept()
+    manager.close()
     assert sorted(os.listdir(tmp_path)) == ["ckpt-1", "ckpt-2", "other"]
 
 
