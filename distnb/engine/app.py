@@ -29,6 +29,8 @@ from ipyparallel.engine.kernel import IPythonParallelKernel
 from jupyter_client.session import Session
 from zmq.eventloop.zmqstream import ZMQStream
 
+from distnb.compat.ipykernel_internals import set_application
+
 __all__ = ["EngineApp", "PythonStream"]
 
 _LOOK_S = 0.1  # how often the controller's connection file is looked for
@@ -123,7 +125,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
     def _init_kernel_app(self) -> None:
         """Code in the shell, and ipykernel itself, asks for an application."""
         app = self.kernel_app = IPKernelApp(parent=self, shell=self.kernel.shell, kernel=self.kernel, log=self.log)
-        IPKernelApp._instance = app  # type: ignore[assignment]
+        set_application(app)
         self.init_signal()
         app.init_profile_dir()
         app.init_gui_pylab()

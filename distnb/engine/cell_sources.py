@@ -6,6 +6,7 @@ import linecache
 
 from IPython.core.getipython import get_ipython
 
+from distnb.compat.ipython_internals import name_cell
 from distnb.engine.output import telemetry
 
 __all__ = ["remember_source"]
@@ -18,6 +19,4 @@ def remember_source(filename: str, text: str, label: str = "") -> None:
         telemetry.remember_cell(filename, label)
     shell = get_ipython()
     if shell is not None and label.startswith("Cell In[") and label[8:-1].isdigit():
-        names = getattr(shell.compile, "_filename_map", None)
-        if names is not None:
-            names[filename] = int(label[8:-1])
+        name_cell(shell.compile, filename, int(label[8:-1]))

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from distnb.compat import loader_internals
 from distnb.errors import OptionError
-from distnb.input.sources.loaders import changed, is_plain, reads_iterable
+from distnb.input.sources.loaders import changed, is_plain
 from distnb.options import AutoShardPolicy
 
 __all__ = ["part_of", "policy_for"]
@@ -80,7 +81,7 @@ def _by_hint(dataset: Any, worker: int, workers: int) -> Any:
 
 def _reading(loader: DataLoader[Any], dataset: Any) -> Any:
     """A loader like the user's that reads another dataset."""
-    if reads_iterable(loader) and is_plain(loader):
+    if loader_internals.reads_iterable(loader) and is_plain(loader):
         return changed(loader, dataset=dataset)
     batch_sampler, sampler = loader.batch_sampler, _sampler_like(loader.sampler, dataset)
     if sampler is None or type(batch_sampler) not in (type(None), BatchSampler) or not is_plain(loader):
@@ -97,6 +98,6 @@ def _reading(loader: DataLoader[Any], dataset: Any) -> Any:
 def _sampler_like(sampler: Any, dataset: Any) -> Sampler[Any] | None:
     if type(sampler) is SequentialSampler:
         return SequentialSampler(dataset)
-    if type(sampler) is RandomSampler and sampler._num_samples is None:
+    if type(sampler) is RandomSampler and loader_internals.draws_as_many_as_there_are(sampler):
         return RandomSampler(dataset, sampler.replacement, generator=sampler.generator)
     return None

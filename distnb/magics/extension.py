@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from distnb.checkpoint import folder_locks
+from distnb.compat.ipython_internals import autoreloader
 from distnb.magics import tracebacks
 from distnb.magics.cell_history import CellHistory
 from distnb.magics.cluster_magic import ClusterMagic
@@ -140,7 +141,7 @@ class Extension:
 
 def _autoreloaded(shell: InteractiveShell, name: str) -> object:
     """When the file was written that %autoreload last looked at; it changes modules without reloading them."""
-    reloader = getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)
+    reloader = autoreloader(shell)
     if reloader is None:
         return None
     version = reloader.modules_mtimes.get(name)

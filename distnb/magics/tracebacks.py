@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import IPython
 
+from distnb.compat.ipython_internals import show_lines
 from distnb.errors import DistnbError, ProgramError
 from distnb.frames import OWN, frames_of, ours, rebuilt, torch_frames, with_frames
 from distnb.notebook.handles.handle import HANDLES
@@ -67,8 +68,8 @@ def _show(
     joined = not hasattr(shell, "kernel") and not shell.InteractiveTB.tb_join_char
     if own is not None and (minimal or joined or isinstance(error, SyntaxError | BaseExceptionGroup)):
         text = shell.InteractiveTB.get_exception_only(kind, error) if minimal else own()
-        shell._get_exc_info((kind, error, traceback))  # it is the last one, for %tb and %debug
-        shell._showtraceback(kind, error, [f"{line}\n" for line in text] if joined and not minimal else text)
+        lines = [f"{line}\n" for line in text] if joined and not minimal else text
+        show_lines(shell, (kind, error, traceback), lines)
         if shell.call_pdb:
             shell.debugger(force=True)
         return text

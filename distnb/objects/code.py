@@ -20,8 +20,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cloudpickle
-
+from distnb.compat import cloudpickle_internals
 from distnb.objects.constructors import fill_class, make_class, make_function, make_type_variable
 from distnb.objects.plain import is_importable, is_plain
 
@@ -46,8 +45,6 @@ __all__ = [
     "reduce_type_variable",
     "source_of",
 ]
-
-_cloudpickle: Any = cloudpickle.cloudpickle  # what it knows of classes has no public name
 
 DYNAMIC = frozenset({"dir", "eval", "exec", "globals", "locals", "vars"})
 """Text that names one of these may read any name."""
@@ -272,18 +269,18 @@ class Classes:
 
 def is_by_value(cls: type) -> bool:
     """Whether a class is sent by value: it cannot be imported."""
-    reduced = _cloudpickle._class_reduce(cls)
+    reduced = cloudpickle_internals.reduce_class(cls)
     return isinstance(reduced, tuple) and len(reduced) == 6
 
 
 def reduce_class(cls: type, classes: Classes) -> Any:
     """How to pickle a class by value; NotImplemented for one that is imported."""
-    reduced = _cloudpickle._class_reduce(cls)
+    reduced = cloudpickle_internals.reduce_class(cls)
     if not isinstance(reduced, tuple) or len(reduced) < 6:
         return reduced
     make, args, *_ = reduced
     args = (*args[:-2], None, None)  # not cloudpickle's own id
-    kind = "enum" if make is _cloudpickle._make_skeleton_enum else "class"
+    kind = "enum" if make is cloudpickle_internals.make_enum else "class"
     if kind == "class":
         # These can only be given when the class is made; cloudpickle sets slots afterwards, to no effect. It also makes
         # the class of the bases as they are written, of which those of a NamedTuple would make everything anew.
@@ -298,11 +295,11 @@ def reduce_class(cls: type, classes: Classes) -> Any:
 def class_state(cls: type) -> dict[str, Any]:
     """A class's own attributes."""
     if issubclass(cls, enum.Enum):
-        state: dict[str, Any] = _cloudpickle._enum_getstate(cls)[0]
+        state: dict[str, Any] = cloudpickle_internals.enum_state(cls)[0]
     else:
         # cloudpickle leaves out attributes that are the very objects that it would inherit.
         own = {name: value for name, value in vars(cls).items() if name != "_abc_impl" and not name.startswith("__")}
-        state = own | _cloudpickle._class_getstate(cls)[0]
+        state = own | cloudpickle_internals.class_state(cls)[0]
     state.pop("__slotnames__", None)  # a cache that pickling an instance leaves
     state.pop("__module__", None)  # given when the class is made
     if not _OF_LAZY_ANNOTATIONS.isdisjoint(vars(cls)):

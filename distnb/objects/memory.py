@@ -106,13 +106,15 @@ def dense_tensor(tensor: Any) -> bool:
     """Whether a tensor is a window on plain memory of the host."""
     import torch
 
+    from distnb.compat.torch_internals import is_functional
+
     return (
         tensor.layout is torch.strided
         and not tensor.is_quantized
         and tensor.device.type == "cpu"
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not torch._is_functional_tensor(tensor)
+        and not is_functional(tensor)
     )
 
 

@@ -250,10 +250,9 @@ def _torch() -> Any:
 
 
 def _default_device() -> str | None:
-    import torch.utils._device
+    from distnb.compat import torch_internals
 
-    # torch.get_default_device says "cpu" for None, too, which costs less: it sets no function mode.
-    device = torch.utils._device.CURRENT_DEVICE
+    device = torch_internals.default_device()
     return None if device is None else str(device)
 
 
@@ -349,9 +348,9 @@ def _set_torch_random(state: bytes) -> None:
 
 
 def _torch_printing() -> dict[str, Any]:
-    import torch._tensor_str
+    from distnb.compat.torch_internals import PRINT_OPTS
 
-    return dict(vars(torch._tensor_str.PRINT_OPTS))
+    return dict(vars(PRINT_OPTS))
 
 
 @contextlib.contextmanager

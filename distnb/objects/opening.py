@@ -14,8 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cloudpickle
-
+from distnb.compat import cloudpickle_internals
 from distnb.objects import code
 from distnb.objects.constructors import ByOpener
 from distnb.objects.looking import Side
@@ -24,8 +23,6 @@ from distnb.objects.packing import OFFSET_BITS, Packed
 from distnb.objects.placeholder import Placeholder, label_of
 
 __all__ = ["Opener", "pairs_in", "stands_for_lost"]
-
-_cloudpickle: Any = cloudpickle.cloudpickle  # what it knows of classes has no public name
 
 
 class Opener:
@@ -176,7 +173,7 @@ class Opener:
         if cls in self._bare_classes:
             self._bare_classes.discard(cls)
             self.new_classes.append(cls)
-            _cloudpickle._class_setstate(cls, (state, {}))
+            cloudpickle_internals.fill_class(cls, (state, {}))
         else:  # it is merged when all has arrived
             self.held_classes.append((cls, state))
 
@@ -204,7 +201,7 @@ def _new_class(kind: str, args: tuple[Any, ...], classes: code.Classes) -> type:
             metaclass, name, bases, keywords = args[:4]
             new: type = type.__new__(metaclass, name, bases, dict(keywords))
             return new
-        make = _cloudpickle._make_skeleton_enum if kind == "enum" else _cloudpickle._make_skeleton_class
+        make = cloudpickle_internals.make_enum if kind == "enum" else cloudpickle_internals.make_class
         made: type = make(*args)
         return made
     finally:

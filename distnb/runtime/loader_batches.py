@@ -13,10 +13,10 @@ from collections import deque
 from typing import Any
 
 import torch
-from torch.utils.data import dataloader
 
 from distnb.collectives.digests import digest, digest_of_text
 from distnb.collectives.verify import callsite
+from distnb.compat import loader_internals
 from distnb.values.structure import flatten, has_distributed
 
 __all__ = ["digest_of_batch", "install", "tell"]
@@ -29,7 +29,7 @@ _latest: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_LATEST)
 @functools.cache
 def install() -> None:
     """From now on the batches of torch's loaders are noted. Idempotent."""
-    plain = dataloader._BaseDataLoaderIter.__next__
+    plain = loader_internals.next_batch()
 
     @functools.wraps(plain)
     def following(iterator: Any) -> Any:
@@ -39,7 +39,7 @@ def install() -> None:
                 _latest.append(weakref.ref(leaf))
         return batch
 
-    dataloader._BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign,assignment]
+    loader_internals.replace_next_batch(following)
 
 
 def digest_of_batch(args: Any) -> int:

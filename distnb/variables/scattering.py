@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distnb.compat import torch_internals
 from distnb.errors import DistributedValueError, OptionError, StructureError
 from distnb.options import VariableAggregation
 from distnb.values.distributed import DistributedValues
@@ -51,7 +52,8 @@ def rows_and_updates(
 
 def _taken_apart(slices: Any, label: str, method: str) -> Sequence[Any]:
     if isinstance(slices, torch.Tensor) and slices.layout is torch.sparse_coo and slices.sparse_dim() == 1:
-        return slices._indices()[0], slices._values()
+        indices, values = torch_internals.sparse_parts(slices)
+        return indices[0], values
     if hasattr(slices, "indices") and hasattr(slices, "values") and not isinstance(slices, torch.Tensor):
         return slices.indices, slices.values
     if isinstance(slices, (tuple, list)) and len(slices) == 2:

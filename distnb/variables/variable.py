@@ -8,6 +8,7 @@ from typing import Any, Self, TypeGuard
 
 import torch
 
+from distnb.compat import torch_internals
 from distnb.errors import CollectiveMismatchError, ContextError, OptionError
 from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.values.structure import map_structure
@@ -426,7 +427,7 @@ def settings_of(variable: Variable) -> Settings:
 def make(component: torch.Tensor, settings: Settings, strategy: Any, number: int = 0) -> Variable:
     """A variable of a strategy that holds this tensor; nobody else is told."""
     cls = SyncOnReadVariable if settings.on_read else Variable
-    variable: Variable = torch.Tensor._make_subclass(cls, component, settings.trainable)
+    variable: Variable = torch_internals.make_subclass(cls, component, settings.trainable)
     variable._settings = settings
     variable._strategy = strategy
     variable.number = number

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from distnb.compat import torch_internals
+
 __all__ = ["Pack", "Packs", "Slot"]
 
 # Multi-tensor kernels read 16 bytes at a time: every view starts on such a boundary.
@@ -119,11 +121,11 @@ class Pack:
             if scale == 0.0 or not present:
                 self.flat.zero_()
             elif complete:
-                torch._foreach_copy_(self.views, present)
+                torch_internals.copy_each(self.views, present)
             else:
                 pairs = list(zip(self.views, tensors, strict=True))
-                torch._foreach_zero_([view for view, tensor in pairs if tensor is None])
-                torch._foreach_copy_([view for view, tensor in pairs if tensor is not None], present)
+                torch_internals.zero_each([view for view, tensor in pairs if tensor is None])
+                torch_internals.copy_each([view for view, tensor in pairs if tensor is not None], present)
             if scale not in (0.0, 1.0):
                 self.flat.mul_(scale)
         return complete

@@ -10,14 +10,10 @@ from __future__ import annotations
 import threading
 from typing import Any, Protocol
 
-import torch
-import torch.autograd
-
 from distnb.collectives.group.eager import always_eager
+from distnb.compat import torch_internals
 
 __all__ = ["BACKWARD_PASSES"]
-
-_ENTRY = "_engine_run_backward"
 
 
 class PassListener(Protocol):
@@ -60,16 +56,16 @@ class BackwardPasses:
         if listener not in self._listeners:
             self._listeners.append(listener)
         if self._original is None:
-            self._original = getattr(torch.autograd, _ENTRY)
-            setattr(torch.autograd, _ENTRY, self._run)
+            self._original = torch_internals.backward_function()
+            torch_internals.set_backward_function(self._run)
 
     def stop_listening(self, listener: PassListener) -> None:
         """Tell it no more. Autograd is left as it was found when nobody listens."""
         if listener in self._listeners:
             self._listeners.remove(listener)
         # Somebody may have wrapped ours meanwhile: then it stays, and passes everything on.
-        if not self._listeners and self._original is not None and getattr(torch.autograd, _ENTRY) == self._run:
-            setattr(torch.autograd, _ENTRY, self._original)
+        if not self._listeners and self._original is not None and torch_internals.backward_function() == self._run:
+            torch_internals.set_backward_function(self._original)
             self._original = None
 
     def any_aggregates(self) -> bool:

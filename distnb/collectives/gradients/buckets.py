@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.flat_packs import Pack, Packs, Slot
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup
+from distnb.compat import torch_internals
 from distnb.errors import GradientError
 
 if TYPE_CHECKING:
@@ -116,12 +117,12 @@ def _references(pack: Pack) -> tuple[int, int]:
     # Python objects that name a view, autograd and optimizers included (the object of a tensor that C++ holds
     # counts once more); and tensors or arrays that share the memory without being a view of ours.
     names = sum(map(sys.getrefcount, pack.views))
-    return names, torch._C._storage_Use_Count(pack.flat.untyped_storage()._cdata)
+    return names, torch_internals.uses_of_storage(pack.flat)
 
 
 def _counts_are_exact() -> bool:
     """Whether a tensor's Python reference count shows that a parameter holds it as `.grad`."""
-    if not hasattr(torch._C, "_storage_Use_Count"):
+    if not torch_internals.CAN_COUNT_USES:
         return False
     gradient, parameter = torch.zeros(1), torch.nn.Parameter(torch.zeros(1))
     before = sys.getrefcount(gradient)

@@ -10,6 +10,7 @@ from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.sums import all_reduce, sum_sparse
 from distnb.collectives.gradients.buckets import BucketPlan, Member
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, ParameterGroup
+from distnb.compat import torch_internals
 from distnb.errors import GradientError, UnsyncedGradientError
 from distnb.options import ReduceOp
 
@@ -92,7 +93,7 @@ def _set(plan: BucketPlan, totals: dict[Member, torch.Tensor | None]) -> None:
             AGGREGATED.add(parameter.grad)
     if add_to:
         with torch.no_grad():
-            torch._foreach_add_(add_to, added)
+            torch_internals.add_each(add_to, added)
     plan.reset()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from distnb.collectives.verify import callsite
+from distnb.compat.torch_internals import saved, shapes_of_outputs
 from distnb.errors import GradientError, MeanLossError
 
 __all__ = ["MeanLossCheck", "are_losses_global", "losses_are_global"]
@@ -112,12 +113,12 @@ def _mean(node: Any, factors: tuple[float, ...], slice_size: int | None, batch_s
     name = node.name()
     if name.startswith("MeanBackward"):
         return "made by mean()" if _reduces_batch(node) else None
-    reduction = getattr(node, "_saved_reduction", None)
+    reduction = saved(node, "reduction")
     if reduction == _MEAN:
         return f"made by {_function(name)} with reduction='mean'"
     # A divisor can only be told from the global batch size where that one is known.
     if batch_size and (reduction == _SUM or name.startswith("SumBackward")):
-        summands = math.prod(getattr(node, "_saved_self_sym_sizes", ()))
+        summands = math.prod(saved(node, "self_sym_sizes", ()))
         counts = [(summands, "the number of summands")]
         if slice_size != batch_size:
             counts.insert(0, (slice_size or 0, "the size of this replica's slice"))
@@ -129,16 +130,16 @@ def _mean(node: Any, factors: tuple[float, ...], slice_size: int | None, batch_s
 
 def _extent(node: Any) -> int:
     """Number of elements of a node's output; 0 if it has several outputs or they are not known."""
-    metadata: tuple[Any, ...] = getattr(node, "_input_metadata", ())
-    return math.prod(metadata[0].shape) if len(metadata) == 1 else 0
+    shapes = shapes_of_outputs(node)
+    return math.prod(shapes[0]) if len(shapes) == 1 else 0
 
 
 def _reduces_batch(node: Any) -> bool:
     """Whether a mean with one element runs over a first dimension, and not over a scalar or a list of scalars."""
-    shape = tuple(getattr(node, "_saved_self_sym_sizes", ()))
+    shape = tuple(saved(node, "self_sym_sizes", ()))
     if not shape or _scalars_beneath(node) is not None:
         return False
-    kept = node._input_metadata[0].shape
+    kept = shapes_of_outputs(node)[0]
     # `[1, features]` reduced over features is the mean of one example, not of a batch.
     return len(kept) == 0 or shape[0] > 1
 
@@ -167,9 +168,9 @@ def _inputs(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[
             continue
         factor = None
         if name.startswith("MulBackward") and all(other is None for other in others if other is not function):
-            factor = _constant(node, "_saved_other" if index == 0 else "_saved_self")
+            factor = _constant(node, "other" if index == 0 else "self")
         elif name.startswith("DivBackward") and others[1:] in ([], [None]):
-            divisor = _constant(node, "_saved_other")
+            divisor = _constant(node, "other")
             factor = 1 / divisor if divisor else None
         yield function, factors if factor is None else (*factors, factor)
 
@@ -177,7 +178,7 @@ def _inputs(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[
 def _constant(node: Any, name: str) -> float | None:
     """A number that the graph saved; None if it is none, or was freed by an earlier pass."""
     try:
-        value = getattr(node, name, None)
+        value = saved(node, name)
     except RuntimeError:
         return None
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():

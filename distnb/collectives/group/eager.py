@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
+from distnb.compat import torch_internals
+
 __all__ = ["always_eager", "methods_always_eager"]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Any)
 _C = TypeVar("_C", bound=type)
 
 
@@ -23,16 +24,7 @@ def methods_always_eager(cls: _C) -> _C:
 def always_eager(function: _F) -> _F:
     """Have a function, and all that it calls, run as plain Python where torch.compile's tracer meets it.
 
-    `torch.compiler.disable` means the same, but imports the compiler. Where torch lacks the means, the function
-    is traced, which is slow and noisy but not wrong.
+    `torch.compiler.disable` means the same, but imports the compiler.
     """
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    try:
-        from torch._C._dynamo import eval_frame
-    except ImportError:
-        return function
-    skip = getattr(getattr(eval_frame, "_FrameAction", None), "SKIP", None)
-    strategy = getattr(eval_frame, "_FrameExecStrategy", None)
-    if skip is not None and strategy is not None:
-        eval_frame.set_code_exec_strategy(function.__code__, strategy(skip, skip))
+    torch_internals.never_trace(function)
     return function

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
 
+from distnb.compat import loader_internals
 from distnb.input.dealing import Place
 from distnb.input.draws import Drawing, ReplicaDraws, WorkerSeeds, draws_at_start_only, fold
 from distnb.input.sources.base import Load, Source
@@ -19,26 +20,20 @@ from distnb.input.sources.feeding import Feed, Feeding
 from distnb.input.sources.workers import forget_workers, has_lost_workers, has_workers
 from distnb.options import InputOptions
 
-__all__ = ["LoaderSource", "changed", "is_plain", "reads_iterable"]
-
-_ITERABLE = 1  # torch's number for loaders of iterable datasets
+__all__ = ["LoaderSource", "changed", "is_plain"]
 
 
 def is_plain(loader: DataLoader[Any]) -> bool:
     """Whether iterating the loader is what torch wrote, whatever its class."""
     kind = type(loader)
-    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
-
-
-def reads_iterable(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's dataset can only be read from end to end."""
-    return loader._dataset_kind == _ITERABLE
+    return kind.__iter__ is DataLoader.__iter__ and loader_internals.makes_plain_iterators(loader)
 
 
 def changed(loader: DataLoader[Any], **attributes: Any) -> Any:
     """A copy of a loader with other attributes, also those that its constructor has fixed; it shares no workers."""
     copied = copy.copy(loader)
-    copied.__dict__.update(attributes, _iterator=None)  # its setters refuse
+    copied.__dict__.update(attributes)  # its setters refuse
+    loader_internals.forget_iterator(copied)
     return copied
 
 
@@ -53,7 +48,7 @@ class LoaderSource(Source):
         self.data = loader
         self._place = place
         self._drawing = drawing
-        self.iterable = reads_iterable(loader)
+        self.iterable = loader_internals.reads_iterable(loader)
         self._plain = is_plain(loader)
         self._fed = self._plain and not self.iterable and loader.batch_sampler is not None
         self._sliced = self._fed and place.num_replicas > 1 and _collates_slices(loader, place, options)
@@ -84,7 +79,7 @@ class LoaderSource(Source):
             around = nullcontext
         elif feeding is not None and feeding.sliced:
             # Where an iteration goes on, what is drawn there is no repetition of what was drawn at its beginning.
-            around = _apart(feeding, ReplicaDraws(fold(iterator._base_seed + skip, place.replica_id)))
+            around = _apart(feeding, ReplicaDraws(fold(loader_internals.base_seed(iterator) + skip, place.replica_id)))
         return Batches(
             iterator,
             place,

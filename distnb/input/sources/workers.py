@@ -16,7 +16,8 @@ from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
+
+from distnb.compat import loader_internals
 
 __all__ = [
     "end_processes",
@@ -33,19 +34,19 @@ _TIDY_UP_S = 5.0  # nobody waits for it
 
 def has_workers(loader: DataLoader[Any]) -> bool:
     """Whether persistent workers of a loader wait for the next iteration."""
-    return loader.__dict__.get("_iterator") is not None and not has_lost_workers(loader)
+    return loader_internals.kept_iterator(loader) is not None and not has_lost_workers(loader)
 
 
 def has_lost_workers(loader: DataLoader[Any]) -> bool:
     """Whether persistent workers of a loader have ended, as those of an interrupted program do."""
-    kept = loader.__dict__.get("_iterator")
+    kept = loader_internals.kept_iterator(loader)
     # Not `is_alive()`, which says yes of one that another thread waits for, when it has only just ended.
-    return kept is not None and bool(connection.wait([worker.sentinel for worker in kept._workers], 0))
+    return kept is not None and bool(connection.wait([worker.sentinel for worker in loader_internals.workers(kept)], 0))
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
     """Have a loader start other workers for its next iteration."""
-    loader.__dict__["_iterator"] = None
+    loader_internals.forget_iterator(loader)
 
 
 def end_workers(iterator: Any) -> None:
@@ -53,16 +54,16 @@ def end_workers(iterator: Any) -> None:
 
     An interrupted program does not wait for one that is stuck.
     """
-    if hasattr(iterator, "_shutdown_workers") and not getattr(iterator, "_shutdown", False):
+    if not loader_internals.is_shut_down(iterator):
         threading.Thread(target=_shut_down, args=(iterator,), name="distnb-input-end", daemon=True).start()
 
 
 def _shut_down(iterator: Any) -> None:
     # Torch waits 5 s for one that is stuck, then ends it without letting it tidy up: it is interrupted before.
-    hurry = threading.Timer(_PATIENCE_S, _interrupt, (iterator._workers,))
+    hurry = threading.Timer(_PATIENCE_S, _interrupt, (loader_internals.workers(iterator),))
     hurry.daemon = True
     hurry.start()
-    iterator._shutdown_workers()
+    loader_internals.shut_down(iterator)
     hurry.cancel()
 
 
@@ -100,7 +101,7 @@ def raise_of_workers_only_while(running: Callable[[], bool]) -> None:
     Torch tells by a handler of SIGCHLD that raises in whatever the main thread does. Who reads on is told anyhow. Call
     it in the main thread, before any loader has begun.
     """
-    signal_handling._set_SIGCHLD_handler()
+    loader_internals.handle_ends_of_workers()
     tell = signal.getsignal(signal.SIGCHLD)
     assert callable(tell)
 

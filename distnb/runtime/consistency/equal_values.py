@@ -10,6 +10,7 @@ import torch
 from distnb.accelerators import torch_device
 from distnb.collectives.algorithms.flat_packs import Pack, Packs, Slot
 from distnb.collectives.digests import digest_of_text
+from distnb.compat import torch_internals
 from distnb.errors import StructureError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy
                 if pack.flat.numel():
                     group.broadcast(pack.flat, 0)
                 if group.rank != 0:
-                    torch._foreach_copy_(chosen, pack.views)
+                    torch_internals.copy_each(chosen, pack.views)
 
 
 def _refuse_other_strategies(strategies: Sequence[str]) -> None:

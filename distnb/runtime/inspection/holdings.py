@@ -9,6 +9,7 @@ import torch
 
 from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.collectives.verify import callsite
+from distnb.compat import torch_internals
 from distnb.errors import OptionError
 from distnb.input.cutting import slice_bounds
 from distnb.input.dataset import DistributedDataset
@@ -132,10 +133,8 @@ def _part(value: Any, whole: tuple[int, ...]) -> tuple[Kind, Bounds, str]:
 
 
 def _shard(value: Any, everything: Bounds) -> tuple[Kind, Bounds, str]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     note = f"{', '.join(map(_placement, value.placements))} on a mesh {tuple(value.device_mesh.shape)}"
-    shape, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    shape, offsets = torch_internals.shape_and_offset_of_shard(value)
     if len(offsets) != len(everything):  # this process is not in the mesh
         return "shard", tuple((0, 0) for _ in everything), note
     bounds = tuple((first, first + size) for first, size in zip(offsets, shape, strict=True))

@@ -12,6 +12,7 @@ import torch
 
 from distnb.collectives.digests import digest_of_text
 from distnb.collectives.verify import callsite
+from distnb.compat import torch_internals
 from distnb.runtime.inspection.images import picture_of, tensor_picture
 from distnb.runtime.inspection.statistics import MOST_ELEMENTS, digest_of, local_part, norms, statistics_of
 from distnb.runtime.scopes.registration import is_scope_buffer
@@ -233,7 +234,7 @@ def _facts(value: Any, tensor: torch.Tensor) -> Inspected:
         dtype=str(value.dtype).removeprefix("torch."),
         device=device_of(value),
         nbytes=tensor.numel() * tensor.itemsize,
-        note=f"this part: {tuple(tensor.shape)}" if hasattr(value, "_local_tensor") else "",
+        note=f"this part: {tuple(tensor.shape)}" if torch_internals.local_tensor(value) is not None else "",
     )
 
 
@@ -246,7 +247,7 @@ def elements(tensor: torch.Tensor) -> str:
     """A tensor's elements as text."""
     if not tensor.dim():
         return f"{tensor.item():.6g}" if tensor.is_floating_point() else str(tensor.item())
-    text: str = torch._tensor_str._tensor_str(tensor.cpu(), 0)
+    text: str = torch_internals.elements_as_text(tensor.cpu(), 0)
     return text if len(text) <= 2 * _MOST_CHARACTERS else text[: 2 * _MOST_CHARACTERS] + "…"
 
 

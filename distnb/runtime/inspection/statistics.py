@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distnb.collectives.digests import digest
+from distnb.compat import torch_internals
 from distnb.wire.inspection import BINS, Statistics
 
 __all__ = ["MOST_ELEMENTS", "digest_of", "local_part", "norms", "statistics_of"]
@@ -26,9 +27,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     It has no graph. Nothing is communicated.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        local: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+        part = torch_internals.local_tensor(tensor)
+        local: torch.Tensor = (tensor if part is None else part).detach()
         if local.layout is torch.sparse_coo:
-            return local._values()
+            return torch_internals.sparse_parts(local)[1]
         if local.layout is not torch.strided:
             return local.values() if "sparse" in str(local.layout) else local.to_dense()
         return local.dequantize() if local.is_quantized else local

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from distnb.accelerators import torch_device
+from distnb.compat import torch_internals
+from distnb.compat.torch_internals import NormBase
 
 if TYPE_CHECKING:
     from distnb.collectives.group.interface import Group
@@ -24,7 +25,7 @@ __all__ = ["average", "has_statistics"]
 
 def has_statistics(model: torch.nn.Module) -> bool:
     """Whether a model may have some."""
-    return any(isinstance(part, _NormBase) for part in model.modules())
+    return any(isinstance(part, NormBase) for part in model.modules())
 
 
 def average(group: Group, models: Iterable[torch.nn.Module]) -> None:
@@ -40,12 +41,12 @@ def average(group: Group, models: Iterable[torch.nn.Module]) -> None:
     group.all_reduce(means, "mean")
     pieces = means.to(flat.dtype).split([len(each) for each in found])
     # Not a change that autograd has to know of: a second pass through the same graph does not read them.
-    torch._foreach_copy_([each.data for each in found], pieces)
+    torch_internals.copy_each([each.data for each in found], pieces)
 
 
 def _statistics(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for part in model.modules():
-        if not isinstance(part, _NormBase) or isinstance(part, torch.nn.SyncBatchNorm) or not part.training:
+        if not isinstance(part, NormBase) or isinstance(part, torch.nn.SyncBatchNorm) or not part.training:
             continue  # SyncBatchNorm's are those of the whole batch already
         for statistic in (part.running_mean, part.running_var):
             if statistic is not None and not is_lazy(statistic):

@@ -9,6 +9,7 @@ import torch
 
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.sums import all_reduce
+from distnb.compat import torch_internals
 from distnb.options import ReduceOp
 from distnb.runtime.this_process import this_process
 
@@ -37,8 +38,7 @@ def install() -> None:
 
 
 def _forward(layer: Any, input: torch.Tensor, group: Group) -> torch.Tensor:
-    layer._check_input_dim(input)
-    layer._check_non_zero_input_channels(input)
+    torch_internals.check_batch(layer, input)
     values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     axes = [axis for axis in range(input.ndim) if axis != 1]
     shape = [-1 if axis == 1 else 1 for axis in range(input.ndim)]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from distnb.compat import torch_internals
 from distnb.errors import OptionError
 from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.runtime import contexts
@@ -128,7 +129,7 @@ class ServerRegistration:
             self._take_tensor(parameter, name, trainable=parameter.requires_grad)
         for name, buffer in root.named_buffers():
             self._take_tensor(buffer, name, trainable=False)
-        if not any(isinstance(hook, RefreshHook) for hook in root._forward_pre_hooks.values()):
+        if not any(isinstance(hook, RefreshHook) for hook in torch_internals.pre_hooks(root)):
             hook = RefreshHook()
             root.register_forward_pre_hook(hook)
             root.register_state_dict_pre_hook(hook.before_state_dict)

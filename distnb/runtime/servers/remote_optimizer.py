@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from distnb.compat import torch_internals
 from distnb.errors import ContextError, OptionError
 from distnb.runtime.servers.messages import Gradient, RowsGradient, SetOptimizer, Shard, Step
 from distnb.runtime.servers.placement import Stored
@@ -217,7 +218,7 @@ def will_be_remote(optimizer: Any) -> None:
     """An optimizer is being made in a scope: its methods are ours from now on, also for what wraps them."""
     cls: Any = type(optimizer)
     optimizer.__class__ = _remote_class(cls)
-    optimizer._patch_step_function()  # torch calls hooks of steps: training steps are counted by one
+    torch_internals.patch_step(optimizer)  # torch calls hooks of steps: training steps are counted by one
 
 
 def make_remote(optimizer: Any) -> None:
@@ -255,7 +256,7 @@ def _template(optimizer: Any) -> tuple[type, dict[str, Any], list[dict[str, Any]
     own = {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in _NOT_SENT and not name.startswith(("_optimizer_", "_zero_grad_profile"))
+        if name not in _NOT_SENT and torch_internals.is_own_attribute(name)
     }
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return cls, {**own, "defaults": optimizer.defaults}, options

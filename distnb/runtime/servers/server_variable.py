@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from distnb.compat import torch_internals
 from distnb.errors import OptionError, StructureError
 from distnb.runtime import contexts
 from distnb.runtime.servers.placement import Stored
@@ -33,7 +34,7 @@ def stand_in(stored: Stored, settings: Settings, strategy: Any, *, rows_apart: b
     cls = ShardedVariable if rows_apart or len(stored.parts) > 1 else ServerVariable
     # Without memory: what it holds is read when it is used.
     empty = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-    variable: ServerVariable = torch.Tensor._make_subclass(cls, empty, settings.trainable)
+    variable: ServerVariable = torch_internals.make_subclass(cls, empty, settings.trainable)
     variable._settings, variable._strategy, variable.number = settings, strategy, stored.number
     variable.stored, variable._gradient = stored, None
     variable.sparse_gradients = False
@@ -108,7 +109,7 @@ class ServerVariable(Variable):
         homes.of(self._strategy).in_replica(writing=False)
         tensor: torch.Tensor = this_process.servers.copy_of(self.stored).tensor
         tensor.requires_grad_(self.requires_grad)
-        if tensor.requires_grad and not tensor._post_accumulate_grad_hooks:
+        if tensor.requires_grad and not torch_internals.has_gradient_hook(tensor):
             tensor.register_post_accumulate_grad_hook(self._take_from)
         return tensor
 

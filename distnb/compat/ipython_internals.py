@@ -1,0 +1,32 @@
+"""Private names of IPython: its shell's tracebacks, the names of its cells, and what its autoreload has seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distnb.compat.versions import private_names
+
+with private_names("IPython"):
+    from IPython.core.compilerop import CachingCompiler
+    from IPython.core.interactiveshell import InteractiveShell
+
+    _show_lines: Any = InteractiveShell._showtraceback
+    _note_error: Any = InteractiveShell._get_exc_info
+
+__all__ = ["autoreloader", "name_cell", "show_lines"]
+
+
+def show_lines(shell: InteractiveShell, found: tuple[Any, Any, Any], lines: list[str]) -> None:
+    """Show an error (its type, itself, its traceback) by some lines. It is the latest one, for %tb and %debug."""
+    _note_error(shell, found)
+    _show_lines(shell, *found[:2], lines)
+
+
+def name_cell(compiler: CachingCompiler, filename: str, number: int) -> None:
+    """Have tracebacks call a file "Cell In[number]"."""
+    compiler._filename_map[filename] = number
+
+
+def autoreloader(shell: InteractiveShell) -> Any:
+    """Return what %autoreload keeps of modules, or None if that extension is not loaded."""
+    return getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)

@@ -1,0 +1,89 @@
+"""Private names of torch.utils.data: loaders, their iterations and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from distnb.compat.versions import private_names
+
+with private_names("torch"):
+    from torch.utils.data import DataLoader, RandomSampler
+    from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler as handle_ends_of_workers
+    from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _MultiProcessingDataLoaderIter
+
+    _get_iterator = DataLoader._get_iterator
+    _shutdown_workers = _MultiProcessingDataLoaderIter._shutdown_workers
+
+__all__ = [
+    "base_seed",
+    "draws_as_many_as_there_are",
+    "forget_iterator",
+    "handle_ends_of_workers",
+    "is_shut_down",
+    "kept_iterator",
+    "makes_plain_iterators",
+    "next_batch",
+    "reads_iterable",
+    "replace_next_batch",
+    "shut_down",
+    "workers",
+]
+
+
+def makes_plain_iterators(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader's iterators are torch's own, whatever its class."""
+    return type(loader)._get_iterator is _get_iterator
+
+
+def reads_iterable(loader: DataLoader[Any]) -> bool:
+    """Return whether a loader's dataset can only be read from end to end."""
+    return loader._dataset_kind == _DatasetKind.Iterable
+
+
+def kept_iterator(loader: DataLoader[Any]) -> Any:
+    """Return the iterator of a loader whose workers persist, or None."""
+    return loader.__dict__.get("_iterator")
+
+
+def forget_iterator(loader: DataLoader[Any]) -> None:
+    """Have a loader start other workers for its next iteration."""
+    loader.__dict__["_iterator"] = None
+
+
+def base_seed(iterator: Any) -> int:
+    """Return the seed of an iteration, to which workers add their number."""
+    seed: int = iterator._base_seed
+    return seed
+
+
+def workers(iterator: Any) -> Sequence[BaseProcess]:
+    """Return the worker processes of an iteration."""
+    found: Sequence[BaseProcess] = getattr(iterator, "_workers", ())
+    return found
+
+
+def is_shut_down(iterator: Any) -> bool:
+    """Return whether an iteration has no workers, or has shut them down."""
+    return not hasattr(iterator, "_shutdown_workers") or bool(getattr(iterator, "_shutdown", False))
+
+
+def shut_down(iterator: Any) -> None:
+    """Shut the workers of an iteration down."""
+    iterator._shutdown_workers()
+
+
+def next_batch() -> Callable[[Any], Any]:
+    """Return the function that gives an iteration's next batch."""
+    return _BaseDataLoaderIter.__next__
+
+
+def replace_next_batch(function: Callable[[Any], Any]) -> None:
+    """Replace that function."""
+    _BaseDataLoaderIter.__next__ = function  # type: ignore[method-assign,assignment]
+
+
+def draws_as_many_as_there_are(sampler: RandomSampler) -> bool:
+    """Return whether a sampler draws one example for each that the dataset has."""
+    return sampler._num_samples is None

@@ -1,0 +1,171 @@
+"""Private names of torch: graphs of operations, tensors, modules and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from distnb.compat.versions import private_names
+
+with private_names("torch"):
+    import torch
+    import torch.autograd
+    import torch.utils._device
+    from torch import _foreach_add_ as add_each
+    from torch import _foreach_copy_ as copy_each
+    from torch import _foreach_zero_ as zero_each
+    from torch import _is_functional_tensor as is_functional
+    from torch._tensor_str import PRINT_OPTS
+    from torch._tensor_str import _tensor_str as elements_as_text
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+
+    _make_subclass = torch.Tensor._make_subclass
+    _run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    _patch_step_function = torch.optim.Optimizer._patch_step_function
+    _uses_of_storage = getattr(torch._C, "_storage_Use_Count", None)
+
+__all__ = [
+    "CAN_COUNT_USES",
+    "PRINT_OPTS",
+    "NormBase",
+    "add_each",
+    "backward_function",
+    "check_batch",
+    "copy_each",
+    "default_device",
+    "elements_as_text",
+    "has_gradient_hook",
+    "is_functional",
+    "is_own_attribute",
+    "local_tensor",
+    "make_subclass",
+    "never_trace",
+    "patch_step",
+    "pre_hooks",
+    "saved",
+    "set_backward_function",
+    "shape_and_offset_of_shard",
+    "shapes_of_outputs",
+    "sparse_parts",
+    "uses_of_storage",
+    "zero_each",
+]
+
+# -- graphs of operations ----------------------------------------------------------------------------------------------
+
+
+def backward_function() -> Callable[..., Any]:
+    """Return the function by which every backward pass runs that Python starts."""
+    return torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def set_backward_function(function: Callable[..., Any]) -> None:
+    """Replace that function."""
+    torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]
+
+
+def saved(node: Any, name: str, default: Any = None) -> Any:
+    """Return what a node of a graph has saved under a name, or the default if it saves no such thing.
+
+    Raises:
+        RuntimeError: An earlier backward pass has freed it.
+    """
+    return getattr(node, f"_saved_{name}", default)
+
+
+def shapes_of_outputs(node: Any) -> list[torch.Size]:
+    """Return the shapes of what a node of a graph has computed; nothing if they are not known."""
+    return [each.shape for each in getattr(node, "_input_metadata", ())]
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+CAN_COUNT_USES = _uses_of_storage is not None
+
+
+def uses_of_storage(tensor: torch.Tensor) -> int:
+    """Return how many tensors and arrays share a tensor's memory."""
+    assert _uses_of_storage is not None
+    uses: int = _uses_of_storage(tensor.untyped_storage()._cdata)
+    return uses
+
+
+def make_subclass(cls: type, tensor: torch.Tensor, requires_grad: bool) -> Any:
+    """Make a tensor of a class of the memory of another."""
+    return _make_subclass(cls, tensor, requires_grad)
+
+
+def has_gradient_hook(tensor: torch.Tensor) -> bool:
+    """Return whether somebody is called after a gradient was accumulated."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def local_tensor(tensor: Any) -> Any:
+    """Return what this process holds of a DTensor, or None if it is a tensor of another kind."""
+    return getattr(tensor, "_local_tensor", None)
+
+
+def shape_and_offset_of_shard(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of what this process holds of a DTensor, and where in the whole it begins."""
+    with private_names("torch"):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and values of a sparse COO tensor, coalesced or not."""
+    return tensor._indices(), tensor._values()
+
+
+def default_device() -> torch.device | None:
+    """Return the default device, or None if nobody has set one.
+
+    torch.get_default_device says "cpu" for both; no default device costs less, since it sets no function mode.
+    """
+    device: torch.device | None = torch.utils._device.CURRENT_DEVICE
+    return device
+
+
+# -- the compiler ------------------------------------------------------------------------------------------------------
+
+
+def never_trace(function: FunctionType) -> None:
+    """Have torch.compile's tracer leave a function, and all that it calls, alone. Imports no compiler.
+
+    Where torch lacks the means, the function is traced, which is slow and noisy but not wrong.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    try:
+        from torch._C._dynamo import eval_frame
+    except ImportError:
+        return
+    skip = getattr(getattr(eval_frame, "_FrameAction", None), "SKIP", None)
+    strategy = getattr(eval_frame, "_FrameExecStrategy", None)
+    if skip is not None and strategy is not None:
+        eval_frame.set_code_exec_strategy(function.__code__, strategy(skip, skip))
+
+
+# -- modules and optimizers --------------------------------------------------------------------------------------------
+
+
+def check_batch(layer: Any, batch: torch.Tensor) -> None:
+    """Raise ValueError if a batch norm cannot take a batch of this shape."""
+    layer._check_input_dim(batch)
+    layer._check_non_zero_input_channels(batch)
+
+
+def pre_hooks(module: torch.nn.Module) -> list[Any]:
+    """Return the forward pre-hooks of a module."""
+    return list(module._forward_pre_hooks.values())
+
+
+def patch_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have `step` of an optimizer's class call the hooks of steps."""
+    optimizer._patch_step_function()
+
+
+def is_own_attribute(name: str) -> bool:
+    """Return whether an optimizer's attribute is its own, and not one of the hooks and labels that torch adds."""
+    return not name.startswith(("_optimizer_", "_zero_grad_profile"))
