@@ -36,6 +36,7 @@ __all__ = [
     "default_device",
     "elements_as_text",
     "has_gradient_hook",
+    "has_state_hooks",
     "is_functional",
     "is_own_attribute",
     "local_tensor",
@@ -43,6 +44,7 @@ __all__ = [
     "never_trace",
     "patch_step",
     "pre_hooks",
+    "save_own",
     "saved",
     "set_backward_function",
     "shape_and_offset_of_shard",
@@ -159,6 +161,16 @@ def check_batch(layer: Any, batch: torch.Tensor) -> None:
 def pre_hooks(module: torch.nn.Module) -> list[Any]:
     """Return the forward pre-hooks of a module."""
     return list(module._forward_pre_hooks.values())
+
+
+def save_own(module: torch.nn.Module, states: dict[str, Any], prefix: str) -> None:
+    """Add a module's own parameters and buffers to `states`, without those of the modules in it."""
+    module._save_to_state_dict(states, prefix, keep_vars=True)
+
+
+def has_state_hooks(module: torch.nn.Module) -> bool:
+    """Return whether hooks take part when a module's state is saved or loaded."""
+    return bool(module._load_state_dict_pre_hooks or module._state_dict_hooks)
 
 
 def patch_step(optimizer: torch.optim.Optimizer) -> None:

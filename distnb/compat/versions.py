@@ -14,10 +14,11 @@ from distnb.errors import LibraryVersionError
 __all__ = ["TESTED", "private_names"]
 
 TESTED: Final = {
-    "IPython": ("9.0", "9"),
-    "cloudpickle": ("3.0", "3.1"),
+    "IPython": ("9", "9"),
+    "cloudpickle": ("3", "3.1"),
     "ipykernel": ("6.31", "7"),
     "torch": ("2.11", "2.15"),
+    "torchmetrics": ("1.4", "1"),
 }
 """The first and the last version that distnb is tested with, by library. A last version "9" stands for every 9.x."""
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distnb.compat.torchmetrics_internals import forget_result, set_updates, updates
+
 __all__ = ["Described", "Library", "libraries", "library_of", "parts_of"]
 
 
@@ -71,13 +73,15 @@ class _Torchmetrics(Library):
         metric.reset()
 
     def contribution(self, metric: Any) -> Any:
-        return (metric._update_count, metric.metric_state) if metric._update_count else None
+        count = updates(metric)
+        return (count, metric.metric_state) if count else None
 
     def merge(self, metric: Any, contribution: tuple[int, dict[str, Any]]) -> None:
         count, state = contribution
-        metric._update_count += count
-        metric._computed = None
-        if metric._update_count == count:  # nothing was in it: what came is all
+        before = updates(metric)
+        set_updates(metric, before + count)
+        forget_result(metric)
+        if not before:  # nothing was in it: what came is all
             for name, value in state.items():
                 setattr(metric, name, value)
         else:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distnb.checkpoint.states.base import Kind, TensorOutline, described, listed, misfit_of_tensor
+from distnb.compat.torchmetrics_internals import default_states
 from distnb.runtime.scopes import metric_binding
 
 __all__ = ["Metrics"]
@@ -33,7 +34,7 @@ class Metrics(Kind):
             if path not in saved["metrics"]:
                 lines.append(f"{called}: the checkpoint does not hold this metric.")
                 continue
-            states, defaults = saved["metrics"][path]["states"], metric._defaults
+            states, defaults = saved["metrics"][path]["states"], default_states(metric)
             if set(states) != set(defaults):
                 lines.append(
                     f"{called}: the checkpoint has the states {listed(states)}, and {type(metric).__name__} has "
@@ -58,5 +59,5 @@ def _within(value: Any) -> Iterator[tuple[str, Any]]:
     import torchmetrics
 
     for path, module in value.named_modules():
-        if isinstance(module, torchmetrics.Metric) and module._defaults:
+        if isinstance(module, torchmetrics.Metric) and default_states(module):
             yield path, module

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from distnb.checkpoint.states import keras_states
 from distnb.checkpoint.states.base import Kind, TensorOutline, described, listed, misfit_of_tensor
+from distnb.compat import torch_internals
 
 __all__ = ["Modules"]
 
@@ -57,14 +58,14 @@ def _tensors_of(module: torch.nn.Module) -> dict[str, Any]:
     """Collect what `state_dict()` would hold, but read nothing: parameters may live on servers."""
     found: dict[str, Any] = {}
     for path, each in module.named_modules(remove_duplicate=False):
-        each._save_to_state_dict(found, f"{path}." if path else "", keep_vars=True)
+        torch_internals.save_own(each, found, f"{path}." if path else "")
     return found
 
 
 def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
     if isinstance(module, LazyModuleMixin):
         return False
-    if module._load_state_dict_pre_hooks or module._state_dict_hooks:
+    if torch_internals.has_state_hooks(module):
         return True
     methods = ("state_dict", "load_state_dict", "_load_from_state_dict")
     makers = [cls for cls in type(module).__mro__ if any(method in vars(cls) for method in methods)]

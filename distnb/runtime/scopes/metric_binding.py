@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from distnb.compat import torchmetrics_internals
+from distnb.compat.torchmetrics_internals import default_states, updates
 from distnb.errors import ContextError
 from distnb.runtime import contexts
 from distnb.runtime.scopes.metric_names import add_names
@@ -30,11 +32,9 @@ __all__ = ["aggregates_here", "bind", "bind_all", "install", "set_whole_state", 
 @functools.cache
 def install() -> None:
     """Bind metrics to their replicas if they are made in a scope from now on. Idempotent; loads torchmetrics."""
-    import torchmetrics
-
-    cls: Any = torchmetrics.Metric
-    plain_init, wrap_update, plain_call = cls.__init__, cls._wrap_update, cls.__call__
-    merge_groups = torchmetrics.MetricCollection._merge_compute_groups
+    cls: Any = torchmetrics_internals.load().Metric
+    plain_init, plain_call, wrap_update = cls.__init__, cls.__call__, torchmetrics_internals.wrap_update()
+    merge_groups = torchmetrics_internals.merge_groups()
 
     @functools.wraps(plain_init)
     def init(metric: Any, *args: Any, name: str | None = None, **kwargs: Any) -> None:
@@ -63,10 +63,11 @@ def install() -> None:
         if not aggregates_here():
             merge_groups(collection)
 
-    cls.__init__, cls._wrap_update, cls.__call__ = init, wrap, call
+    cls.__init__, cls.__call__ = init, call
+    torchmetrics_internals.replace_wrap_update(wrap)
+    torchmetrics_internals.replace_merge_groups(merge)
     # torchmetrics warns of a metric that is read before it was updated: another replica may have updated it.
-    cls.update_called = property(lambda metric: metric._update_count > 0 or _is_shared(metric))
-    torchmetrics.MetricCollection._merge_compute_groups = merge  # type: ignore[assignment,method-assign]
+    cls.update_called = property(lambda metric: updates(metric) > 0 or _is_shared(metric))
     add_names()
 
 
@@ -86,7 +87,7 @@ def bind(metric: Any) -> None:
     if not hasattr(metric.update, "_distnb"):  # made before torchmetrics' wrapper was replaced
         metric.update = _on_replicas(metric, metric.update)
     metric.distributed_available_fn = aggregates_here
-    metric._sync_dist = functools.partial(_aggregate, metric)
+    torchmetrics_internals.replace_combine(metric, functools.partial(_aggregate, metric))
     # Other replicas may have taken in more since: whether reading communicates must not depend on this one alone.
     metric.compute_with_cache = False
 
@@ -162,7 +163,7 @@ def _lengths(value: Any) -> Iterator[int]:
 
 def _aggregate(metric: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
     """Combine the replicas' states in place of torchmetrics' `_sync_dist`, in one message, whatever a state holds."""
-    if metric._defaults and not _combine(metric):  # a wrapper has none: the metrics in it have
+    if default_states(metric) and not _combine(metric):  # a wrapper has none: the metrics in it have
         warnings.warn(
             f"{type(metric).__name__}.compute was called before any replica updated the metric.", stacklevel=2
         )
@@ -180,16 +181,16 @@ def _combine(metric: Any) -> bool:
     if len(states) < len(gathered):
         _share_attributes(metric, gathered.index(states[0]), own is None)
     device = metric.device
-    for name, reduction in metric._reductions.items():
+    for name, reduction in torchmetrics_internals.reductions(metric).items():
         parts = map_structure(
             lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, [state[name] for state in states]
         )
-        setattr(metric, name, _combined(parts, reduction, isinstance(metric._defaults[name], list)))
+        setattr(metric, name, _combined(parts, reduction, isinstance(default_states(metric)[name], list)))
     return True
 
 
 def _states(metric: Any) -> dict[str, Any]:
-    return {name: getattr(metric, name) for name in metric._defaults}
+    return {name: getattr(metric, name) for name in default_states(metric)}
 
 
 def _share_attributes(metric: Any, source: int, lacks: bool) -> None:
@@ -218,11 +219,11 @@ def _combined(parts: list[Any], reduction: Callable[[Any], Any] | None, listed: 
 
 def _is_untouched(metric: Any) -> bool:
     """Return whether a metric has counted nothing. One that was loaded has a state, though it was never updated."""
-    return metric._update_count == 0 and all(
+    return updates(metric) == 0 and all(
         torch.equal(getattr(metric, name).cpu(), default.cpu())
         if isinstance(default, torch.Tensor)
         else len(getattr(metric, name)) == 0
-        for name, default in metric._defaults.items()
+        for name, default in default_states(metric).items()
     )
 
 
@@ -236,13 +237,13 @@ def _on_host(leaf: Any) -> Any:
 def whole_state(metric: Any) -> dict[str, Any]:
     """Return what a metric has counted on all replicas, for a checkpoint: the number of updates, and the states."""
     if not _is_shared(metric):
-        return {"updates": metric._update_count, "states": _states(metric)}
+        return {"updates": updates(metric), "states": _states(metric)}
     process = this_process.replica
     assert process is not None
-    updates, own = sum(process.group.all_gather_object(metric._update_count)), _states(metric)
+    total, own = sum(process.group.all_gather_object(updates(metric))), _states(metric)
     try:
         _combine(metric)
-        return {"updates": updates, "states": _states(metric)}
+        return {"updates": total, "states": _states(metric)}
     finally:
         for name, value in own.items():
             setattr(metric, name, value)
@@ -258,4 +259,4 @@ def set_whole_state(metric: Any, saved: dict[str, Any]) -> None:
     for name, value in saved["states"].items():
         own = map_structure(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, value)
         setattr(metric, name, own)
-    metric._update_count = saved["updates"]
+    torchmetrics_internals.set_updates(metric, saved["updates"])

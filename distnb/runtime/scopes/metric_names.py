@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distnb.compat import torchmetrics_internals
 from distnb.errors import OptionError
 from distnb.runtime.reduction.reducing import fitting_weight
 from distnb.runtime.this_process import this_process
@@ -153,5 +154,5 @@ def _compares(metric: Any) -> bool:
 
 
 def _parameters(metric: Any) -> list[str]:
-    signature = getattr(metric, "_update_signature", None) or inspect.signature(metric.update)
+    signature = torchmetrics_internals.signature_of_update(metric) or inspect.signature(metric.update)
     return list(signature.parameters)
