@@ -27,7 +27,7 @@ import zmq
 
 from benchmarks.harness import Target, compare, report, timed
 from distnb.cluster.connection import Keys, make_keys
-from distnb.objects.looking import bytes_of
+from distnb.objects.memory import bytes_of
 from distnb.runtime.servers.client import Servers
 from distnb.runtime.servers.messages import Address, Create, MakeOptimizer, Pull, Shard, Step
 from distnb.runtime.servers.service import Service

@@ -167,6 +167,7 @@ class DoubleWorld:
                 mark = namespace.begin(cell.text)
                 try:
                     process.run(cell.text, self._number)
+                    namespace.refuse_placeholders(mark)
                 except Exception as error:
                     errors.append(error)
                 results[replica] = self._send(namespace.finish(mark))

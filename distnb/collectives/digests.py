@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 import xxhash
 
+from distnb.objects.memory import bytes_of
+
 __all__ = ["digest", "digest_of_text"]
 
 
 def digest(tensor: torch.Tensor) -> int:
     """63 bits of a tensor's elements, the same on every device and for every layout in memory."""
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    data = dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_64_intdigest(data.data) >> 1
+    return xxhash.xxh3_64_intdigest(bytes_of(dense.cpu().contiguous())) >> 1
 
 
 def digest_of_text(text: str) -> int:

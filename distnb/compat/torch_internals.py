@@ -15,7 +15,8 @@ with private_names("torch"):
     from torch import _foreach_add_ as add_each
     from torch import _foreach_copy_ as copy_each
     from torch import _foreach_zero_ as zero_each
-    from torch import _is_functional_tensor as is_functional
+    from torch import _is_functional_tensor
+    from torch import _neg_view as negative_view
     from torch._tensor_str import PRINT_OPTS
     from torch._tensor_str import _tensor_str as elements_as_text
     from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -36,11 +37,13 @@ __all__ = [
     "default_device",
     "elements_as_text",
     "has_gradient_hook",
+    "has_no_memory",
     "has_state_hooks",
-    "is_functional",
+    "identity_of_storage",
     "is_own_attribute",
     "local_tensor",
     "make_subclass",
+    "negative_view",
     "never_trace",
     "patch_step",
     "pre_hooks",
@@ -50,6 +53,8 @@ __all__ = [
     "shape_and_offset_of_shard",
     "shapes_of_outputs",
     "sparse_parts",
+    "typed_storage",
+    "untyped_storage",
     "uses_of_storage",
     "zero_each",
 ]
@@ -91,6 +96,27 @@ def uses_of_storage(tensor: torch.Tensor) -> int:
     assert _uses_of_storage is not None
     uses: int = _uses_of_storage(tensor.untyped_storage()._cdata)
     return uses
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of the host has no memory: a zero of autograd, or a tracer's."""
+    return tensor._is_zerotensor() or bool(_is_functional_tensor(tensor))
+
+
+def identity_of_storage(storage: Any) -> int:
+    """Return a number that is a storage's own for as long as it lives, whether it is resized or not."""
+    identity: int = storage._cdata
+    return identity
+
+
+def untyped_storage(storage: Any) -> Any:
+    """Return a storage without a dtype. torch's own way warns that there will be no other."""
+    return getattr(storage, "_untyped_storage", storage)
+
+
+def typed_storage(storage: Any, dtype: torch.dtype) -> Any:
+    """Return a storage with a dtype, as `tensor.storage()` does."""
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def make_subclass(cls: type, tensor: torch.Tensor, requires_grad: bool) -> Any:

@@ -13,6 +13,7 @@ import torch
 from distnb.coordinator.libraries import libraries, parts_of
 from distnb.errors import CannotTravelError
 from distnb.objects.code import source_of
+from distnb.objects.memory import bytes_of
 from distnb.objects.packing import out_of_band
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
             tuple(tensor.shape),
         )
     host = tensor.detach().cpu().contiguous()
-    shown: Any = host.view(-1).view(torch.uint8).numpy()
-    data = pickle.PickleBuffer(shown) if host.numel() else b""
+    data = pickle.PickleBuffer(bytes_of(host)) if host.numel() else b""
     return _open_tensor, (data, host.dtype, tuple(host.shape), tensor.requires_grad and tensor.is_leaf)
 
 

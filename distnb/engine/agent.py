@@ -334,6 +334,7 @@ class Agent:
                 scope = strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext()
                 with threads_awaited(), scope, profile or nullcontext():
                     self._executor.run(message.source, message.filename, message.label)
+                    self._namespace.refuse_placeholders(mark)
             self._shell.events.trigger("post_execute")  # figures that were drawn are shown now
 
         try:

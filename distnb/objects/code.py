@@ -63,8 +63,16 @@ _CODE = (types.FunctionType, type, functools._lru_cache_wrapper, typing.TypeVar)
 
 
 def is_code(value: Any) -> bool:
-    """Whether a value is a function, a class or a type: sent by value both ways, and before what may need it."""
-    return isinstance(value, _CODE) or typing.get_origin(value) is not None
+    """Return whether a value is a function, a class or a type: sent by value both ways, and before what may need it."""
+    kind = type(value)  # not `isinstance`: an object may say anything of its class, or raise
+    return issubclass(kind, _CODE) or _is_alias(value)
+
+
+def _is_alias(value: Any) -> bool:
+    try:
+        return typing.get_origin(value) is not None
+    except Exception:  # whatever a user's class raises  # noqa: BLE001
+        return False
 
 
 # -- names ---------------------------------------------------------------------------------------------------------

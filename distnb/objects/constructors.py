@@ -30,6 +30,7 @@ open_reference = ByOpener("open_reference")
 open_memory = ByOpener("open_memory")
 update_memory = ByOpener("update_memory")
 open_from_host = ByOpener("open_from_host")
+open_storage_from_host = ByOpener("open_storage_from_host")
 make_function = ByOpener("make_function")
 make_class = ByOpener("make_class")
 fill_class = ByOpener("fill_class")
@@ -43,7 +44,7 @@ def open_array(memory: Memory, dtype: Any, shape: Any, strides: Any, offset: int
     if not memory.nbytes:
         array = numpy.ndarray(shape, dtype)
     else:
-        array = numpy.ndarray(shape, dtype, memory.bytes(), offset, strides)
+        array = numpy.ndarray(shape, dtype, memory.array(), offset, strides)
     array.flags.writeable = writeable
     return array
 
@@ -53,10 +54,21 @@ def open_tensor(memory: Memory, dtype: Any, shape: Any, stride: Any, offset: int
     import torch
 
     whole = memory.tensor()
+    storage, begin = whole.untyped_storage(), whole.storage_offset() // dtype.itemsize + offset
     tensor = torch.empty(0, dtype=dtype, device="cpu")
     with torch.no_grad():
-        tensor.set_(whole.untyped_storage(), whole.storage_offset() // dtype.itemsize + offset, shape, stride)
+        tensor.set_(storage, begin, shape, stride)
+    if not memory.nbytes:
+        storage.resize_(0)  # it is empty, whatever the tensor's shape
     return tensor if kind is torch.Tensor else kind(tensor, requires_grad=False)
+
+
+def open_storage(memory: Memory, dtype: Any) -> Any:
+    """The storage that tensors on some memory have; with a dtype one of `tensor.storage()`."""
+    from distnb.compat.torch_internals import typed_storage
+
+    storage = memory.tensor().untyped_storage()
+    return storage if dtype is None else typed_storage(storage, dtype)
 
 
 def fill_tensor(tensor: Any, state: tuple[bool, Any, dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ is sent is made by the pickler that `packing` derives from this one.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import pickle
@@ -23,11 +24,11 @@ import xxhash
 from distnb.errors import CannotTravelError
 from distnb.objects import code, constructors
 from distnb.objects.constructors import ByOpener
-from distnb.objects.memory import Memory, dense_tensor
+from distnb.objects.memory import Memory, bytes_of, dense_tensor, is_stored
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, refusal
 from distnb.objects.plain import is_importable
 
-__all__ = ["INLINE_NBYTES", "Look", "Looker", "References", "Side", "bytes_of", "on_accelerator"]
+__all__ = ["INLINE_NBYTES", "Look", "Looker", "References", "Side", "on_accelerator"]
 
 INLINE_NBYTES = 1024
 """Below this a buffer of its own costs more than it saves."""
@@ -162,29 +163,77 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
     def tensor(self, tensor: Any) -> Any:
         """A tensor's content, its gradient's, and its attributes."""
-        if not tensor.requires_grad:
-            try:
-                data = tensor.numpy()  # at once, where NumPy knows its kind: data sets have thousands of small ones
-            except (TypeError, RuntimeError):
-                return self._tensor_by_bytes(tensor)
-            extra = (tensor.grad, tensor.__dict__) if tensor.grad is not None or tensor.__dict__ else None
-            if data.nbytes < INLINE_NBYTES:
-                return _content, (data.dtype.char, data.shape, data.tobytes(), extra)
-            if data.flags.c_contiguous:
-                return _content, (data.dtype.char, data.shape, pickle.PickleBuffer(data), extra)
-        return self._tensor_by_bytes(tensor)
+        # At once for most: data sets have thousands of small ones. What has no memory, or another's, has no address.
+        kind = _PLAIN_DTYPES[tensor.dtype]
+        if kind is None or not tensor.is_cpu or tensor.requires_grad or tensor.is_nested or tensor.is_neg():
+            return self._any_tensor(tensor)
+        try:
+            address, nbytes = tensor.data_ptr(), tensor.nbytes
+        except (RuntimeError, NotImplementedError):
+            return self._any_tensor(tensor)
+        begin = tensor.storage_offset() and tensor.storage_offset() * tensor.element_size()
+        if not address or not tensor.is_contiguous() or begin + nbytes > tensor.untyped_storage().nbytes():
+            return self._any_tensor(tensor)
+        if nbytes < INLINE_NBYTES:
+            shown = ctypes.string_at(address, nbytes)
+        else:
+            shown = xxhash.xxh3_128_digest((ctypes.c_ubyte * nbytes).from_address(address))
+        gradient, attributes = tensor.grad, tensor.__dict__
+        if gradient is not None or attributes:
+            return _content, (kind, (*tensor.shape,), shown, gradient, attributes)
+        return _content, (kind, (*tensor.shape,), shown)
 
-    def _tensor_by_bytes(self, tensor: Any) -> Any:
-        """The same for any dense tensor."""
-        plain = tensor.detach().cpu() if on_accelerator(tensor) else tensor.detach()
-        if not dense_tensor(plain):
-            return self.other(tensor)
-        data = bytes_of(plain.contiguous())
-        kind = (str(tensor.dtype), tuple(tensor.shape), tensor.requires_grad, type(tensor).__name__)
-        shown = data.tobytes() if data.nbytes < INLINE_NBYTES else pickle.PickleBuffer(data)
-        return _content, (kind, shown, tensor.grad if tensor.is_leaf else None, tensor.__dict__ or None)
+    def _any_tensor(self, tensor: Any) -> Any:
+        """The same for every kind of tensor."""
+        data = tensor.detach().cpu() if on_accelerator(tensor) else tensor
+        if not dense_tensor(data):
+            return self.special_tensor(tensor)
+        if not is_stored(data):
+            if data.untyped_storage().nbytes():
+                return self.unstored_tensor(tensor)
+            return _content, ("emptied", str(tensor.dtype), tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
+        content = bytes_of(data if data.is_contiguous() else data.detach().contiguous())
+        more = tensor.requires_grad, tensor.grad if tensor.is_leaf else None, tensor.__dict__ or None
+        kind = str(tensor.dtype), tuple(tensor.shape), type(tensor).__name__
+        return _content, (kind, xxhash.xxh3_128_digest(content), more)
+
+    def storage(self, storage: Any) -> Any:
+        """A storage's content: of the memory behind tensors."""
+        import torch
+
+        from distnb.compat.torch_internals import untyped_storage
+
+        plain = untyped_storage(storage)
+        kind = str(storage.dtype) if plain is not storage else ""
+        data = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(plain).cpu()
+        return _content, ("storage", kind, bytes(bytes_of(data)))
 
     # -- what both are made of alike -----------------------------------------------------------------------------------
+
+    def special_tensor(self, tensor: Any) -> Any:
+        """A tensor that is no plain memory: a conjugate, or a sparse, nested, quantized or meta one, as torch says."""
+        import torch
+
+        from distnb.compat.torch_internals import negative_view
+
+        if tensor.is_conj():
+            made: Any = torch.conj, (tensor.detach().conj(),)
+        elif tensor.is_neg():
+            made = negative_view, (negative_view(tensor.detach()),)
+        elif tensor.is_mkldnn:
+            made = torch.Tensor.to_mkldnn, (tensor.detach().to_dense(),)
+        else:
+            made = self.other(tensor)
+        if made[0] is Placeholder or len(made) > 2:
+            return made
+        state = (tensor.requires_grad, tensor.grad if tensor.is_leaf else None, tensor.__dict__ or None)
+        return made if state == (False, None, None) else (*made, state, None, None, constructors.fill_tensor)
+
+    def unstored_tensor(self, tensor: Any) -> Any:
+        """A tensor whose storage is too small for it."""
+        held = tensor.untyped_storage().nbytes()
+        why = f"its storage holds {held} bytes, and it shows {tensor.nbytes}: torch could not resize it"
+        return Placeholder, (refusal(self.label, self.root, tensor, "assign a new tensor instead", why),)
 
     def function(self, function: types.FunctionType) -> Any:
         """A function by value, with its names noted."""
@@ -249,15 +298,6 @@ def _content(*parts: Any) -> None:
     """Named in pickles that are digested; never called."""
 
 
-def bytes_of(flat: Any) -> Any:
-    """The bytes of a contiguous tensor on the host, as an array."""
-    import torch
-
-    if flat.dtype is torch.float32 or flat.dtype is torch.int64:
-        return flat.numpy()
-    return flat.reshape(-1).view(torch.uint8).numpy()
-
-
 def on_accelerator(tensor: Any) -> bool:
     """Whether a tensor's memory is not the host's."""
     return tensor.device.type not in ("cpu", "meta")
@@ -286,13 +326,23 @@ def _reduce_other_tensor(pickler: Looker, tensor: Any) -> Any:
     return _reduce_tensor(pickler, tensor) if on_accelerator(tensor) else pickler.instance(tensor)
 
 
+def _reduce_storage(pickler: Looker, storage: Any) -> Any:
+    reference = pickler.reference(storage)
+    return reference if reference is not None else pickler.storage(storage)
+
+
 def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
     """How objects of a type are reduced: a method of the pickler."""
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "UntypedStorage"):
         if kind in (torch.Tensor, torch.nn.Parameter):
             return _reduce_tensor
-        if issubclass(kind, torch.Tensor) and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
+        if kind in (torch.UntypedStorage, torch.storage.TypedStorage):
+            return _reduce_storage
+        # Those with a rule of their own for operations (fake and distributed tensors) have no memory themselves.
+        dispatch: Any = getattr(kind, "__torch_dispatch__", None)
+        plain = issubclass(kind, torch.Tensor) and dispatch is torch.Tensor.__torch_dispatch__
+        if plain and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
             return _reduce_other_tensor
     numpy = sys.modules.get("numpy")
     if numpy is not None and kind in (numpy.ndarray, numpy.memmap):
@@ -308,6 +358,17 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
         return lambda pickler, obj: (get_ipython, ())  # every process has one
     return lambda pickler, obj: pickler.instance(obj)
 
+
+class _PlainDtypes(dict[Any, str | None]):
+    """Short names of torch's dtypes, as they are met; None for those whose tensors may be no plain memory."""
+
+    def __missing__(self, dtype: Any) -> str | None:
+        name = str(dtype).removeprefix("torch.")
+        found = self[dtype] = None if dtype.is_complex or name.startswith(("q", "Q")) else name
+        return found
+
+
+_PLAIN_DTYPES = _PlainDtypes()
 
 _RULES: dict[type, Callable[[Any, Any], Any]] = {
     types.FunctionType: lambda pickler, obj: pickler.function(obj),

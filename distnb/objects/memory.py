@@ -7,13 +7,24 @@ only when its bytes have changed.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import sys
 import weakref
 from typing import Any
 
-__all__ = ["Memories", "Memory", "array_window", "dense_tensor", "tensor_window"]
+__all__ = [
+    "Memories",
+    "Memory",
+    "array_window",
+    "buffer_at",
+    "bytes_of",
+    "dense_tensor",
+    "is_stored",
+    "tensor_window",
+]
 
 _SMALL_NBYTES = 1 << 20
+_COPIED_NBYTES = 64 << 20
 _LARGER_BY_FAR = 4
 _FEW = 100
 
@@ -25,39 +36,82 @@ class Memory:
         owner: What keeps it alive: an array of bytes, or a torch tensor of bytes.
         start: Its address.
         nbytes: Its size in bytes.
+        storage: The storage of tensors that it is all of; None if it is none, or a part of one.
 
     Attributes:
         digest: Of the bytes as the other side has them; None if it does not.
     """
 
-    __slots__ = ("__weakref__", "digest", "nbytes", "owner", "start")
+    __slots__ = ("__weakref__", "digest", "nbytes", "owner", "start", "storage")
 
-    def __init__(self, owner: Any, start: int, nbytes: int) -> None:
+    def __init__(self, owner: Any, start: int, nbytes: int, storage: Any = None) -> None:
         self.owner = owner
         self.start = start
         self.nbytes = nbytes
+        self.storage = storage
         self.digest: bytes | None = None
 
-    def bytes(self) -> Any:
-        """It as an array of bytes."""
-        return self.owner.numpy() if hasattr(self.owner, "untyped_storage") else self.owner
+    @staticmethod
+    def of_storage(storage: Any) -> Memory:
+        """Return all of the storage of some tensors."""
+        return Memory(_bytes_on(storage), storage.data_ptr(), storage.nbytes(), storage)
+
+    @property
+    def is_resizable(self) -> bool:
+        """Whether it is a storage that torch can resize."""
+        return self.storage is not None and bool(self.storage.resizable())
+
+    def is_there(self, start: int) -> bool:
+        """Return whether it still begins at an address: torch may have resized the storage."""
+        self.follow()
+        if self.storage is None and _is_tensor(self.owner):
+            return bool(self.owner.data_ptr() == start) and is_stored(self.owner)
+        return self.start == start
+
+    def follow(self) -> None:
+        """Be all of the storage again, if torch has resized that."""
+        storage = self.storage
+        if storage is not None and (storage.nbytes() != self.nbytes or storage.data_ptr() != self.start):
+            self.owner, self.start, self.nbytes = _bytes_on(storage), storage.data_ptr(), storage.nbytes()
+
+    def buffer(self) -> Any:
+        """Return the bytes, as `buffer_at` does."""
+        return buffer_at(self.start, self.nbytes, self.owner)
+
+    def array(self) -> Any:
+        """Return it as an array of bytes. From then on torch does not resize the storage, which an array shows."""
+        return self.owner.numpy() if _is_tensor(self.owner) else self.owner
 
     def tensor(self) -> Any:
-        """It as a torch tensor of bytes."""
+        """Return it as a torch tensor of bytes."""
         import torch
 
-        return self.owner if isinstance(self.owner, torch.Tensor) else torch.from_numpy(self.owner)
+        return self.owner if _is_tensor(self.owner) else torch.from_numpy(self.owner)
 
-    def write(self, data: Any) -> None:
-        """Give it other content, in place."""
+    def write(self, data: Any) -> bool:
+        """Give it other content, in place. Returns whether it could: a storage is resized for more, or less."""
         import numpy
 
+        view = memoryview(data).cast("B")
+        if view.nbytes != self.nbytes:
+            if not self.is_resizable:
+                return False
+            self.storage.resize_(view.nbytes)
+            self.follow()
         self.digest = None
-        self.bytes()[:] = numpy.frombuffer(data, numpy.uint8)
+        if _is_tensor(self.owner):
+            memoryview(self.buffer()).cast("B")[:] = view
+        else:
+            self.owner[:] = numpy.frombuffer(view, numpy.uint8)
+        return True
 
     @staticmethod
-    def filled(data: Any) -> Memory:
-        """New memory with the bytes of a buffer that nobody else writes to."""
+    def filled(data: Any, *, resizable: bool = False) -> Memory:
+        """Make new memory with the bytes of a buffer that nobody else writes to.
+
+        Large memory is that of the buffer, which processes of a machine share until they write to it. torch can only
+        resize memory of its own, so what is to be resizable is copied, unless it is very large.
+        """
         import numpy
 
         view = memoryview(data)
@@ -65,14 +119,45 @@ class Memory:
         if torch is None:
             owner: Any = numpy.frombuffer(bytearray(view) if view.readonly or view.nbytes == 0 else view, numpy.uint8)
             return Memory(owner, owner.ctypes.data, owner.nbytes)
-        # torch's own where that costs little: memory of others cannot be resized.
-        if view.nbytes > _SMALL_NBYTES and not view.readonly:
+        if view.nbytes > (_COPIED_NBYTES if resizable else _SMALL_NBYTES) and not view.readonly:
             owner = torch.frombuffer(view, dtype=torch.uint8)
         else:
             owner = torch.empty(view.nbytes, dtype=torch.uint8, device="cpu")
-            if view.nbytes:
-                owner.numpy()[:] = numpy.frombuffer(view, dtype=numpy.uint8)
-        return Memory(owner, owner.data_ptr(), view.nbytes)
+            memoryview(bytes_of(owner)).cast("B")[:] = view.cast("B")
+        return Memory(owner, owner.data_ptr(), view.nbytes, owner.untyped_storage())
+
+
+def _is_tensor(owner: Any) -> bool:
+    return hasattr(owner, "untyped_storage")
+
+
+def _bytes_on(storage: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def _identity(storage: Any) -> int:
+    from distnb.compat.torch_internals import identity_of_storage
+
+    return identity_of_storage(storage)
+
+
+def buffer_at(address: int, nbytes: int, owner: Any) -> Any:
+    """Return the bytes at an address as an object that shows them as a buffer, and keeps their owner alive.
+
+    The owner's own ways have effects: torch never again resizes a storage that NumPy has seen, and a buffer that is
+    read-only is copied where it is opened. No memoryview: Python's collector crashes on one of another that is garbage.
+    """
+    mapped = (ctypes.c_ubyte * nbytes).from_address(address)
+    mapped.owner = owner  # type: ignore[attr-defined]
+    return mapped
+
+
+def bytes_of(tensor: Any) -> Any:
+    """Return the bytes of a contiguous tensor on the host, as `buffer_at` does."""
+    return buffer_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
 
 class Memories:
@@ -81,9 +166,13 @@ class Memories:
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
         self._starts: list[int] = []
+        # A storage stays what it is when torch resizes it, and its address does not.
+        self._storages: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
     def add(self, memory: Memory) -> None:
         """Let a block be found."""
+        if memory.storage is not None:
+            self._storages[_identity(memory.storage)] = memory
         if memory.nbytes:
             if memory.start not in self._known:
                 if len(self._starts) > 2 * len(self._known) + _FEW:
@@ -97,25 +186,59 @@ class Memories:
         while place:
             place -= 1
             found = self._known.get(self._starts[place])
-            if found is not None:
-                return found if start + nbytes <= found.start + found.nbytes else None
+            if found is None:
+                continue
+            if not found.is_there(self._starts[place]):
+                del self._known[self._starts[place]]  # something else may lie there now
+                continue
+            return found if start + nbytes <= found.start + found.nbytes else None
         return None
+
+    def of_storage(self, storage: Any) -> Memory | None:
+        """The block that is known to be all of a storage."""
+        found = self._storages.get(_identity(storage))
+        if found is not None:
+            found.follow()
+        return found
 
 
 def dense_tensor(tensor: Any) -> bool:
-    """Whether a tensor is a window on plain memory of the host."""
+    """Return whether a tensor is a window on plain memory of the host."""
     import torch
 
-    from distnb.compat.torch_internals import is_functional
+    from distnb.compat.torch_internals import has_no_memory
 
     return (
-        tensor.layout is torch.strided
+        tensor.is_cpu
+        and tensor.layout is torch.strided
         and not tensor.is_quantized
-        and tensor.device.type == "cpu"
+        and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not is_functional(tensor)
+        and not has_no_memory(tensor)
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # fake and distributed ones have none
     )
+
+
+def is_stored(tensor: Any) -> bool:
+    """Return whether the storage of a dense tensor holds all that the tensor shows.
+
+    It holds less after `storage.resize_(0)`, as of sharded parameters that are not needed now, and where torch has
+    refused to resize a storage after it had changed the tensor's shape.
+    """
+    extent = _extent(tensor)
+    end = tensor.storage_offset() * tensor.element_size() + extent
+    return not extent or bool(end <= tensor.untyped_storage().nbytes())
+
+
+def _extent(tensor: Any) -> int:
+    """Return how many bytes there are from a tensor's first element to the end of its last."""
+    if tensor.is_contiguous():
+        return int(tensor.nbytes)
+    if not tensor.numel():
+        return 0
+    steps = sum(stride * (n - 1) for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
+    return int(tensor.element_size() * (1 + steps))
 
 
 def array_window(array: Any, memories: Memories) -> tuple[Memory, int]:
@@ -155,22 +278,25 @@ def _as_bytes(array: Any) -> Any:
 
 
 def tensor_window(tensor: Any, memories: Memories) -> tuple[Memory, int]:
-    """The block that a dense tensor lies in, and the offset in bytes of its first element."""
+    """The block that a dense tensor lies in, and the offset in bytes of its first element.
+
+    The block is empty if the storage is: see `is_stored`.
+    """
     import torch
 
-    first, size = tensor.data_ptr(), tensor.element_size()
-    extent = size * (1 + sum(stride * (n - 1) for stride, n in zip(tensor.stride(), tensor.shape, strict=True)))
-    if not tensor.numel():
+    first, extent = tensor.data_ptr(), _extent(tensor)
+    if not extent:
         return Memory(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0), 0
+    storage = tensor.untyped_storage()
+    known = memories.of_storage(storage)
+    if known is not None:
+        return known, tensor.storage_offset() * tensor.element_size()
     known = memories.of(first, extent)
     if known is not None:
         return known, first - known.start
-    storage = tensor.untyped_storage()
-    start, nbytes = storage.data_ptr(), storage.nbytes()
-    with torch.no_grad():
-        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    if nbytes > max(_SMALL_NBYTES, _LARGER_BY_FAR * extent):
-        whole, start, nbytes = whole[first - start : first - start + extent], first, extent
-    memory = Memory(whole, start, nbytes)
+    memory = Memory.of_storage(storage)
+    if memory.nbytes > max(_SMALL_NBYTES, _LARGER_BY_FAR * extent):
+        begin = first - memory.start
+        memory = Memory(memory.owner[begin : begin + extent], first, extent)
     memories.add(memory)
-    return memory, first - start
+    return memory, first - memory.start

@@ -22,7 +22,7 @@ import cloudpickle
 
 from distnb.objects import code
 from distnb.objects.constructors import ByOpener
-from distnb.objects.memory import Memory
+from distnb.objects.memory import Memory, is_stored
 from distnb.objects.placeholder import Placeholder
 
 __all__ = ["ATOMS", "Merge"]
@@ -103,14 +103,15 @@ class Merge:
             old = code.class_state(cls)
             for name in old.keys() - state.keys():
                 if not name.startswith("__"):
-                    delattr(cls, name)
+                    with contextlib.suppress(Exception):  # whatever the user's metaclass raises
+                        delattr(cls, name)
             for name, value in state.items():
                 merged = self.merged(value)
                 if name == "_abc_impl":
                     for each in merged:
                         cls.register(each)  # type: ignore[attr-defined]
                 elif name not in old or merged is not old[name]:  # equal strings, too: a look tells which are one
-                    with contextlib.suppress(AttributeError, TypeError):  # what Python itself sets
+                    with contextlib.suppress(Exception):  # what Python itself sets, or the user's metaclass refuses
                         setattr(cls, name, merged)
 
     # -- by kind -------------------------------------------------------------------------------------------------------
@@ -177,10 +178,10 @@ class Merge:
     def _tensor(self, new: Any, target: Any) -> Any:
         if target is new:
             return new
-        if new.shape != target.shape or new.dtype != target.dtype or new.layout != target.layout:
+        try:
+            _take_over(target, new)
+        except (RuntimeError, TypeError, NotImplementedError):  # torch cannot change one of its kind to this
             return new
-        if new.data_ptr() != target.data_ptr() or new.stride() != target.stride():
-            target.data.copy_(new.data)
         if target.is_leaf:
             if target.requires_grad != new.requires_grad:
                 target.requires_grad_(new.requires_grad)
@@ -188,6 +189,16 @@ class Merge:
         attributes = {name: self.merged(value) for name, value in vars(new).items()}
         vars(target).clear()
         vars(target).update(attributes)
+        return target
+
+    def _storage(self, new: Any, target: Any) -> Any:
+        from distnb.compat.torch_internals import untyped_storage
+
+        here, arrived = untyped_storage(target), untyped_storage(new)
+        if target is not new and here.data_ptr() != arrived.data_ptr():
+            if here.nbytes() != arrived.nbytes():
+                here.resize_(arrived.nbytes())
+            here.copy_(arrived)
         return target
 
     def _cell(self, new: Any, target: Any) -> Any:
@@ -310,10 +321,34 @@ _RULES: tuple[tuple[type, _Rule], ...] = (
 )
 
 
+def _take_over(target: Any, new: Any) -> None:
+    """Give a tensor the content of another, and its shape and dtype.
+
+    Raises:
+        RuntimeError: torch cannot do that.
+    """
+    import torch
+
+    if new.layout is not torch.strided or target.layout is not torch.strided or new.is_nested:
+        if target.dtype != new.dtype:
+            raise TypeError(f"{target.dtype} is not {new.dtype}")
+        with torch.no_grad():
+            target.copy_(new)
+        return
+    windows = all(not each.is_cpu or is_stored(each) for each in (target, new))
+    if not windows or new.shape != target.shape or new.dtype != target.dtype:
+        target.data = new.data  # it was resized, or is another window
+    elif new.data_ptr() != target.data_ptr() or new.stride() != target.stride():
+        target.data.copy_(new.data)
+
+
 def _rule_for(kind: type) -> _Rule | None:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and hasattr(torch, "Tensor") and issubclass(kind, torch.Tensor):
-        return Merge._tensor
+    if torch is not None and hasattr(torch, "UntypedStorage"):
+        if issubclass(kind, torch.Tensor):
+            return Merge._tensor
+        if kind in (torch.UntypedStorage, torch.storage.TypedStorage):
+            return Merge._storage
     if numpy is not None and issubclass(kind, numpy.ndarray):
         return Merge._array
     return next((rule for base, rule in _RULES if issubclass(kind, base)), None)

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from distnb.compat import cloudpickle_internals
+from distnb.errors import CannotTravelError
 from distnb.objects import code
-from distnb.objects.constructors import ByOpener
+from distnb.objects.constructors import ByOpener, open_storage
 from distnb.objects.looking import Side
 from distnb.objects.memory import Memory
 from distnb.objects.packing import OFFSET_BITS, Packed
@@ -82,16 +83,20 @@ class Opener:
         try:
             root = self._reader.load()
         except Exception as error:  # whatever the user's classes raise  # noqa: BLE001
-            self.failed[name] = error
-            stands = Placeholder(
-                f"{label_of(name)} cannot be opened here: {type(error).__name__}: {error}. The cure: make it inside "
-                "the distributed cell, or keep it out of what the cell reads."
-            )
-            vars(stands)["why"] = error.with_traceback(None)
-            root = [stands]
+            root = [self.lost(name, error)]
             self._go_on_after(start, root)
         self.roots.append(root)
         return root[0]
+
+    def lost(self, name: str, error: Exception) -> Placeholder:
+        """Note that a value could not be opened. Returns what stands for it."""
+        self.failed[name] = error
+        stands = Placeholder(
+            f"{label_of(name)} cannot be opened here: {type(error).__name__}: {error}. The cure: make it inside "
+            "the distributed cell, or keep it out of what the cell reads."
+        )
+        vars(stands)["why"] = error.with_traceback(None)
+        return stands
 
     def close(self) -> None:
         """Nothing is read any more. What was read is then held by nobody but those who got it: no cycle keeps it."""
@@ -127,20 +132,30 @@ class Opener:
         tensor = Memory.filled(data).tensor().view(dtype).reshape(shape).to(self._place)
         return sys.modules["torch"].nn.Parameter(tensor, False) if is_parameter else tensor
 
-    def open_memory(self, data: Any) -> Memory:
+    def open_storage_from_host(self, data: Any, dtype: Any) -> Any:
+        """A storage that was on an accelerator, on this side's."""
+        tensor = Memory.filled(data).tensor().to(self._place)
+        return open_storage(Memory(tensor, 0, tensor.nbytes), dtype)
+
+    def open_memory(self, data: Any, resizable: bool) -> Memory:
         """New memory."""
-        memory = Memory.filled(data)
+        memory = Memory.filled(data, resizable=resizable)
         self.new_memories.append(memory)
         return memory
 
-    def update_memory(self, number: int, data: Any) -> Memory:
+    def update_memory(self, number: int, data: Any, resizable: bool) -> Memory:
         """Known memory, with other content unless data is None."""
         known: Memory = self.find(number)
+        known.follow()
+        if not known.is_there(known.start):
+            if data is None:
+                raise CannotTravelError("torch has resized the storage here that held it")
+            return self.open_memory(data, resizable)
         if not self._writes:
-            return Memory.filled(bytes(known.bytes()) if data is None else data)
-        if data is not None:
-            known.write(data)
-        return known
+            return Memory.filled(bytes(known.buffer()) if data is None else data, resizable=resizable)
+        if data is None or known.write(data):
+            return known
+        return self.open_memory(data, resizable)
 
     def make_function(
         self, code: types.CodeType, globals_: dict[str, Any] | str | None, closure: Any

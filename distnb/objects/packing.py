@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,16 @@ from typing import Any
 import xxhash
 
 from distnb.objects import code, constructors
-from distnb.objects.looking import INLINE_NBYTES, Looker, Side, bytes_of, on_accelerator
-from distnb.objects.memory import Memories, Memory, array_window, dense_tensor, tensor_window
+from distnb.objects.looking import INLINE_NBYTES, Looker, Side, on_accelerator
+from distnb.objects.memory import (
+    Memories,
+    Memory,
+    array_window,
+    bytes_of,
+    dense_tensor,
+    is_stored,
+    tensor_window,
+)
 from distnb.objects.placeholder import Placeholder, refusal
 
 __all__ = ["OFFSET_BITS", "Packed", "Packer", "out_of_band"]
@@ -128,20 +137,22 @@ class Packer(Looker):
             if not self.side.copying:
                 return self.graph(tensor)
             tensor = tensor.detach()
-        if on_accelerator(tensor):
+        if not tensor.is_cpu and on_accelerator(tensor) and tensor.layout is sys.modules["torch"].strided:
             # A copy on the host: not all accelerators show their memory as bytes. Views become tensors of their own.
             host, is_parameter = tensor.detach().cpu().contiguous(), type(tensor).__name__ == "Parameter"
             shown = pickle.PickleBuffer(bytes_of(host))
             made: Any = constructors.open_from_host, (shown, host.dtype, tuple(host.shape), is_parameter)
-        elif dense_tensor(tensor):
+        elif not dense_tensor(tensor):
+            return self.special_tensor(tensor)
+        elif not is_stored(tensor) and tensor.untyped_storage().nbytes():
+            return self.unstored_tensor(tensor)
+        else:
             memory, offset = tensor_window(tensor, self._memories)
             size = tensor.element_size()
             if offset % size:
                 memory, offset = tensor_window(tensor.detach().clone(), Memories())
             window = (memory, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset // size)
             made = constructors.open_tensor, (*window, type(tensor))
-        else:
-            return self.other(tensor)
         state = (tensor.requires_grad, tensor.grad if tensor.is_leaf else None, tensor.__dict__ or None)
         return made if state == (False, None, None) else (*made, state, None, None, constructors.fill_tensor)
 
@@ -157,13 +168,30 @@ class Packer(Looker):
         why = "it has a graph of operations behind it, which stays in its process"
         return Placeholder, (refusal(self.label, self.root, tensor, cure, why),)
 
+    def storage(self, storage: Any) -> Any:
+        import torch
+
+        from distnb.compat.torch_internals import untyped_storage
+
+        plain = untyped_storage(storage)
+        whole = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(plain)
+        dtype = storage.dtype if plain is not storage else None
+        if on_accelerator(whole):
+            shown = pickle.PickleBuffer(bytes_of(whole.cpu()))
+            return constructors.open_storage_from_host, (shown, dtype)
+        memory = self._memories.of_storage(plain)
+        if memory is None:
+            memory = Memory.of_storage(plain)
+            self._memories.add(memory)
+        return constructors.open_storage, (memory, dtype)
+
     def memory(self, memory: Memory) -> Any:
         """The bytes, unless the other side has them."""
-        data = memory.bytes()
+        data, resizable = memory.buffer(), memory.is_resizable
         number = self._number_of(memory)
-        digest = xxhash.xxh3_128_digest(data) if data.nbytes else b""
-        shown = pickle.PickleBuffer(data) if data.nbytes else b""
+        digest = xxhash.xxh3_128_digest(data) if memory.nbytes else b""
+        shown = pickle.PickleBuffer(data) if memory.nbytes else b""
         known, memory.digest = memory.digest, digest
         if number is None:
-            return constructors.open_memory, (shown,)
-        return constructors.update_memory, (number, None if known == digest else shown)
+            return constructors.open_memory, (shown, resizable)
+        return constructors.update_memory, (number, None if known == digest else shown, resizable)

@@ -34,12 +34,13 @@ _ANY_CURE = "make it inside the distributed cell, or keep it out of what the cel
 
 def is_unsendable(obj: Any) -> bool:
     """Whether an object belongs to its process, whatever its class says of pickling."""
-    return isinstance(obj, _UNSENDABLE) and not isinstance(obj, _SENDABLE_IO)
+    kind = type(obj)
+    return issubclass(kind, _UNSENDABLE) and not issubclass(kind, _SENDABLE_IO)
 
 
 def cure_for(obj: Any) -> str:
     """What the user can do about an object that cannot be sent."""
-    return next((cure for kinds, cure in _CURES if isinstance(obj, kinds)), _ANY_CURE)
+    return next((cure for kinds, cure in _CURES if issubclass(type(obj), kinds)), _ANY_CURE)
 
 
 def label_of(name: str) -> str:

@@ -53,35 +53,42 @@ _HEAP_TYPE = 1 << 9
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is immutable, whatever it holds included, and small enough to be sent each time."""
+    """Return whether a value is immutable, whatever it holds included, and small enough to be sent each time.
+
+    Nothing of the value's own is called: its class may do as it likes, `__class__` included.
+    """
     kind = type(value)
     if kind is slice:
         return is_plain(value.start) and is_plain(value.stop) and is_plain(value.step)
     if kind in ATOMS:
         return kind not in (str, bytes) or len(value) <= _LARGEST_NBYTES
-    if kind is tuple or kind is frozenset or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-        return len(value) <= _LARGEST_NBYTES and all(map(is_plain, value))
-    return _is_plain_object(value)
+    if kind is frozenset or kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        own = frozenset if kind is frozenset else tuple
+        try:
+            return own.__len__(value) <= _LARGEST_NBYTES and all(map(is_plain, own.__iter__(value)))
+        except RecursionError:
+            return False
+    return _is_plain_object(kind, value)
 
 
-def _is_plain_object(value: Any) -> bool:
+def _is_plain_object(kind: type, value: Any) -> bool:
     torch = sys.modules.get("torch")
     # The most frequent ones first: a data set may hold many of them.
-    if type(value) in (list, dict, set) or (torch is not None and type(value) is getattr(torch, "Tensor", None)):
+    if kind in (list, dict, set) or (torch is not None and kind is getattr(torch, "Tensor", None)):
         return False
-    if isinstance(value, (types.FunctionType, type)):
+    if issubclass(kind, (types.FunctionType, type)):
         return is_importable(value)
-    if isinstance(value, (enum.Enum, pathlib.PurePath)):
+    if issubclass(kind, (enum.Enum, pathlib.PurePath)):
         return True
-    if isinstance(value, types.BuiltinFunctionType):
+    if issubclass(kind, types.BuiltinFunctionType):
         return value.__self__ is None or isinstance(value.__self__, types.ModuleType | type)
-    if torch is not None and isinstance(value, tuple(getattr(torch, name) for name in _TORCH_ATOMS)):
+    if torch is not None and issubclass(kind, tuple(getattr(torch, name) for name in _TORCH_ATOMS)):
         return True
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic | numpy.dtype):
-        return not isinstance(value, numpy.void)
+    if numpy is not None and issubclass(kind, numpy.generic | numpy.dtype):
+        return not issubclass(kind, numpy.void)
     strategies = sys.modules.get("distnb.strategies.base")
-    return strategies is not None and isinstance(value, strategies.Strategy)
+    return strategies is not None and issubclass(kind, strategies.Strategy)
 
 
 def is_importable(value: Any) -> bool:

@@ -204,7 +204,7 @@ class Tracker:
                     continue
                 looker = looker or Looker(self.side, look)
                 looker.label, looker.root = label_of(name), value
-                looker.looked_at = value if isinstance(value, type) else None
+                looker.looked_at = value if issubclass(type(value), type) else None
                 try:
                     look.digests[name] = looker.digest_of(value)
                 except Exception as error:  # whatever pickling it raises  # noqa: BLE001
@@ -238,7 +238,7 @@ class Tracker:
         kept = {name for name in values if name in self._records} - set(names)
         tables = list(self._tables.values())
         sources = [table for table in tables if not kept.isdisjoint(table.wanted)]
-        changed_classes = {id(values[name]) for name in names if isinstance(values[name], type)}
+        changed_classes = {id(values[name]) for name in names if issubclass(type(values[name]), type)}
 
         def known(obj: Any) -> int | None:
             # What leads to it may look as before: of memory another part changed, a class is looked at by itself.
@@ -289,11 +289,25 @@ class Tracker:
             self._records[name] = _Record(values[name], look.digests[name], parts_of(values[name]))
         return packed
 
-    def pack_loose(self, values: Mapping[str, Any]) -> Packed:
-        """Pack values that neither end keeps anything of."""
-        packer = Packer(self.side, None, lambda obj: None, Memories())
-        for value in values.values():
-            packer.dump([value])
+    def pack_loose(self, values: Mapping[str, Any], *, apart: bool = False) -> Packed:
+        """Pack values that neither end keeps anything of.
+
+        Args:
+            values: By name.
+            apart: Pack a placeholder for a value that cannot be pickled, instead of raising what that raises.
+        """
+        values = dict(values)
+        while True:
+            packer, name = Packer(self.side, None, lambda obj: None, Memories()), ""
+            try:
+                for name, value in values.items():
+                    packer.label, packer.root = (label_of(name), value) if apart else ("", None)
+                    packer.dump([value])
+                break
+            except Exception as error:  # whatever pickling it raises
+                if not apart or type(values[name]) is Placeholder:
+                    raise
+                values[name] = _refused(name, values[name], error)
         return Packed(
             serial=0,
             names=tuple(values),
@@ -361,7 +375,11 @@ class Tracker:
         if counterparts or held_classes or opener.new_classes:
             objects = table.objects if common else {}
             merge = Merge(counterparts, taken)
-            values = {name: merge.merged(value) if name in opener.agreed else value for name, value in values.items()}
+            for name in filter(opener.agreed.__contains__, packed.names):
+                try:
+                    values[name] = merge.merged(values[name])
+                except Exception as error:  # whatever the user's classes raise  # noqa: BLE001
+                    values[name] = opener.lost(name, error)
             merge.classes(held_classes, opener.new_classes)
             table.replace({place: merge.final(obj) for place, obj in objects.items()})
         if common:  # both ends have these objects from now on

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from distnb.objects.looking import bytes_of
-from distnb.objects.memory import dense_tensor
+from distnb.objects.memory import bytes_of, dense_tensor
 from distnb.objects.packing import out_of_band
 from distnb.wire.codec import Frame
 

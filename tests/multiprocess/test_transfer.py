@@ -118,7 +118,8 @@ def test_there_and_back(kind: str, world: ClusterWorld, mapped: int) -> None:
     assert values(ns["mapped"]) == [mapped, mapped]
     back = np.asarray(ns["twice"].values[1])
     assert np.array_equal(back, sent * 2)
-    assert buffers_here() == mapped
+    # A tensor that torch made can be resized where it arrives, in memory that torch allocated there.
+    assert buffers_here() == (mapped if kind == "array" else 0)
     back[:] = 0  # the notebook's own
     run_all(world, [distributed("total = float((twice - big * 2).sum())")])
     assert ns["total"] == 0.0

@@ -14,8 +14,7 @@ import torch
 from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.objects.code import is_code
 from distnb.objects.looking import Look, Looker
-from distnb.objects.memory import dense_tensor
-from distnb.objects.placeholder import Placeholder
+from distnb.objects.memory import dense_tensor, is_stored
 from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
 from distnb.values import DistributedValues, structure
@@ -48,11 +47,11 @@ class Describer:
 
     def register(self, value: Any, path: str) -> None:
         """Give a value that was assigned an id; what is to be sent by value is noted."""
-        if isinstance(value, types.ModuleType) or is_plain(value):
+        if issubclass(type(value), types.ModuleType) or is_plain(value):
             return
         objects, tracker = self._objects, self._objects.tracker
         number = tracker.number_of(value)
-        by_value = objects.id_of(value) is None and (is_code(value) or number is not None)
+        by_value = objects.id_of(value) is None and (number is not None or is_code(value))
         if by_value:
             look = tracker.look({path: value})
             by_value = not look.refused
@@ -65,7 +64,7 @@ class Describer:
 
     def value(self, value: Any, path: str, *, brief: bool = False) -> Described:
         """Describe what a name or a result is. A new object is kept under `path`."""
-        if isinstance(value, types.ModuleType):
+        if issubclass(type(value), types.ModuleType):
             known = self._objects.id_of(value)
             identity = known if known is not None else self._objects.own((self._serial, path), value)
             return Described("module", value=value.__name__, identity=identity)
@@ -83,7 +82,17 @@ class Describer:
         return self.object(value, self._objects.own((self._serial, path), value), brief=brief)
 
     def object(self, value: Any, identity: ObjectId, *, brief: bool = False) -> Described:
-        """Describe an object that stays on the engine, behind a handle."""
+        """Describe an object that stays on the engine, behind a handle.
+
+        One that cannot be described affects no other: its summary says why.
+        """
+        try:
+            return self._object(value, identity, brief=brief)
+        except Exception as error:  # whatever a user's class or a rare kind of tensor raises  # noqa: BLE001
+            text = f"<{type(value).__name__}, which cannot be described: {type(error).__name__}: {error}>"
+            return Described("object", identity=identity, summary=Summary(_type_name(type(value)), _shortened(text)))
+
+    def _object(self, value: Any, identity: ObjectId, *, brief: bool) -> Described:
         mirrored, together = is_mirrored(value), is_read_together(value)
         wrapped = isinstance(value, DistributedValues)
         # The content of a distributed value is not asked for: looking at it would wait for the device.
@@ -128,7 +137,10 @@ class Describer:
         """A result's structure with a `Leaf` for each of its leaves."""
         if type(value) in SCALARS:
             return Leaf(Described("plain", None, value))
-        leaves, shape = structure.flatten(value)
+        try:
+            leaves, shape = structure.flatten(value)
+        except Exception:  # a container that holds itself, or does as it likes  # noqa: BLE001
+            return Leaf(self.value(value, "r", brief=True))
         if len(leaves) == 1 and leaves[0] is value:
             return Leaf(self.value(value, "r", brief=True))
         described = [Leaf(self.value(leaf, f"r{index}", brief=True)) for index, leaf in enumerate(leaves)]
@@ -202,17 +214,29 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
     shown = own_part(value)
     name = _type_name(type(shown))
     if _is_array(shown) or _is_variable(shown):
-        shape, dtype = str(tuple(shown.shape)), str(shown.dtype).removeprefix("torch.")
-        text = None if brief or shown.nbytes > _SHORT_ELEMENTS * 16 else _short_text(shown)
+        shape, dtype = _shape_text(shown), str(shown.dtype).removeprefix("torch.")
+        text = None if brief or _nbytes(shown) > _SHORT_ELEMENTS * 16 else _short_text(shown)
         graph = name == "torch.Tensor" and shown.grad_fn is not None
         at_hand = name == "torch.Tensor" and shape == "()" and shown.is_cpu and (graph or not shown.requires_grad)
-        number = shown.item() if at_hand and dense_tensor(shown) else None
+        number = shown.item() if at_hand and dense_tensor(shown) and is_stored(shown) else None
         return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")), number=number, graph=graph)
     if brief:
         return Summary(name, None, iterates=isinstance(shown, Iterator))
-    if type(shown) is Placeholder:
-        shown.refuse()  # a name was bound to it: so it was read
     return Summary(name, _short_text(shown), attributes=_names(shown), iterates=isinstance(shown, Iterator))
+
+
+def _shape_text(array: Any) -> str:
+    """Return an array's shape, as text; "" for one whose rows have lengths of their own."""
+    try:
+        return str(tuple(array.shape))
+    except RuntimeError:  # of a nested tensor
+        return ""
+
+
+def _nbytes(array: Any) -> int:
+    """Return an array's size in bytes; of a sparse tensor, which has no `nbytes`, that of an equal dense one."""
+    size = array.numel() * array.element_size() if isinstance(array, torch.Tensor) else array.nbytes
+    return int(size)
 
 
 def _is_variable(value: Any) -> bool:
@@ -272,12 +296,18 @@ _BRIEF.maxother = 80
 
 
 def _short_text(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and dense_tensor(value) and not is_stored(value):
+        return f"<{type(value).__name__}, whose storage was resized to less than it shows>"  # torch would read on
     try:
         if isinstance(value, list | tuple | dict | set | frozenset | str | bytes):
             return _BRIEF.repr(value)
         text = repr(value)
     except Exception as error:  # noqa: BLE001
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+    return _shortened(text)
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _SHORT_CHARACTERS else text[: _SHORT_CHARACTERS - 1] + "…"
 
 

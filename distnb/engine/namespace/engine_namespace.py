@@ -17,6 +17,7 @@ from distnb.objects.code import is_code
 from distnb.objects.constructors import open_module
 from distnb.objects.modes import Environment, Moment, apply_environment, capture_environment, outside_inference
 from distnb.objects.packing import Packed
+from distnb.objects.placeholder import Placeholder
 from distnb.strategies.scope import Origin, register_restored
 from distnb.wire.exchange import HeldArgument, Items, Keywords, Mark, NamedArgument, Result, Snapshot, TeamKey, former
 
@@ -185,6 +186,17 @@ class EngineNamespace:
 
         return take_back
 
+    def refuse_placeholders(self, mark: Mark) -> None:
+        """Raise what a placeholder raises that the program bound to a name, such as one of a handle that is stale.
+
+        One of an object of the notebook's goes back as that object.
+        """
+        tracker = self.teams.of(mark.snapshot.team).tracker
+        for name in self._assigned(mark.before):
+            value = self.user_ns[name]
+            if type(value) is Placeholder and tracker.number_of(value) is None:
+                value.refuse()
+
     def finish(self, mark: Mark, result: Callable[[Describer], Any] | None = None) -> Result:
         """Describe what a program did since `begin`, whether it failed or not; `result` describes that of a call."""
         snapshot = mark.snapshot
@@ -210,7 +222,7 @@ class EngineNamespace:
             if identity in objects.owned
         }
         deleted = tuple(name for name in mark.before if name not in self.user_ns and not self._is_hidden(name))
-        plain = objects.tracker.pack_loose(describer.plain) if describer.plain else None
+        plain = objects.tracker.pack_loose(describer.plain, apart=True) if describer.plain else None
         after = capture_environment(mark.environment, self._moment)
         environment = after.since(mark.environment) if after is not mark.environment else None
         self._environment = after
@@ -257,6 +269,8 @@ class EngineNamespace:
 
     def close_call(self, result: Any) -> Result:
         """Describe the result of a call that `open_call` began, and what else it did."""
+        if type(result) is Placeholder:
+            result.refuse()
         return self.finish_with(lambda describer: describer.tree(result))
 
     def give_up_call(self) -> Result | None:

@@ -95,7 +95,11 @@ class Telemetry:
         return self._accelerator_nbytes
 
     def _where(self) -> tuple[str, FrameType | None]:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        main = threading.main_thread().ident or 0
+        if threading.get_ident() == main:
+            # No variable: this frame would hold itself, and its callers what the program brought, until a collection.
+            return innermost(traceback.walk_stack(sys._getframe(1)))
+        frame = sys._current_frames().get(main)
         return innermost(traceback.walk_stack(frame)) if frame is not None else ("", None)
 
     def _call_under_way(self, frame: FrameType | None) -> str:

@@ -144,7 +144,7 @@ class HandleOperations:
             (
                 name
                 for name, value in bound
-                if isinstance(value, HANDLES) and state_of_handle(value) is state and not name.startswith("_")
+                if type(value) in HANDLES and state_of_handle(value) is state and not name.startswith("_")
             ),
             "",
         )

@@ -71,7 +71,7 @@ class LocalCopies:
         waiting = sorted(user_names(self._user_ns) if reads.dynamic else reads.names)
         for name in waiting:  # it grows
             value = self._user_ns.get(name, MISSING)
-            if isinstance(value, HANDLES):
+            if type(value) in HANDLES:
                 if isinstance(value, Mirrored):
                     yield self._user_ns, name, value
                     more = {each for fact in state_of_handle(value).facts.values() for each in fact.reads}

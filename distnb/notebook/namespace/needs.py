@@ -66,7 +66,7 @@ class Needs:
 
     def _take(self, name: str, value: Any) -> None:
         kind = type(value)
-        if isinstance(value, types.ModuleType):
+        if issubclass(kind, types.ModuleType):
             self.imports[name] = value.__name__
         elif kind in HANDLES:
             self.plain[name] = value

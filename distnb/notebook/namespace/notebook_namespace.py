@@ -259,7 +259,7 @@ class NotebookNamespace:
         tracked.renamed.clear()
         tracked.fresh = False
         tracked.changing = {each for each in tracked.changing if each in tracked.outstanding}
-        if not all(isinstance(value, type) or is_simple(value) for value in sections.values()):
+        if not all(issubclass(type(value), type) or is_simple(value) for value in sections.values()):
             tracked.changing.add(serial)
         tracked.outstanding[serial] = snapshot
         return snapshot

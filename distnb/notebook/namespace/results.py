@@ -146,6 +146,7 @@ class Results:
         failed = self._failed = opening.failed
         common = self._common((sent | alike).intersection(agreed) - failed.keys())
         values = tracker.merge(opening, self._different, common)
+        common -= failed.keys()  # of what could not be brought up to date, too
         self._sent = {name: values[name] for name in sent if name not in failed}
         for name, error in failed.items():
             if name in names and name in tracker:

@@ -13,6 +13,7 @@ import torch
 from distnb.collectives.digests import digest_of_text
 from distnb.collectives.verify import callsite
 from distnb.compat import torch_internals
+from distnb.objects.memory import dense_tensor, is_stored
 from distnb.runtime.inspection.images import picture_of, tensor_picture
 from distnb.runtime.inspection.statistics import MOST_ELEMENTS, digest_of, local_part, norms, statistics_of
 from distnb.runtime.scopes.registration import is_scope_buffer
@@ -85,7 +86,7 @@ class _Inspection:
 
     def _tensor(self, value: Any, tensor: torch.Tensor) -> Inspected:
         facts = _facts(value, tensor)
-        if tensor.is_meta:
+        if tensor.is_meta or (dense_tensor(tensor) and not is_stored(tensor)):
             return facts._replace(note="without memory")
         if not self._tensors:
             return facts
