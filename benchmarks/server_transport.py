@@ -45,7 +45,7 @@ def be_server() -> None:
     torch.set_num_threads(1)
     told = json.loads(sys.stdin.readline())
     if "public" in told:
-        service = Service(client_public=told["public"], host="127.0.0.1")
+        service = Service(told["directory"], client_public=told["public"], host="127.0.0.1")
         service.start()
         print(json.dumps(service.address), flush=True)
         sys.stdin.readline()
@@ -175,8 +175,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         clients: dict[str, Client] = {}
         for name in (OURS, CURVE):
-            address = Address(*stack.enter_context(server(public=keys.client_public)))
-            clients[name] = Ours(address if name == OURS else address._replace(name=""), keys, own, gradients)
+            address = Address(*stack.enter_context(server(public=keys.client_public, directory=directory)))
+            clients[name] = Ours(address if name == OURS else address._replace(path=""), keys, own, gradients)
         for name, url in ((IPC, f"ipc://{directory}/bare"), (TCP, "tcp://127.0.0.1:*")):
             bare = Bare(stack.enter_context(server(url=url, sizes=sizes)), own, gradients)
             stack.callback(bare.socket.send, b"end")

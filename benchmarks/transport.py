@@ -34,7 +34,7 @@ from benchmarks.harness import Measure, Target, compare, report, timed
 from distnb.wire.channel import Link, ProgramLink, Programs
 from distnb.wire.codec import Frame, decode, encode
 from distnb.wire.messages import Hello
-from distnb.wire.unix_socket import connect
+from distnb.wire.unix_socket import Listener, connect
 
 OURS, IPC = "UNIX socket", "ZMQ ipc"
 SHARED, COPIED, UNCOPIED = "shared memory", "ZMQ ipc, copied", "ZMQ ipc, no copy"
@@ -107,9 +107,7 @@ def be_engine() -> None:
     """What an engine's process does; what it is to know comes by standard input."""
     told = json.loads(sys.stdin.readline())
     if told["kind"] == OURS:
-        connected = connect(told["name"], told["token"], told["engine"])
-        assert connected is not None
-        asyncio.run(echo(connected))
+        asyncio.run(echo(connect(told["path"], told["engine"])))
     else:
         asyncio.run(echo(IpcLink(told["url"], told["engine"])))
 
@@ -176,14 +174,15 @@ def collector(programs: Programs) -> Callable[[int], None]:
 
 def hellos() -> list[Hello]:
     """As engines say them."""
-    return [Hello(engine, 0, "", near=True) for engine in ENGINES]
+    return [Hello(engine, 0, "") for engine in ENGINES]
 
 
 @contextlib.contextmanager
-def ours() -> Iterator[Ways]:
+def ours(directory: str) -> Iterator[Ways]:
     """Programs as they are."""
-    programs = Programs(zmq.Context.instance().socket(zmq.ROUTER))
-    with engines(kind=OURS, name=programs.listener.name, token=programs.listener.token):
+    listener = Listener(directory)
+    programs = Programs(listener=listener)
+    with engines(kind=OURS, path=listener.path):
         programs.meet(hellos())
         ways = Ways(lambda message: programs.send(ENGINES, message), collector(programs))
         ways.collect(len(ENGINES))
@@ -245,7 +244,7 @@ def main() -> int:
     rounds, calls = options.rounds, options.calls
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         makers = {
-            OURS: ours(),
+            OURS: ours(directory),
             IPC: ipc(directory),
         }
         ways = {name: stack.enter_context(maker) for name, maker in makers.items()}

@@ -43,13 +43,13 @@ class Connection:
     """How an engine reaches the notebook that started it.
 
     Attributes:
-        program_url, control_url: Where the notebook listens (ZeroMQ addresses).
+        program_url, control_url: Where the notebook listens (ZeroMQ addresses); the first is "" beside `listener`.
         server_public: The notebook's CURVE key (Z85).
         client_public, client_secret: The engines' CURVE keys (Z85).
         notebook_pid: The process whose end is the engines' end.
-        listener_name, listener_token: Where engines of its host come for their programs, and what lets them in (see
-            `wire.unix_socket`); empty: nowhere.
+        listener: Path of the UNIX socket where engines of its host come for their programs; "" if there is none.
         controller: Whether ipyparallel's controller will be there, for its own clients.
+        directory: The private directory on this machine from which it was read.
     """
 
     program_url: str
@@ -58,9 +58,9 @@ class Connection:
     client_public: str
     client_secret: str
     notebook_pid: int
-    listener_name: str = ""
-    listener_token: str = ""
+    listener: str = ""
     controller: bool = True
+    directory: str = ""
 
     def write(self, directory: Path) -> Path:
         """Write the connection file (mode 0600) and return its path."""
@@ -76,7 +76,7 @@ class Connection:
         """Read a connection file. Raises StartError where it is none, or others could have read or written it."""
         text = read_private_file(path, f"connection file {os.fspath(path)}", "Start the cluster anew.")
         try:
-            return cls(**json.loads(text))
+            return cls(**{**json.loads(text), "directory": os.path.dirname(os.path.abspath(path))})
         except (ValueError, TypeError) as error:
             raise StartError(f"{os.fspath(path)} is no connection file of a running cluster: {error}.") from error
 

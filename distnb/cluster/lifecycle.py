@@ -56,6 +56,7 @@ class Cluster:
         on_exit: Called with (engine, pid, status in words) in the watcher's thread when an engine ends unasked.
         agent: Module whose `install(shell, connection, engine, device)` makes an engine of a process.
         launcher: What starts the engines; None for this machine's.
+        processes: The private directory, and what is to keep the processes; closed with the cluster. None: new ones.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Cluster:
         on_exit: OnExit = lambda engine, pid, status: None,
         agent: str = "distnb.engine.agent",
         launcher: Launcher | None = None,
+        processes: Processes | None = None,
     ) -> None:
         self.devices = tuple(devices)
         self._connection = connection
@@ -74,6 +76,7 @@ class Cluster:
         self.launcher = launcher or ThisMachine(self.devices)
         self._lock = threading.RLock()  # one start, stop or restart at a time
         self._engines: dict[int, EngineProcess] = {}
+        self._prepared = processes
         self._processes: Processes | None = None  # while it runs
         self._owner = os.getpid()
 
@@ -134,7 +137,7 @@ class Cluster:
         with self._lock:
             atexit.register(self.stop)
             try:
-                self._processes = Processes()
+                self._processes = self._prepared or Processes()
                 (self.directory / "log").mkdir()
                 names = ", ".join(map(str, self.devices))
                 on_progress(f"starting {_engines(len(self.devices))} on {names}")

@@ -105,9 +105,11 @@ class Agent:
             "client_public": connection.client_public.encode(),
             "client_secret": connection.client_secret.encode(),
         }
-        near = unix_socket.connect(connection.listener_name, connection.listener_token, engine)
-        self._near = near is not None
-        self._programs: ProgramLink = near or Link(context, engine, connection.program_url, **keys)
+        self._programs: ProgramLink
+        if connection.listener:
+            self._programs = unix_socket.connect(connection.listener, engine)
+        else:
+            self._programs = Link(context, engine, connection.program_url, **keys)
         self._links = [self._programs]
         self._worker: WorkerTask | None = None
         self._server: ServerTask | None = None
@@ -149,7 +151,7 @@ class Agent:
 
     def serve(self) -> None:
         """Begin to serve on the running event loop of this thread, and say hello."""
-        hello = Hello(self._engine, os.getpid(), socket.gethostname(), self._near)
+        hello = Hello(self._engine, os.getpid(), socket.gethostname())
         self._leave = signal.signal(signal.SIGTERM, self._terminate)
         self._control.start()
         self._control.emit(hello, urgent=True)
@@ -452,9 +454,9 @@ class Agent:
             self._ignore()  # what is listened to at the end
             if before is not None:  # another replica of this worker was replaced, and all of them begin anew
                 before.close()
-            self._worker = WorkerTask(message, self._connection, self._engine, self._device, self._near, before)
+            self._worker = WorkerTask(message, self._connection, self._engine, self._device, before)
             self._links = [self._programs, self._worker.link]
-            self._worker.link.send(Hello(self._engine, os.getpid(), socket.gethostname(), self._near))
+            self._worker.link.send(Hello(self._engine, os.getpid(), socket.gethostname()))
         return Reply(message.program, "ok", value=value)
 
     def _run_closure(self, message: RunClosure, replica: int) -> Reply:

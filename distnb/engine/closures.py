@@ -41,7 +41,7 @@ class ServerTask:
 
     def __init__(self, connection: Connection, *, spread: bool) -> None:
         host = _address_towards(connection.program_url) if spread else None
-        self._service = Service(client_public=connection.client_public, host=host)
+        self._service = Service(connection.directory, client_public=connection.client_public, host=host)
         self._service.start()
         self.address = self._service.address
 
@@ -62,7 +62,6 @@ class WorkerTask:
         connection: Connection,
         engine: int,
         device: Device,
-        near: bool,
         before: WorkerTask | None = None,
     ) -> None:
         role = message.tasks[engine]
@@ -76,8 +75,11 @@ class WorkerTask:
             "client_public": connection.client_public.encode(),
             "client_secret": connection.client_secret.encode(),
         }
-        own = unix_socket.connect(message.listener_name, message.listener_token, engine) if near else None
-        self.link: ProgramLink = own or Link(zmq.Context(), engine, message.url, **keys)
+        self.link: ProgramLink
+        if message.listener:
+            self.link = unix_socket.connect(message.listener, engine)
+        else:
+            self.link = Link(zmq.Context(), engine, message.url, **keys)
         self._addresses = dict(message.servers)
         self._servers = Servers(self._addresses, engine + 1, connection)
         access = ServerAccess(self._servers, is_worker=True, device=torch_device(device))

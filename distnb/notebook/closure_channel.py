@@ -161,10 +161,9 @@ class ClosureChannel:
 
     def _task_message(self, program: int, team: Any) -> TakeTask:
         listener = self._peers.listener
+        path = listener.path if listener is not None else ""
         spread = bool(self._engines.hosts())
-        return TakeTask(
-            program, team, self._tasks, listener.name, listener.token, self._url, dict(self._addresses), spread
-        )
+        return TakeTask(program, team, self._tasks, path, self._url, dict(self._addresses), spread)
 
     def _take_in(self, server: int, address: Any) -> None:
         from distnb.runtime.servers.client import Servers
@@ -180,12 +179,7 @@ class ClosureChannel:
         """Wait until workers have said on the new channel that they are there."""
         hellos = [self._supervisor.hellos[engine] for engine in engines]
 
-        def meet() -> None:
-            self._peers.let_in()
-            if not all(hello.near for hello in hellos):
-                self._peers.listen_to_remote()
-
-        self._run(meet)
+        self._run(self._peers.let_in)
         deadline = time.monotonic() + _MEETING_S
         while missing := [hello for hello in hellos if self._up.get(hello.engine) != hello.pid]:
             if all(hello.engine not in self._engines.left for hello in missing):

@@ -11,6 +11,7 @@ from functools import partial
 
 from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.lifecycle import Cluster
+from distnb.cluster.local.processes import Processes
 from distnb.cluster.remote.heartbeat import LOST_AFTER_S
 from distnb.cluster.remote.hosts import HostPlan
 from distnb.cluster.rendezvous_store import RendezvousStore
@@ -62,12 +63,18 @@ class Engines:
         self._servers = frozenset(engine for engine, task in self.tasks.items() if task.job == PS)
         self._namespace = namespace
         self._keys = make_keys()
-        self._switchboard = Switchboard(
-            server_secret=self._keys.server_secret.encode(),
-            server_public=self._keys.server_public.encode(),
-            client_public=self._keys.client_public.encode(),
-            host=plan.address,
-        )
+        self._processes = Processes()
+        try:
+            self._switchboard = Switchboard(
+                self._processes.directory,
+                server_secret=self._keys.server_secret.encode(),
+                server_public=self._keys.server_public.encode(),
+                client_public=self._keys.client_public.encode(),
+                host=plan.address if plan.hosts else None,
+            )
+        except BaseException:
+            self._processes.close()
+            raise
         self.supervisor = Supervisor(self._switchboard.control, self._engine_ready)
         self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
         self._store = RendezvousStore(host=plan.address) if plan.hosts else None
@@ -88,6 +95,7 @@ class Engines:
 
     def start(self, on_progress: Callable[[str], None]) -> None:
         """Start the processes, and wait until every engine is ready. Where one is not, `stop` frees what there is."""
+        listener = self._switchboard.programs.listener
         connection = Connection(
             program_url=self._switchboard.program_url,
             control_url=self._switchboard.control_url,
@@ -95,11 +103,12 @@ class Engines:
             client_public=self._keys.client_public,
             client_secret=self._keys.client_secret,
             notebook_pid=os.getpid(),
-            listener_name=self._switchboard.programs.listener.name,
-            listener_token=self._switchboard.programs.listener.token,
+            listener=listener.path if listener is not None else "",
         )
         launcher = self._plan.launcher(connection)
-        self._cluster = Cluster(self._plan.devices, connection, on_exit=self._on_exit, launcher=launcher)
+        self._cluster = Cluster(
+            self._plan.devices, connection, on_exit=self._on_exit, launcher=launcher, processes=self._processes
+        )
         # torch loads here while it loads in the engines: what they send back needs it.
         meanwhile = partial(importlib.import_module, "torch.distributed") if self._store is None else self._store.serve
         self._cluster.start(on_progress=on_progress, meanwhile=meanwhile)
@@ -246,6 +255,7 @@ class Engines:
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
+        self._processes.close()
         self._namespace.close()
         self.supervisor.close()
         self.dispatch.close()

@@ -1,10 +1,11 @@
 """The channel between the notebook and its engines: one way for programs, one for control.
 
-The notebook binds two ROUTER sockets of ZeroMQ, over TCP with CURVE, which encrypts: a client whose public key is not
-the cluster's gets no byte through. Every engine connects a DEALER for control. Programs go to engines of the notebook's
-host by UNIX sockets (`wire.unix_socket`), several times as fast, and to all others by the second ROUTER.
+The notebook binds a ROUTER socket of ZeroMQ, to which every engine connects a DEALER for control. Programs go to
+engines of the notebook's host by UNIX sockets (`wire.unix_socket`), several times as fast as by ZeroMQ, and to those of
+other hosts by a second ROUTER. A cluster of one host listens in its private directory only, one of several hosts over
+TCP. CURVE encrypts in both cases: a client whose public key is not the cluster's gets no byte through.
 
-A parameter server is reached in the same two ways, by whoever has a number: `Peers` is what it and the notebook share.
+A parameter server is reached by whoever has a number: `Peers` is what it and the notebook share.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import select
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -56,41 +58,65 @@ class OneClientKey:
 class Switchboard:
     """The notebook's end: it reaches every engine by its id. CURVE keys are in Z85.
 
+    Args:
+        directory: The cluster's private directory.
+        host: The address at which it listens for engines of other hosts; None if all are of this one.
+
     Attributes:
         programs: The way of programs; belongs to whoever holds the session's turn.
         control: The socket for control; belongs to the supervisor's thread.
-        program_url, control_url: Where engines of other machines, and all, reach them.
+        program_url, control_url: Where engines reach them by ZeroMQ; the first is "" if they use UNIX sockets.
+
+    Raises:
+        StartError: It cannot listen there.
     """
 
     def __init__(
-        self, *, server_secret: bytes, server_public: bytes, client_public: bytes, host: str = "127.0.0.1"
+        self, directory: Path, *, server_secret: bytes, server_public: bytes, client_public: bytes, host: str | None
     ) -> None:
         # A context of its own: the authenticator serves all sockets of its context, and users have theirs.
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", OneClientKey(client_public))
-        keys = {"secret": server_secret, "public": server_public}
-        remote, self.program_url = bind_router(self._context, host, **keys)
-        self.programs = Programs(remote)
-        self._host, self._keys = host, keys
-        self.control, self.control_url = bind_router(self._context, host, **keys)
+        self._keys = {"secret": server_secret, "public": server_public}
+        self._directory, self._host = directory, host
+        try:
+            self.programs, self.program_url = self._open(Programs)
+            at = directory / "control.socket" if host is None else host
+            self.control, self.control_url = bind_router(self._context, at, **self._keys)
+        except BaseException:
+            self._end()
+            raise
+
+    def _open(self, kind: type[_P]) -> tuple[_P, str]:
+        if self._host is None:
+            return kind(listener=Listener(self._directory)), ""
+        remote, url = bind_router(self._context, self._host, **self._keys)
+        return kind(remote), url
 
     def open_peers(self) -> tuple[Peers, str]:
-        """One more way, to engines that connect to it, and its address for those of other machines."""
-        remote, url = bind_router(self._context, self._host, **self._keys)
-        return Peers(remote), url
+        """Open one more way to the engines. Returns it, and its address for engines of other hosts."""
+        return self._open(Peers)
 
     def close(self) -> None:
         """Close both ways and stop the authenticator. Waiting messages are dropped."""
         self.programs.close()
         self.control.close()
+        self._end()
+
+    def _end(self) -> None:
         self._authenticator.stop()
         self._context.destroy(linger=0)
 
 
-def bind_router(context: zmq.Context[Any], host: str, *, secret: bytes, public: bytes) -> tuple[zmq.Socket[bytes], str]:
-    """A ROUTER with these CURVE keys that listens at a host, and its address."""
+def bind_router(
+    context: zmq.Context[Any], at: str | Path, *, secret: bytes, public: bytes
+) -> tuple[zmq.Socket[bytes], str]:
+    """Make a ROUTER with these CURVE keys that listens at a host, or at the path of a UNIX socket.
+
+    Returns it and its address. StartError: It cannot listen there.
+    """
     socket = context.socket(zmq.ROUTER)
     socket.curve_secretkey, socket.curve_publickey = secret, public
     socket.curve_server = True
@@ -99,45 +125,53 @@ def bind_router(context: zmq.Context[Any], host: str, *, secret: bytes, public: 
     socket.router_mandatory = True
     socket.router_handover = True
     socket.linger = 0
-    socket.ipv6 = ":" in host
-    address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
-    return socket, f"{address}:{socket.bind_to_random_port(address)}"
+    try:
+        if isinstance(at, Path):
+            address = f"ipc://{at}"
+            socket.bind(address)
+            return socket, address
+        socket.ipv6 = ":" in at
+        address = f"tcp://[{at}]" if ":" in at else f"tcp://{at}"
+        return socket, f"{address}:{socket.bind_to_random_port(address)}"
+    except zmq.ZMQError as error:
+        socket.close()
+        raise StartError(f"This process cannot listen at {at}: {error}.") from error
 
 
 class Peers:
     """Talks with processes that have numbers: by a UNIX socket with each of this host, by ZeroMQ with all others.
 
-    Not for several threads at once.
+    Not for several threads at once. It closes what it is given.
 
     Args:
-        remote: A bound ROUTER for those of other hosts; closed with this. None: there are none.
+        remote: A bound ROUTER for those of other hosts, if there are any.
+        listener: The place where those of this host connect, if they use UNIX sockets.
         recycles: What is sent to those of this host they do not keep; see `UnixSocket`.
 
     Attributes:
-        listener: Where those of this host connect.
+        listener: The same.
     """
 
-    def __init__(self, remote: zmq.Socket[bytes] | None, *, recycles: bool = False) -> None:
-        self.listener = Listener()
+    def __init__(
+        self, remote: zmq.Socket[bytes] | None = None, listener: Listener | None = None, *, recycles: bool = False
+    ) -> None:
+        self.listener = listener
         self._recycles = recycles
         self._remote = remote
-        self._heard: zmq.Socket[bytes] | None = None  # the same, once somebody of another host is there
         self._sockets: dict[int, UnixSocket] = {}
         self._peer_at: dict[int, int] = {}  # by the socket's descriptor
         self._epoll = select.epoll()
+        if remote is not None:
+            self.watch(int(remote.fileno()))
 
     def watch(self, descriptor: int) -> None:
         """Let `wait` return when this descriptor is readable, too."""
         self._epoll.register(descriptor, select.EPOLLIN)
 
-    def listen_to_remote(self) -> None:
-        """Let `wait` return, too, when there is something of another host."""
-        if self._remote is not None and self._heard is None:
-            self._heard = self._remote
-            self.watch(int(self._remote.fileno()))
-
     def let_in(self) -> None:
         """Take in those of this host who have connected. OSError: this process has as many files open as it may."""
+        if self.listener is None:
+            return
         for peer, connected in self.listener.let_in().items():
             self._lose(peer)
             connected.recycles = self._recycles
@@ -182,7 +216,7 @@ class Peers:
         Returns:
             The descriptors that are readable, for `receive`, those that are watched among them.
         """
-        if self._heard is not None and _has_message(self._heard):
+        if self._remote is not None and _has_message(self._remote):
             return []  # its descriptor tells of what comes after it was last found empty
         return [descriptor for descriptor, _ in self._epoll.poll(timeout_s)]
 
@@ -200,8 +234,8 @@ class Peers:
                 yield peer, message
             elif self._sockets[peer].ended:
                 self._lose(peer)  # the process has ended, and those who follow processes tell so
-        if self._heard is not None:
-            for peer, frames in _arrived(self._heard):
+        if self._remote is not None:
+            for peer, frames in _arrived(self._remote):
                 yield peer, _or_error(partial(decode, frames))
 
     def is_near(self, peer: int) -> bool:
@@ -219,7 +253,8 @@ class Peers:
 
     def close(self) -> None:
         """Close all. What waits is dropped."""
-        self.listener.close()
+        if self.listener is not None:
+            self.listener.close()
         for peer in list(self._sockets):
             self._lose(peer)
         self._epoll.close()
@@ -240,10 +275,8 @@ class Programs(Peers):
                 "or allow it more (ulimit -n), and start them again."
             ) from error
         for hello in hellos:
-            if hello.near and hello.engine not in self._sockets:
-                raise StartError(f"Engine {hello.engine} came to the notebook by a UNIX socket and was not recognised.")
-            if not hello.near:
-                self.listen_to_remote()
+            if self.listener is not None and hello.engine not in self._sockets:
+                raise StartError(f"Engine {hello.engine} did not connect to the notebook for programs.")
 
     def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
         """As `Peers.receive`. MessageError: one cannot be read."""
@@ -362,6 +395,8 @@ class Link:
         """Close it. What was sent goes out within a second."""
         self.socket.close()
 
+
+_P = TypeVar("_P", bound=Peers)
 
 ProgramLink = UnixSocket | Link
 """An engine's end of the way of programs."""

@@ -127,7 +127,7 @@ class TakeTask(NamedTuple):
 
     Attributes:
         tasks: What each engine is.
-        listener_name, listener_token, url: Where workers reach the coordinator.
+        listener, url: Where workers reach the coordinator: the path of a UNIX socket, or ZeroMQ's address.
         servers: The address of each parameter server.
         spread: Whether engines are on several machines.
     """
@@ -135,8 +135,7 @@ class TakeTask(NamedTuple):
     program: int
     team: Team
     tasks: Mapping[int, Task]
-    listener_name: str = ""
-    listener_token: str = ""
+    listener: str = ""
     url: str = ""
     servers: Mapping[int, Any] = {}
     spread: bool = False
@@ -294,15 +293,11 @@ class Flush:
 
 @dataclass(frozen=True)
 class Hello:
-    """An engine is up. Sent on both channels; on the program channel once its main loop serves it.
-
-    `near`: it is connected with the notebook by a UNIX socket, and takes programs from there.
-    """
+    """An engine is up. Sent on both channels; on the program channel once its main loop serves it."""
 
     engine: int
     pid: int
     host: str
-    near: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
 import os
 import pickle
 import secrets
@@ -24,7 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from distnb.errors import MessageError
+from distnb.errors import MessageError, StartError
 from distnb.wire.codec import Frame, decode, encode
 from distnb.wire.recycled_memory import RecycledReceiver, RecycledSender
 from distnb.wire.shared_memory_buffer import LARGE_NBYTES, SharedMemoryBuffer, read_frame
@@ -38,7 +37,7 @@ _WHOLE_PREFIX: Final = bytes((_WHOLE,))
 _ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(struct.calcsize("i"))
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+_BACKLOG: Final = 4096  # of processes that have connected, until they are let in
 # The socket's buffer is full, the kernel's is, or too many descriptors are on their way.
 _LATER: Final = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))
 _PATIENCE_S: Final = 0.005
@@ -274,20 +273,34 @@ class UnixSocket:
 
 
 class Listener:
-    """Where processes of this host connect: who knows its token, and is a process of the same user, is let in.
+    """A socket in a private directory, where processes of this host connect.
+
+    The kernel lets other users neither connect nor wait in the socket's queue, which they could fill where a socket has
+    no file. So who connects is a process of this user.
+
+    Args:
+        directory: Its owner alone may enter it, and removes it in the end.
 
     Attributes:
-        name: Where it listens (an abstract address of the kernel: no file is left, however this process ends).
-        token: What a peer must know. To be told to peers in secret.
+        path: The socket's.
+
+    Raises:
+        StartError: The directory takes no sockets.
     """
 
-    def __init__(self) -> None:
-        self.name = f"distnb-{secrets.token_hex(16)}"
-        self.token = secrets.token_hex(32)
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.path = os.path.join(directory, f"{secrets.token_hex(6)}.socket")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
-        self._socket.bind(f"\0{self.name}")
-        self._socket.listen()
+        try:
+            self._socket.bind(self.path)
+        except OSError as error:
+            self._socket.close()
+            raise StartError(
+                f"No socket could be made at {self.path}: {error}. Set TMPDIR to a directory of a local disk that you "
+                "may write."
+            ) from error
+        self._socket.listen(_BACKLOG)
         self._silent: dict[int, socket.socket] = {}  # have connected, and did not say yet who they are
         self._epoll = select.epoll()
         self._epoll.register(self._socket, select.EPOLLIN)
@@ -305,11 +318,8 @@ class Listener:
             while True:
                 connected = self._socket.accept()[0]
                 connected.setblocking(False)
-                if _is_ours(connected):
-                    self._silent[connected.fileno()] = connected
-                    self._epoll.register(connected, select.EPOLLIN)
-                else:
-                    connected.close()
+                self._silent[connected.fileno()] = connected
+                self._epoll.register(connected, select.EPOLLIN)
         found: dict[int, UnixSocket] = {}
         for descriptor, connected in list(self._silent.items()):
             try:
@@ -320,19 +330,14 @@ class Listener:
                 said = b""  # it is gone again
             del self._silent[descriptor]
             self._epoll.unregister(descriptor)
-            peer = self._recognise(said)
-            if peer is None:
+            if not said.isdigit():  # it is gone again
                 connected.close()
                 continue
+            peer = int(said)
             if peer in found:
                 found[peer].close()
             found[peer] = UnixSocket(connected)
         return found
-
-    def _recognise(self, said: bytes) -> int | None:
-        """The number of who says this; None if it is none of ours."""
-        token, _, peer = said.decode(errors="replace").partition(" ")
-        return int(peer) if hmac.compare_digest(token.encode(), self.token.encode()) and peer.isdigit() else None
 
     def close(self) -> None:
         """Let nobody else in."""
@@ -340,29 +345,18 @@ class Listener:
             connected.close()
         self._epoll.close()
         self._socket.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
 
 
-def connect(name: str, token: str, peer: int) -> UnixSocket | None:
-    """The other end; None if the listener is not on this host (or in another container), or there is none.
-
-    `peer` is the number of who connects.
-    """
-    if not name:
-        return None
+def connect(path: str, peer: int) -> UnixSocket:
+    """Connect with a listener of this host as the one of that number. OSError: nobody listens there."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connected.setblocking(False)
-        connected.connect(f"\0{name}")
-        if _is_ours(connected):  # else another user took the name of a listener that is gone, to learn the token
-            connected.send(f"{token} {peer}".encode(), _NO_SIGNAL)
-            return UnixSocket(connected)
+        connected.connect(path)
+        connected.send(b"%d" % peer, _NO_SIGNAL)
     except OSError:
-        pass
-    connected.close()
-    return None
-
-
-def _is_ours(connected: socket.socket) -> bool:
-    """Whether the process at the other end is this user's."""
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
+        connected.close()
+        raise
+    return UnixSocket(connected)

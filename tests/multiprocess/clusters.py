@@ -28,26 +28,24 @@ def _listener() -> str:
 
     def hear() -> None:
         while True:
-            token, engine = listener.recv(1 << 10).decode().split()
-            _clusters[token].engine_ready(int(engine))
+            name, engine = listener.recv(1 << 10).decode().split()
+            _clusters[name].engine_ready(int(engine))
 
     threading.Thread(target=hear, daemon=True).start()
     return name
 
 
 def make_cluster(n: int, **options: Any) -> Cluster:
-    keys, token = make_keys(), str(len(_clusters))
+    keys, name = make_keys(), str(len(_clusters))
     connection = Connection(
-        program_url="tcp://127.0.0.1:1",
+        program_url=f"unix://{_listener()}/{name}",  # the stand-in's own
         control_url="tcp://127.0.0.1:1",
         server_public=keys.server_public,
         client_public=keys.client_public,
         client_secret=keys.client_secret,
         notebook_pid=os.getpid(),
-        listener_name=_listener(),
-        listener_token=token,
     )
-    cluster = _clusters[token] = Cluster(plan_devices(n, gpus=0), connection, **{"agent": AGENT, **options})
+    cluster = _clusters[name] = Cluster(plan_devices(n, gpus=0), connection, **{"agent": AGENT, **options})
     return cluster
 
 

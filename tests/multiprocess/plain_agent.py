@@ -17,7 +17,8 @@ def install(shell: Any, connection: Any, engine: int, device: Any) -> None:
     if not which or int(which) == engine:
         _misbehave(what)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notebook:
-        notebook.sendto(f"{connection.listener_token} {engine}".encode(), f"\0{connection.listener_name}")
+        listener, _, cluster = connection.program_url.removeprefix("unix://").partition("/")
+        notebook.sendto(f"{cluster} {engine}".encode(), f"\0{listener}")
 
 
 def _misbehave(what: str) -> None:

@@ -129,12 +129,11 @@ def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> 
 
 
 def test_closures_reach_workers_that_are_connected_by_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = engines.Connection
-    monkeypatch.setattr(engines, "Connection", lambda **given: make(**{**given, "listener_name": ""}))
+    make = engines.Switchboard
+    monkeypatch.setattr(engines, "Switchboard", lambda path, **given: make(path, **{**given, "host": "127.0.0.1"}))
     distnb.start(workers=2, ps=1)
     try:
         coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
-        assert not any(hello.near for hello in require()._supervisor.hellos.values())
         values = [coordinator.schedule(lambda x: x * 2, args=(torch.full((50_000,), float(n)),)) for n in range(200)]
         assert [value[0].item() for value in coordinator.fetch(values)] == [2.0 * n for n in range(200)]
         slow = [coordinator.schedule(lambda n: (time.sleep(0.05), n)[1], args=(n,)) for n in range(12)]

@@ -10,16 +10,19 @@ import re
 import signal
 import socket
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 import distnb
 from distnb.collectives.group.gloo_sockets import Connections, owner_of_peer
 from distnb.errors import CollectiveError
 from distnb.notebook.session import Session
+from distnb.wire.channel import Link, Switchboard
 from tests import processes
 from tests.multiprocess.sessions import run_cell, started
 
@@ -27,9 +30,6 @@ _NOBODY = 65534
 _ROUND_S = 0.05
 _WITHIN_S = 20.0
 _GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f"  # ZeroMQ's; its version and mechanism follow
-_CHALLENGE = re.compile(
-    rb"\0\0\0.#CHALLENGE#", re.DOTALL
-)  # multiprocessing's: a DataLoader's worker that hands tensors over
 _SAID_FIRST = re.compile(rb"\xff\0{7}.\x7f", re.DOTALL)
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
@@ -63,21 +63,16 @@ def words() -> list[bytes]:
     return [random.randbytes(8), random.randbytes(3000), of_the_store + b"\7", *of_gloo, _GREETING + b"\3", of_zmq]
 
 
-def talk(where: tuple[str, int] | str) -> list[bytes]:
-    """Say everything to one address; what was answered."""
+def talk(where: tuple[str, int]) -> list[bytes]:
+    """Say everything to one port; what was answered."""
     answers = []
-    kinds = [socket.SOCK_STREAM] if isinstance(where, tuple) else [socket.SOCK_STREAM, socket.SOCK_SEQPACKET]
-    for kind in kinds:
-        for said in words():
-            with (
-                contextlib.suppress(OSError),
-                socket.socket(socket.AF_INET if isinstance(where, tuple) else socket.AF_UNIX, kind) as opened,
-            ):
-                opened.settimeout(_ROUND_S)
-                opened.connect(where)
-                opened.sendall(said)
-                answers.append(opened.recv(4096))
-                answers[-1] += opened.recv(4096)
+    for said in words():
+        with contextlib.suppress(OSError), socket.socket() as opened:
+            opened.settimeout(_ROUND_S)
+            opened.connect(where)
+            opened.sendall(said)
+            answers.append(opened.recv(4096))
+            answers[-1] += opened.recv(4096)
     return answers
 
 
@@ -86,7 +81,7 @@ def fuzz(asked: int, told: int) -> None:
     with os.fdopen(asked) as lines, os.fdopen(told, "w") as file:
         for line in lines:
             addresses = json.loads(line)
-            answers = [each for address in addresses for each in talk(tuple(address) if len(address) == 2 else address)]
+            answers = [each for host, port in addresses for each in talk((host, port))]
             file.write(json.dumps([each.hex() for each in answers if each]) + "\n")
             file.flush()
 
@@ -107,7 +102,7 @@ class Stranger:
         os.close(self._told)
         self._to, self._from = os.fdopen(self._ask, "w"), os.fdopen(self._hear)
 
-    def talk_to(self, addresses: list[tuple[str, int] | str]) -> list[bytes]:
+    def talk_to(self, addresses: list[tuple[str, int]]) -> list[bytes]:
         """One round; what was answered."""
         self._to.write(json.dumps(addresses) + "\n")
         self._to.flush()
@@ -128,16 +123,16 @@ def stranger() -> Iterator[Stranger]:
         made.close()
 
 
-def listening() -> list[tuple[str, int] | str]:
-    """Where the processes of this run listen: ports, and names of the kernel's."""
-    found: list[tuple[str, int] | str] = []
+def listening() -> tuple[list[tuple[str, int]], list[str]]:
+    """Where the processes of this run listen: ports, and paths or names of UNIX sockets."""
+    ports: set[tuple[str, int]] = set()
+    paths: set[str] = set()
     for process in [psutil.Process(), *processes.children_of_this_run().values()]:
         with contextlib.suppress(psutil.Error):
-            there = process.net_connections(kind="inet")
-            found += [(each.laddr.ip, each.laddr.port) for each in there if each.status == psutil.CONN_LISTEN]
-            names = {each.laddr for each in process.net_connections(kind="unix")}
-            found += ["\0" + name[1:] for name in names if name[1:].startswith("distnb-")]
-    return sorted(set(found), key=str)
+            inet = process.net_connections(kind="inet")
+            ports |= {(each.laddr.ip, each.laddr.port) for each in inet if each.status == psutil.CONN_LISTEN}
+            paths |= {each.laddr for each in process.net_connections(kind="unix") if each.laddr}
+    return sorted(ports), sorted(paths)
 
 
 @pytest.fixture(scope="module")
@@ -147,50 +142,49 @@ def session() -> Iterator[Session]:
         yield session
 
 
-TRAINING = """
-until, steps = time.monotonic() + 60, 0
-while True:
-    assert time.monotonic() < until
-    step = torch.ones(1000) * (dist.get_rank() + 1)
-    dist.all_reduce(step)
-    assert (step == 3).all()
-    steps += 1
-    stop = torch.tensor([float(os.path.exists(done))])
-    dist.all_reduce(stop)
-    if stop.item():
-        break
-"""
-
-
-def test_a_fuzz_of_everything_that_listens_changes_nothing(session: Session, tmp_path: Path) -> None:
+def test_a_local_cluster_listens_in_its_private_directory_only(session: Session) -> None:
+    directory = session._engines.cluster.directory
     processes.wait_until(session._engines.cluster.client_file.exists, _WITHIN_S)
-    answers: list[bytes] = []
-    namespace = session.user_ns
-    with stranger() as other:
-        answers += other.talk_to(listening())
-        run_cell(session, "x = torch.ones(2)\ndist.all_reduce(x)\nfine = x.sum().item()", "between")
-        assert namespace["fine"] == 4.0
-    # In a training cell: this process waits in it, so a child of it asks the other user.
-    namespace["done"] = str(tmp_path / "done")
-    addresses = listening()
+    run_cell(session, "import multiprocessing\nqueue = multiprocessing.SimpleQueue()\ndist.barrier()", "meets")
+    ports, paths = listening()
+    assert ports == []
+    ours = [path for path in paths if "distnb" in path]
+    assert ours
+    assert [path for path in ours if not path.startswith(f"{directory}/")] == []
 
-    def ask() -> None:
-        try:
-            with stranger() as other:
-                found = other.talk_to(addresses)
-            (tmp_path / "answers").write_text(json.dumps([each.hex() for each in found]))
-        finally:
-            (tmp_path / "done").touch()
+    def come() -> None:
+        for path in ours:
+            for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+                with contextlib.suppress(PermissionError), socket.socket(socket.AF_UNIX, kind) as opened:
+                    opened.connect(path)
+                    os._exit(2)
 
-    asking = in_child(ask, user=0)
-    run_cell(session, TRAINING, "training")
-    assert os.waitpid(asking, 0)[1] == 0
-    assert namespace["steps"] > 0
-    answers += [bytes.fromhex(each) for each in json.loads((tmp_path / "answers").read_text())]
-    run_cell(session, "x = torch.ones(2)\ndist.all_reduce(x)\nfine = x.sum().item()", "after")
-    assert namespace["fine"] == 4.0
-    # Nothing was read but who is there, and that it wants CURVE, or the key.
-    answers = [each for each in answers if not _CHALLENGE.match(each)]
+    assert os.waitpid(in_child(come), 0)[1] == 0
+
+
+def test_a_fuzz_of_the_ports_for_other_hosts_changes_nothing() -> None:
+    public, secret = zmq.curve_keypair()
+    theirs, own = zmq.curve_keypair()
+    with tempfile.TemporaryDirectory() as directory, zmq.Context() as context:
+        switchboard = Switchboard(
+            Path(directory), server_secret=secret, server_public=public, client_public=theirs, host="127.0.0.1"
+        )
+        programs, keys = switchboard.programs, {"client_public": theirs, "client_secret": own}
+        link = Link(context, 3, switchboard.program_url, server_public=public, **keys)
+        with stranger() as other:
+            answers = other.talk_to(listening()[0])
+            link.send("hello")
+            assert list(programs.receive(programs.wait(_WITHIN_S))) == [(3, "hello")]
+            answers += other.talk_to(listening()[0])
+        assert programs.send([3], "still here") == []
+        poller = zmq.Poller()
+        poller.register(link.socket, zmq.POLLIN)
+        assert poller.poll(1000 * _WITHIN_S)
+        assert link.receive() == "still here"
+        assert list(programs.receive(programs.wait(0.1))) == []
+        link.close()
+        switchboard.close()
+    # Nothing was read but who is there, and that it wants CURVE.
     assert answers
     assert [each for each in answers if not _SAID_FIRST.match(each)] == []
     assert all(b"CURVE" in each for each in answers if len(each) > 12)

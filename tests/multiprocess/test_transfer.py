@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from distnb.cluster.connection import Connection
 from distnb.errors import EngineDied
 from distnb.notebook import engines as engines_of_session
 from distnb.notebook.handles.pending import resolve
 from distnb.notebook.session import Session
 from distnb.options import StrategySpec
+from distnb.wire.channel import Switchboard
 from tests.worlds import ClusterWorld, Process, distributed, run_all
 
 pytestmark = pytest.mark.timeout(120)
@@ -50,15 +50,15 @@ held = descriptors()
 
 @contextlib.contextmanager
 def running(replicas: int, *, apart: bool = False) -> Iterator[ClusterWorld]:
-    """A cluster; its engines are as good as on another machine if they are not told where the notebook listens."""
+    """A cluster; its engines are as good as on another machine if the notebook listens on a port for them."""
     torch.set_num_threads(1)
     notebook = Process()
 
-    def connection(**given: Any) -> Connection:
-        return Connection(**{**given, "listener_name": "" if apart else given["listener_name"]})
+    def switchboard(directory: Path, **given: Any) -> Switchboard:
+        return Switchboard(directory, **{**given, "host": "127.0.0.1" if apart else None})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines_of_session, "Connection", connection)
+        patch.setattr(engines_of_session, "Switchboard", switchboard)
         session = Session.start(replicas, ",".join(f"cpu:{i}" for i in range(replicas)), user_ns=notebook.user_ns)
     try:
         yield ClusterWorld(session, notebook)

@@ -28,7 +28,7 @@ from distnb.topology import Device, Team
 from distnb.wire.channel import Switchboard
 
 WORKERS = SimpleClusterResolver({"worker": ["a:1", "a:2", "b:1"]}, num_accelerators={"GPU": 2})
-CONNECTION = Connection("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", "a", "b", "c", 4, "listener", "token")
+CONNECTION = Connection("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", "a", "b", "c", 4)
 
 
 def test_options_are_read() -> None:
@@ -179,9 +179,11 @@ def test_an_assignment_is_one_line() -> None:
 def test_the_heartbeat_tells_when_the_notebook_goes() -> None:
     keys, others = make_keys(), make_keys()
     switchboard = Switchboard(
+        Path("/nowhere"),
         server_secret=keys.server_secret.encode(),
         server_public=keys.server_public.encode(),
         client_public=keys.client_public.encode(),
+        host="127.0.0.1",
     )
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
 

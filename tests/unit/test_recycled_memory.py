@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,14 +21,14 @@ LARGE = 1 << 20
 
 @pytest.fixture
 def pair() -> Iterator[tuple[UnixSocket, UnixSocket]]:
-    listener = Listener()
-    one = connect(listener.name, listener.token, 1)
-    assert one is not None
-    other = listener.let_in()[1]
-    one.recycles = other.recycles = True
-    yield one, other
-    for each in (one, other, listener):
-        each.close()
+    with tempfile.TemporaryDirectory() as directory:
+        listener = Listener(directory)
+        one = connect(listener.path, 1)
+        other = listener.let_in()[1]
+        one.recycles = other.recycles = True
+        yield one, other
+        for each in (one, other, listener):
+            each.close()
 
 
 def message(fill: int, nbytes: int = LARGE) -> list[Frame]:
@@ -82,14 +83,14 @@ def test_messages_become_larger(pair: tuple[UnixSocket, UnixSocket], monkeypatch
 
 def test_nothing_is_left_when_both_ends_are_gone() -> None:
     before = mapped()
-    listener = Listener()
-    one = connect(listener.name, listener.token, 1)
-    assert one is not None
-    one.recycles = True
-    pair = one, listener.let_in()[1]
-    frames = there(pair, message(3))
-    for each in (*pair, listener):
-        each.close()
+    with tempfile.TemporaryDirectory() as directory:
+        listener = Listener(directory)
+        one = connect(listener.path, 1)
+        one.recycles = True
+        pair = one, listener.let_in()[1]
+        frames = there(pair, message(3))
+        for each in (*pair, listener):
+            each.close()
     del pair, one, each
     assert bytes(frames[2][:3]) == b"\3\3\3"  # what has come stays
     del frames

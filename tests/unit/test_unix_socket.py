@@ -7,6 +7,7 @@ import os
 import resource
 import select
 import socket
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distnb.errors import MessageError
+from distnb.errors import MessageError, StartError
 from distnb.wire import shared_memory_buffer, unix_socket
 from distnb.wire.codec import Frame
 from distnb.wire.unix_socket import Listener, UnixSocket, connect, pack
@@ -31,9 +32,11 @@ Pair = tuple[UnixSocket, UnixSocket]
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    listener = Listener()
-    yield listener
-    listener.close()
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own is too deep for a socket's path
+        listener = Listener(directory)
+        yield listener
+        listener.close()
+        assert os.listdir(directory) == []
 
 
 @contextmanager
@@ -52,10 +55,8 @@ def pair(listener: Listener) -> Iterator[Pair]:
         yield pair
 
 
-def come(listener: Listener, engine: int, token: str = "") -> UnixSocket:
-    connected = connect(listener.name, token or listener.token, engine)
-    assert connected is not None
-    return connected
+def come(listener: Listener, engine: int) -> UnixSocket:
+    return connect(listener.path, engine)
 
 
 def receive(end: UnixSocket) -> list[Frame]:
@@ -299,27 +300,33 @@ def test_no_memory_for_it_sends_all_in_packets(pair: Pair, monkeypatch: pytest.M
 # -- who may ------------------------------------------------------------------------------------------------------------
 
 
-def test_another_token_is_not_let_in(listener: Listener) -> None:
-    stranger = come(listener, 0, token="0" * 64)
-    stranger.send_packets(pack([b"run this"]))
-    assert listener.let_in() == {}
-    assert stranger.receive_frames() is None
-    assert stranger.ended
-    assert not stranger.send_packets(pack([b"run this"]))
-    stranger.close()
+def test_who_does_not_say_a_number_is_not_let_in(listener: Listener) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(listener.path)
+        stranger.send(b"let me in")
+        assert listener.let_in() == {}
+        assert stranger.recv(1) == b""
 
 
-def test_another_user_is_not_let_in(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    stranger = come(listener, 0)
-    monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    assert listener.let_in() == {}
-    assert connect(listener.name, listener.token, 1) is None  # nor does an engine tell another user the token
-    stranger.close()
+def test_where_nobody_listens_nobody_is_reached(listener: Listener) -> None:
+    with pytest.raises(FileNotFoundError):
+        connect(listener.path + "x", 0)
+    other = Listener(os.path.dirname(listener.path))
+    os.link(other.path, other.path + "x")
+    other.close()
+    with pytest.raises(ConnectionRefusedError):
+        connect(other.path + "x", 0)
+    os.unlink(other.path + "x")
+
+
+def test_a_directory_that_takes_no_sockets_is_an_error() -> None:
+    with pytest.raises(StartError, match="TMPDIR"):
+        Listener("/proc/self")
 
 
 def test_a_silent_stranger_stops_nobody(listener: Listener) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-        silent.connect(f"\0{listener.name}")
+        silent.connect(listener.path)
         with pairs(listener, 1) as (pair,):
             pair[0].send_packets(pack([b"hello"]))
             assert same(receive(pair[1]), [b"hello"])
@@ -335,11 +342,6 @@ def test_of_two_that_come_for_one_engine_the_later_stays(listener: Listener) -> 
     assert old.ended
     for one in (old, new, *ours.values()):
         one.close()
-
-
-def test_nobody_listens_there() -> None:
-    assert connect("", "", 0) is None
-    assert connect("distnb-of-a-notebook-that-is-gone", "token", 0) is None
 
 
 def test_packets_are_no_larger_than_what_is_received_at_once() -> None:

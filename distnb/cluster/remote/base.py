@@ -90,10 +90,8 @@ class Hosts(Launcher):
 
     def __init__(self, hosts: Sequence[str], connection: Connection, address: str, transport: Transport) -> None:
         self._hosts = tuple(hosts)
-        # Shared memory and the notebook's pid mean nothing there, and ipyparallel's controller stays on loopback.
-        self._connection = dataclasses.replace(
-            connection, notebook_pid=0, listener_name="", listener_token="", controller=False
-        )
+        # The notebook's pid means nothing there, and ipyparallel's controller stays in its private directory.
+        self._connection = dataclasses.replace(connection, notebook_pid=0, controller=False)
         self._address = address
         self._transport = transport
         self._lines: dict[int, _Line] = {}  # by the pid of the process that is connected with a node agent

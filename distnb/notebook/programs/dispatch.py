@@ -21,6 +21,9 @@ __all__ = ["Dispatch", "Outcome"]
 
 _LATE_S = 2.0
 _LOOK_S = 0.02
+_UNREACHED = (
+    "could not be reached, since its connection with the notebook has ended (%distnb restart {engine} starts it anew),"
+)
 
 
 class Outcome:
@@ -129,8 +132,19 @@ class Dispatch:
         self._lose()
         for engine, status in outcome.died.items():  # before it was followed: nobody else ends the others' part
             self._supervisor.failed(engine, program, status)
-        self._programs.send(engines, message)
+        if unreached := self._programs.send(engines, message):
+            self._give_up_unreached(outcome, unreached)
         return outcome
+
+    def _give_up_unreached(self, outcome: Outcome, engines: Collection[int]) -> None:
+        """Engines cannot be sent a program. Most have just died, which is told in a moment; of others nothing comes."""
+        until = time.monotonic() + _LATE_S
+        while (left := set(engines) - outcome.died.keys()) and time.monotonic() < until:
+            self._read(_LOOK_S)
+        for engine in left:
+            status = _UNREACHED.format(engine=engine)
+            outcome.lose(engine, status)
+            self._supervisor.failed(engine, outcome.program, status)
 
     def wait(self, outcome: Outcome) -> None:
         """Wait for a program's end on each of its engines. Within `interrupts`: they end it, and the outcome tells."""

@@ -173,12 +173,14 @@ class Servers:
         return _Connection(partial(self._open, server, address), self._poll)
 
     def _open(self, server: int, address: Address) -> ProgramLink:
-        link = connect(address.name, address.token, self._number)
-        if link is not None:
+        try:
+            link = connect(address.path, self._number)
+        except OSError as error:  # nobody listens there; or it is of another host
+            if not address.url:
+                raise ServerLost(f"Parameter server {server} cannot be reached: {error}. {_CURE}") from error
+        else:
             link.recycles = True
             return link
-        if not address.url:
-            raise ServerLost(f"Parameter server {server} cannot be reached: nobody listens at its address. {_CURE}")
         if self._context is None:
             self._context = zmq.Context()
         return Link(

@@ -227,11 +227,10 @@ class Address(NamedTuple):
     """Where a server is reached.
 
     Attributes:
-        name, token: Of its UNIX listener, for clients of its host.
+        path: That of its UNIX socket, for clients of its host.
         url, public: ZeroMQ's address, and the server's CURVE key (Z85), for others; "" if it listens on no port.
     """
 
-    name: str
-    token: str
+    path: str
     url: str = ""
     public: str = ""

@@ -16,6 +16,7 @@ from distnb.runtime.servers.messages import Address, Answer, Request
 from distnb.runtime.servers.store import ShardStore
 from distnb.wire.channel import OneClientKey, Peers, bind_router
 from distnb.wire.tensors import encode_tensors
+from distnb.wire.unix_socket import Listener
 
 __all__ = ["Service"]
 
@@ -25,9 +26,10 @@ _PATIENCE_S = 0.05
 class Service:
     """Serves a store of shards to workers and to the coordinator, from a thread of its own, until it is closed.
 
-    Clients come and go at any time. Those of this host know the address's token; others have the cluster's key.
+    Clients come and go at any time. Those of this host can enter the private directory; others have the cluster's key.
 
     Args:
+        directory: The private directory.
         client_public: The CURVE key (Z85) of those whom it serves.
         host: Where it listens for clients of other hosts: a name or an address of this machine. None: on no port.
 
@@ -35,7 +37,7 @@ class Service:
         address: Where clients reach it.
     """
 
-    def __init__(self, *, client_public: str, host: str | None) -> None:
+    def __init__(self, directory: str, *, client_public: str, host: str | None) -> None:
         self._context: zmq.Context[Any] | None = None
         remote, url, public = None, "", b""
         if host is not None:
@@ -45,9 +47,9 @@ class Service:
             self._authenticator.configure_curve_callback("*", OneClientKey(client_public.encode()))
             public, secret = zmq.curve_keypair()
             remote, url = bind_router(self._context, host, secret=secret, public=public)
-        self._peers = Peers(remote, recycles=True)
-        listener = self._peers.listener
-        self.address = Address(listener.name, listener.token, url, public.decode())
+        self._listener = Listener(directory)
+        self._peers = Peers(remote, self._listener, recycles=True)
+        self.address = Address(self._listener.path, url, public.decode())
         # Clients keep copies by version: what they know of an earlier server is never taken for this one's.
         self._store = ShardStore(first_version=time.time_ns())
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
@@ -69,10 +71,9 @@ class Service:
         os.close(self._end)
 
     def _serve(self) -> None:
-        listener = self._peers.listener.fileno()
+        listener = self._listener.fileno()
         self._peers.watch(listener)
         self._peers.watch(self._end)
-        self._peers.listen_to_remote()
         while True:
             readable = self._peers.wait()
             if self._end in readable:
