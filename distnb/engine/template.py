@@ -12,6 +12,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import sys
@@ -19,12 +20,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from distnb.cluster.local.orphans import signalled_at_end_of_parent
+from distnb.cluster.local.processes import describe_status
 from distnb.cluster.process_environment import AGENT_VARIABLE, DEVICE_VARIABLE, ENGINE_VARIABLE
 from distnb.topology import parse_device
 
 __all__ = ["fork_engines", "load"]
 
 _PACKET_NBYTES = 1 << 20
+_LOOK_S = 0.1
 _FORKED = ("cpu", "cuda")  # torch's import touches no such device; of others the import may be what opens one
 
 
@@ -52,9 +55,20 @@ def fork_engines() -> None:
                 _become(order, notebook, begin, fit and _may_fork(order["environment"]))
                 return
         # An answer says that they are the notebook's children from our end on. Without one they end with us.
-        if notebook.recv(_PACKET_NBYTES):
+        if _answered(notebook):
             os.write(let_begin, b"." * len(orders))
     os._exit(0)
+
+
+def _answered(notebook: socket.socket) -> bool:
+    """Wait for the notebook's answer. Exit if an engine ends before it: the notebook waits for its word."""
+    while not select.select([notebook], [], [], _LOOK_S)[0]:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            how = describe_status(os.waitstatus_to_exitcode(status))
+            print(f"A process that was to become an engine {how} before it had begun.", file=sys.stderr, flush=True)
+            os._exit(1)
+    return bool(notebook.recv(_PACKET_NBYTES))
 
 
 def _may_fork(environment: Mapping[str, str]) -> bool:

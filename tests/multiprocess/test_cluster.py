@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -136,6 +137,17 @@ def test_a_process_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = make_cluster(1)
     with pytest.raises(StartError, match=r"engine 0 could not be started: .*No such file"):
         cluster.start()
+    assert_nothing_left(cluster)
+
+
+def test_engines_that_cannot_be_taken_over_are_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("distnb.cluster.local.forking.end_descriptor", refused)
+    cluster = make_cluster(1)
+    with pytest.raises(StartError, match=r"(?s)could not take over its engines.*Too many open files"):
+        cluster.start(timeout_s=80)
     assert_nothing_left(cluster)
 
 

@@ -12,12 +12,15 @@ import select
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
 from distnb.cluster import tpu_chips
 from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched, Launcher
+from distnb.cluster.local.guardian import end_descriptor
+from distnb.cluster.local.loopback import require_loopback
 from distnb.cluster.local.orphans import adopting_orphans
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.process_environment import DEVICE_VARIABLE, ENGINE_VARIABLE, PYTHON_MODULE, engines_environment
@@ -42,7 +45,12 @@ class ThisMachine(Launcher):
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
     ) -> None:
-        """Start the process that loads and forks. With the calling thread it goes, until it has forked."""
+        """Start the process that loads and forks. With the calling thread it goes, until it has forked.
+
+        Raises:
+            StartError: The engines could not communicate with each other.
+        """
+        require_loopback()
         if self._for_chips is None:
             self._for_chips = tpu_chips.launch_environment(self._devices)
         shared = engines_environment(len(self._devices), processes.directory, agent=orders[0].agent)
@@ -81,7 +89,15 @@ class ThisMachine(Launcher):
             launched(order.engine, template)
         with suppress(BrokenPipeError):  # it has ended already, and its log says why
             here.send(json.dumps(told).encode())
-        adopt = partial(_adopt, here, template, len(orders), processes, launched, ended)
+
+        def adopt() -> None:
+            try:
+                _adopt(here, template, len(orders), processes, launched, ended)
+            except BaseException:  # noqa: BLE001  # whatever it is: the engines end with the template, whose log tells why
+                with open(orders[0].log, "a") as log:
+                    print(f"The notebook could not take over its engines.\n{traceback.format_exc()}", file=log)
+                processes.signal([template], signal.SIGKILL)
+
         threading.Thread(target=adopt, name="distnb-forking", daemon=True).start()
 
 
@@ -105,7 +121,7 @@ def _adopt(
                     processes.adopt(pid, partial(ended, engine))
                     launched(engine, pid)
             gone = select.poll()
-            descriptor = os.pidfd_open(template)
+            descriptor = end_descriptor(template)
             gone.register(descriptor, select.POLLIN)
             with adopting_orphans():
                 with suppress(BrokenPipeError):

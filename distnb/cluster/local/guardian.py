@@ -11,18 +11,63 @@ this process starts with each cluster, before all others.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import shutil
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 
-__all__ = ["main", "remove_directory"]
+__all__ = ["end_descriptor", "main", "remove_directory"]
 
 _ENDING_S = 5.0
 _REMOVING_S = 5.0
+_LOOK_S = 0.05
+
+
+def end_descriptor(pid: int) -> int:
+    """Open a descriptor that becomes readable when a process ends: its pidfd.
+
+    Kernels before 5.3, some containers and some builds of Python have none. There a thread looks whether the process is
+    there, twenty times a second, and the descriptor is one to which it writes.
+
+    Raises:
+        ProcessLookupError: There is no such process.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except AttributeError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
+            raise
+    begun = _begin_of(pid)
+    if begun is None:
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+    descriptor = os.eventfd(0, os.EFD_CLOEXEC)
+    own = os.dup(descriptor)  # whoever asked may close the other one, and its number is the next file's
+
+    def look() -> None:
+        while _begin_of(pid) == begun:
+            time.sleep(_LOOK_S)
+        os.eventfd_write(own, 1)
+        os.close(own)
+
+    threading.Thread(target=look, name=f"distnb-end-of-{pid}", daemon=True).start()
+    return descriptor
+
+
+def _begin_of(pid: int) -> bytes | None:
+    """Return when a process began, in the kernel's words: no other one of that number did. None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if state in (b"Z", b"X") else fields[18]
 
 
 def remove_directory(directory: str) -> None:
@@ -43,7 +88,7 @@ def main(owner: int) -> None:
     poller = select.poll()
     poller.register(0, select.POLLIN)
     try:
-        process = os.pidfd_open(owner)
+        process = end_descriptor(owner)
         poller.register(process, select.POLLIN)
     except ProcessLookupError:
         process = -1
@@ -64,7 +109,7 @@ class _Told:
     def __init__(self) -> None:
         self._rest = b""
         self._directory = ""
-        self._leaders: dict[int, int] = {}  # pid to its pidfd: no other process can be taken for it
+        self._leaders: dict[int, int] = {}  # pid to what tells of its end: no other process can be taken for it
 
     def hear(self) -> bool:
         """Read what there is. False when there is nothing."""
@@ -78,7 +123,7 @@ class _Told:
                 self._directory = os.fsdecode(line)
             elif line.startswith(b"+"):
                 with suppress(ProcessLookupError):
-                    self._leaders[int(line)] = os.pidfd_open(int(line))
+                    self._leaders[int(line)] = end_descriptor(int(line))
             elif (leader := self._leaders.pop(-int(line), None)) is not None:
                 os.close(leader)
         return bool(data)

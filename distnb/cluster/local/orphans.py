@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from distnb.cluster.local.guardian import end_descriptor
+
 __all__ = ["adopt_orphans", "adopting_orphans", "die_with", "end_group", "is_ending", "signalled_at_end_of_parent"]
 
 
@@ -24,7 +26,7 @@ def die_with(pid: int) -> None:
 
     def wait() -> None:
         with suppress(ProcessLookupError):
-            select.select([os.pidfd_open(pid)], [], [])
+            select.select([end_descriptor(pid)], [], [])
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     threading.Thread(target=wait, name=f"distnb-watch-{pid}", daemon=True).start()

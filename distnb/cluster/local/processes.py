@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from distnb.cluster.local.guardian import end_descriptor
 from distnb.cluster.local.orphans import end_group, is_ending
 from distnb.cluster.local.run_directory import RunDirectory
 from distnb.errors import ClusterError
@@ -35,6 +37,16 @@ def describe_status(status: int | None) -> str:
             name = f"signal {-status}"
         return f"was killed by {name}"
     return f"exited with code {status}"
+
+
+def _wait_for(pid: int, descriptor: int, options: int) -> os.waitid_result | None:
+    """Wait for a child process by its pidfd; by its number where `end_descriptor` has none, or the kernel does not."""
+    try:
+        return os.waitid(getattr(os, "P_PIDFD", -1), descriptor, options)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOSYS):
+            raise
+    return os.waitid(os.P_PID, pid, options)
 
 
 class Processes:
@@ -63,7 +75,12 @@ class Processes:
         """Start a process as the leader of a group; `settings` are more arguments for `subprocess.Popen`."""
         with self.changed:  # so that its end cannot be noted before whoever starts it knows the pid
             process = subprocess.Popen(command, start_new_session=True, **settings)
-            self._watch(process.pid, ended, process)
+            try:
+                self._watch(process.pid, ended, process)
+            except BaseException:
+                end_group(process.pid)
+                process.wait()
+                raise
         return process
 
     def adopt(self, pid: int, ended: Ended) -> None:
@@ -71,7 +88,7 @@ class Processes:
         self._watch(pid, ended)
 
     def _watch(self, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None = None) -> None:
-        descriptor = os.pidfd_open(pid)
+        descriptor = end_descriptor(pid)
         self._guarded.end_with_owner(pid)
         self._living.add(pid)
         self.loop.call_soon_threadsafe(self.loop.add_reader, descriptor, self._end_of, descriptor, pid, ended, process)
@@ -82,7 +99,7 @@ class Processes:
         self.loop.remove_reader(descriptor)
         with self.changed:
             try:
-                result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT)
+                result = _wait_for(pid, descriptor, os.WEXITED | os.WNOWAIT)
             except ChildProcessError:
                 result = None
             status = None  # other code of this process reaped it, and its group's number may be anyone's now
@@ -102,7 +119,7 @@ class Processes:
                 self.changed.notify_all()
             # Until now nobody else could have the pid, so those who were told may still have sent signals to it.
             with suppress(ChildProcessError):
-                os.waitid(os.P_PIDFD, descriptor, os.WEXITED)
+                _wait_for(pid, descriptor, os.WEXITED)
             os.close(descriptor)
 
     # -- in any thread -----------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from distnb import __version__
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import available_gpus
 from distnb.cluster.local.capacity import this_machine
+from distnb.cluster.local.guardian import end_descriptor
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.process_environment import (
     DEVICE_VARIABLE,
@@ -168,7 +169,7 @@ def _await_end_of_input(agent: _NodeAgent) -> None:
 
 def _await_end_of(server: int, agent: _NodeAgent) -> None:
     with suppress(ProcessLookupError):
-        select.select([os.pidfd_open(server)], [], [])
+        select.select([end_descriptor(server)], [], [])
     agent.let_go()
 
 
