@@ -36,7 +36,7 @@ from distnb.engine.namespace.engine_objects import ObjectsOfTeams
 from distnb.engine.output import error_reports, progress_bars, telemetry
 from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.profiling import Profile
-from distnb.engine.started_threads import threads_awaited
+from distnb.engine.started_threads import note_work_of_pools, threads_awaited
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import dataset as datasets
@@ -144,6 +144,7 @@ class Agent:
             RunClosure: self._run_closure,
         }
         self._adapt_shell(logs)
+        note_work_of_pools()
         here = str(torch_device(device))
         codec.place_storage = lambda kind: "cpu" if kind == "cpu" else here
         this_process.note_names = self._namespace.note_names

@@ -3,21 +3,27 @@
 A thread that the notebook's user did not start as a daemon may still communicate or write a file: torch's
 `checkpoint.async_save` does both. Python waits for such threads before it ends, and so does a program here. It does not
 wait for threads that have nothing to do, such as the workers of a pool: later programs may go on to use them.
+
+The stack of a thread tells whether it works. That of a pool's worker does not: a worker that waits looks like one that
+has just been given something. So what pools are given is noted.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from distnb.engine.output import telemetry
 
-__all__ = ["threads_awaited"]
+__all__ = ["note_work_of_pools", "threads_awaited"]
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _PATIENCE_S = 1.0
@@ -39,6 +45,31 @@ _POOLS = tuple(
 _WAITS = frozenset({"wait", "select", "_worker"})
 
 
+_given: dict[Future[Any], str] = {}  # to pools, and not done
+
+
+def note_work_of_pools() -> None:
+    """Note, from now on, what this process gives to the pools of `concurrent.futures`. Idempotent."""
+    for pool in (ThreadPoolExecutor, ProcessPoolExecutor):
+        if not hasattr(pool.submit, "__wrapped__"):
+            pool.submit = _noting(pool.submit)  # type: ignore[method-assign]
+
+
+def _noting(submit: Callable[..., Future[Any]]) -> Any:
+    @functools.wraps(submit)
+    def noting(pool: Executor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future = submit(pool, fn, *args, **kwargs)
+        _given[future] = getattr(fn, "__qualname__", type(fn).__name__)
+        future.add_done_callback(_forget)
+        return future
+
+    return noting
+
+
+def _forget(future: Future[Any]) -> None:
+    _given.pop(future, None)
+
+
 @contextmanager
 def threads_awaited() -> Iterator[None]:
     """Wait, at the end of a block that ends well, for the threads that began to work in it; on the main thread.
@@ -46,14 +77,14 @@ def threads_awaited() -> Iterator[None]:
     A notice names those that take long. Threads that an earlier program left at work, since it failed or was
     interrupted, are not waited for again.
     """
-    earlier = set(_working())  # not their frames, which keep what the threads hold
+    earlier = _at_work().keys()
     yield
     pause_s, told = _PAUSE_S, False
     began = time.monotonic()
-    while places := {thread: _place(frame) for thread, frame in _working().items() if thread not in earlier}:
+    while working := {each: name for each, name in _at_work().items() if each not in earlier}:
         if not told and time.monotonic() - began > _PATIENCE_S:
             told = True
-            threads = "; ".join(f"{thread.name} ({place})" for thread, place in places.items())
+            threads = "; ".join(working.values())
             print(
                 f"distnb: waiting for threads that were started here and still work: {threads}. The stop button ends "
                 "the wait. Start a thread with daemon=True if it is meant to go on.",
@@ -63,23 +94,25 @@ def threads_awaited() -> Iterator[None]:
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _working() -> dict[threading.Thread, FrameType]:
-    """Return the threads that Python would wait for and that do something now, with their innermost frames."""
+def _at_work() -> dict[threading.Thread | Future[Any], str]:
+    """Return what Python would wait for, and that is not done, in words: threads that work, and work of pools."""
+    working: dict[threading.Thread | Future[Any], str] = {
+        each: f"{name} in a pool" for each, name in _given.copy().items()
+    }
     main = threading.main_thread()
     threads = [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    if not threads:
-        return {}
-    frames = sys._current_frames()
-    innermost = [(thread, frames.get(thread.ident or 0)) for thread in threads]
-    return {thread: frame for thread, frame in innermost if frame is not None and not _waits(frame)}
+    if threads:
+        frames = sys._current_frames()
+        for thread in threads:
+            if (frame := frames.get(thread.ident or 0)) is not None and not _waits(frame):
+                working[thread] = f"{thread.name} ({_place(frame)})"
+    return working
 
 
 def _waits(innermost: FrameType) -> bool:
     """Return whether a thread waits for something to do: it runs no code but Python's own, and that waits."""
     if innermost.f_code.co_name not in _WAITS:
         return False  # a thread that begins has no other code on its stack yet, either
-    if innermost.f_code.co_name == "_worker" and not innermost.f_locals["work_queue"].empty():
-        return False
     frame: FrameType | None = innermost
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_POOLS):

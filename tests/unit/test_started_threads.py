@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distnb.engine.started_threads import threads_awaited
+from distnb.engine.started_threads import note_work_of_pools, threads_awaited
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -30,6 +30,7 @@ def test_a_thread_is_waited_for_and_what_it_starts_too() -> None:
 
 
 def test_the_work_of_a_pool_is_waited_for_and_its_threads_are_not() -> None:
+    note_work_of_pools()
     done: list[int] = []
 
     def work(number: int) -> None:
