@@ -21,6 +21,7 @@ from distnb.keras.forward import SharedForward
 from distnb.keras.parameter_servers import ModelOnServers
 from distnb.runtime import contexts, step_count
 from distnb.runtime.base import PARAMETER_SERVER
+from distnb.runtime.chief_first import chief_first
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import has_distributed
 
@@ -81,7 +82,7 @@ class ModelOnReplicas:
         for name in _METHODS:
             setattr(model, name, self._on_replicas(getattr(model, name)))
         for name in _SAVES:
-            setattr(model, name, _on_chief_alone(getattr(model, name)))
+            setattr(model, name, _on_chief_first(getattr(model, name)))
         for kind, name in zip(_FUNCTIONS, _MAKERS, strict=True):
             setattr(model, name, self._made_with(getattr(model, name), f"{kind}_function"))
         self._added: list[torch.Tensor] = []
@@ -239,13 +240,12 @@ class ModelOnReplicas:
         return loss + added.to(loss.dtype)
 
 
-def _on_chief_alone(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that writes a file, which one replica does: all may call it, or the chief alone."""
+def _on_chief_first(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that writes a file: replica 0 does, and the others wait for it. The chief may call it alone."""
 
     @functools.wraps(plain)
     def method(*args: Any, **kwargs: Any) -> Any:
-        process = this_process.replica
-        return plain(*args, **kwargs) if process is None or process.rank == 0 else None
+        return chief_first(f"model.{plain.__name__}", lambda: plain(*args, **kwargs))
 
     return method
 

@@ -24,7 +24,7 @@ from distnb.options import (
     RunOptions,
     ValueContext,
 )
-from distnb.runtime import contexts, step_count
+from distnb.runtime import contexts, shared_files, step_count
 from distnb.runtime.base import Owner
 from distnb.runtime.call_arguments import BatchNote, check_fits
 from distnb.runtime.central import setup
@@ -147,6 +147,7 @@ class Spmd:
                 if self._shared is not None:
                     self._shared.settle()
             except BaseException as error:
+                shared_files.explain(error)
                 take_back()  # the variables that they name were never made equal
                 regions.leave("strategy.scope", error)
                 raise

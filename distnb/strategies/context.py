@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from distnb.errors import ContextError, OptionError
 from distnb.runtime import choice, contexts
+from distnb.runtime.chief_first import chief_first
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
@@ -105,9 +106,10 @@ def is_chief() -> bool:
 
 
 def on_chief(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Make a function one that only replica 0 runs; on the others a call returns None.
+    """Make a function one that only replica 0 runs. The others wait for it, and get None; what it raises, all raise.
 
-    It must not take part in collectives, since the others do not.
+    So `on_chief(write)(path)` writes a file that all replicas can read next. Replica 0 may call it alone, as in a
+    callback. The function must not take part in collectives, since the others do not.
 
     Example:
         >>> on_chief(print)("saved")
@@ -119,8 +121,10 @@ def on_chief(function: Callable[P, T]) -> Callable[P, T | None]:
             "decorator."
         )
 
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        return function(*args, **kwargs) if is_chief() else None
+        return chief_first(name, lambda: function(*args, **kwargs))
 
     return call

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 from distnb.cluster.resolvers import ClusterResolver
+from distnb.cluster.resolvers.replica_task import ReplicaTaskResolver
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
 from distnb.runtime.scripts import script_worker
@@ -72,8 +73,11 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """What tells of the strategy's machines, and which of them this is."""
-        return script_worker.resolver_of(self.spec)
+        """The resolver of the machines, and of this process's task: without TF_CONFIG, replica r is worker r."""
+        resolver, process = script_worker.resolver_of(self.spec), this_process.replica
+        if process is not None and process.size > 1 and resolver.task_type is None:
+            return ReplicaTaskResolver(process.rank, resolver)
+        return resolver
 
 
 def _communication(value: Any) -> CommunicationOptions:

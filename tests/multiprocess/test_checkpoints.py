@@ -246,6 +246,9 @@ def test_replicas_save_together_and_fail_together(cells: Notebook) -> None:
     assert ran.error_name == "OptionError"
     assert "distnb.Variable" in ran.error_text
     assert cells.run("%%distribute mirrored\ncheckpoint.restore(where)\nprint('works')").stdout == "[0-1] works\n"
+    ran = cells.try_run("with strategy.scope():\n    os.mkdir(os.path.join(FOLDER, 'by-both'))")
+    assert ran.error_name == "FileExistsError"
+    assert "All 2 replicas run this code" in ran.traceback
 
 
 def test_an_ordinary_cell_restores_all_objects_of_the_replicas_or_none(cells: Notebook) -> None:

@@ -14,7 +14,7 @@ from tests.ranks import Rank, run_ranks
 pytestmark = pytest.mark.timeout(150)
 
 _PRELUDE = """
-import collections, dataclasses, enum
+import collections, dataclasses, enum, time
 import numpy as np
 import distnb
 from distnb import errors
@@ -452,7 +452,38 @@ def test_local_results_values_and_broadcast() -> None:
         result["value"] = float(strategy.reduce("sum", ids["id"], axis=None))
         result["bool"] = error(lambda: bool(ids["id"]), TypeError)
         result["devices"] = strategy.worker_devices
+        resolver = distnb.MultiWorkerMirroredStrategy().cluster_resolver
+        result["task"] = resolver.task_type, resolver.task_id, resolver.cluster_spec().as_dict()
         distnb.on_chief(lambda: result.update(chief=True))()
+
+        def write(path):
+            with open(path, "x") as file:
+                time.sleep(0.1)
+                file.write("whole")
+            return len("whole")
+
+        path = os.environ["DISTNB_TEST_RESULT"].rstrip("012") + "-written"
+        result["written"] = distnb.on_chief(write)(path), open(path).read()
+        if me == 0:
+            distnb.on_chief(str)(1)  # the others need not call it
+        strategy.run(lambda: distnb.on_chief(str)(1))
+        result["twice"] = error(lambda: distnb.on_chief(write)(path), FileExistsError)
+        result["of its own"] = error(lambda: distnb.on_chief(lambda: [].remove(1))(), ValueError)
+
+        def without_the_chief():
+            if me != 0:
+                distnb.on_chief(str)(1)
+            strategy.reduce("sum", ids["id"], axis=None)
+
+        def made_in_the_scope():
+            with strategy.scope():
+                os.mkdir(path + "-folder")
+
+        try:
+            made_in_the_scope()
+        except FileExistsError as raised:
+            result["in the scope"] = raised.__notes__
+        result["alone"] = error(without_the_chief, RuntimeError)
         """,
         3,
     )
@@ -468,4 +499,12 @@ def test_local_results_values_and_broadcast() -> None:
         assert "reduce" in found["bool"]
         assert "local_results" in found["bool"]
         assert len(found["devices"]) == 3
+        assert found["task"] == ("worker", rank, {}), "TensorFlow's test for the chief is true of one"
         assert found.get("chief", False) is (rank == 0)
+        assert found["written"] == (5 if rank == 0 else None, "whole")
+        assert "File exists" in found["twice"]
+        assert "not in list" in found["of its own"]
+        assert "Replica 0 must call it, too" in found["alone"] or rank == 0
+    in_the_scope = [one.result["in the scope"] for one in ended if "in the scope" in one.result]
+    assert len(in_the_scope) == 2, "one made it"
+    assert all("All 3 replicas run this code" in notes[0] for notes in in_the_scope)

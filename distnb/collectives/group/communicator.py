@@ -214,6 +214,10 @@ class Communicator:
         finally:
             activity.end()
 
+    def wait_until(self, heard: Callable[[], bool]) -> None:
+        """Wait for what another replica does that is no collective."""
+        self._await(heard, None)
+
     def _hear(self, heard: Callable[[], bool], number: int | None) -> None:
         closed_since = None
         while not heard():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distnb.collectives.group import announcements
 from distnb.collectives.group.process_group import OWN, GuardedProcessGroup
 from distnb.collectives.shared_memory.shared_sum import GATHER, SharedWork
 from distnb.collectives.verify.regions import Regions
@@ -251,6 +252,18 @@ class Group:
         rest = max(sizes) - (_SMALL_NBYTES - 8)
         tails = self._gather_bytes(data[_SMALL_NBYTES - 8 :], rest) if rest > 0 else [b""] * self.size
         return [pickle.loads((head[8:] + tail)[:size]) for head, tail, size in zip(heads, tails, sizes, strict=True)]
+
+    def place(self) -> str:
+        """Name the place in the program for announcements: it is the same on all replicas."""
+        return announcements.place(self.process_group)
+
+    def announce(self, name: str, text: str) -> None:
+        """Leave a text under a new name, which begins with a place, for replicas that wait for it; they need not."""
+        announcements.announce(self.process_group, name, text)
+
+    def await_announcement(self, name: str, source: int, what: str) -> str:
+        """Wait for a text that another replica leaves after it has done `what`."""
+        return announcements.await_announcement(self.process_group, name, source, what)
 
     def _gather_bytes(self, content: bytes, nbytes: int) -> list[bytes]:
         """Every replica's bytes, each cut or filled up to a length."""

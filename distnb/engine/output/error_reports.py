@@ -18,6 +18,7 @@ from distnb.engine.namespace import object_operations
 from distnb.errors import DistnbError
 from distnb.frames import OWN, chain, frames_of, ours, torch_frames, with_frames
 from distnb.objects.packing import Packed
+from distnb.runtime import shared_files
 from distnb.wire import exchange
 from distnb.wire.messages import ErrorReport
 
@@ -43,6 +44,7 @@ def report(error: BaseException, pack: Callable[[BaseException], Packed] | None 
     kind = type(error)
     if _wants_a_gpu(error):
         error.add_note(_WITHOUT_GPU)
+    shared_files.explain(error)
     try:
         text, rendered = str(error), _draw(error)
     except BaseException as failed:  # noqa: BLE001  # whatever its __str__ raises, an order to end that comes late too

@@ -1,0 +1,52 @@
+"""The explanation of errors that replicas get when each writes the same file."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from json import JSONDecodeError
+from pickle import UnpicklingError
+
+from distnb.runtime.this_process import this_process
+
+__all__ = ["explain"]
+
+_HALF_READ = (
+    "Ran out of input",
+    "PytorchStreamReader failed",
+    "unable to open file",
+    "Unable to synchronously open file",
+)
+
+
+def explain(error: BaseException) -> None:
+    """Add to an error of a file that the code runs on every replica, if that may be the cause. Never raises."""
+    process = this_process.replica
+    if process is None or process.size == 1:
+        return
+    met = _met_another(error)
+    if not met:
+        return
+    note = (
+        f"All {process.size} replicas run this code, in strategy.scope() too, and {met} Let one replica write while "
+        "the others wait: distnb.on_chief(write)(path). Or put it into an ordinary cell, outside the scope."
+    )
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def _met_another(error: BaseException) -> str:
+    """Say how another replica may have come before; "" if the error says nothing of the kind."""
+    if isinstance(error, FileExistsError):
+        return "another one has made this file or folder first."
+    if isinstance(error, FileNotFoundError):
+        # It is there by now, so another replica was about to make it. A wrong path is not.
+        return "another one has made it meanwhile." if _is_there(error.filename) else ""
+    half_read = isinstance(error, (zipfile.BadZipFile, UnpicklingError, JSONDecodeError)) or (
+        isinstance(error, (EOFError, RuntimeError, OSError)) and any(text in str(error) for text in _HALF_READ)
+    )
+    return "a file that another one is writing is read half." if half_read else ""
+
+
+def _is_there(path: object) -> bool:
+    return isinstance(path, (str, bytes, os.PathLike)) and os.path.exists(path)
