@@ -19,7 +19,7 @@ from distnb.keras import compat
 from distnb.keras.backups import Resuming
 from distnb.objects.constructors import open_exception
 from distnb.objects.plain import same
-from distnb.runtime import randomness
+from distnb.runtime import contexts, randomness
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
 from distnb.watching.live import live
@@ -99,9 +99,11 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         if self._error is not None:
             return
         self.acting = True
+        before = contexts.execution()
         try:
-            for each in self._own:
-                getattr(each, f"on_{name}")(*args)
+            with contexts.executing(contexts.Execution(before and before.strategy, "single")):
+                for each in self._own:
+                    getattr(each, f"on_{name}")(*args)
         except CollectiveError:
             raise  # the other replicas have it, too, or wait for nothing
         except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a callback raises

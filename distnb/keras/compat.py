@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
     raise ImportError('distnb.keras needs Keras 3, and there is none: pip install "distnb[keras]".') from error
 
 # What makes objects of Keras know of each other; pickled by Keras's own means they would be files.
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.saving.keras_saveable import KerasSaveable as Saveable
 from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
 
@@ -23,6 +24,7 @@ __all__ = [
     "Tracker",
     "additional_losses",
     "check_version",
+    "in_stateless_scope",
     "initial_epoch",
     "is_built",
     "keep_ddp_away",

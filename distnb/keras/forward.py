@@ -15,6 +15,7 @@ from distnb.collectives.group.interface import Group
 from distnb.collectives.verify import callsite
 from distnb.errors import GradientError, StructureError
 from distnb.keras import compat
+from distnb.runtime import contexts
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import flatten, map_structure
 
@@ -33,6 +34,7 @@ class SharedForward:
         self.rows = (0, 0, 0)
         self.under_way = False
         self._depth = 0
+        self._execution: contexts.Execution | None = None
         self._looked = False
         self._parts: set[Any] = set()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -95,6 +97,7 @@ class SharedForward:
         self._depth += 1
         if self._depth > 1:
             return None
+        self._execution = contexts.execution()
         process = this_process.replica
         assert process is not None
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
@@ -105,6 +108,8 @@ class SharedForward:
         self.rows = begin, end, whole
         # Layers need not know what to do with no rows: one is computed, and counts for nothing.
         first, last = (begin, end) if end > begin else (0, 1)
+        if self._execution is not None:
+            contexts.execute(self._execution._replace(kind="split", counts=end > begin))
 
         def own(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != whole:
@@ -118,7 +123,10 @@ class SharedForward:
         if not self.under_way:
             return None
         self._depth -= 1
-        if self._depth or output is None:  # of one that raised
+        if self._depth:
+            return None
+        contexts.execute(self._execution)
+        if output is None:  # of one that raised
             return None
         process = this_process.replica
         assert process is not None

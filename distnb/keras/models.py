@@ -24,6 +24,7 @@ from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.chief_first import chief_first
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import has_distributed
+from distnb.variables.homes import homes
 
 __all__ = ["adopt", "beside", "parts"]
 
@@ -102,19 +103,23 @@ class ModelOnReplicas:
             _refuse_in_replica(plain.__name__)
             bound = inspect.signature(plain).bind(*args, **kwargs)
             _refuse_distributed(plain.__name__, bound.arguments)
-            with self._outermost():
+            with self._loop():
                 self._share_callbacks(bound)
                 return plain(*bound.args, **bound.kwargs)
 
         return method
 
     @contextmanager
-    def _outermost(self) -> Iterator[None]:
-        before = self._callbacks
+    def _loop(self) -> Iterator[None]:
+        """Run one of Keras's loops, which may call another: all replicas do the same, with whole batches."""
+        before, callbacks = contexts.execution(), self._callbacks
         try:
-            yield
+            with contexts.executing(contexts.Execution(self._strategy, "replicated")):
+                yield
         finally:
-            self._callbacks = before
+            self._callbacks = callbacks
+            if before is None:
+                homes.of(self._strategy).end_loop()
 
     def _share_callbacks(self, bound: inspect.BoundArguments) -> None:
         """Let the chief's callbacks act for all, and the chief alone show progress."""

@@ -6,6 +6,7 @@ is sent is made by the pickler that `packing` derives from this one.
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import functools
 import io
@@ -276,6 +277,13 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
             return constructors.open_exception, (type(obj), obj.args), obj.__dict__ or None
         return self.other(obj)
 
+    def by_state(self, obj: Any) -> Any:
+        """An object with all its attributes, whatever its class says; in a copy, as its class says."""
+        reference = self.reference(obj)
+        if reference is not None:
+            return reference
+        return self.other(obj) if self.side.copying else (copyreg.__newobj__, (type(obj),), vars(obj))  # type: ignore[attr-defined]
+
     def other(self, obj: Any) -> Any:
         """As an object says itself how it is pickled."""
         kind = type(obj)
@@ -331,6 +339,13 @@ def _reduce_storage(pickler: Looker, storage: Any) -> Any:
     return reference if reference is not None else pickler.storage(storage)
 
 
+def _pickled_without_state() -> list[type]:
+    """Return the classes of loaded libraries that pickle how they are made, and not what they hold."""
+    keras = sys.modules.get("keras")
+    metric = getattr(getattr(keras, "metrics", None), "Metric", None)
+    return [metric] if metric is not None else []
+
+
 def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
     """How objects of a type are reduced: a method of the pickler."""
     torch = sys.modules.get("torch")
@@ -351,6 +366,8 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
         return lambda pickler, obj: pickler.a_class(obj)
     if issubclass(kind, types.ModuleType):
         return lambda pickler, obj: pickler.module(obj)
+    if any(issubclass(kind, each) for each in _pickled_without_state()):
+        return lambda pickler, obj: pickler.by_state(obj)
     shells = sys.modules.get("IPython.core.interactiveshell")
     if shells is not None and issubclass(kind, shells.InteractiveShell):
         from IPython import get_ipython

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from distnb.errors import ContextError
 
@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from distnb.runtime.replica_context import ReplicaContext
 
 __all__ = [
+    "Execution",
     "enter_cross_replica",
     "entries",
+    "execute",
+    "executing",
+    "execution",
     "has_standing",
     "in_default_run",
     "in_replica",
@@ -26,8 +30,24 @@ __all__ = [
 ]
 
 
+class Execution(NamedTuple):
+    """The way in which the replicas of a strategy run a loop that is not the user's, such as Keras's.
+
+    Attributes:
+        strategy: Whose replicas they are.
+        kind: "replicated" where all of them do the same, and so hold the whole of every result; "split" where each has
+            its own part, as in `strategy.run`; "single" where this replica runs code that the others do not.
+        counts: False where this replica has no part, and what it computes in its place is dropped.
+    """
+
+    strategy: Any
+    kind: Literal["replicated", "split", "single"]
+    counts: bool = True
+
+
 class _PerThread(threading.local):
     def __init__(self) -> None:
+        self.execution: Execution | None = None
         self.stack: list[tuple[Any, ReplicaContext | None]] = []
         self.standing: tuple[Any, AbstractContextManager[Any]] | None = None
         self.in_default_run = False
@@ -88,6 +108,27 @@ def in_replica() -> bool:
     """Whether this thread is in a function that `run` called."""
     stack = _here.stack
     return bool(stack) and stack[-1][1] is not None
+
+
+def execution() -> Execution | None:
+    """Return how this thread runs a library's loop. Outside one it is None, and the contexts say who does what."""
+    return _here.execution
+
+
+def execute(how: Execution | None) -> Execution | None:
+    """Say how this thread runs a library's loop from here on. Return what was said before."""
+    before, _here.execution = _here.execution, how
+    return before
+
+
+@contextmanager
+def executing(how: Execution) -> Iterator[None]:
+    """Run a library's loop, or a part of it, in this way."""
+    before = execute(how)
+    try:
+        yield
+    finally:
+        execute(before)
 
 
 def require_cross_replica(strategy: Any, method: str) -> None:

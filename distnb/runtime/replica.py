@@ -38,6 +38,7 @@ from distnb.runtime.randomness import streams
 from distnb.runtime.reduction.gathering import broadcast_tree, gather_tensor
 from distnb.runtime.reduction.reducing import checked_axis, plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
+from distnb.runtime.scopes import foreign_libraries
 from distnb.runtime.scopes.registration import Registration, is_scope_buffer
 from distnb.runtime.scopes.unmanaged import UnmanagedCheck
 from distnb.runtime.this_process import this_process
@@ -136,6 +137,7 @@ class Spmd:
             if self._open_scopes:
                 yield self._strategy
                 return
+            foreign_libraries.prepare()
             regions = self._process.group.regions
             regions.enter()
             self._open_scopes += 1
@@ -184,6 +186,7 @@ class Spmd:
         process = self._process
         if process.team.size == 1:
             return self._run(fn, args, kwargs)
+        foreign_libraries.prepare()
         regions = process.group.regions
         regions.enter()
         try:

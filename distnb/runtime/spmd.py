@@ -105,6 +105,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
     process.rank, process.device, process.group = rank, device, group
     process.agreement.forget()
     contexts.entries().clear()  # a program that was ended from without may have left some
+    contexts.execute(None)
     streams.reset()
     use(device)
     streams.use_device(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from distnb.errors import ContextError
 from distnb.options import ReduceOp
@@ -68,6 +68,7 @@ class ReplicaHome(Home):
         self._registration = registration
         self._aggregation = aggregation
         self.once = registration.shared is not None
+        self.whole = []
 
     @property
     def num_replicas(self) -> int:
@@ -79,13 +80,27 @@ class ReplicaHome(Home):
 
         return torch_device(self._registration.group.device)
 
+    @property
+    def rank(self) -> int:
+        return self._registration.group.rank
+
+    @property
+    def execution(self) -> Literal["replicated", "split", "single"] | None:
+        here = contexts.execution()
+        return here.kind if here is not None and here.strategy is self._registration.strategy else None
+
     def in_replica(self, *, writing: bool) -> bool:
-        innermost = contexts.innermost()
-        if innermost is None:  # outside every scope is cross-replica context
-            return False
-        if innermost[0] is not self._registration.strategy:
+        innermost, execution = contexts.innermost(), self.execution
+        if innermost is not None and innermost[0] is not self._registration.strategy:
             raise contexts.mixing(innermost[0], self._registration.strategy)
-        return innermost[1] is not None
+        if execution is not None:
+            return execution == "split"
+        return innermost is not None and innermost[1] is not None  # outside every scope is cross-replica context
+
+    def end_loop(self) -> None:
+        for each in self.whole:
+            each.become_part(self)
+        self.whole.clear()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         from distnb.collectives.algorithms.sums import combine

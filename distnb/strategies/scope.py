@@ -10,7 +10,7 @@ from distnb.collectives.gradients import parameter_groups
 from distnb.options import StrategySpec, VariableAggregation
 from distnb.runtime import spmd
 from distnb.runtime.consistency import sync_check
-from distnb.runtime.scopes import metric_binding
+from distnb.runtime.scopes import foreign_libraries, metric_binding
 from distnb.runtime.scopes.registration import Place, parameters_of
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import resolve
@@ -39,7 +39,7 @@ def is_mirrored(value: Any) -> bool:
     """
     if _is_metric(value):
         return value.distributed_available_fn is metric_binding.aggregates_here
-    if is_read_together(value):
+    if is_read_together(value) or foreign_libraries.is_shared(value):
         return True
     parameters = parameters_of(value)
     if not parameters:
@@ -51,20 +51,22 @@ def is_mirrored(value: Any) -> bool:
 
 def is_read_together(value: Any) -> bool:
     """Whether replicas hold parts of an object, a sync-on-read variable, of which only reading makes one value."""
-    process = this_process.replica
-    if process is None or not isinstance(value, SyncOnReadVariable):
+    process, variable = this_process.replica, foreign_libraries.variable_in(value)
+    if process is None or not isinstance(variable, SyncOnReadVariable):
         return False
-    return value.aggregation is not VariableAggregation.NONE and process.runs(value.distribute_strategy)
+    return variable.aggregation is not VariableAggregation.NONE and process.runs(variable.distribute_strategy)
 
 
 def is_apart(value: Any) -> bool:
     """Whether an object's components are different things, even while equal: a variable's without aggregation."""
-    return isinstance(value, SyncOnReadVariable) and value.aggregation is VariableAggregation.NONE
+    variable = foreign_libraries.variable_in(value)
+    return isinstance(variable, SyncOnReadVariable) and variable.aggregation is VariableAggregation.NONE
 
 
 def read_together(value: Any) -> Any:
     """What an object is outside replicas. All of them call this with theirs; most objects are what they are."""
-    return value.read_value() if is_read_together(value) else value
+    variable = foreign_libraries.variable_in(value)
+    return variable.read_value() if variable is not None and is_read_together(value) else value
 
 
 def drift_report(value: Any) -> str:
@@ -84,7 +86,7 @@ def origin_of(value: Any) -> Origin | None:
         return None
     parameters = parameters_of(value)
     found = (process.strategy_of(each) for each in [*parameters, value] if isinstance(each, _MADE))
-    strategy = next((each for each in found if each is not None), None)
+    strategy = next((each for each in found if each is not None), foreign_libraries.strategy_of_shared(value))
     if strategy is None:
         return None
     return strategy.spec, list(map(process.runtime_of(strategy).registration.place_of, parameters))

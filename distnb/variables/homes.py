@@ -6,13 +6,13 @@ Variables know nothing of strategies and runtimes, which register here, at their
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
 
     from distnb.variables.settings import Settings
-    from distnb.variables.variable import Variable
+    from distnb.variables.variable import SyncOnReadVariable, Variable
 
 __all__ = ["Home", "homes"]
 
@@ -23,10 +23,12 @@ class Home:
     Attributes:
         alone: Whether there is one copy of each variable, whatever it says of synchronization and aggregation.
         once: Whether a variable of several replicas is one all the same, without components, whatever it says.
+        whole: The ON_READ variables whose components hold the whole value on each replica, while a loop is replicated.
     """
 
     alone = True
     once = False
+    whole: list[SyncOnReadVariable]
 
     @property
     def num_replicas(self) -> int:
@@ -36,6 +38,16 @@ class Home:
     @property
     def device(self) -> torch.device | None:
         """Where variables are; None leaves an initial value where it is."""
+        return None
+
+    @property
+    def rank(self) -> int:
+        """Which replica this process is."""
+        return 0
+
+    @property
+    def execution(self) -> Literal["replicated", "split", "single"] | None:
+        """How replicas run the loop that the calling thread is in, see `contexts.Execution`; None outside one."""
         return None
 
     def in_replica(self, *, writing: bool) -> bool:
@@ -53,6 +65,9 @@ class Home:
     def every(self, value: Any) -> Sequence[Any]:
         """What each replica gives, in replica order, on all of them, which all call this. Any sizes."""
         return [value]
+
+    def end_loop(self) -> None:
+        """Make parts again of the components that hold a whole value: a replicated loop has ended on all replicas."""
 
     def create(self, value: torch.Tensor, settings: Settings) -> Variable | None:
         """A variable of a kind of the home's own, that holds this value; None: of the usual ones."""

@@ -17,7 +17,7 @@ from distnb.variables.homes import Home, homes
 from distnb.variables.settings import Settings, initial_tensor, parse_settings, value_for
 from distnb.variables.torch_functions import changes, is_fact
 
-__all__ = ["SyncOnReadVariable", "Variable", "component_of", "make", "settings_of"]
+__all__ = ["SyncOnReadVariable", "Variable", "component_of", "create", "make", "settings_of"]
 
 
 def _scattering(method: str, told: str) -> Callable[..., Any]:
@@ -83,11 +83,7 @@ class Variable(torch.nn.Parameter):
         settings = parse_settings(trainable, name, component.dtype, synchronization, aggregation)
         if home.once and settings.on_read:
             settings = replace(settings, synchronization=VariableSynchronization.ON_WRITE)
-        variable = home.create(component, settings)
-        if variable is None:
-            variable = make(component, settings, strategy)
-            home.register(variable)
-        return variable
+        return create(component, settings, strategy)
 
     # What it is -----------------------------------------------------------------------------------------------------
 
@@ -338,12 +334,27 @@ class Variable(torch.nn.Parameter):
 
 
 class SyncOnReadVariable(Variable):
-    """A variable made with synchronization=ON_READ; see `Variable`."""
+    """A variable made with synchronization=ON_READ; see `Variable`.
+
+    A library's loop that all replicas run alike, with whole batches, computes whole values: there each component is
+    made to hold the whole value, and is a part again when the loop ends, or where a replica works on its part.
+    """
+
+    is_whole = False
+    """Whether every replica's component holds the whole value."""
 
     def _seen(self, method: str) -> torch.Tensor:
         home = homes.of(self._strategy)
+        if home.in_replica(writing=False) or home.alone or home.execution is not None:
+            self._prepare(home, assigning=False)
+            return component_of(self)
+        return self.aggregate(method)
+
+    def aggregate(self, method: str) -> torch.Tensor:
+        """Return the whole value, in a replica, too. All replicas call this."""
+        home = homes.of(self._strategy)
         own = component_of(self)
-        if home.in_replica(writing=False) or home.alone:
+        if home.alone or self.is_whole:
             return own
         try:
             return self._aggregate(home, own, method)
@@ -354,10 +365,38 @@ class SyncOnReadVariable(Variable):
             )
             raise
 
+    def prepare(self) -> None:
+        """Have the component hold what the calling code works on, without reading it."""
+        self._prepare(homes.of(self._strategy), assigning=False)
+
+    def _prepare(self, home: Home, *, assigning: bool) -> None:
+        """Have the component hold what the calling code works on: this replica's part, or the whole value."""
+        execution = home.execution
+        if execution == "replicated" and not self.is_whole:
+            if not assigning and self.aggregation is not VariableAggregation.NONE:
+                whole = self.aggregate("reading")
+                with torch.no_grad():
+                    component_of(self).copy_(whole)
+            self.is_whole = True
+            home.whole.append(self)
+        elif execution != "replicated" and execution != "single" and self.is_whole:
+            self.become_part(home)
+
+    def become_part(self, home: Home) -> None:
+        """Make the components parts of the whole value that each of them holds."""
+        self.is_whole = False
+        if self.aggregation is VariableAggregation.SUM and home.rank:
+            with torch.no_grad():
+                component_of(self).zero_()
+
     def _from_replica(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
+        self._prepare(home, assigning=method == "assign")
         return value
 
     def _from_outside(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
+        if home.execution is not None:
+            self._prepare(home, assigning=method == "assign")
+            return value
         if self.aggregation is not VariableAggregation.SUM or home.num_replicas == 1:
             return value
         if method != "assign":
@@ -370,11 +409,13 @@ class SyncOnReadVariable(Variable):
 
     def _is_elsewhere(self) -> bool:
         home = homes.of(self._strategy)
-        return not (home.in_replica(writing=True) or home.alone)
+        return not (home.in_replica(writing=True) or home.alone or home.execution is not None)
 
     def _operand(self, name: str) -> torch.Tensor:
-        # What changes it in a replica is given the variable itself, and returns it.
-        return self if changes(name) else self._seen(name)
+        if not changes(name):
+            return self._seen(name)
+        self._prepare(homes.of(self._strategy), assigning=name in ("copy_", "fill_", "zero_"))
+        return self  # what changes it in a replica is given the variable itself, and returns it
 
     def _change_whole(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A change in cross-replica context: the few that say what the whole variable becomes."""
@@ -422,6 +463,16 @@ def component_of(variable: Variable) -> torch.Tensor:
 def settings_of(variable: Variable) -> Settings:
     """What the variable was asked to be."""
     return variable._settings
+
+
+def create(component: torch.Tensor, settings: Settings, strategy: Any) -> Variable:
+    """Make a variable of a strategy that holds this tensor, and have the strategy keep it."""
+    home = homes.of(strategy)
+    variable = home.create(component, settings)
+    if variable is None:
+        variable = make(component, settings, strategy)
+        home.register(variable)
+    return variable
 
 
 def make(component: torch.Tensor, settings: Settings, strategy: Any, number: int = 0) -> Variable:

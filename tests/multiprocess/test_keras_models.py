@@ -25,6 +25,10 @@ CALLBACK_CASES = [
     "dropout", "checkpoint", "moving_statistics", "model_checkpoint", "backup_and_restore", "errors", "early_stopping", "rates",
     "after_batches", "not_a_number", "logs", "own_callbacks", "tensorboard", "saved_and_loaded",
 ]  # fmt: skip
+STATE_CASES = [
+    "counted", "central", "called_in_run", "of_distributed_values", "made_elsewhere", "variables", "in_models",
+    "checkpoints", "refused_in_scopes",
+]  # fmt: skip
 
 
 Ran = Callable[..., list[dict[str, Any]]]
@@ -39,8 +43,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
         made = "distnb.MirroredStrategy()" if replicas > 1 else "distnb.get_strategy()"
         folder = str(tmp_path_factory.mktemp("keras"))
         program = (
-            f"sys.path[:0] = {[str(NIGHTLY)] if keras == 'nightly' else []}\nimport distnb\nfrom tests.multiprocess import keras_callback_cases, keras_cases\n"
-            f"result = keras_cases.run_all({made}) | keras_callback_cases.run_all({made}, {folder!r})"
+            f"sys.path[:0] = {[str(NIGHTLY)] if keras == 'nightly' else []}\nimport distnb\n"
+            "from tests.multiprocess import keras_callback_cases, keras_cases, keras_state_cases\n"
+            f"result = keras_cases.run_all({made}) | keras_callback_cases.run_all({made}, {folder!r})\n"
+            f"result |= keras_state_cases.run_all({made}, {folder!r})"
         )
         return [each.check().result for each in run_ranks(program, replicas, timeout_s=150, env=ENVIRONMENT)]
 
@@ -71,7 +77,7 @@ def differences(one: Any, other: Any, tolerance: float, path: str = "") -> list[
         pytest.param(2, "nightly", marks=[needs_nightly, pytest.mark.soak]),
     ],
 )
-@pytest.mark.parametrize("case", [*CASES, *CALLBACK_CASES])
+@pytest.mark.parametrize("case", [*CASES, *CALLBACK_CASES, *STATE_CASES])
 def test_it_has_one_process_numbers(ran: Ran, case: str, replicas: int, keras: str) -> None:
     (alone,) = ran(1, keras)
     assert "error" not in alone[case], alone[case]["error"]

@@ -1,4 +1,4 @@
-"""Models and optimizers of Keras: variables, in order; their names count layers."""
+"""Models, optimizers, metrics and other objects of Keras: variables, in order; their names count layers."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ def is_state_of_keras(state: Any) -> bool:
 
 
 class KerasObjects(Kind):
-    """Layers, models and optimizers of Keras. Loads no Keras."""
+    """Objects of Keras that have variables. Of metrics, the state of all replicas together. Loads no Keras."""
 
     def covers(self, value: Any) -> bool:
         keras: Any = sys.modules.get("keras")
-        return keras is not None and isinstance(value, (keras.layers.Layer, keras.optimizers.Optimizer))
+        if keras is None:
+            return False
+        trained = (keras.layers.Layer, keras.optimizers.Optimizer)
+        return isinstance(value, (*trained, keras.metrics.Metric, keras.Variable, keras.random.SeedGenerator))
 
     def state(self, value: Any, name: str) -> Any:
         """Return the values of the variables. Raises OptionError for an object that Keras has not built yet."""
-        if not value.built:
+        if not getattr(value, "built", True):
             raise OptionError(
                 f"A checkpoint cannot hold {name}: Keras makes its variables when it sees the first batch. Save it "
                 "after `fit`, or call `build`."
@@ -51,7 +54,8 @@ class KerasObjects(Kind):
             if there != here:
                 lines.append(
                     f"{name}: the checkpoint has variables of shapes {there} for its {part}, and here are {here}. A "
-                    "model that Keras has not built yet has none: call `build` first."
+                    "model that Keras has not built yet has none: call `build` first. Some metrics make theirs when "
+                    "they are first updated."
                 )
         known = saved.get(_CLASS) if isinstance(saved, Mapping) else None
         if not lines and known is not None and "optimizer" in _parts(value) and known != _class_of_optimizer(value):
@@ -71,8 +75,11 @@ def _class_of_optimizer(value: Any) -> str:
 
 
 def _parts(value: Any) -> dict[str, Sequence[Any]]:
-    """Return the variables of a model, with those of the optimizer that it was compiled with; or of an optimizer."""
-    if not hasattr(value, "weights"):
+    """Return the variables of a model, with those of the optimizer that it was compiled with; or of another object."""
+    if hasattr(value, "apply_gradients"):
         return {"optimizer": value.variables}
+    if not hasattr(value, "weights"):
+        # A generator of seeds has one, and a variable is one.
+        return {"variables": value.variables if hasattr(value, "variables") else [getattr(value, "state", value)]}
     optimizer = getattr(value, "optimizer", None)
     return {"weights": value.weights} | ({"optimizer": optimizer.variables} if optimizer is not None else {})

@@ -26,7 +26,7 @@ from distnb.runtime.scopes.metric_names import add_names
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import has_distributed, map_structure, select
 
-__all__ = ["aggregates_here", "bind", "bind_all", "install", "set_whole_state", "whole_state"]
+__all__ = ["aggregates_here", "bind", "bind_all", "install", "set_whole_state", "whole_state", "without_rows"]
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def install() -> None:
     @functools.wraps(plain_call)
     def call(metric: Any, *args: Any, **kwargs: Any) -> Any:
         # With dist_sync_on_step all replicas meet in the call.
-        if aggregates_here() and not metric.dist_sync_on_step and _without_rows(*_own(metric, args, kwargs)):
+        if aggregates_here() and not metric.dist_sync_on_step and without_rows(*_own(metric, args, kwargs)):
             return torch.tensor(torch.nan, device=metric.device)
         return plain_call(metric, *args, **kwargs)
 
@@ -119,7 +119,7 @@ def _on_replicas(metric: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
                 "strategy.run calls, or give it the PerReplica values that run returned."
             )
         args, kwargs = _own(metric, args, kwargs)
-        return None if _without_rows(args, kwargs) else plain(*args, **kwargs)
+        return None if without_rows(args, kwargs) else plain(*args, **kwargs)
 
     update._distnb = True  # type: ignore[attr-defined]
     return update
@@ -135,7 +135,7 @@ def _own(metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
     return own
 
 
-def _without_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def without_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an update gets no example: of the arguments that have a length, each has length 0.
 
     Scalars and flags (a weight, `real=True`) have none. A text, and an item of a list, is an example, whatever is in

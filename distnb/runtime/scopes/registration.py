@@ -22,7 +22,7 @@ from distnb.errors import ContextError
 from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
 from distnb.runtime.consistency.equal_values import make_equal
-from distnb.runtime.scopes import metric_binding, running_statistics
+from distnb.runtime.scopes import foreign_libraries, metric_binding, running_statistics
 from distnb.variables.variable import SyncOnReadVariable, Variable, component_of, settings_of
 
 if TYPE_CHECKING:
@@ -210,6 +210,8 @@ class Registration:
                     self._register(parameter, key, names.get(id(parameter), ""), place)
             if isinstance(value, torch.nn.Module):
                 self._adopt(value)
+            else:
+                foreign_libraries.restore_shared(value, self.strategy)
         for root in roots:
             mirrors = [mirror for mirror in map(find_mirror, root.parameters()) if mirror is not None]
             key = (mirrors and mirrors[0].group.key()) or _GroupKey(type(root).__name__)

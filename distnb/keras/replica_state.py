@@ -1,0 +1,263 @@
+"""Keras's variables and metrics on replicas: which values each replica has, and what they are together.
+
+Keras says of a variable how the values of several replicas are combined (`aggregation`, `synchronization`), and its
+torch backend does nothing about it. A variable that says so, and that a scope or a replica makes, holds a
+`distnb.Variable`, which does. A metric's variables are such: each replica counts its own part, and `result()` is that
+of all of them wherever it is read. Keras's own loops (`fit` and its kin) compute with whole batches on all replicas.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from distnb.collectives.digests import digest
+from distnb.errors import ContextError, OptionError
+from distnb.keras import compat, scope_checks
+from distnb.options import VariableAggregation, VariableSynchronization
+from distnb.runtime import contexts
+from distnb.runtime.reduction.gathering import broadcast_tree
+from distnb.runtime.scopes.metric_binding import without_rows
+from distnb.runtime.this_process import this_process
+from distnb.values.structure import has_distributed, select
+from distnb.variables.settings import Settings
+from distnb.variables.variable import SyncOnReadVariable, Variable, component_of, create, make
+
+__all__ = ["bind", "install", "restore"]
+
+
+@functools.cache
+def install() -> None:
+    """Have Keras's variables and metrics know of replicas from now on. Idempotent."""
+    _wrap(keras.Variable, "_initialize", _initialize)
+    _wrap(keras.Variable, "_direct_assign", _assign)
+    _wrap(keras.Variable, "assign_add", functools.partial(_add, 1))
+    _wrap(keras.Variable, "assign_sub", functools.partial(_add, -1))
+    _wrap(keras.Variable, "__repr__", _shown)
+    _wrap(keras.metrics.Metric, "__init__", _init_metric)
+    scope_checks.install()
+
+
+def _wrap(cls: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    plain = getattr(cls, name)
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(functools.partial(plain, self), self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+
+def _making_strategy() -> Any:
+    """Return the strategy of several replicas whose scope, replica or loop makes what is made now, if any."""
+    process, innermost, execution = this_process.replica, contexts.innermost(), contexts.execution()
+    if process is None or process.size == 1 or (execution is not None and execution.kind == "single"):
+        return None
+    strategy = innermost[0] if innermost is not None else execution.strategy if execution is not None else None
+    return strategy if strategy is not None and process.runs(strategy) else None
+
+
+# -- variables ---------------------------------------------------------------------------------------------------------
+
+
+def _initialize(plain: Callable[..., None], variable: Any, value: Any) -> None:
+    plain(value)
+    strategy = _making_strategy()
+    if strategy is None or compat.tensor_of(variable).is_meta:
+        return
+    vars(variable)["_distnb_made_in_replica"] = contexts.in_replica()
+    settings = _settings_of(variable)
+    if settings is not None:
+        component = compat.tensor_of(variable).detach()
+        # The parts of a metric are there at once, alike on all replicas: nothing has to be made equal.
+        made = (make if settings.on_read else create)(component, settings, strategy)
+        compat.put_tensor(variable, made)
+
+
+def _settings_of(variable: Any) -> Settings | None:
+    """Return what a variable says of several replicas; None if it says nothing that is not true of every parameter."""
+    how = VariableAggregation.parse(variable.aggregation)
+    if variable.synchronization == "on_read":
+        return Settings(False, variable.name, VariableSynchronization.ON_READ, how)
+    if variable.trainable or contexts.in_replica():
+        return None
+    of_a_user = _is_of_a_user(variable) and how is VariableAggregation.ONLY_FIRST_REPLICA
+    if how in (VariableAggregation.SUM, VariableAggregation.MEAN) or of_a_user:
+        return Settings(False, variable.name, VariableSynchronization.ON_WRITE, how)
+    return None
+
+
+def _is_of_a_user(variable: Any) -> bool:
+    """Return whether no layer, optimizer or generator of Keras has made a variable: theirs have a path."""
+    return "/" not in variable.path
+
+
+def _assign(plain: Callable[..., None], variable: Any, value: Any) -> None:
+    stored = compat.tensor_of(variable)
+    if type(stored) in (Variable, SyncOnReadVariable):
+        stored.assign(value)
+        return
+    process, execution = this_process.replica, contexts.execution()
+    if process is not None and process.size > 1 and contexts.in_replica() and execution is None:
+        _check_assigned(variable, value)
+    plain(value)
+
+
+def _add(sign: int, plain: Callable[..., Any], variable: Any, value: Any) -> Any:
+    stored = compat.tensor_of(variable)
+    if type(stored) is not Variable or compat.in_stateless_scope():
+        return plain(value)
+    value = keras.ops.convert_to_tensor(value, dtype=variable.dtype)
+    (stored.assign_add if sign > 0 else stored.assign_sub)(value)
+    return variable.value
+
+
+def _check_assigned(variable: Any, value: Any) -> None:
+    """Refuse to assign, in a replica, what would be another value on each of them without anybody noticing."""
+    process = this_process.replica
+    assert process is not None
+    if variable.synchronization != "on_read" and not _is_of_a_user(variable):
+        return  # weights, which gradients change alike; statistics, which are averaged; seeds, which are drawn alike
+    is_ours = process.strategy_of(compat.tensor_of(variable)) is not None
+    if not is_ours and not vars(variable).get("_distnb_made_in_replica", False):
+        raise ContextError(
+            f"The Keras variable {variable.path!r} was made outside strategy.scope() and is assigned to in a function "
+            "that strategy.run calls: every replica would change a copy of its own. Make it, or the metric that it is "
+            "part of, within `with strategy.scope():`."
+        )
+    if is_ours and len(set(process.group.all_gather_object(digest(value)))) > 1:
+        raise OptionError(
+            f"The replicas assign different values to the Keras variable {variable.path!r}, which does not say what "
+            "becomes of them. Make it with aggregation='sum', 'mean' or 'only_first_replica' (and trainable=False), or "
+            "assign to it outside strategy.run."
+        )
+
+
+def _shown(plain: Callable[..., str], variable: Any) -> str:
+    stored = compat.tensor_of(variable)
+    if not isinstance(stored, SyncOnReadVariable):
+        return plain()
+    # Never communicates: what is shown is shown on some replicas only, too.
+    what = "value" if stored.is_whole else "this replica's part"
+    return (
+        f"<Variable path={variable.path}, shape={variable.shape}, dtype={variable.dtype}, {what}="
+        f"{component_of(stored).cpu().numpy()}>"
+    )
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def _init_metric(plain: Callable[..., None], metric: Any, *args: Any, **kwargs: Any) -> None:
+    plain(*args, **kwargs)
+    strategy = _making_strategy()
+    if strategy is not None:
+        bind(metric, strategy)
+
+
+def bind(metric: Any, strategy: Any) -> None:
+    """Have the replicas of a strategy share a metric: each updates its own part, and reading it combines them."""
+    own = vars(metric)
+    if "_distnb_strategy" not in own:
+        own.update(_distnb_strategy=strategy, update_state=_updating(metric), result=_reading(metric))
+
+
+def restore(metric: Any, strategy: Any) -> bool:
+    """Have this replica share a metric that was copied from another one, without what that has counted.
+
+    Return False for any other object.
+    """
+    if not isinstance(metric, keras.metrics.Metric):
+        return False
+    bind(metric, strategy)
+    for variable in metric.variables:
+        settings = _settings_of(variable)
+        stored = compat.tensor_of(variable)
+        if settings is not None and not isinstance(stored, SyncOnReadVariable):
+            compat.put_tensor(variable, make(torch.zeros_like(stored), settings, strategy))
+    return True
+
+
+def _is_shared_out() -> bool:
+    """Return whether each replica has its own part of what is computed now, or none is under way."""
+    process, execution = this_process.replica, contexts.execution()
+    return process is not None and process.size > 1 and (execution is None or execution.kind == "split")
+
+
+def _updating(metric: Any) -> Callable[..., Any]:
+    plain = metric.update_state
+
+    @functools.wraps(plain)
+    def update_state(*args: Any, **kwargs: Any) -> Any:
+        process, execution = this_process.replica, contexts.execution()
+        if process is None or not _is_shared_out() or compat.in_stateless_scope():
+            return plain(*args, **kwargs)
+        if execution is not None or contexts.in_replica():
+            if (execution is None or execution.counts) and not without_rows(args, kwargs):
+                return plain(*args, **kwargs)
+            for variable in metric.variables:
+                if isinstance(stored := compat.tensor_of(variable), SyncOnReadVariable):
+                    stored.prepare()  # as on the replicas that count something
+            return None
+        if not has_distributed((args, kwargs)):
+            raise ContextError(
+                f"{metric.name}.update_state was called outside replicas with plain values. A metric that was made in "
+                "a scope is updated by each replica, with its own part: call update_state in the function that "
+                "strategy.run calls, or give it the PerReplica values that run returned."
+            )
+        args, kwargs = select((args, kwargs), process.rank, process.size)
+        with contexts.executing(contexts.Execution(vars(metric)["_distnb_strategy"], "split")):
+            return None if without_rows(args, kwargs) else plain(*args, **kwargs)
+
+    return update_state
+
+
+def _reading(metric: Any) -> Callable[..., Any]:
+    plain = metric.result
+
+    @functools.wraps(plain)
+    def result(*args: Any, **kwargs: Any) -> Any:
+        process = this_process.replica
+        if compat.in_stateless_scope():
+            return plain(*args, **kwargs)
+        if process is None or not _is_shared_out():
+            return keras.tree.map_structure(_value, plain(*args, **kwargs), none_is_leaf=False)
+        parts = [each for each in metric.variables if isinstance(compat.tensor_of(each), SyncOnReadVariable)]
+        # Some metrics make their variables when they see the first rows, which this replica may not have got yet.
+        of_replicas = process.group.all_gather_object([_part_of(each) for each in parts])
+        most = max(map(len, of_replicas))
+        knowing = [rank for rank, its in enumerate(of_replicas) if len(its) == most]
+        found: Any = None
+        if process.rank in knowing:
+            states = zip(parts, zip(*(of_replicas[rank] for rank in knowing), strict=True), strict=True)
+            with keras.StatelessScope([(each, _combined(each, its)) for each, its in states]):
+                found = keras.tree.map_structure(_value, plain(*args, **kwargs), none_is_leaf=False)
+        return found if len(knowing) == process.size else broadcast_tree(process.group, found, knowing[0])
+
+    return result
+
+
+def _part_of(variable: Any) -> Any:
+    return component_of(compat.tensor_of(variable)).cpu()
+
+
+def _combined(variable: Any, parts: Sequence[Any]) -> Any:
+    """Combine the replicas' parts of a variable, as it says."""
+    stored = compat.tensor_of(variable)
+    how = stored.aggregation
+    if how is VariableAggregation.NONE:
+        return stored.aggregate("result")  # raises, and tells the cure
+    whole = parts[0] if stored.is_whole or how is VariableAggregation.ONLY_FIRST_REPLICA else sum(parts)
+    if how is VariableAggregation.MEAN and not stored.is_whole:
+        whole = whole / len(parts)
+    return whole.to(stored.device)
+
+
+def _value(leaf: Any) -> Any:
+    """Return what a leaf of a result holds now: some metrics return a variable itself."""
+    value = leaf.value if isinstance(leaf, keras.Variable) else leaf
+    return value.read_value() if isinstance(value, Variable) else value

@@ -1,0 +1,94 @@
+"""Errors for Keras objects that a scope uses and did not make, and for layers that would adapt to part of the data."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from distnb.errors import ContextError, OptionError
+from distnb.input.dataset import DistributedDataset
+from distnb.runtime import contexts
+from distnb.runtime.scopes.foreign_libraries import is_shared
+from distnb.runtime.this_process import this_process
+from distnb.values.structure import has_distributed
+
+__all__ = ["install"]
+
+_METHODS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+@functools.cache
+def install() -> None:
+    """Check what is compiled, trained and adapted from now on. Idempotent."""
+    for name in _METHODS:
+        # Where it is defined: Keras asks whether a model's class has another one.
+        _check_before(next(cls for cls in keras.Model.__mro__ if name in vars(cls)), name, _check_model)
+    for cls in (*vars(keras.layers).values(), *vars(keras.utils).values()):
+        if inspect.isclass(cls) and "adapt" in vars(cls):
+            _check_before(cls, "adapt", _check_adapt)
+
+
+def _check_before(cls: Any, name: str, check: Callable[..., None]) -> None:
+    plain = getattr(cls, name)
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        process = this_process.replica
+        if process is not None and process.size > 1:
+            check(self, name, args, kwargs)
+        return plain(self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+
+def _check_model(model: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise OptionError, in a scope, for a model or a metric that was made in none."""
+    process, innermost = this_process.replica, contexts.innermost()
+    assert process is not None
+    if innermost is None or innermost[1] is not None or not process.runs(innermost[0]):
+        return
+    strategy = innermost[0]
+    owner = process.strategy_of(model)
+    if owner is None:
+        raise OptionError(
+            f"The model {model.name!r} was made outside strategy.scope(), and model.{method} is called inside: every "
+            "replica would train a copy of its own. Make the model within `with strategy.scope():`; to take trained "
+            "weights over, call model.set_weights(...) there."
+        )
+    if owner is not strategy:
+        raise contexts.mixing(strategy, owner)
+    if method == "compile":
+        for metric in _metrics_in(model, args, kwargs):
+            if not is_shared(metric):
+                raise OptionError(
+                    f"model.compile got metrics of which {metric.name!r} was made outside strategy.scope(). Make it "
+                    "where the model is made, or give its name."
+                )
+
+
+def _metrics_in(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    given = inspect.signature(type(model).compile).bind_partial(model, *args, **kwargs).arguments
+    for name in ("metrics", "weighted_metrics"):
+        for leaf in keras.tree.flatten(given.get(name)):
+            if isinstance(leaf, keras.metrics.Metric):
+                yield leaf
+
+
+def _check_adapt(layer: Any, _name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise an error where each replica would adapt a layer to its own part of the data."""
+    name = layer.name
+    if contexts.in_replica():
+        raise ContextError(
+            f"{name}.adapt was called in a function that strategy.run calls, where each replica has its own part of "
+            "the data: the replicas' layers would differ. Call it outside strategy.run, with all of the data."
+        )
+    given = (*args, *kwargs.values())
+    if has_distributed(given) or any(isinstance(each, DistributedDataset) for each in given):
+        raise OptionError(
+            f"{name}.adapt was given data that is distributed already: each replica would adapt the layer to its own "
+            "part. Give it all of the data, the same on every replica, before it is distributed."
+        )

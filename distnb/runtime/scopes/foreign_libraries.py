@@ -1,0 +1,52 @@
+"""Other libraries whose objects need help on replicas, and the modules of ours that know them, loaded when needed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from distnb.variables.variable import Variable
+
+__all__ = ["is_shared", "prepare", "restore_shared", "strategy_of_shared", "variable_in"]
+
+_KEEPERS = {"keras": "distnb.keras.replica_state"}
+_prepared: set[str] = set()
+_STRATEGY = "_distnb_strategy"
+
+
+def prepare() -> None:
+    """Have each library that is loaded know of replicas, from its next object on. Idempotent."""
+    for library in _KEEPERS.keys() - _prepared:
+        loaded: Any = sys.modules.get(library)
+        if loaded is not None and _computes_with_torch(loaded):
+            importlib.import_module(_KEEPERS[library]).install()
+            _prepared.add(library)
+
+
+def _computes_with_torch(library: Any) -> bool:
+    """Return whether a library that has several backends has torch's; False while it is being imported."""
+    backend = getattr(library, "backend", None)
+    return getattr(backend, "backend", lambda: None)() == "torch"
+
+
+def is_shared(value: Any) -> bool:
+    """Return whether replicas share an object that is no module: each has a part, and reading combines them."""
+    return strategy_of_shared(value) is not None
+
+
+def strategy_of_shared(value: Any) -> Any:
+    """Return the strategy whose replicas share an object, or None."""
+    return getattr(value, "__dict__", {}).get(_STRATEGY)
+
+
+def variable_in(value: Any) -> Variable | None:
+    """Return the variable of ours that another library's variable holds; one of ours holds itself."""
+    held = value if isinstance(value, Variable) else getattr(value, "__dict__", {}).get("_value")
+    return held if isinstance(held, Variable) else None
+
+
+def restore_shared(value: Any, strategy: Any) -> bool:
+    """Have this replica share an object that was copied from another one. Return False if it is none of these."""
+    prepare()
+    return any(importlib.import_module(_KEEPERS[library]).restore(value, strategy) for library in _prepared)
