@@ -23,6 +23,7 @@ __all__ = [
     "Tracked",
     "Tracker",
     "additional_losses",
+    "cast_as_layers_do",
     "check_version",
     "in_stateless_scope",
     "initial_epoch",
@@ -116,6 +117,11 @@ def table_of(embedding: Any) -> Any:
 def tensor_of(variable: Any) -> Any:
     """The tensor that a variable has, of its own dtype also where layers compute with another."""
     return variable._value
+
+
+def cast_as_layers_do(variable: Any, tensor: Any) -> Any:
+    """Return a variable's tensor in the dtype of the layer that computes, if one casts what it reads."""
+    return variable._maybe_autocast(tensor)
 
 
 def put_tensor(variable: Any, tensor: Any) -> None:

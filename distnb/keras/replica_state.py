@@ -38,6 +38,7 @@ def install() -> None:
     _wrap(keras.Variable, "assign_add", functools.partial(_add, 1))
     _wrap(keras.Variable, "assign_sub", functools.partial(_add, -1))
     _wrap(keras.Variable, "__repr__", _shown)
+    keras.Variable.value = property(_reading_of(keras.Variable.value.fget))
     _wrap(keras.metrics.Metric, "__init__", _init_metric)
     scope_checks.install()
 
@@ -94,6 +95,18 @@ def _settings_of(variable: Any) -> Settings | None:
 def _is_of_a_user(variable: Any) -> bool:
     """Return whether no layer, optimizer or generator of Keras has made a variable: theirs have a path."""
     return "/" not in variable.path
+
+
+def _reading_of(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return the getter of a variable's value, which for parts gives a plain tensor: whole, or this replica's part."""
+
+    def value(variable: Any) -> Any:
+        stored = compat.tensor_of(variable)
+        if type(stored) is not SyncOnReadVariable or compat.in_stateless_scope():
+            return plain(variable)
+        return compat.cast_as_layers_do(variable, stored.content())
+
+    return value
 
 
 def _assign(plain: Callable[..., None], variable: Any, value: Any) -> None:

@@ -350,6 +350,10 @@ class SyncOnReadVariable(Variable):
             return component_of(self)
         return self.aggregate(method)
 
+    def content(self) -> torch.Tensor:
+        """Return the value that reading gives here, as a plain tensor that may share memory with the variable."""
+        return self._seen("reading")
+
     def aggregate(self, method: str) -> torch.Tensor:
         """Return the whole value, in a replica, too. All replicas call this."""
         home = homes.of(self._strategy)
