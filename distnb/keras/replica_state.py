@@ -27,7 +27,7 @@ from distnb.values.structure import has_distributed, select
 from distnb.variables.settings import Settings
 from distnb.variables.variable import SyncOnReadVariable, Variable, component_of, create, make
 
-__all__ = ["bind", "install", "restore"]
+__all__ = ["bind", "install", "restore", "variable_in"]
 
 
 @functools.cache
@@ -90,6 +90,11 @@ def _settings_of(variable: Any) -> Settings | None:
     if how in (VariableAggregation.SUM, VariableAggregation.MEAN) or of_a_user:
         return Settings(False, variable.name, VariableSynchronization.ON_WRITE, how)
     return None
+
+
+def variable_in(value: Any) -> Any:
+    """Return the tensor that a variable of Keras holds; None of any other object."""
+    return compat.tensor_of(value) if isinstance(value, keras.Variable) else None
 
 
 def _is_of_a_user(variable: Any) -> bool:

@@ -11,17 +11,18 @@ from distnb.variables.variable import Variable
 __all__ = ["is_shared", "prepare", "restore_shared", "strategy_of_shared", "variable_in"]
 
 _KEEPERS = {"keras": "distnb.keras.replica_state"}
-_prepared: set[str] = set()
+_prepared: dict[str, Any] = {}
 _STRATEGY = "_distnb_strategy"
 
 
 def prepare() -> None:
     """Have each library that is loaded know of replicas, from its next object on. Idempotent."""
-    for library in _KEEPERS.keys() - _prepared:
+    for library in _KEEPERS.keys() - _prepared.keys():
         loaded: Any = sys.modules.get(library)
         if loaded is not None and _computes_with_torch(loaded):
-            importlib.import_module(_KEEPERS[library]).install()
-            _prepared.add(library)
+            keeper: Any = importlib.import_module(_KEEPERS[library])
+            keeper.install()
+            _prepared[library] = keeper
 
 
 def _computes_with_torch(library: Any) -> bool:
@@ -42,11 +43,13 @@ def strategy_of_shared(value: Any) -> Any:
 
 def variable_in(value: Any) -> Variable | None:
     """Return the variable of ours that another library's variable holds; one of ours holds itself."""
-    held = value if isinstance(value, Variable) else getattr(value, "__dict__", {}).get("_value")
-    return held if isinstance(held, Variable) else None
+    if isinstance(value, Variable):
+        return value
+    held = (keeper.variable_in(value) for keeper in _prepared.values())
+    return next((each for each in held if isinstance(each, Variable)), None)
 
 
 def restore_shared(value: Any, strategy: Any) -> bool:
     """Have this replica share an object that was copied from another one. Return False if it is none of these."""
     prepare()
-    return any(importlib.import_module(_KEEPERS[library]).restore(value, strategy) for library in _prepared)
+    return any(keeper.restore(value, strategy) for keeper in _prepared.values())
