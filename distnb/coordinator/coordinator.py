@@ -50,7 +50,7 @@ from distnb.runtime.step_count import Reading
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
-from distnb.wire.messages import Reply, RunClosure
+from distnb.wire.messages import Fence, Reply, RunClosure
 
 __all__ = ["ClusterCoordinator", "running_coordinators"]
 
@@ -135,6 +135,7 @@ class ClusterCoordinator:
         self._link: ClusterLink = this_process.cluster_link()
         self._queue = ClosureQueue(_DEPTH if self._link.replicas_per_worker == 1 else 1)
         runtime = roles.coordinating(strategy)
+        runtime.access.fence = _fence
         self._packer = Packer(roles.models, runtime.access)
         self._closures: dict[int, _Closure] = {}
         self._programs: dict[int, tuple[int, int]] = {}  # by number: the closure, and the worker
@@ -188,7 +189,7 @@ class ClusterCoordinator:
             raise OptionError(f"kwargs is a dict of keyword arguments; got {kwargs!r}.")
         with self._held():
             self._raise_error()
-        packed = self._packer.pack(fn, tuple(args or ()), dict(kwargs or {}))
+        packed = self._packer.pack(fn, tuple(args or ()), dict(kwargs or {}), at_rest=self._queue.idle)
         with self._held():
             if self._full():
                 self._await(lambda: self._roomy() or self._trouble)
@@ -285,10 +286,12 @@ class ClusterCoordinator:
         """
         with _lock:
             missing = sorted(self._lost_servers.keys() - self._empty_servers)
+            filled = {server: self._link.servers.generation(server) for server in sorted(self._empty_servers)}
         if missing:
             raise ServerLost(self._server_text(missing[0]))
+        self._await_held(lambda: not self._queue.ending)  # what still runs would change what is restored
         runtime = roles.coordinating(self.strategy)
-        for server in sorted(self._empty_servers):
+        for server in filled:
             runtime.access.recreate(server)
         restored = getattr(checkpoint, "restore_or_initialize", None)
         if restored is not None and restored() is None:
@@ -297,8 +300,10 @@ class ClusterCoordinator:
             checkpoint()
         runtime.access.bring_home()
         with _lock:
-            self._lost_servers.clear()
-            self._empty_servers.clear()
+            for server, generation in filled.items():
+                if server in self._empty_servers and self._link.servers.generation(server) == generation:
+                    self._empty_servers.discard(server)
+                    del self._lost_servers[server]
             self._errors.clear()
 
     # -- what each worker has of its own ---------------------------------------------------------------------------
@@ -600,7 +605,7 @@ class ClusterCoordinator:
         closure.program = program = self._link.number()
         closure.value.state = "running"
         self._programs[program] = (order.closure, order.worker)
-        self._link.send(order.worker, RunClosure(program, order.closure, _oldest(), *more))
+        self._link.send(order.worker, RunClosure(program, order.closure, _fence(), *more))
 
     def _seed_of(self, worker: int) -> int:
         """What a worker's random numbers begin with: each draws others, which all follow from the seed set here."""
@@ -623,9 +628,18 @@ class ClusterCoordinator:
         )
 
 
-def _oldest() -> int:
-    """The smallest number of a closure that has not ended, whoever scheduled it."""
-    return min((each._queue.oldest for each in _coordinators.values() if not each._queue.idle), default=0)
+def _fence() -> Fence:
+    """The closures that have ended, whoever scheduled them.
+
+    Every request to a server carries it. So whoever has seen a value after a closure was cancelled, the coordinator or
+    a later closure, has also told the server that held it to refuse that closure's changes.
+    """
+    with _lock:
+        queues = [each._queue for each in _coordinators.values()]
+        running = [queue.oldest for queue in queues if not queue.idle]
+        oldest = min(running) if running else max(queue.oldest for queue in queues)
+        astray = {closure for queue in queues for closure in queue.astray if closure >= oldest}
+    return Fence(oldest, tuple(sorted(astray)))
 
 
 def running_coordinators() -> list[ClusterCoordinator]:

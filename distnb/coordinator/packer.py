@@ -100,14 +100,25 @@ class Packer:
         self._captured: Environment | None = None
         self._modes = _NO_MODES
 
-    def pack(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedClosure:
+    def pack(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        at_rest: bool = True,
+    ) -> PackedClosure:
         """Take a closure as it is now.
+
+        Args:
+            at_rest: Whether no closure is under way. Only then changes by way of `.data`, which torch does not count,
+                are looked for: to compare every parameter takes time.
 
         Raises:
             CannotTravelError: Something in it cannot be sent to a worker.
         """
         with self._lock:
-            self._access.send_changes()
+            self._access.send_changes(thorough=at_rest)
             shown, found = self._function(function)
             if args or kwargs:
                 arguments, more = dump((args, kwargs), "An argument of a closure", self)

@@ -109,6 +109,7 @@ class ClosureQueue:
         self._workers: dict[int, _Worker] = {}
         self._ending: set[int] = set()  # with a worker, and told to end
         self._unfinished: set[int] = set()
+        self._astray: set[int] = set()  # a process may work for them, though their workers are lost or told to end
         self._oldest = 0
         self._latest = -1
         self.done_by: Counter[int] = Counter()
@@ -142,6 +143,7 @@ class ClosureQueue:
         if lost is None:
             return []
         orders: list[Order] = []
+        self._astray.update(lost.closures)
         for closure in lost.closures:
             if closure in self._ending:
                 orders += self._cancel(closure)
@@ -160,6 +162,8 @@ class ClosureQueue:
             return self._assign(now)
         self._leave(current, closure, now)
         orders: list[Order] = []
+        if how != "done":
+            self._astray.add(closure)  # its last message to a server may still be on its way
         if how == "cancelled":
             orders += self._cancel(closure)
         elif how == "failed":
@@ -194,6 +198,7 @@ class ClosureQueue:
         if current is None or closure not in current.closures:
             return []
         current.stuck_in.add(closure)
+        self._astray.add(closure)
         self._leave(current, closure, now)
         return self._cancel(closure) + self._assign(now)
 
@@ -244,6 +249,14 @@ class ClosureQueue:
         while self._oldest <= self._latest and self._oldest not in self._unfinished:
             self._oldest += 1
         return self._oldest
+
+    @property
+    def astray(self) -> set[int]:
+        """The closures above `oldest` that have ended, and may still have a process that works for them."""
+        if self._astray:
+            oldest = self.oldest
+            self._astray = {closure for closure in self._astray if closure >= oldest}
+        return self._astray - self._unfinished
 
     @property
     def workers(self) -> dict[int, WorkerState]:

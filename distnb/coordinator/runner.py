@@ -108,7 +108,7 @@ class Runner:
         metrics = {each: (kind, obj) for each, obj in reached.items() if (kind := library_of(obj)) is not None}
         for kind, metric in metrics.values():
             kind.reset(metric)
-        with self.access.running(ClosureRun(message.closure, message.oldest), self.reach.variables, fresh) as running:
+        with self.access.running(ClosureRun(message.closure, message.fence), self.reach.variables, fresh) as running:
             try:
                 with self._placed:
                     value = function(*args, **kwargs)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, TypeGuard
+from typing import Any, Self
 
 import torch
 
 from distnb.compat import torch_internals
 from distnb.errors import CollectiveMismatchError, ContextError, OptionError
 from distnb.options import VariableAggregation, VariableSynchronization
-from distnb.values.structure import map_structure
 from distnb.variables import scattering
 from distnb.variables.homes import Home, homes
+from distnb.variables.intercepted import Intercepted
 from distnb.variables.settings import Settings, initial_tensor, parse_settings, value_for
-from distnb.variables.torch_functions import changes, is_fact
+from distnb.variables.torch_functions import changes
 
 __all__ = ["SyncOnReadVariable", "Variable", "component_of", "create", "make", "settings_of"]
 
@@ -28,7 +28,7 @@ def _scattering(method: str, told: str) -> Callable[..., Any]:
     return scatter
 
 
-class Variable(torch.nn.Parameter):
+class Variable(Intercepted, torch.nn.Parameter):
     """A value that programs read and assign to, kept by the strategy in whose scope (or `run`) it is made.
 
     Under a strategy of several replicas each of them has a copy. With ON_WRITE, which AUTO means, the copies are
@@ -270,39 +270,11 @@ class Variable(torch.nn.Parameter):
 
     # In torch's operations ------------------------------------------------------------------------------------------
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        # A variable of another strategy is not to be read, and one that is synchronized on reading is aggregated.
-        name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
-        if not is_fact(function, name):
-            target = args[0] if args else kwargs.get("tensor")  # as torch.nn.init's functions call it
-            if changes(name) and _is_elsewhere(target):
-                return target._change_whole(function, name, args, kwargs)
-            if changes(name) and isinstance(target, (list, tuple)):  # as torch._foreach_add_ is given them
-                for each in filter(_is_elsewhere, target):
-                    raise each._refused(name)
-            if _is_elsewhere(out := kwargs.get("out")):
-                raise out._refused(f"{name} with out=variable")
-            args, kwargs = map_structure(
-                lambda leaf: leaf._operand(name) if isinstance(leaf, Variable) else leaf, (tuple(args), kwargs)
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
+    # A variable of another strategy is not to be read, and one that is synchronized on reading is aggregated.
 
     def _operand(self, name: str) -> torch.Tensor:
-        """What a torch function that is not for facts takes in its place."""
         homes.of(self._strategy).in_replica(writing=False)
         return self
-
-    def _is_elsewhere(self) -> bool:
-        """Whether there is more of it, in the calling context, than what a change in place here would change."""
-        return False
-
-    def _change_whole(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Do what a torch function that changes its first argument does, to the whole of a variable."""
-        raise self._refused(name)
 
     def _refused(self, what: str) -> ContextError:
         return ContextError(f"{what} of {self._settings.label} is not possible here. Use assign.")
@@ -439,10 +411,6 @@ class SyncOnReadVariable(Variable):
             f"{what} of {self._settings.label} in cross-replica context would change each replica's component. Use "
             "assign, which sets the whole variable, or call it in the function that strategy.run calls."
         )
-
-
-def _is_elsewhere(value: Any) -> TypeGuard[Variable]:
-    return isinstance(value, Variable) and value._is_elsewhere()
 
 
 def _share(value: torch.Tensor, num_replicas: int, label: str) -> torch.Tensor:

@@ -27,10 +27,12 @@ __all__ = [
     "DumpActivity",
     "DumpStacks",
     "ErrorReport",
+    "Fence",
     "Flush",
     "Flushed",
     "GivenBack",
     "GoesOn",
+    "NO_FENCE",
     "Hello",
     "Live",
     "MeasureMemory",
@@ -150,12 +152,27 @@ class ServersReplaced(NamedTuple):
     servers: Mapping[int, Any]
 
 
+class Fence(NamedTuple):
+    """The closures that have ended. A parameter server refuses their changes: a process may still ask for some.
+
+    Attributes:
+        oldest: The smallest number that has not ended.
+        astray: Ended closures above it that a lost, stuck or interrupted worker had begun.
+    """
+
+    oldest: int = 0
+    astray: tuple[int, ...] = ()
+
+
+NO_FENCE = Fence()
+
+
 class RunClosure(NamedTuple):
     """Call a function that was scheduled. The reply's value is what `coordinator.runner.Runner` gives.
 
     Attributes:
         closure: Its number, the same however often it is sent.
-        oldest: The smallest number that has not ended.
+        fence: The closures that have ended, for the parameter servers.
         definitions: What it needs that the worker has not been sent yet: numbers, and packed values.
         data, buffers: The function and its arguments, packed.
         inputs: Results of other closures that are among the arguments: their numbers, and packed values.
@@ -168,7 +185,7 @@ class RunClosure(NamedTuple):
 
     program: int
     closure: int
-    oldest: int
+    fence: Fence
     definitions: tuple[tuple[int, Any], ...]
     data: Any
     buffers: tuple[Any, ...]

@@ -24,7 +24,7 @@ from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.messages import Describe, Request
 from distnb.runtime.servers.store import ShardStore
 from distnb.runtime.this_process import this_process
-from distnb.wire.messages import RunClosure
+from distnb.wire.messages import NO_FENCE, Fence, RunClosure
 
 
 class InHouse:
@@ -34,18 +34,27 @@ class InHouse:
         self.count = count
         self.stores = [ShardStore() for _ in range(count)]
         self.sent: list[tuple[int, Any]] = []
+        self._generations = [0] * count
         self._thread = ThreadPoolExecutor(1)  # in which no scope is open
 
-    def exchange(self, requests: Mapping[int, Sequence[Any]], oldest: int = 0) -> dict[int, tuple[Any, ...]]:
+    def exchange(self, requests: Mapping[int, Sequence[Any]], fence: Fence = NO_FENCE) -> dict[int, tuple[Any, ...]]:
         found = {}
         for server, operations in requests.items():
             self.sent += [(server, each) for each in operations]
-            request = pickle.loads(pickle.dumps(Request(1, oldest, tuple(operations))))
+            request = pickle.loads(pickle.dumps(Request(1, fence, tuple(operations))))
             answer = self._thread.submit(self.stores[server].handle, request).result()
             if answer.error is not None:
                 raise answer.error
             found[server] = pickle.loads(pickle.dumps(answer.results))
         return found
+
+    def generation(self, server: int) -> int:
+        return self._generations[server]
+
+    def replace(self, server: int) -> None:
+        """Another server, which holds nothing, takes this one's place."""
+        self._generations[server] += 1
+        self.stores[server] = ShardStore(first_version=100 * self._generations[server])
 
 
 class Worker:
@@ -62,7 +71,7 @@ class Worker:
         forget = tuple(each for each in self.known if not packer.knows(each))
         self.known.update(closure.needs)
         self.known.difference_update(forget)
-        message = RunClosure(0, number, 0, definitions, closure.data, closure.buffers, (), forget)
+        message = RunClosure(0, number, Fence(), definitions, closure.data, closure.buffers, (), forget)
         before = this_process.servers, dict(roles._runtimes)
         this_process.servers = self.access
         roles._runtimes.clear()
@@ -319,7 +328,7 @@ def test_no_trace_is_left_of_lambdas_that_differ(strategy: Any, servers: InHouse
 
 def test_the_memory_of_what_is_gone_is_freed(strategy: Any, servers: InHouse) -> None:
     def held() -> int:
-        return sum(len(store.handle(Request(1, 0, (Describe(),))).results[0]) for store in servers.stores)
+        return sum(len(store.handle(Request(1, Fence(), (Describe(),))).results[0]) for store in servers.stores)
 
     with strategy.scope():
         kept = distnb.Variable(1.0)
@@ -341,7 +350,7 @@ def test_a_server_that_is_new_gets_what_the_coordinator_knows(strategy: Any, ser
         numbers = [distnb.Variable(float(each)) for each in range(3)]
     before = model.weight.detach().clone()
     for server in range(3):
-        servers.stores[server] = ShardStore(first_version=100)
+        servers.replace(server)
         strategy.runtime.access.recreate(server)
     assert torch.equal(model.state_dict()["weight"], before)
     assert [float(each) for each in numbers] == [0, 0, 0], "they are the checkpoint's to say"
@@ -452,7 +461,7 @@ def test_a_new_server_is_not_asked_for_optimizers_that_are_gone(strategy: Any, s
         gc.collect()
     strategy.runtime.access.send_changes()  # as schedule does: the first model's variables are dropped
     for server in range(3):
-        servers.stores[server] = ShardStore(first_version=100)
+        servers.replace(server)
     for server in range(3):
         strategy.runtime.access.recreate(server)
     step(model, optimizer, torch.ones(1, 2), torch.ones(1, 2))

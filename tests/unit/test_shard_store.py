@@ -9,7 +9,7 @@ import cloudpickle
 import pytest
 import torch
 
-from distnb.errors import DistributedValueError, OptionError, StaleHandleError, StructureError
+from distnb.errors import ClosureCancelled, DistributedValueError, OptionError, StaleHandleError, StructureError
 from distnb.runtime.servers.messages import (
     Answer,
     Create,
@@ -28,6 +28,7 @@ from distnb.runtime.servers.messages import (
     Write,
 )
 from distnb.runtime.servers.store import ShardStore
+from distnb.wire.messages import NO_FENCE, Fence
 
 W, B, TABLE = (0, 0), (1, 0), (2, 3)
 FIRST = 100
@@ -38,13 +39,13 @@ def store() -> ShardStore:
     return ShardStore(first_version=FIRST)
 
 
-def answer(store: ShardStore, *operations: Any, oldest: int = 0) -> Answer:
-    return store.handle(Request(7, oldest, operations))
+def answer(store: ShardStore, *operations: Any, fence: Fence = NO_FENCE) -> Answer:
+    return store.handle(Request(7, fence, operations))
 
 
-def ask(store: ShardStore, *operations: Any, oldest: int = 0) -> Any:
+def ask(store: ShardStore, *operations: Any, fence: Fence = NO_FENCE) -> Any:
     """What the last operation gives."""
-    given = answer(store, *operations, oldest=oldest)
+    given = answer(store, *operations, fence=fence)
     assert given.number == 7
     if given.error is not None:
         raise given.error
@@ -196,16 +197,35 @@ def test_a_change_that_was_made_is_acknowledged_and_not_made_again(store: ShardS
     assert value(store, W) == 7
 
 
-def test_a_late_change_of_a_closure_that_has_ended_is_not_made(store: ShardStore) -> None:
+def test_a_late_change_of_a_closure_that_has_ended_is_refused(store: ShardStore) -> None:
     ask(store, Create(W, "w", torch.zeros(1)), MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0), ((W,),)))
     add = Write(W, "assign_add", 1.0, token=(5, 0))
-    ask(store, add, add._replace(token=(7, 0)))
-    ask(store, Describe(), oldest=6)
-    assert store._applied == {7: {0}}  # no more than needed is kept
-    ask(store, Describe(), oldest=2)  # of a client that knows less
-    ask(store, add, add._replace(token=(5, 1)), add._replace(token=(7, 0)))
-    assert not ask(store, Step(0, {W: torch.ones(1)}, ({},), {}, (5, 2))).applied
-    assert value(store, W) == 2
+    ask(store, add, add._replace(token=(7, 0)), add._replace(token=(8, 0)))
+    ask(store, Describe(), fence=Fence(6, (8,)))
+    assert store._applied == {7: {0}}, "no more than needed is kept"
+    ask(store, Describe(), fence=Fence(2))  # of a client that knows less
+    ask(store, add._replace(token=(7, 0)))
+    late = [add, add._replace(token=(5, 1)), add._replace(token=(8, 1)), Step(0, {W: torch.ones(1)}, ({},), {}, (8, 2))]
+    for each in late:
+        with pytest.raises(ClosureCancelled, match="refused a change of a function that has ended"):
+            ask(store, each)
+    assert value(store, W) == 3
+    ask(store, add._replace(token=(9, 0)), fence=Fence(9))
+    assert not store._astray
+    with pytest.raises(ClosureCancelled):
+        ask(store, add._replace(token=(8, 3)))
+    assert value(store, W) == 4
+
+
+def test_a_value_is_written_if_nothing_has_changed_since_it_was_computed(store: ShardStore) -> None:
+    ask(store, Create(W, "w", torch.zeros(2)))
+    assert ask(store, Write(W, "assign", 5.0, seen=FIRST)) == FIRST + 1
+    assert ask(store, Write(W, "assign", 7.0, seen=FIRST)) is None
+    assert value(store, W).tolist() == [5, 5]
+    again = Write(W, "assign", 9.0, token=(1, 0), seen=FIRST)
+    assert ask(store, again) is None, "its token is not used"
+    again = again._replace(seen=FIRST + 1)
+    assert [ask(store, again), ask(store, again)] == [FIRST + 2, FIRST + 2], "the second time it is one that was made"
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

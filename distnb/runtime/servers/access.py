@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from distnb.collectives.digests import digest
 from distnb.errors import ProgramError
+from distnb.runtime.servers.atomic_changes import change_in_place
+from distnb.runtime.servers.copies import UNKNOWN, Copy, difference
 from distnb.runtime.servers.messages import (
     Create,
     Describe,
@@ -29,59 +31,16 @@ from distnb.runtime.servers.messages import (
     Write,
 )
 from distnb.runtime.servers.placement import Part, PlacedShard, Stored
+from distnb.wire.messages import Fence
 
 if TYPE_CHECKING:
     from distnb.runtime.servers.client import Servers
     from distnb.runtime.servers.replicas import Replicas
 
-__all__ = ["ClosureRun", "Copy", "ServerAccess"]
+__all__ = ["ClosureRun", "ServerAccess"]
 
 _PIECE_NBYTES = 4 << 20  # of a variable that is filled row by row
-_UNKNOWN = -1
 _MOMENT_S = 0.01
-
-
-@dataclass
-class Copy:
-    """This process's copy of a variable's whole value.
-
-    Attributes:
-        reference: Gives the tensor. Its memory stays the same; it is a leaf of graphs if the variable is trainable.
-        versions: Of each part, as it was when it was read.
-        noted: torch's own count of changes in place, after it was read: another one tells of a change made here.
-        base: What was read, of buffers, and of other variables without gradients on a worker, which sends differences.
-        unseen: Digest of a parameter that a scope made, until it is first looked at: torch does not count what
-            initializes it by way of `.data`.
-    """
-
-    stored: Stored
-    reference: Callable[[], torch.Tensor | None]
-    versions: list[int]
-    noted: int = 0
-    base: torch.Tensor | None = None
-    unseen: int | None = None
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The copy itself."""
-        tensor = self.reference()
-        assert tensor is not None, "copies whose tensors are gone are dropped before they are looked at"
-        return tensor
-
-    def is_changed(self) -> bool:
-        """Whether it was changed in place since it was read. Of buffers torch does not count all changes."""
-        unseen, self.unseen = self.unseen, None
-        if self.tensor._version != self.noted or (unseen is not None and digest(self.tensor.detach()) != unseen):
-            return True
-        if self.base is None or isinstance(self.tensor, torch.nn.Parameter):
-            return False
-        return not torch.equal(self.tensor, self.base)
-
-    def note(self) -> None:
-        """It is as it was read, or as the servers have been told."""
-        self.noted = self.tensor._version
-        if self.base is not None:
-            self.base.copy_(self.tensor.detach())
 
 
 @dataclass
@@ -89,12 +48,13 @@ class ClosureRun:
     """A closure that runs on this worker.
 
     Attributes:
-        number, oldest: Its number, and the smallest one that is unfinished.
+        number: Its number.
+        fence: The closures that had ended when it was sent.
         staleness: Of each step: how many updates its copies had missed.
     """
 
     number: int
-    oldest: int
+    fence: Fence
     staleness: list[int] = field(default_factory=list)
     changes: int = 0
 
@@ -105,17 +65,21 @@ def _creation(stored: Stored, shard: Shard, part: Part, value: torch.Tensor | No
     return Create(shard, name, own, stored.part_shape(part), stored.dtype, stored.trainable)
 
 
+def _sent(value: torch.Tensor) -> torch.Tensor:
+    return value.cpu().contiguous()
+
+
 def _pulls(copies: Iterable[Copy]) -> dict[int, Pull]:
-    """What reads copies anew, by server."""
+    """The operations that read copies anew, by server."""
     known: dict[int, dict[Shard, int]] = {}
     for copy in copies:
-        for shard, part in copy.stored.shards():
-            known.setdefault(part.server, {})[shard] = copy.versions[shard[1]]
+        for place, (shard, part) in enumerate(copy.stored.shards()):
+            known.setdefault(part.server, {})[shard] = copy.known(place)
     return {server: Pull(versions) for server, versions in known.items()}
 
 
 class ServerAccess:
-    """The variables on the servers, as this process reads and changes them.
+    """The variables on the servers, as this process reads and changes them. Several threads may use it.
 
     Args:
         servers: The connections.
@@ -124,6 +88,8 @@ class ServerAccess:
         device: Where copies are made.
 
     Attributes:
+        exchanges: How many there have been with servers.
+        fence: Gives the closures that have ended, as the coordinator knows them.
         next_is_here: Whether a worker has the next closure already.
         stand_ins: What stands for variables that have no copy here.
         made: The copies of parameters that were made since this was last emptied.
@@ -134,7 +100,12 @@ class ServerAccess:
         self.servers = servers
         self.is_worker = is_worker
         self.device = device or torch.device("cpu")
+        self.exchanges = 0
+        self.fence: Callable[[], Fence] = Fence
         self.closure: ClosureRun | None = None
+        self._turn = threading.RLock()
+        self._ended_well = True  # the latest closure
+        self._recreated: dict[int, int] = {}  # by server: which of those in its place
         self._copies: dict[int, Copy] = {}
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._stale: set[int] = set()  # this process has changed them on the servers since it read them
@@ -157,9 +128,10 @@ class ServerAccess:
         return self.replicas.ask_once(lambda: self._exchange(requests))  # type: ignore[no-any-return]
 
     def _exchange(self, requests: dict[int, list[Any]]) -> dict[int, tuple[Any, ...]]:
-        return (
-            self.servers.exchange(requests, self.closure.oldest if self.closure is not None else 0) if requests else {}
-        )
+        if not requests:
+            return {}
+        self.exchanges += 1
+        return self.servers.exchange(requests, self.fence() if self.closure is None else self.closure.fence)
 
     def token(self) -> Token | None:
         """Names a change, so that the same one of a closure that runs again is not applied twice."""
@@ -181,9 +153,13 @@ class ServerAccess:
 
     # Whole values ---------------------------------------------------------------------------------------------------
 
-    def create(self, stored: Stored, value: torch.Tensor | None) -> None:
-        """Make a variable on its servers, of a value, or of zeros. It is there as long as its owner (`own`) is."""
-        self._each_part(stored, lambda shard, part: _creation(stored, shard, part, value))
+    def create(self, stored: Stored, value: torch.Tensor | None) -> list[int]:
+        """Make a variable on its servers, of a value, or of zeros. It is there as long as its owner (`own`) is.
+
+        Returns:
+            The version of each part.
+        """
+        return self._each_part(stored, lambda shard, part: _creation(stored, shard, part, value))
 
     def own(self, stored: Stored, owner: torch.Tensor) -> None:
         """This tensor of the coordinator's stands for a variable: once it is gone, the servers' memory is free."""
@@ -196,6 +172,10 @@ class ServerAccess:
 
     def free_what_is_gone(self) -> None:
         """Have the servers drop variables whose owners are gone."""
+        with self._turn:
+            self._free_what_is_gone()
+
+    def _free_what_is_gone(self) -> None:
         gone = [stored for stored, owner in self._owners.items() if owner() is None]
         if not gone:
             return
@@ -214,23 +194,38 @@ class ServerAccess:
         self.exchange(requests)
 
     def recreate(self, server: int) -> None:
-        """A server is new and empty: make anew what was on it, of what the coordinator knows, or of zeros."""
-        self.free_what_is_gone()
-        for stored, owner in self._owners.items():
-            tensor = owner()
-            value = None if hasattr(tensor, "stored") else tensor  # what stands in for a variable has no value
-            requests = [
-                _creation(stored, shard, part, value) for shard, part in stored.shards() if part.server == server
-            ]
-            self.exchange({server: requests} if requests else {})
-        for number, (factory, groups) in self._optimizers.items():
-            self.make_optimizer(number, factory, groups, (server,))
+        """Fill a server that is new and empty, once: with the values that the coordinator knows, or zeros."""
+        with self._turn:
+            self.free_what_is_gone()
+            generation = self.servers.generation(server)
+            if self._recreated.get(server, 0) == generation:
+                return  # several coordinators recover, and the first may have restored its variables already
+            for stored, owner in self._owners.items():
+                self._recreate(stored, owner(), server)
+            for number, (factory, groups) in self._optimizers.items():
+                self.make_optimizer(number, factory, groups, (server,))
+            self._recreated[server] = generation
+
+    def _recreate(self, stored: Stored, owner: torch.Tensor | None, server: int) -> None:
+        value = None if hasattr(owner, "stored") else owner  # a stand-in has no value
+        places = [place for place, part in enumerate(stored.parts) if part.server == server]
+        if not places:
+            return
+        shards = list(stored.shards())
+        requests = [_creation(stored, *shards[place], value) for place in places]
+        versions = self.exchange({server: requests})[server]
+        copy = self._copies.get(stored.number)
+        if copy is not None and value is not None and copy.base is not None:
+            for place, version in zip(places, versions, strict=True):
+                part = stored.parts[place]
+                stored.piece(copy.base, part).copy_(stored.piece(value.detach(), part))
+                copy.versions[place] = version
 
     def read(self, stored: Stored) -> torch.Tensor:
         """Its value now, a new tensor."""
         parts = [
             found[1]
-            for found in self._each_part(stored, lambda shard, part: Pull({shard: _UNKNOWN}))
+            for found in self._each_part(stored, lambda shard, part: Pull({shard: UNKNOWN}))
             for found in found.values()
         ]
         whole = parts[0].clone() if len(parts) == 1 else torch.cat(parts)
@@ -241,9 +236,18 @@ class ServerAccess:
         value = value.detach().to("cpu", stored.dtype)
         self._each_part(
             stored,
-            lambda shard, part: Write(shard, method, stored.piece(value, part).contiguous(), None, self.token()),
+            lambda shard, part: Write(shard, method, stored.piece(value, part).contiguous(), token=self.token()),
         )
         self._stale.add(stored.number)
+
+    def change(
+        self, stored: Stored, change: Callable[[torch.Tensor], Any], rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Change a variable, or some rows, by a function; see `change_in_place`."""
+        try:
+            return change_in_place(self, stored, change, rows)
+        finally:
+            self._stale.add(stored.number)
 
     # Rows -----------------------------------------------------------------------------------------------------------
 
@@ -251,7 +255,7 @@ class ServerAccess:
         """Some rows, whose numbers ascend: `[k, ...]`."""
         requests: dict[int, list[Any]] = {}
         places = []
-        for shard, part, inside in self._by_part(stored, rows):
+        for shard, part, inside in stored.shards_of_rows(rows):
             mine = requests.setdefault(part.server, [])
             places.append((part.server, len(mine), shard))
             mine.append(PullRows(shard, inside))
@@ -274,21 +278,6 @@ class ServerAccess:
         self.exchange(requests)
         self._stale.add(stored.number)
 
-    @staticmethod
-    def _by_part(stored: Stored, rows: torch.Tensor) -> Iterator[tuple[Shard, Any, torch.Tensor]]:
-        """The parts that ascending row numbers are in, with the numbers within each."""
-        rows = rows.cpu()
-        if len(stored.parts) == 1:
-            yield from ((shard, part, rows) for shard, part in stored.shards() if len(rows))
-            return
-        edges = torch.tensor([part.last for part in stored.parts])
-        ends = torch.searchsorted(rows, edges).tolist()
-        begin = 0
-        for (shard, part), end in zip(stored.shards(), ends, strict=True):
-            if end > begin:
-                yield shard, part, rows[begin:end] - part.first
-            begin = end
-
     def fill(self, stored: Stored, change: Callable[[torch.Tensor], Any], *, of_old: bool) -> None:
         """Set its rows piece by piece, so that no more than a piece is in this process's memory.
 
@@ -296,8 +285,11 @@ class ServerAccess:
             change: Changes a piece in place. torch draws the same numbers for pieces of a multiple of 16 as for all.
             of_old: Whether it looks at what is there.
         """
+        if not stored.shape and of_old:
+            self.change(stored, change)
+            return
         if not stored.shape:
-            value = self.read(stored) if of_old else torch.empty((), dtype=stored.dtype)
+            value = torch.empty((), dtype=stored.dtype)
             with torch.no_grad():
                 change(value)
             self.write(stored, "assign", value)
@@ -306,15 +298,14 @@ class ServerAccess:
         step = max(16, _PIECE_NBYTES // row_nbytes // 16 * 16)
         for first in range(0, stored.shape[0], step):
             rows = torch.arange(first, min(first + step, stored.shape[0]))
-            piece = (
-                self.read_rows(stored, rows)
-                if of_old
-                else torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
-            )
+            if of_old:
+                self.change(stored, change, rows)
+                continue
+            piece = torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
             with torch.no_grad():
                 change(piece)
             requests: dict[int, list[Any]] = {}
-            for shard, part, inside in self._by_part(stored, rows):
+            for shard, part, inside in stored.shards_of_rows(rows):
                 place = int(inside[0])
                 own = piece[part.first + place - first :][: len(inside)].cpu().contiguous()
                 requests.setdefault(part.server, []).append(Write(shard, "assign_rows", own, place, self.token()))
@@ -323,22 +314,26 @@ class ServerAccess:
 
     # Copies ---------------------------------------------------------------------------------------------------------
 
-    def adopt(self, stored: Stored, tensor: torch.Tensor, *, keep: bool = True) -> None:
-        """A parameter or buffer that holds the value already is this process's copy of a variable.
+    def adopt(
+        self, stored: Stored, tensor: torch.Tensor, versions: Sequence[int] | None = None, *, keep: bool = True
+    ) -> None:
+        """Make a parameter or buffer this process's copy of a variable.
 
-        With `keep` it is not freed before this object is.
+        Args:
+            versions: Of the value that it holds already; None: it is read before it is used.
+            keep: Whether it is held here.
         """
-        unread = [_UNKNOWN] * len(stored.parts)
+        known = [UNKNOWN] * len(stored.parts) if versions is None else list(versions)
         reference = (lambda: tensor) if keep else TensorWeakRef(tensor)
-        copy = self._copies[stored.number] = Copy(stored, reference, unread, tensor._version)
-        if not stored.trainable and (self.is_worker or not isinstance(tensor, torch.nn.Parameter)):
-            copy.base = tensor.detach().clone()
-        elif not self.is_worker:
-            copy.unseen = digest(tensor.detach())
+        guarded = self.is_worker and stored.trainable
+        base = None if guarded else tensor.detach().clone()
+        self._copies[stored.number] = Copy(
+            stored, reference, known, base, guarded, noted=tensor._version, doubtful=versions is None
+        )
         self._stored[tensor] = stored
 
     def opened_copy(self, stored: Stored, *, is_parameter: bool) -> torch.Tensor:
-        """This worker's copy of a model's parameter or buffer; it is read before it is used."""
+        """Return this worker's copy of a model's parameter or buffer; it is read before it is used."""
         copy = self._copies.get(stored.number)
         if copy is None:
             tensor = torch.zeros(stored.shape, dtype=stored.dtype, device=self.device)
@@ -354,49 +349,50 @@ class ServerAccess:
         found: Stored | None = getattr(tensor, "stored", None) or self._stored.get(tensor)
         return found
 
-    def copy_of(self, stored: Stored) -> Copy:
-        """The whole value, as new as a read gives it here."""
-        copy = self._copies.get(stored.number)
-        if copy is None:
-            tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self.device).requires_grad_(stored.trainable)
-            self.adopt(stored, tensor)
-            self.refresh([stored.number])
-            return self._copies[stored.number]
-        if not self.is_worker or stored.number in self._stale:
-            self.refresh([stored.number])
-        return copy
+    def cached(self, stored: Stored) -> torch.Tensor:
+        """Return a variable's whole value, as new as a read gives it here. Nobody else may change the tensor."""
+        with self._turn:
+            copy = self._copies.get(stored.number)
+            if copy is None:
+                tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
+                tensor.requires_grad_(stored.trainable)
+                unread = [UNKNOWN] * len(stored.parts)
+                copy = self._copies[stored.number] = Copy(stored, lambda: tensor, unread, doubtful=True)
+            if copy.doubtful or not self.is_worker or stored.number in self._stale:
+                self.refresh([stored.number])
+            return copy.tensor
 
     def refresh(self, numbers: Iterable[int] | None = None) -> None:
         """Bring copies up to date: those of some variables, or all. One message for each server."""
-        self.free_what_is_gone()
-        copies = [self._copies[each] for each in (self._copies if numbers is None else numbers) if each in self._copies]
-        answers = self.exchange({server: [pull] for server, pull in _pulls(copies).items()})
-        self._take_in(copies, (news for (news,) in answers.values()))
+        with self._turn:
+            self.free_what_is_gone()
+            wanted = self._copies if numbers is None else numbers
+            copies = [self._copies[each] for each in wanted if each in self._copies]
+            answers = self.exchange({server: [pull] for server, pull in _pulls(copies).items()})
+            self._take_in(copies, (news for (news,) in answers.values()))
 
     def _take_in(self, copies: Sequence[Copy], news: Iterable[Mapping[Shard, tuple[int, torch.Tensor]]]) -> None:
-        """These copies were read: what had changed since is news."""
-        touched = set()
-        with torch.no_grad():
-            for each in news:
-                for (variable, number), (version, value) in each.items():
-                    copy = self._copies[variable]
-                    copy.stored.piece(copy.tensor.detach(), copy.stored.parts[number]).copy_(value)
-                    copy.versions[number] = version
-                    touched.add(variable)
-        for variable in touched:
-            self._copies[variable].note()
+        """Take in what was read of these copies: the parts that had changed since."""
+        changed: dict[int, dict[int, tuple[int, torch.Tensor]]] = {}
+        for each in news:
+            for (variable, number), found in each.items():
+                place = number - self._copies[variable].stored.first_part
+                changed.setdefault(variable, {})[place] = found
+        for variable, parts in changed.items():
+            self._copies[variable].take(parts)
         self._stale.difference_update(copy.stored.number for copy in copies)
 
-    def forget_versions(self) -> None:
-        """All copies are read whole when they are next refreshed."""
+    def distrust(self) -> None:
+        """Have all copies read whole before they are used: a program may have left them half changed."""
         for copy in self._copies.values():
-            copy.versions = [_UNKNOWN] * len(copy.versions)
+            copy.doubtful = True
 
     def read_anew(self, copies: Iterable[torch.Tensor]) -> None:
         """Of the coordinator's copies, tell the servers what was changed here, and bring some up to date."""
-        self.send_changes()
-        held = (self.stored_of(each) for each in copies)
-        self.refresh([each.number for each in held if each is not None])
+        with self._turn:
+            numbers = [stored.number for each in copies if (stored := self.stored_of(each)) is not None]
+            self.send_changes(numbers)
+            self.refresh(numbers)
 
     def versions(self, shards: Iterable[Shard]) -> dict[Shard, int]:
         """The versions of which this process computes with parts of variables."""
@@ -404,48 +400,82 @@ class ServerAccess:
         for variable, place in shards:
             copy = self._copies.get(variable)
             found[variable, place] = (
-                self._row_versions.get((variable, place), _UNKNOWN) if copy is None else copy.versions[place]
+                self._row_versions.get((variable, place), UNKNOWN) if copy is None else copy.versions[place]
             )
         return found
 
-    def send_changes(self) -> None:
-        """Tell the servers of copies that were changed in place here: on the coordinator they are the new values.
+    def send_changes(self, numbers: Iterable[int] | None = None, *, thorough: bool = True) -> None:
+        """Tell the servers of copies that were changed in place here: those of some variables, or all.
 
-        On a worker they are differences, so that those of several workers add up; what has gradients is changed by
-        optimizers and `assign` alone.
+        Args:
+            thorough: See `Copy.is_changed`.
         """
-        self.free_what_is_gone()
-        self.exchange(self._changes())
+        with self._turn:
+            self.free_what_is_gone()
+            if self.is_worker:
+                self.exchange(self._additions())
+                return
+            wanted = list(self._copies) if numbers is None else numbers
+            copies = [self._copies[each] for each in wanted if each in self._copies]
+            changed = [copy for copy in copies if copy.is_changed(thorough=thorough)]
+            if changed:
+                self._send_new_values(changed)
 
-    def _changes(self) -> dict[int, list[Any]]:
-        """The operations that tell the servers of changes."""
+    def _send_new_values(self, changed: Sequence[Copy]) -> None:
+        """Set parts that the coordinator has changed, or add its changes where workers have changed them, too."""
+        for copy in changed:
+            copy.doubtful = True  # if an interrupt comes meanwhile, it is not known whether the servers were told
+        requests: dict[int, list[Any]] = {}
+        parts = []
+        for copy in changed:
+            for shard, place, part, own, before in copy.changes():
+                mine = requests.setdefault(part.server, [])
+                parts.append((copy, place, part.server, len(mine), shard, own, before))
+                mine.append(Write(shard, "assign", _sent(own), seen=copy.versions[place]))
+        answers = self.exchange(requests)
+        versions: dict[int, dict[int, int]] = {copy.stored.number: {} for copy in changed}
+        others: dict[int, list[Any]] = {}
+        for copy, place, server, asked, shard, own, before in parts:
+            version = answers[server][asked]
+            if version is None:
+                method = "assign" if own.dtype is torch.bool else "assign_add"
+                others.setdefault(server, []).append(Write(shard, method, _sent(difference(own, before))))
+            else:
+                versions[copy.stored.number][place] = version
+        self.exchange(others)
+        for copy in changed:
+            copy.note_sent(versions[copy.stored.number])
+
+    def _additions(self) -> dict[int, list[Any]]:
+        """The operations that add up what closures change in place: what has no gradients, such as buffers.
+
+        Raises:
+            ProgramError: A parameter was changed, which only optimizers and `assign` may do.
+        """
         requests: dict[int, list[Any]] = {}
         for copy in list(self._copies.values()):
             if not copy.is_changed():
                 continue
-            stored, value, method = copy.stored, copy.tensor.detach(), "assign"
-            if copy.base is not None and self.is_worker and stored.dtype is not torch.bool:
-                value, method = value - copy.base, "assign_add"
-            elif copy.base is None and self.is_worker:
-                copy.noted = copy.tensor._version
-                copy.versions = [_UNKNOWN] * len(stored.parts)
+            if copy.guarded:
+                copy.doubtful = True
                 raise ProgramError(
-                    f"A function changed {stored.name} in place on a worker, where it is a copy of what the servers "
-                    "hold. Change it by the optimizer, or outside scheduled functions, or make it a distnb.Variable, "
-                    "whose assign, assign_add and scatter_* go to the servers."
+                    f"A function changed {copy.stored.name} in place on a worker, where it is a copy of what the "
+                    "servers hold. Change it by the optimizer, or outside scheduled functions, or make it a "
+                    "distnb.Variable, whose assign, assign_add and scatter_* go to the servers."
                 )
-            value = value.to("cpu", stored.dtype)
-            for shard, part in stored.shards():
-                own = stored.piece(value, part).contiguous()
-                requests.setdefault(part.server, []).append(Write(shard, method, own, None, self.token()))
-            copy.note()
+            for shard, _, part, own, before in copy.changes():
+                method = "assign" if own.dtype is torch.bool else "assign_add"
+                change = Write(shard, method, _sent(difference(own, before)), token=self.token())
+                requests.setdefault(part.server, []).append(change)
+            copy.note_sent({})
         return requests
 
     def bring_home(self) -> None:
         """Tell the servers what was changed here, and read what workers have changed, of the coordinator's tensors."""
-        self.send_changes()
-        owned = ((stored.number, owner()) for stored, owner in self._owners.items())
-        self.refresh([n for n, owner in owned if n in self._copies and self._copies[n].reference() is owner])
+        with self._turn:
+            self.send_changes()
+            owned = ((stored.number, owner()) for stored, owner in self._owners.items())
+            self.refresh([n for n, owner in owned if n in self._copies and self._copies[n].reference() is owner])
 
     # Optimizers -----------------------------------------------------------------------------------------------------
 
@@ -479,7 +509,9 @@ class ServerAccess:
         The values come with the answers. If the next closure is here already, they are as new as it may ask for: it was
         scheduled before.
         """
-        operations = self._changes()
+        if not self.is_worker:
+            self.send_changes(thorough=False)
+        operations = self._additions() if self.is_worker else {}
         for server, step in requests.items():
             operations.setdefault(server, []).append(step._replace(token=self.token()))
         closure = self.closure
@@ -518,13 +550,27 @@ class ServerAccess:
         self, closure: ClosureRun, variables: Iterable[int], fresh: Collection[int] = ()
     ) -> Iterator[ClosureRun]:
         """A closure runs, and reads these variables. Their copies are read first, but for those that are `fresh`."""
-        self.closure, self._variables = closure, frozenset(variables)
+        if not self._ended_well:
+            self._forget_the_latest()
+        self.closure, self._variables, self._ended_well = closure, frozenset(variables), False
         try:
-            self.refresh(each for each in self._variables if each in self._stale or each not in fresh)
+            self.refresh(each for each in self._variables if each not in fresh or self._is_outdated(each))
             yield closure
             self.send_changes()
+            self._ended_well = True
         finally:
             self.closure = None
+
+    def _is_outdated(self, number: int) -> bool:
+        return number in self._stale or number not in self._copies or self._copies[number].doubtful
+
+    def _forget_the_latest(self) -> None:
+        """Undo what a closure that raised or was ended has left here: it has no effect on the next one."""
+        self.distrust()
+        for copy in self._copies.values():
+            copy.tensor.grad = None
+        for stand_in in self.stand_ins.values():
+            stand_in.grad = None
 
     def placement(self) -> tuple[PlacedShard, ...]:
         """What the servers hold, in the order in which it was made. One message for each server."""

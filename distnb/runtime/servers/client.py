@@ -17,6 +17,7 @@ from distnb import activity
 from distnb.errors import NoClusterError, ServerLost
 from distnb.runtime.servers.messages import Address, Answer, Request
 from distnb.wire.channel import Link, ProgramLink
+from distnb.wire.messages import NO_FENCE, Fence
 from distnb.wire.tensors import encode_tensors
 from distnb.wire.unix_socket import connect
 
@@ -53,6 +54,7 @@ class Servers:
         self._keys = keys
         self._context: zmq.Context[Any] | None = None
         self._lost: dict[int, str] = {}
+        self._generations: dict[int, int] = {}
         self._lock = threading.Lock()
         self._requests = itertools.count(1)
         self._poll = select.epoll()
@@ -65,7 +67,7 @@ class Servers:
         """How many there are, those that are lost among them."""
         return len(self._connections)
 
-    def exchange(self, requests: Mapping[int, Sequence[Any]], oldest: int = 0) -> dict[int, tuple[Any, ...]]:
+    def exchange(self, requests: Mapping[int, Sequence[Any]], fence: Fence = NO_FENCE) -> dict[int, tuple[Any, ...]]:
         """Ask several servers at once, and wait for all their answers.
 
         An exception that a signal raises meanwhile passes through, and further exchanges work. Whether the servers did
@@ -73,7 +75,7 @@ class Servers:
 
         Args:
             requests: The operations (see `messages`) for each server; it does its own in one atomic turn.
-            oldest: The smallest number of a closure that is unfinished.
+            fence: The closures that have ended.
 
         Returns:
             What the operations of each server gave.
@@ -91,7 +93,7 @@ class Servers:
             for server, operations in requests.items():
                 self._refuse_lost((server,))
                 waiting[server] = number = next(self._requests)
-                self._connections[server].send(Request(number, oldest, tuple(operations)))
+                self._connections[server].send(Request(number, fence, tuple(operations)))
             what = f"parameter server {', '.join(map(str, waiting))}"
             activity.begin("servers", activity.Arrival(activity.clock(), what=what))
             try:
@@ -155,6 +157,11 @@ class Servers:
                 self._connections[server].close()
             self._connections[server] = self._connection(server, address)
             self._lost.pop(server, None)
+            self._generations[server] = self.generation(server) + 1
+
+    def generation(self, server: int) -> int:
+        """Return how many servers have taken this one's place so far."""
+        return self._generations.get(server, 0)
 
     def close(self) -> None:
         """Close all connections."""

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distnb.wire.messages import Fence
+
 __all__ = [
     "Address",
     "Answer",
@@ -102,6 +104,8 @@ class Write(NamedTuple):
         method: assign, assign_add, assign_sub; with `rows` `[k]` scatter_add, _sub, _update, _min, _max, _mul, _div;
             assign_rows: the rows from `rows` on, as many as `value` has.
         token: None: it is not a closure's.
+        seen: The version of which the value was computed. Nothing changes if the shard has another one, and the
+            answer is None. None: any version.
     """
 
     shard: Shard
@@ -109,6 +113,7 @@ class Write(NamedTuple):
     value: Any
     rows: Any = None
     token: Token | None = None
+    seen: int | None = None
 
 
 class Describe(NamedTuple):
@@ -201,11 +206,11 @@ class Request(NamedTuple):
 
     Attributes:
         number: The answer carries it.
-        oldest: The smallest number of a closure that is unfinished. Changes of earlier ones are not made any more.
+        fence: The closures that have ended: from now on their changes are refused.
     """
 
     number: int
-    oldest: int
+    fence: Fence
     operations: tuple[Any, ...]
 
 

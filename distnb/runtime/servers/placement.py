@@ -78,6 +78,20 @@ class Stored(NamedTuple):
         """Its parts, each with what the servers call it."""
         return (((self.number, self.first_part + place), part) for place, part in enumerate(self.parts))
 
+    def shards_of_rows(self, rows: torch.Tensor) -> Iterator[tuple[Shard, Part, torch.Tensor]]:
+        """The parts that ascending row numbers are in, with the numbers within each."""
+        rows = rows.cpu()
+        if len(self.parts) == 1:
+            yield from ((shard, part, rows) for shard, part in self.shards() if len(rows))
+            return
+        edges = torch.tensor([part.last for part in self.parts])
+        ends = torch.searchsorted(rows, edges).tolist()
+        begin = 0
+        for (shard, part), end in zip(self.shards(), ends, strict=True):
+            if end > begin:
+                yield shard, part, rows[begin:end] - part.first
+            begin = end
+
     def only(self, place: int) -> Stored:
         """One of its parts as a variable by itself."""
         part = self.parts[place]

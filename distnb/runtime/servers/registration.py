@@ -140,9 +140,9 @@ class ServerRegistration:
         if self.access.stored_of(tensor) is not None or tensor.is_meta:
             return
         stored = self.placement.place(name, tensor.shape, tensor.dtype, trainable=trainable, whole=not trainable)
-        self.access.create(stored, tensor)
+        versions = self.access.create(stored, tensor)
         self.access.own(stored, tensor)
-        self.access.adopt(stored, tensor, keep=False)
+        self.access.adopt(stored, tensor, versions, keep=False)
 
     def _is_open_here(self) -> bool:
         innermost = contexts.innermost()

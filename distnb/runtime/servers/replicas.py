@@ -84,7 +84,7 @@ class Replicas:
         if self._group.generation != self._generation:
             # What ended the last one may have left them with copies that differ.
             self._generation = self._group.generation
-            access.forget_versions()
+            access.distrust()
 
     def keep_in_sync(self, models: Sequence[torch.nn.Module], parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up the gradients of new copies over the replicas from now on. They are made alike on all."""

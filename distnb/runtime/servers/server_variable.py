@@ -8,10 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
+<<<<<<< HEAD
 from distnb.compat import torch_internals
 from distnb.errors import OptionError, StructureError
+=======
+from distnb.errors import ContextError, OptionError, StructureError
+>>>>>>> 93207ce (Never write from a cache of a variable, rebase the coordinator's changes, write through views, and fence closures that have ended)
 from distnb.runtime import contexts
 from distnb.runtime.servers.placement import Stored
+from distnb.runtime.servers.variable_view import VariableView, seen_through, view_of
 from distnb.runtime.this_process import this_process
 from distnb.variables import scattering
 from distnb.variables.homes import homes
@@ -62,6 +67,16 @@ class ServerVariable(Variable):
     # What it is -----------------------------------------------------------------------------------------------------
 
     @property
+    def data(self) -> torch.Tensor:
+        """Its value, without a graph: a view, by which it can be changed."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is not self:
+            self.assign(value)
+
+    @property
     def device(self) -> Any:  # type: ignore[override]
         """TensorFlow's word for the server: `/job:ps/replica:0/task:1/device:CPU:0`."""
         return self.stored.parts[0].device
@@ -107,11 +122,14 @@ class ServerVariable(Variable):
 
     def _operand(self, name: str) -> torch.Tensor:
         homes.of(self._strategy).in_replica(writing=False)
-        tensor: torch.Tensor = this_process.servers.copy_of(self.stored).tensor
+        tensor: torch.Tensor = this_process.servers.cached(self.stored)
         tensor.requires_grad_(self.requires_grad)
         if tensor.requires_grad and not torch_internals.has_gradient_hook(tensor):
             tensor.register_post_accumulate_grad_hook(self._take_from)
         return tensor
+
+    def _result_of(self, operand: torch.Tensor, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        return seen_through(self, operand, function, args, kwargs, result)
 
     def _take_from(self, leaf: torch.Tensor) -> None:
         assert leaf.grad is not None
@@ -167,18 +185,38 @@ class ServerVariable(Variable):
         return unique, values, inverse
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        if not self.dim() or first is None or first is Ellipsis or (not self._is_table() and not _is_backwards(first)):
-            return self._operand("__getitem__")[index]
-        if isinstance(first, torch.Tensor):
-            first = first.cpu().numpy()
-        rows = torch.from_numpy(np.asarray(np.arange(self.shape[0])[first]).copy())
+        found = self._rows_of(index)
+        if found is None:
+            return super().__getitem__(index)
+        rows, inner, is_view = found
         _, values, inverse = self.lookup(rows)
-        found = values[inverse]
-        return found[(..., *rest)] if rest and rest[0] is Ellipsis else found[(slice(None),) * rows.dim() + tuple(rest)]
+        inside = (inverse if inner is None else inner, *_rest(index))
+        derive = (lambda block: block[inside]) if is_view else None
+        if not is_view and not _is_backwards(_first(index)):
+            return values[inside]
+        return view_of(values[inside], self, rows, derive, index)
+
+    def _rows_of(self, index: Any) -> tuple[torch.Tensor, Any, bool] | None:
+        """Return the rows that an index names, the index within them, and whether that gives a view of them.
+
+        Without an index within, it is each row's place among the different ones, ascending. None: of all rows, the
+        whole value is needed.
+        """
+        first = _first(index)
+        if not self.dim() or first is None or first is Ellipsis or isinstance(first, bool):
+            return None
+        if not self._is_table() and not _is_backwards(first):
+            return None
+        shown = first.cpu().numpy() if isinstance(first, torch.Tensor) else first
+        rows = torch.from_numpy(np.asarray(np.arange(self.shape[0])[shown]).copy())
+        basic = rows.dim() == 0 or isinstance(first, slice)
+        if not basic or _is_backwards(first):
+            return rows, None, False
+        copies = any(isinstance(each, (torch.Tensor, list, np.ndarray)) for each in _rest(index))
+        return rows.reshape(-1), slice(None) if rows.dim() else 0, not copies
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._operand("__iter__"))
+        return iter(self.unbind(0))
 
     # Assigning ------------------------------------------------------------------------------------------------------
 
@@ -208,19 +246,40 @@ class ServerVariable(Variable):
         servers = this_process.servers
         if name == "copy_":
             return self.assign(args[0])
-        if name == "__set__":  # of .data
-            return None if args[0] is self else self.assign(args[0])
+        if name == "__delete__":
+            raise self._refused(name)
+        self._refuse_in_replicas(name)
+        if name == "__setitem__":
+            self._set_item(function, *args)
+            return None
         alone = not any(isinstance(each, torch.Tensor) and each.dim() for each in (*args, *kwargs.values()))
         if name in _BY_ELEMENT and alone:
             servers.fill(self.stored, lambda piece: function(piece, *args, **kwargs), of_old=name not in _FILLING)
-            return self
-        if name == "__delete__":
-            raise self._refused(name)
-        whole = servers.read(self.stored)
-        with torch.no_grad():
-            function(whole, *args, **kwargs)
-        servers.write(self.stored, "assign", whole)
+        else:
+            servers.change(self.stored, lambda whole: function(whole, *args, **kwargs))
         return self
+
+    def _set_item(self, function: Any, index: Any, value: Any) -> None:
+        if isinstance(value, VariableView) and value.was_written_as(self, index):
+            return
+        servers, found = this_process.servers, self._rows_of(index)
+        if found is None:
+            servers.change(self.stored, lambda whole: function(whole, index, value))
+            return
+        rows, inner, _ = found
+        unique, inverse = torch.unique(rows, return_inverse=True)
+        inside = (inverse if inner is None else inner, *_rest(index))
+        servers.change(self.stored, lambda block: function(block, inside, value), unique)
+
+    def _refuse_in_replicas(self, what: str) -> None:
+        """Raise where each replica of a worker would change it by itself."""
+        home = homes.of(self._strategy)
+        if home.in_replica(writing=True) and not home.alone:
+            raise ContextError(
+                f"{what} of {self._settings.label} in a function that strategy.run calls: each replica would change "
+                "the one variable. Use assign, assign_add or assign_sub of a variable that was made with an "
+                "aggregation, such as aggregation='sum'; or change it outside run."
+            )
 
     # In torch's operations ------------------------------------------------------------------------------------------
 
@@ -297,6 +356,14 @@ def _shard(whole: ShardedVariable, place: int) -> ServerVariable:
     shard: Any = stand_in(whole.stored.only(place), whole._settings, whole.distribute_strategy)
     shard.__class__, shard.whole = _Shard, whole
     return shard  # type: ignore[no-any-return]
+
+
+def _first(index: Any) -> Any:
+    return (index[0] if index else Ellipsis) if isinstance(index, tuple) else index
+
+
+def _rest(index: Any) -> tuple[Any, ...]:
+    return index[1:] if isinstance(index, tuple) else ()
 
 
 def _is_backwards(index: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distnb.errors import OptionError, StaleHandleError
+from distnb.errors import ClosureCancelled, OptionError, StaleHandleError
 from distnb.runtime.servers.messages import (
     Answer,
     Create,
@@ -30,6 +30,7 @@ from distnb.runtime.servers.messages import (
 from distnb.runtime.servers.optimizers import ServerOptimizer
 from distnb.variables import scattering
 from distnb.variables.settings import value_for
+from distnb.wire.messages import Fence
 
 __all__ = ["ShardStore"]
 
@@ -65,6 +66,7 @@ class ShardStore:
         self._shards: dict[Shard, _Held] = {}
         self._optimizers: dict[int, ServerOptimizer] = {}
         self._oldest = 0
+        self._astray: set[int] = set()  # closures above it that have ended
         self._applied: dict[int, set[int]] = {}  # of each unfinished closure, which of its changes were made
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Create: self._create,
@@ -89,7 +91,7 @@ class ShardStore:
         Returns:
             The answer. Its tensors are the store's own, to be sent before the next request is handled.
         """
-        self._forget_closures(request.oldest)
+        self._note_ended(request.fence)
         results: list[Any] = []
         try:
             with torch.no_grad():
@@ -101,14 +103,31 @@ class ShardStore:
 
     # -- exactly once ------------------------------------------------------------------------------------------------
 
-    def _forget_closures(self, oldest: int) -> None:
-        if oldest > self._oldest:
-            self._oldest = oldest
-            self._applied = {closure: changes for closure, changes in self._applied.items() if closure >= oldest}
+    def _note_ended(self, fence: Fence) -> None:
+        oldest = max(self._oldest, fence.oldest)
+        if oldest == self._oldest and self._astray.issuperset(fence.astray):
+            return
+        self._oldest = oldest
+        self._astray = {closure for closure in self._astray.union(fence.astray) if closure >= oldest}
+        self._applied = {closure: made for closure, made in self._applied.items() if not self._has_ended(closure)}
+
+    def _has_ended(self, closure: int) -> bool:
+        return closure < self._oldest or closure in self._astray
 
     def _was_applied(self, token: Token | None) -> bool:
-        """Whether a change is not to be made: it was, or its closure has ended, so another worker has made it."""
-        return token is not None and (token[0] < self._oldest or token[1] in self._applied.get(token[0], ()))
+        """Return whether a change was made when another worker ran its closure.
+
+        Raises:
+            ClosureCancelled: The closure has ended. Whoever scheduled it counts on that.
+        """
+        if token is None:
+            return False
+        if self._has_ended(token[0]):
+            raise ClosureCancelled(
+                "A parameter server refused a change of a function that has ended: it was cancelled, or another worker "
+                "has finished it."
+            )
+        return token[1] in self._applied.get(token[0], ())
 
     def _note_applied(self, token: Token | None) -> None:
         if token is not None:
@@ -161,9 +180,11 @@ class ShardStore:
         held = self._held(asked.shard)
         return held.version, held.parameter.detach().index_select(0, asked.rows)
 
-    def _write(self, asked: Write) -> int:
+    def _write(self, asked: Write) -> int | None:
         held = self._held(asked.shard)
         if not self._was_applied(asked.token):
+            if asked.seen not in (None, held.version):
+                return None
             _change(held, asked)
             held.changed()
             self._note_applied(asked.token)

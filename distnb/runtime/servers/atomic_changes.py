@@ -1,0 +1,121 @@
+"""Changes in place by any function of torch: nothing that others change meanwhile is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distnb.errors import ContextError
+from distnb.runtime.servers.copies import UNKNOWN, same_bits
+from distnb.runtime.servers.messages import Pull, PullRows, Shard, Token, Write
+from distnb.runtime.servers.placement import Stored
+
+if TYPE_CHECKING:
+    from distnb.runtime.servers.access import ServerAccess
+
+__all__ = ["change_in_place"]
+
+_ATTEMPTS = 200
+
+
+@dataclass(eq=False)
+class _Piece:
+    """The part of a change that one server makes.
+
+    Attributes:
+        rows: Which rows of the shard; None: all.
+        count: How many rows of the block these are.
+        token: Names the change, however often it is tried.
+        before, version: The value that the server had.
+    """
+
+    server: int
+    shard: Shard
+    rows: torch.Tensor | None
+    count: int
+    token: Token | None
+    before: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    version: int = UNKNOWN
+
+    def read(self) -> Any:
+        return Pull({self.shard: UNKNOWN}) if self.rows is None else PullRows(self.shard, self.rows)
+
+    def take(self, answer: Any) -> None:
+        self.version, value = answer[self.shard] if self.rows is None else answer
+        self.before = value.clone()
+
+    def write(self, value: torch.Tensor) -> Write:
+        method = "assign" if self.rows is None else "scatter_update"
+        return Write(self.shard, method, value.cpu().contiguous(), self.rows, self.token, self.version)
+
+
+def change_in_place(
+    access: ServerAccess, stored: Stored, change: Callable[[torch.Tensor], Any], rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Change a variable by a function that changes its value in place.
+
+    The value is read, changed here, and written if the server still has the version that was read; if not, the
+    function is called again with the new value. Each server's part is changed in one piece.
+
+    Args:
+        change: Is given the value, or the block of rows.
+        rows: Ascending row numbers `[k]`, for a change of some rows only.
+
+    Returns:
+        The value, or the block of rows, after the change.
+
+    Raises:
+        ContextError: Others have changed it every time.
+    """
+    pieces = _pieces(access, stored, rows)
+    if not pieces:
+        return torch.empty((0, *stored.shape[1:]), dtype=stored.dtype, device=access.device)
+    left = pieces
+    for _ in range(_ATTEMPTS):
+        answers = access.exchange(_by_server([(each, each.read()) for each in left]))
+        for each, answer in _answered(left, answers):
+            each.take(answer)
+        before = pieces[0].before if len(pieces) == 1 else torch.cat([each.before for each in pieces])
+        block = before.to(access.device, copy=True)
+        with torch.no_grad():
+            change(block)
+        after = [block] if len(pieces) == 1 else list(block.split([each.count for each in pieces]))
+        asked = [
+            (each, each.write(value))
+            for each, value in zip(pieces, after, strict=True)
+            if each in left and not same_bits(value.cpu(), each.before)
+        ]
+        answers = access.exchange(_by_server(asked))
+        left = [each for each, version in _answered([each for each, _ in asked], answers) if version is None]
+        if not left:
+            return block
+    raise ContextError(
+        f"{stored.name or 'A variable'} could not be changed in place: in {_ATTEMPTS} attempts others were faster. "
+        "Wait for them, coordinator.join(), or use assign, assign_add, assign_sub or scatter_*, which need one message."
+    )
+
+
+def _pieces(access: ServerAccess, stored: Stored, rows: torch.Tensor | None) -> list[_Piece]:
+    if rows is None:
+        whole = ((shard, part, None, part.last - part.first) for shard, part in stored.shards())
+        return [_Piece(part.server, shard, no, count, access.token()) for shard, part, no, count in whole]
+    return [
+        _Piece(part.server, shard, inside, len(inside), access.token())
+        for shard, part, inside in stored.shards_of_rows(rows)
+    ]
+
+
+def _by_server(asked: list[tuple[_Piece, Any]]) -> dict[int, list[Any]]:
+    requests: dict[int, list[Any]] = {}
+    for piece, operation in asked:
+        requests.setdefault(piece.server, []).append(operation)
+    return requests
+
+
+def _answered(pieces: list[_Piece], answers: dict[int, tuple[Any, ...]]) -> list[tuple[_Piece, Any]]:
+    """Pieces with their answers, which come in the order in which they were asked for."""
+    each = {server: iter(found) for server, found in answers.items()}
+    return [(piece, next(each[piece.server])) for piece in pieces]
