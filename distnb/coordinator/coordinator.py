@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +147,7 @@ class ClusterCoordinator:
         self._errors: list[BaseException] = []  # to be raised, the first first
         self._why = ""  # those that are cancelled are
         self._interrupted = False
+        self._is_current = True  # whether the tensors here are those of the latest closure
         self._staleness: deque[int] = deque(maxlen=_LATEST_STEPS)
         self._steps = 0
         self.reading = None
@@ -200,13 +201,14 @@ class ClusterCoordinator:
     def _enter(self, fn: Callable[..., Any], packed: PackedClosure) -> RemoteValue:
         self._link.watch(self)
         number = next(_numbers)
-        value = RemoteValue(number, getattr(fn, "__qualname__", None) or type(fn).__qualname__, self._await_held)
+        value = RemoteValue(number, getattr(fn, "__qualname__", None) or type(fn).__qualname__, self._await_result)
         for each in packed.inputs:
             if each.state in ("failed", "cancelled"):
                 text = f"{value.name} was not run: an argument is the result of {each.name}, which has {each.state}."
                 value.spoil(ClosureCancelled(text), "cancelled")
                 return value
         self._closures[number] = _Closure(value, packed)
+        self._is_current = False
         self._nbytes += packed.nbytes
         after = [each.number for each in packed.inputs if not each.ended]
         self._carry_out(self._queue.scheduled(number, time.monotonic(), after))
@@ -222,7 +224,7 @@ class ClusterCoordinator:
         return queued <= self._max_queued * 7 // 8 and (not queued or self._nbytes <= self._max_nbytes)
 
     def join(self) -> None:
-        """Wait until every scheduled closure has ended. The parameters of models here are those of now, then.
+        """Wait until every scheduled closure has ended. Then the parameters of models here are those of now.
 
         Raises:
             BaseException: What a closure raised, once. Those that had not ended then are cancelled.
@@ -232,7 +234,7 @@ class ClusterCoordinator:
             self._await(lambda: self._queue.idle or self._trouble)
             self._raise_error()
         self._link.catch_up()
-        roles.coordinating(self.strategy).access.bring_home()
+        self._bring(roles.coordinating(self.strategy).access.bring_home)
 
     def done(self) -> bool:
         """Whether every scheduled closure has ended.
@@ -242,10 +244,12 @@ class ClusterCoordinator:
         """
         with self._held():
             self._raise_error()
-            return self._queue.idle
+            idle = self._queue.idle
+        self._come_to_rest()
+        return idle
 
     def fetch(self, val: Any) -> Any:
-        """Wait for results, and return them.
+        """Wait for results, and return them. If nothing else is under way, the parameters of models here are those of now.
 
         Args:
             val: A RemoteValue, or a nested structure of them and of other values, which stay as they are.
@@ -293,6 +297,7 @@ class ClusterCoordinator:
         runtime = roles.coordinating(self.strategy)
         for server in filled:
             runtime.access.recreate(server)
+        runtime.access.refresh_tensors()
         restored = getattr(checkpoint, "restore_or_initialize", None)
         if restored is not None and restored() is None:
             raise CheckpointError(f"{checkpoint!r} has no checkpoint yet, from which variables could be restored.")
@@ -392,6 +397,30 @@ class ClusterCoordinator:
         with self._held():
             self._await(ready)
 
+    def _await_result(self, ready: Callable[[], bool]) -> None:
+        if not ready():
+            self._await_held(ready)
+        self._come_to_rest()
+
+    def _come_to_rest(self) -> None:
+        """Bring the tensors here up to date once all has ended: the user goes on from what is seen here.
+
+        What is changed in place is then a change of what the servers hold. While closures are under way it is a change
+        of what was read last, and what the closures change is added to it.
+        """
+        if self._is_current or not self._queue.idle or self._lost_servers or self._link.closed:
+            return
+        with suppress(ServerLost, NoClusterError):
+            self._bring(roles.coordinating(self.strategy).access.refresh_tensors)
+
+    def _bring(self, bring: Callable[[], None]) -> None:
+        self._is_current = True  # unless another thread schedules something meanwhile
+        try:
+            bring()
+        except BaseException:
+            self._is_current = False
+            raise
+
     def _await(self, ready: Callable[[], bool]) -> None:
         """Wait for a condition. KeyboardInterrupt: the user interrupted, and everything was ended."""
         with _lock:
@@ -440,6 +469,7 @@ class ClusterCoordinator:
             raise KeyboardInterrupt
         if errors:
             self._link.catch_up()
+            self._come_to_rest()
             first, *others = errors
             for other in others:
                 first.add_note(f"(another closure failed, too: {type(other).__name__}: {other})")

@@ -50,8 +50,7 @@ class RemoteValue:
             ClosureCancelled: It was ended before it had a result.
             KeyboardInterrupt: The user interrupted, which cancels all that was scheduled.
         """
-        if not self.ended:
-            self._wait(lambda: self.ended)
+        self._wait(lambda: self.ended)
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self._open is not None:

@@ -474,7 +474,12 @@ class ServerAccess:
         """Tell the servers what was changed here, and read what workers have changed, of the coordinator's tensors."""
         with self._turn:
             self.send_changes()
-            owned = ((stored.number, owner()) for stored, owner in self._owners.items())
+            self.refresh_tensors()
+
+    def refresh_tensors(self) -> None:
+        """Bring the coordinator's tensors up to date; what was changed here stays changed."""
+        with self._turn:
+            owned = [(stored.number, owner()) for stored, owner in self._owners.items()]
             self.refresh([n for n, owner in owned if n in self._copies and self._copies[n].reference() is owner])
 
     # Optimizers -----------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ class _Piece:
         count: How many rows of the block these are.
         token: Names the change, however often it is tried.
         before, version: The value that the server had.
+        after: The value that it has after the change; None: the change has not been made, or is none.
     """
 
     server: int
@@ -39,13 +40,18 @@ class _Piece:
     token: Token | None
     before: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     version: int = UNKNOWN
+    after: torch.Tensor | None = None
 
     def read(self) -> Any:
         return Pull({self.shard: UNKNOWN}) if self.rows is None else PullRows(self.shard, self.rows)
 
     def take(self, answer: Any) -> None:
-        self.version, value = answer[self.shard] if self.rows is None else answer
-        self.before = value.clone()
+        self.version = (answer[self.shard] if self.rows is None else answer)[0]
+        self.before = self.value_in(answer)
+
+    def value_in(self, answer: Any) -> torch.Tensor:
+        value: torch.Tensor = (answer[self.shard] if self.rows is None else answer)[1]
+        return value.clone()  # the message's memory is used again
 
     def write(self, value: torch.Tensor) -> Write:
         method = "assign" if self.rows is None else "scatter_update"
@@ -65,33 +71,35 @@ def change_in_place(
         rows: Ascending row numbers `[k]`, for a change of some rows only.
 
     Returns:
-        The value, or the block of rows, after the change.
+        The value, or the block of rows, as the servers have it after the change.
 
     Raises:
         ContextError: Others have changed it every time.
     """
-    pieces = _pieces(access, stored, rows)
+    left = pieces = _pieces(access, stored, rows)
     if not pieces:
         return torch.empty((0, *stored.shape[1:]), dtype=stored.dtype, device=access.device)
-    left = pieces
+    for each, (answer,) in _asked(access, [(each, [each.read()]) for each in pieces]):
+        each.take(answer)
     for _ in range(_ATTEMPTS):
-        answers = access.exchange(_by_server([(each, each.read()) for each in left]))
-        for each, answer in _answered(left, answers):
-            each.take(answer)
-        before = pieces[0].before if len(pieces) == 1 else torch.cat([each.before for each in pieces])
-        block = before.to(access.device, copy=True)
+        block = _joined([each.before for each in pieces]).to(access.device, copy=True)
         with torch.no_grad():
             change(block)
-        after = [block] if len(pieces) == 1 else list(block.split([each.count for each in pieces]))
-        asked = [
-            (each, each.write(value))
+        after = [block] if len(pieces) == 1 else block.split([each.count for each in pieces])
+        changed = [
+            (each, [each.write(value), each.read()])
             for each, value in zip(pieces, after, strict=True)
             if each in left and not same_bits(value.cpu(), each.before)
         ]
-        answers = access.exchange(_by_server(asked))
-        left = [each for each, version in _answered([each for each, _ in asked], answers) if version is None]
+        left = []
+        for each, (version, answer) in _asked(access, changed):
+            if version is None:
+                left.append(each)
+                each.take(answer)
+            else:
+                each.after = each.value_in(answer)
         if not left:
-            return block
+            return _joined([each.before if each.after is None else each.after for each in pieces]).to(access.device)
     raise ContextError(
         f"{stored.name or 'A variable'} could not be changed in place: in {_ATTEMPTS} attempts others were faster. "
         "Wait for them, coordinator.join(), or use assign, assign_add, assign_sub or scatter_*, which need one message."
@@ -108,14 +116,14 @@ def _pieces(access: ServerAccess, stored: Stored, rows: torch.Tensor | None) -> 
     ]
 
 
-def _by_server(asked: list[tuple[_Piece, Any]]) -> dict[int, list[Any]]:
+def _joined(values: list[torch.Tensor]) -> torch.Tensor:
+    return values[0] if len(values) == 1 else torch.cat(values)
+
+
+def _asked(access: ServerAccess, asked: list[tuple[_Piece, list[Any]]]) -> list[tuple[_Piece, list[Any]]]:
+    """Ask for operations on pieces, each server in one message. Returns the pieces, with their answers."""
     requests: dict[int, list[Any]] = {}
-    for piece, operation in asked:
-        requests.setdefault(piece.server, []).append(operation)
-    return requests
-
-
-def _answered(pieces: list[_Piece], answers: dict[int, tuple[Any, ...]]) -> list[tuple[_Piece, Any]]:
-    """Pieces with their answers, which come in the order in which they were asked for."""
-    each = {server: iter(found) for server, found in answers.items()}
-    return [(piece, next(each[piece.server])) for piece in pieces]
+    for piece, operations in asked:
+        requests.setdefault(piece.server, []).extend(operations)
+    answers = {server: iter(found) for server, found in access.exchange(requests).items()}
+    return [(piece, [next(answers[piece.server]) for _ in operations]) for piece, operations in asked]

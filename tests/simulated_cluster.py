@@ -1,0 +1,416 @@
+"""Coordinator, workers and parameter servers in one process, where one thing happens at a time, in an order that is drawn.
+
+Workers are threads of which one runs until it asks a server for something. Messages lie in queues until the world
+delivers them: late ones reach a server after their worker was killed or its closure was cancelled. One seed is one story.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from distnb.coordinator import ClusterCoordinator, runner
+from distnb.coordinator.link import (
+    ClosureEnded,
+    ClosureGivenBack,
+    ClosureGivenUp,
+    ServerGone,
+    ServerUp,
+    WorkerLost,
+    WorkerUp,
+)
+from distnb.coordinator.runner import Runner
+from distnb.errors import ServerLost
+from distnb.runtime.servers import roles
+from distnb.runtime.servers.access import ServerAccess
+from distnb.runtime.servers.messages import Answer, Request
+from distnb.runtime.servers.store import ShardStore
+from distnb.runtime.this_process import this_process
+from distnb.wire.messages import NO_FENCE, ErrorReport, Fence, Reply, RunClosure
+
+__all__ = ["SimulatedCluster", "SimulatedWaiter"]
+
+_STUCK = 20_000  # steps of the world in which whoever waits would have heard
+
+
+class _Killed(BaseException):
+    """Ends a worker's thread."""
+
+
+class _Aborted(BaseException):
+    """Ends a closure, as the engine's control thread does."""
+
+
+class Connections:
+    """`Servers`, as one client has them."""
+
+    def __init__(self, world: SimulatedCluster, client: Any) -> None:
+        self.count = len(world.stores)
+        self._world = world
+        self._client = client
+        self._numbers = iter(range(1, 1 << 60))
+
+    def exchange(self, requests: Mapping[int, Sequence[Any]], fence: Fence = NO_FENCE) -> dict[int, tuple[Any, ...]]:
+        waiting = {}
+        for server, operations in requests.items():
+            if server in self._world.gone:
+                raise ServerLost(f"Parameter server {server} is lost.")
+            waiting[server] = number = next(self._numbers)
+            request = pickle.dumps(Request(number, fence, tuple(operations)))
+            self._world.to_servers.setdefault((self._client, server), deque()).append(request)
+        answers = self._world.answers(self._client, waiting)
+        for server in requests:
+            if answers[server].error is not None:
+                raise answers[server].error  # type: ignore[misc]
+        return {server: answers[server].results for server in requests}
+
+    def generation(self, server: int) -> int:
+        return self._world.generations[server]
+
+
+class SimulatedWorker:
+    """A worker's process: a thread, which runs while the world lets it."""
+
+    def __init__(self, world: SimulatedCluster, index: int, process: int) -> None:
+        self.world, self.index, self.process = world, index, process
+        self.inbox: deque[bytes] = deque()
+        self.to_end: set[int] = set()  # programs
+        self.given_up: set[int] = set()
+        self.taken_back: set[int] = set()
+        self.program: int | None = None
+        self.stopped = self.killed = False
+        self.waiting: dict[int, int] = {}  # by server: the request whose answer it waits for
+        self.answers: dict[int, Answer] = {}
+        self.error: str | None = None
+        self._access = ServerAccess(Connections(world, (index, process)), is_worker=True)  # type: ignore[arg-type]
+        self._access.next_is_here = lambda: bool(self.inbox)
+        self._runner = Runner(self._access, index)
+        self._definitions: tuple[Any, ...] = ()
+        self._runtimes: dict[Any, Any] = {}
+        self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._live, daemon=True)
+        self._thread.start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has something to do."""
+        if self.stopped or not self._thread.is_alive():
+            return False
+        if self.program is None:
+            return bool(self.inbox)
+        return self.waiting.keys() <= self.answers.keys() or self.program in self.to_end
+
+    def resume(self) -> None:
+        """Let it run until it waits."""
+        before = this_process.servers, roles._runtimes
+        this_process.servers, roles._runtimes = self._access, self._runtimes
+        runner._runner = self._runner
+        self._go.release()
+        self._paused.acquire()
+        this_process.servers, roles._runtimes = before
+        assert self.error is None, self.error
+
+    def end(self) -> None:
+        """Kill it."""
+        self.killed = True
+        self.stopped = False
+        if self._thread.is_alive():
+            self.resume()
+        self._thread.join(10)
+
+    def pause(self) -> None:
+        """Let others go on; on its own thread."""
+        self._paused.release()
+        self._go.acquire()
+        if self.killed:
+            raise _Killed
+        if self.program in self.to_end and self.world.rng.random() < 0.7:
+            self.to_end.discard(self.program)  # the order is carried out once
+            raise _Aborted
+
+    def _live(self) -> None:
+        self._go.acquire()
+        try:
+            while not self.killed:
+                if self.inbox:
+                    self._run(pickle.loads(self.inbox.popleft()))
+                else:
+                    self._paused.release()
+                    self._go.acquire()
+        except _Killed:
+            pass
+        except BaseException:  # noqa: BLE001  # it is the test's
+            self.error = traceback.format_exc()
+        finally:
+            self._paused.release()
+
+    def _run(self, message: RunClosure) -> None:
+        self.program = message.program
+        self._definitions += message.definitions
+        fresh = self._access.take_fresh()
+        try:
+            if message.program in self.to_end | self.taken_back:
+                raise _Aborted
+            result = self._runner.run(message._replace(definitions=self._definitions), fresh)
+            self._definitions = ()
+            reply = Reply(message.program, "ok", value=pickle.loads(pickle.dumps(result)))
+        except _Aborted:
+            reply = Reply(message.program, "aborted")
+        except Exception as error:  # noqa: BLE001  # the closure's
+            text = "".join(traceback.format_exception(error))
+            reply = Reply(message.program, "error", ErrorReport(None, type(error).__name__, text, (), ()))
+        self.program, self.waiting = None, {}
+        self.to_end.discard(message.program)
+        self.world.news.append((self, ClosureEnded(self.index, reply)))
+
+
+class SimulatedCluster:
+    """A cluster, and what is under way in it.
+
+    Args:
+        seed: Draws what happens next.
+        workers, servers: How many there are.
+
+    Attributes:
+        rng: Draws.
+        link: The coordinator's `ClusterLink`.
+    """
+
+    def __init__(self, seed: int, workers: int, servers: int) -> None:
+        self.rng = random.Random(seed)
+        self.generations = [0] * servers
+        self.stores = [ShardStore(first_version=1) for _ in range(servers)]
+        self.gone: set[int] = set()
+        self.to_servers: dict[tuple[Any, int], deque[bytes]] = {}
+        self.news: deque[tuple[SimulatedWorker, Any]] = deque()
+        self.workers: dict[int, SimulatedWorker] = {}
+        self.astray: list[SimulatedWorker] = []  # given up on and replaced, or lost to the coordinator, and still running
+        self._processes = 0
+        self._waiting: dict[int, int] = {}
+        self._answers: dict[int, Answer] = {}
+        self._by_program: dict[int, SimulatedWorker] = {}
+        self.link = _Link(self, workers)
+        for index in range(workers):
+            self._start(index)
+
+    def close(self) -> None:
+        """End all threads."""
+        self.link.closed = True
+        for worker in [*self.workers.values(), *self.astray]:
+            worker.end()
+
+    # What happens ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Let one thing happen. Returns whether there was any."""
+        happenings: list[Callable[[], None]] = []
+        for (client, server), queue in self.to_servers.items():
+            if queue and server not in self.gone:
+                happenings.append(lambda client=client, server=server: self._deliver(client, server))  # type: ignore[misc]
+        for worker in [*self.workers.values(), *self.astray]:
+            if worker.ready:
+                happenings += [worker.resume] * 2
+        if self.news:
+            happenings += [self._tell] * 2
+        if not happenings:
+            return False
+        self.rng.choice(happenings)()
+        return True
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        """Let things happen until something is so."""
+        for _ in range(_STUCK):
+            if ready():
+                return
+            if not self.step():
+                self._tick()
+        raise AssertionError("Whoever waits here waits for ever.")
+
+    def _tick(self) -> None:
+        """Nothing happens: time passes."""
+        stopped = [each for each in self.workers.values() if each.stopped]
+        for worker in stopped:
+            self.give_up(worker)
+        if stopped:
+            self.rng.choice(stopped).stopped = False
+        self.link.hear(None)
+
+    def _deliver(self, client: Any, server: int) -> None:
+        request = pickle.loads(self.to_servers[client, server].popleft())
+        answer = pickle.loads(pickle.dumps(self.stores[server].handle(request)))
+        if client is None:
+            waiting, answers = self._waiting, self._answers
+        else:
+            found = [each for each in [*self.workers.values(), *self.astray] if (each.index, each.process) == client]
+            if not found:
+                return
+            waiting, answers = found[0].waiting, found[0].answers
+        if waiting.get(server) == answer.number:
+            answers[server] = answer
+
+    def _tell(self) -> None:
+        worker, event = self.news.popleft()
+        if self.workers.get(worker.index) is worker:
+            program = event.reply.program if isinstance(event, ClosureEnded) else event.program
+            if self._by_program.pop(program, None) is not None:  # of two that tell of its end, the first
+                self.link.hear(event)
+
+    def answers(self, client: Any, waiting: dict[int, int]) -> dict[int, Answer]:
+        """Wait for answers, by server; on the thread of who asked."""
+        if client is None:
+            self._waiting, self._answers = waiting, {}
+            self.until(lambda: waiting.keys() <= self._answers.keys() or bool(self.gone & waiting.keys()))
+            self._refuse_gone(waiting, self._answers)
+            return self._answers
+        worker = next(each for each in [*self.workers.values(), *self.astray] if (each.index, each.process) == client)
+        worker.waiting, worker.answers = waiting, {}
+        while True:
+            worker.pause()
+            self._refuse_gone(waiting, worker.answers)
+            if waiting.keys() <= worker.answers.keys():
+                worker.waiting = {}
+                return worker.answers
+
+    def _refuse_gone(self, waiting: Mapping[int, int], answers: Mapping[int, Answer]) -> None:
+        for server in waiting:
+            if server in self.gone and server not in answers:
+                raise ServerLost(f"Parameter server {server} has ended.")
+
+    # What somebody does to it ---------------------------------------------------------------------------------------
+
+    def _start(self, index: int) -> None:
+        self._processes += 1
+        self.workers[index] = SimulatedWorker(self, index, self._processes)
+
+    def kill(self, index: int) -> None:
+        """Kill a worker; its latest messages may still arrive. Another one takes its place."""
+        worker = self.workers[index]
+        worker.end()
+        for owner, event in [each for each in self.news if each[0] is worker]:
+            self.link.hear(event)
+            self.news.remove((owner, event))
+        self._processes += 1
+        if self.rng.random() < 0.5:
+            self._drop(worker)
+        self.workers.pop(index)
+        self.link.hear(WorkerLost(index, "was killed"))
+        self._start(index)
+        self.link.hear(WorkerUp(index))
+
+    def lose(self, index: int) -> None:
+        """Lose the connection with a worker, which runs on. Another one takes its place."""
+        worker = self.workers.pop(index)
+        self.astray.append(worker)
+        self.link.hear(WorkerLost(index, "cannot be reached"))
+        self._start(index)
+        self.link.hear(WorkerUp(index))
+
+    def give_up(self, worker: SimulatedWorker) -> None:
+        """Wait no longer for a worker to follow the order to end its closures."""
+        for program in sorted(worker.to_end - worker.given_up):
+            worker.given_up.add(program)
+            self.link.hear(ClosureGivenUp(worker.index, program))
+
+    def kill_server(self, server: int) -> None:
+        """Kill a server."""
+        self.gone.add(server)
+        for (_, other), queue in self.to_servers.items():
+            if other == server:
+                queue.clear()
+        self.link.hear(ServerGone(server, "was killed"))
+
+    def replace_server(self, server: int) -> None:
+        """Let another server, which holds nothing, take a lost one's place."""
+        self.gone.discard(server)
+        self.generations[server] += 1
+        self.stores[server] = ShardStore(first_version=self.generations[server] << 32)
+        self.link.hear(ServerUp(server))
+
+    def _drop(self, worker: SimulatedWorker) -> None:
+        for (client, _), queue in self.to_servers.items():
+            if client == (worker.index, worker.process):
+                queue.clear()
+
+
+class _Link(SimpleNamespace):
+    """`ClusterLink`, for the coordinator of this world."""
+
+    def __init__(self, world: SimulatedCluster, workers: int) -> None:
+        super().__init__(
+            servers=Connections(world, None),
+            num_servers=len(world.stores),
+            replicas_per_worker=1,
+            workers=tuple(range(workers)),
+            closed=False,
+        )
+        self._world = world
+        self._programs = 0
+        self._listeners: list[Callable[[Any], None]] = []
+
+    def hear(self, event: Any) -> None:
+        for listener in self._listeners:
+            listener(event)
+
+    def subscribe(self, listener: Callable[[Any], None], deadline: Any) -> None:
+        self._listeners.append(listener)
+        for index in self.workers:
+            listener(WorkerUp(index))
+
+    def number(self) -> int:
+        self._programs += 1
+        return self._programs
+
+    def send(self, worker: int, message: RunClosure) -> None:
+        found = self._world._by_program[message.program] = self._world.workers[worker]
+        found.inbox.append(pickle.dumps(message))
+
+    def take_back(self, worker: int, program: int) -> None:
+        found = self._world.workers[worker]
+        if any(pickle.loads(data).program == program for data in found.inbox):
+            found.taken_back.add(program)
+            self._world.news.append((found, ClosureGivenBack(worker, program)))
+
+    def interrupt(self, program: int) -> None:
+        found = self._world._by_program.get(program)
+        if found is not None:
+            found.to_end.add(program)
+
+    def watch(self, coordinator: ClusterCoordinator) -> None:
+        pass
+
+    def catch_up(self) -> None:
+        pass
+
+    def cell_name(self, filename: str) -> str:
+        return ""
+
+    def error(self, report: ErrorReport, worker: int, name: str) -> BaseException:
+        return RuntimeError(report.text)
+
+
+class SimulatedWaiter:
+    """`Waiter`, in a world."""
+
+    world: SimulatedCluster
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self._ready = ready
+
+    def look(self) -> None:
+        """Waiting looks itself."""
+
+    def wait(self, interrupts_fd: int | None) -> bool:
+        self.world.until(self._ready)
+        return True
+
+    def wait_for(self, seconds: float) -> None:
+        self.world.until(self._ready)
+
+    def close(self) -> None:
+        """Nothing is held."""
