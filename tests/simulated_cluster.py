@@ -36,6 +36,7 @@ from distnb.wire.messages import NO_FENCE, ErrorReport, Fence, Reply, RunClosure
 
 __all__ = ["SimulatedCluster", "SimulatedWaiter"]
 
+_ASTRAY = 3
 _STUCK = 20_000  # steps of the world in which whoever waits would have heard
 
 
@@ -145,7 +146,7 @@ class SimulatedWorker:
                     self._go.acquire()
         except _Killed:
             pass
-        except BaseException:  # noqa: BLE001  # it is the test's
+        except BaseException:  # it is the test's
             self.error = traceback.format_exc()
         finally:
             self._paused.release()
@@ -162,9 +163,10 @@ class SimulatedWorker:
             reply = Reply(message.program, "ok", value=pickle.loads(pickle.dumps(result)))
         except _Aborted:
             reply = Reply(message.program, "aborted")
-        except Exception as error:  # noqa: BLE001  # the closure's
+        except Exception as error:  # the closure's
             text = "".join(traceback.format_exception(error))
-            reply = Reply(message.program, "error", ErrorReport(None, type(error).__name__, text, (), ()))
+            report = ErrorReport(pickle.dumps(error), type(error).__name__, text, (), ())
+            reply = Reply(message.program, "error", report)
         self.program, self.waiting = None, {}
         self.to_end.discard(message.program)
         self.world.news.append((self, ClosureEnded(self.index, reply)))
@@ -190,7 +192,9 @@ class SimulatedCluster:
         self.to_servers: dict[tuple[Any, int], deque[bytes]] = {}
         self.news: deque[tuple[SimulatedWorker, Any]] = deque()
         self.workers: dict[int, SimulatedWorker] = {}
-        self.astray: list[SimulatedWorker] = []  # given up on and replaced, or lost to the coordinator, and still running
+        self.astray: list[
+            SimulatedWorker
+        ] = []  # given up on and replaced, or lost to the coordinator, and still running
         self._processes = 0
         self._waiting: dict[int, int] = {}
         self._answers: dict[int, Answer] = {}
@@ -235,9 +239,8 @@ class SimulatedCluster:
     def _tick(self) -> None:
         """Nothing happens: time passes."""
         stopped = [each for each in self.workers.values() if each.stopped]
-        for worker in stopped:
-            self.give_up(worker)
         if stopped:
+            self.give_up()
             self.rng.choice(stopped).stopped = False
         self.link.hear(None)
 
@@ -288,8 +291,14 @@ class SimulatedCluster:
         self._processes += 1
         self.workers[index] = SimulatedWorker(self, index, self._processes)
 
-    def kill(self, index: int) -> None:
+    def let_pass(self, draws: random.Random) -> None:
+        """Let some things happen."""
+        for _ in range(draws.randint(1, 40)):
+            self.step()
+
+    def kill(self, draws: random.Random) -> None:
         """Kill a worker; its latest messages may still arrive. Another one takes its place."""
+        index = draws.choice(list(self.workers))
         worker = self.workers[index]
         worker.end()
         for owner, event in [each for each in self.news if each[0] is worker]:
@@ -303,27 +312,46 @@ class SimulatedCluster:
         self._start(index)
         self.link.hear(WorkerUp(index))
 
-    def lose(self, index: int) -> None:
+    def lose(self, draws: random.Random) -> None:
         """Lose the connection with a worker, which runs on. Another one takes its place."""
+        if len(self.astray) >= _ASTRAY:
+            return
+        index = draws.choice(list(self.workers))
         worker = self.workers.pop(index)
         self.astray.append(worker)
         self.link.hear(WorkerLost(index, "cannot be reached"))
         self._start(index)
         self.link.hear(WorkerUp(index))
 
-    def give_up(self, worker: SimulatedWorker) -> None:
-        """Wait no longer for a worker to follow the order to end its closures."""
-        for program in sorted(worker.to_end - worker.given_up):
-            worker.given_up.add(program)
-            self.link.hear(ClosureGivenUp(worker.index, program))
+    def stop(self, draws: random.Random) -> None:
+        """Stop a worker."""
+        draws.choice(list(self.workers.values())).stopped = True
 
-    def kill_server(self, server: int) -> None:
+    def go_on(self) -> None:
+        """Let all stopped workers go on."""
+        for worker in [*self.workers.values(), *self.astray]:
+            worker.stopped = False
+
+    def give_up(self) -> None:
+        """Wait no longer for workers to follow the order to end their closures."""
+        for worker in list(self.workers.values()):
+            for program in sorted(worker.to_end - worker.given_up):
+                worker.given_up.add(program)
+                self.link.hear(ClosureGivenUp(worker.index, program))
+
+    def come_to_rest(self) -> None:
+        """Let everything happen that is under way."""
+        self.until(lambda: not self.step())
+
+    def kill_a_server(self, draws: random.Random) -> int:
         """Kill a server."""
+        server = draws.randrange(len(self.stores))
         self.gone.add(server)
         for (_, other), queue in self.to_servers.items():
             if other == server:
                 queue.clear()
         self.link.hear(ServerGone(server, "was killed"))
+        return server
 
     def replace_server(self, server: int) -> None:
         """Let another server, which holds nothing, take a lost one's place."""
@@ -391,7 +419,9 @@ class _Link(SimpleNamespace):
         return ""
 
     def error(self, report: ErrorReport, worker: int, name: str) -> BaseException:
-        return RuntimeError(report.text)
+        found: BaseException = pickle.loads(report.pickled)
+        found.add_note(report.text)
+        return found
 
 
 class SimulatedWaiter:

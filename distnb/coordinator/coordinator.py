@@ -249,7 +249,7 @@ class ClusterCoordinator:
         return idle
 
     def fetch(self, val: Any) -> Any:
-        """Wait for results, and return them. If nothing else is under way, the parameters of models here are those of now.
+        """Wait for results, and return them. If nothing else is under way, models here have the parameters of now.
 
         Args:
             val: A RemoteValue, or a nested structure of them and of other values, which stay as they are.

@@ -1,0 +1,450 @@
+"""Random walks of a coordinator, its workers and its servers, compared with plain addition: every count is exact."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+import distnb
+from distnb.checkpoint import states
+from distnb.coordinator import ClusterCoordinator
+from distnb.errors import ClosureCancelled, ServerLost
+from distnb.partitioners import FixedShardsPartitioner
+
+__all__ = ["Walk", "WalkedCluster"]
+
+
+class MeantToFail(Exception):
+    """What a closure raises on purpose."""
+
+
+class WalkedCluster(Protocol):
+    """What a walk does to a cluster, of whichever kind."""
+
+    def let_pass(self, draws: random.Random) -> None:
+        """Let something happen."""
+
+    def kill(self, draws: random.Random) -> None:
+        """Kill a worker. Another one takes its place."""
+
+    def lose(self, draws: random.Random) -> None:
+        """Lose a worker, which runs on. Another one takes its place."""
+
+    def stop(self, draws: random.Random) -> None:
+        """Stop a worker."""
+
+    def go_on(self) -> None:
+        """Let all stopped workers go on."""
+
+    def give_up(self) -> None:
+        """Wait no longer for those that were told to end."""
+
+    def kill_a_server(self, draws: random.Random) -> int:
+        """Kill a server."""
+
+    def replace_server(self, server: int) -> None:
+        """Let another server, which holds nothing, take a lost one's place."""
+
+    def come_to_rest(self) -> None:
+        """Let everything happen that is under way."""
+
+
+class Counting(torch.nn.Module):
+    """A model that counts its passes in a buffer."""
+
+    passes: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3, 2))
+        self.bias = torch.nn.Parameter(torch.zeros(2))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return x @ self.weight
+
+
+class Ones(torch.nn.Module):
+    """A metric, as far as closures need one; torchmetrics takes seconds to load."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    @property
+    def metric_state(self) -> dict[str, torch.Tensor]:
+        return {"total": self.total}
+
+    def merge_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.total = self.total + state["total"]
+
+    def reset(self) -> None:
+        self.total, self._update_count = torch.zeros(()), 0
+
+    def update(self, value: torch.Tensor) -> None:
+        self.total, self._update_count = self.total + value, self._update_count + 1
+
+
+class Program:
+    """What a user has: each of these is changed by ones alone, and so is known exactly."""
+
+    def __init__(self) -> None:
+        self.strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2))
+        self.coordinator = ClusterCoordinator(self.strategy)
+        with self.strategy.scope():
+            self.model = Counting()
+            self.unit = torch.optim.SGD(self.model.parameters(), lr=1.0)
+            self.counter = distnb.Variable(0, dtype=torch.int64)
+            self.small = distnb.Variable(torch.zeros(3), trainable=False)
+            self.table = distnb.Variable(torch.zeros(4, 2))
+            self.seen = Ones()
+            self.aside = distnb.Variable(torch.zeros(2), trainable=False)
+        self.other = ClusterCoordinator(distnb.ParameterServerStrategy())
+        self.objects = {
+            "model": self.model,
+            "unit": self.unit,
+            "counter": self.counter,
+            "small": self.small,
+            "table": self.table,
+            "aside": self.aside,
+        }
+
+    def changes(self) -> dict[str, Callable[[], Any]]:
+        """Changes by one, in closures and on the coordinator."""
+        model, unit, counter, small, table, seen = (
+            self.model,
+            self.unit,
+            self.counter,
+            self.small,
+            self.table,
+            self.seen,
+        )
+
+        def step() -> None:
+            model.weight.grad, model.bias.grad = -torch.ones(3, 2), -torch.ones(2)
+            unit.step()
+            unit.zero_grad()
+
+        def increments(variable: Any) -> dict[str, Callable[[], Any]]:
+            ones = torch.ones(tuple(variable.shape), dtype=variable.dtype)
+            return {
+                "assign_add": lambda: variable.assign_add(1),
+                "assign_sub": lambda: variable.assign_sub(-1),
+                "add_": lambda: variable.detach().add_(1),
+                "add_ ones": lambda: variable.detach().add_(ones),
+            }
+
+        def rows_of(variable: Any) -> dict[str, Callable[[], Any]]:
+            def augmented() -> None:
+                for row in range(variable.shape[0]):
+                    variable[row] += 1
+
+            def scattered() -> None:
+                rows = list(range(variable.shape[0]))
+                variable.scatter_add(rows, torch.ones(tuple(variable.shape)))
+
+            return {
+                "rows": augmented,
+                "slice": lambda: variable[:].add_(1),
+                "scatter": scattered,
+            }
+
+        found: dict[str, Callable[[], Any]] = {"step": step, "pass": lambda: model(torch.ones(1, 3))}
+        for name, variable in (("counter", counter), ("small", small), ("table", table)):
+            more = increments(variable) | (rows_of(variable) if variable.dim() else {})
+            found |= {f"{name} {how}": change for how, change in more.items()}
+        found["seen"] = lambda: seen.update(torch.ones(()))
+        return found
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """What there is of each, read from the servers."""
+        access = self.strategy.runtime.access
+        stored = {
+            name: access.stored_of(each) for name, each in [*self.model.named_parameters(), *self.model.named_buffers()]
+        }
+        return {
+            **{name: access.read(each) for name, each in stored.items()},
+            "counter": self.counter.read_value(),
+            "small": self.small.read_value(),
+            "table": self.table.read_value(),
+            "aside": self.aside.read_value(),
+            "steps": torch.tensor(self.unit.iterations),
+            "seen": self.seen.total,
+        }
+
+
+CHANGED = {"step": ("weight", "bias", "steps"), "pass": ("passes",), "seen": ("seen",)}
+
+
+def changed_by(change: str) -> tuple[str, ...]:
+    return CHANGED.get(change) or (change.split()[0],)
+
+
+class Walk:
+    """A user's random walk.
+
+    Attributes:
+        certain: How many ones each thing must have.
+        open: Of closures that were cancelled or failed: how many more ones it may have.
+    """
+
+    def __init__(self, seed: int, cluster: WalkedCluster) -> None:
+        self.cluster, self.draws = cluster, random.Random(seed)
+        self.program = Program()
+        self.coordinator = self.program.coordinator
+        self.access = self.program.strategy.runtime.access
+        self.certain: Counter[str] = Counter()
+        self.open: Counter[str] = Counter()
+        self.values: list[tuple[Any, list[str]]] = []
+        self.of_other: list[Any] = []
+        self.saved: tuple[dict[str, Any], Counter[str]] | None = None
+        self.story: list[str] = []
+
+    def moves(self) -> list[tuple[float, Callable[[], None]]]:
+        """What the walk may do, with weights."""
+        return [
+            (10, self.schedule),
+            (8, self.let_pass),
+            (3, self.schedule_other),
+            (4, self.read),
+            (4, self.change),
+            (2, self.check),
+            (2, self.kill),
+            (2, self.lose),
+            (2, self.stop),
+            (2, self.go_on),
+            (2, self.give_up),
+            (2, self.fail),
+            (2, self.interrupt),
+            (1, self.save),
+            (1, self.lose_server),
+        ]
+
+    def run(self, length: int) -> None:
+        """Walk so many steps, and check what there is at the end."""
+        self.save()
+        weights, choices = zip(*self.moves(), strict=True)
+        for _ in range(length):
+            move = self.draws.choices(choices, weights)[0]
+            self.story.append(move.__name__)
+            try:
+                move()
+            except MeantToFail:
+                self.story.append("it failed")
+                self.settle()
+        self.cluster.go_on()
+        self.cluster.come_to_rest()  # who is astray comes to an end
+        self.check()
+
+    # What the user does ---------------------------------------------------------------------------------------------
+
+    def schedule(self, fails: bool = False) -> None:
+        changes = self.program.changes()
+        names = self.draws.choices(list(changes), k=self.draws.randint(1, 4))
+        chosen = [changes[name] for name in names]
+        self.story.append(f"  {names}")
+
+        def closure() -> int:
+            with torch.no_grad():
+                for change in chosen:
+                    change()
+            if fails:
+                raise MeantToFail
+            return len(chosen)
+
+        for _ in range(self.draws.randint(1, 4)):
+            value = self.coordinator.schedule(closure)
+            self.values.append((value, names))
+
+    def schedule_other(self) -> None:
+        """Another program's closures, on the same workers: they do not end because of this one's."""
+        aside = self.program.aside
+
+        def closure() -> None:
+            for _ in range(12):
+                aside.read_value()
+            aside.assign_add(1)
+
+        self.of_other += [self.program.other.schedule(closure) for _ in range(self.draws.randint(1, 2))]
+
+    def fail(self) -> None:
+        self.schedule(fails=True)
+
+    def let_pass(self) -> None:
+        self.cluster.let_pass(self.draws)
+
+    def change(self) -> None:
+        """Change something on the coordinator."""
+        model = self.program.model
+        changes = self.program.changes()
+        del changes["seen"], changes["pass"]
+
+        def of_copies(how: str) -> None:
+            for name in ("weight", "bias", "passes"):
+                each = getattr(model, name)
+                if how == "data":
+                    each.data.add_(1)
+                elif how == "rows" and each.dim() > 1:
+                    for row in each:
+                        row.add_(1)
+                else:
+                    each.add_(1)
+
+        copies = [f"copies {how}" for how in ("add_", "rows", "data")]
+        name = self.draws.choice([*changes, *copies])
+        self.story.append(f"  {name}")
+        with torch.no_grad():
+            if name in copies:
+                of_copies(name.split()[1])
+                self.certain.update(["weight", "bias", "passes"])
+                return
+            self.certain.update(changed_by(name))
+            changes[name]()
+
+    def read(self) -> None:
+        """Look at something, in one of the ways that there are: that changes nothing."""
+        program = self.program
+        ways: list[Callable[[], Any]] = [
+            lambda: program.counter.item(),
+            lambda: program.small.mean(),
+            lambda: program.small + program.table[0, 0],
+            lambda: program.table.sum(),
+            lambda: program.table[1:3].mean(),
+            lambda: [row + 1 for row in program.small],
+            lambda: program.model.weight.sum(),
+            lambda: program.model.state_dict(),
+            lambda: program.unit.state_dict(),
+            lambda: torch.equal(program.small, program.small),
+            lambda: states.state_of(program.objects, "objects"),
+            lambda: states.state_of(program.model.weight, "weight"),
+            self.access.refresh,
+            self.access.bring_home,
+        ]
+        self.draws.choice(ways)()
+
+    def save(self) -> None:
+        """Take a checkpoint when nothing is under way."""
+        self.check()
+        saved = states.state_of(self.program.objects, "objects")
+        saved = {
+            name: torch.utils._pytree.tree_map(
+                lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, each
+            )
+            for name, each in saved.items()
+        }
+        self.saved = saved, self.certain.copy()
+
+    def kill(self) -> None:
+        self.cluster.kill(self.draws)
+
+    def lose(self) -> None:
+        self.cluster.lose(self.draws)
+
+    def stop(self) -> None:
+        self.cluster.stop(self.draws)
+
+    def go_on(self) -> None:
+        self.cluster.go_on()
+
+    def give_up(self) -> None:
+        self.cluster.give_up()
+
+    def interrupt(self) -> None:
+        self.coordinator._end_all()
+        self.settle()
+
+    def lose_server(self) -> None:
+        server = self.cluster.kill_a_server(self.draws)
+        with pytest.raises((ServerLost, MeantToFail)):
+            self.coordinator.join() if self.draws.random() < 0.5 else self.coordinator.schedule(int)
+        self.cluster.replace_server(server)
+        saved, certain = self.saved  # type: ignore[misc]
+        self.coordinator.recover(lambda: states.restore(self.program.objects, saved, "objects"))
+        self.program.other.recover(lambda: None)  # what was restored stays
+        self.resolve()
+        self.certain = certain.copy()
+        self.open.clear()
+        self.program.seen.reset()
+        self.certain["seen"] = 0
+        self.of_other.clear()
+
+    # What is so -----------------------------------------------------------------------------------------------------
+
+    def resolve(self) -> None:
+        """Note what the closures that have ended have changed, or may have changed."""
+        left = []
+        for value, names in self.values:
+            every = [each for name in names for each in changed_by(name)]
+            if not value.ended:
+                left.append((value, names))
+            elif value.state == "done":
+                self.certain.update(every)
+            else:
+                with pytest.raises((ClosureCancelled, MeantToFail, ServerLost)):
+                    value.fetch()
+                self.open.update(each for each in every if each != "seen")
+        self.values = left
+
+    def settle(self) -> None:
+        """Closures were cancelled. What they have changed by now they have changed; more they never will."""
+        with contextlib.suppress(MeantToFail):
+            self.coordinator.join()
+        self.coordinator.join()
+        self.resolve()
+        assert not self.values
+        for name, value in self.program.values().items():
+            if name == "aside" and self.of_other:
+                continue
+            least, most = self.certain[name], self.certain[name] + self.open[name]
+            within = bool((value >= least).all()) and bool((value <= most).all())
+            assert within, f"{name} is {value.tolist()}, and should be {least} to {most}"
+            if self.open[name]:
+                self.even_out(name, value)
+        self.open.clear()
+
+    def even_out(self, name: str, value: torch.Tensor) -> None:
+        """Make the shards equal again: a closure that was cancelled has changed some of them."""
+        most = int(value.max())
+        program, access = self.program, self.access
+        if bool((value == most).all()):
+            self.certain[name] = most
+            return
+        assert value.dim(), f"{name} has one shard"
+        if hasattr(program, name):
+            getattr(program, name).assign(float(most))
+        else:
+            access.write(access.stored_of(getattr(program.model, name)), "assign", torch.full_like(value, most))
+        self.certain[name] = most
+
+    def check(self) -> None:
+        """Wait until all has ended; then everything is known."""
+        self.program.other.join()
+        self.certain["aside"] += len(self.of_other)
+        self.of_other.clear()
+        self.settle()
+        program = self.program
+        model, counter, table, small = program.model, program.counter, program.table, program.small
+        here = {
+            name: each.detach() for name, each in [*program.model.named_parameters(), *program.model.named_buffers()]
+        }
+        there = self.coordinator.schedule(
+            lambda: {
+                "counter": counter.read_value(),
+                "table": (table + 0).detach(),
+                "small": (small + 0).detach(),
+                "weight": model.weight.detach().clone(),
+                "passes": model.passes.clone(),
+            }
+        )
+        for name, value in {**here, **self.coordinator.fetch(there)}.items():
+            wanted = self.certain[name]
+            assert bool((value == wanted).all()), f"{name} is {value.tolist()}, and should be {wanted}"
