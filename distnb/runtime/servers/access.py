@@ -440,8 +440,7 @@ class ServerAccess:
             if version is None:
                 method = "assign" if own.dtype is torch.bool else "assign_add"
                 others.setdefault(server, []).append(Write(shard, method, _sent(difference(own, before))))
-            else:
-                versions[copy.stored.number][place] = version
+            versions[copy.stored.number][place] = UNKNOWN if version is None else version
         self.exchange(others)
         for copy in changed:
             copy.note_sent(versions[copy.stored.number])
@@ -463,11 +462,12 @@ class ServerAccess:
                     "servers hold. Change it by the optimizer, or outside scheduled functions, or make it a "
                     "distnb.Variable, whose assign, assign_add and scatter_* go to the servers."
                 )
-            for shard, _, part, own, before in copy.changes():
+            changes = copy.changes()
+            for shard, _, part, own, before in changes:
                 method = "assign" if own.dtype is torch.bool else "assign_add"
                 change = Write(shard, method, _sent(difference(own, before)), token=self.token())
                 requests.setdefault(part.server, []).append(change)
-            copy.note_sent({})
+            copy.note_sent({place: UNKNOWN for _, place, *_ in changes})
         return requests
 
     def bring_home(self) -> None:

@@ -116,7 +116,12 @@ class Copy:
         self.doubtful = anew and len(news) < len(self.versions)
 
     def note_sent(self, versions: Mapping[int, int]) -> None:
-        """Note that the servers have been told of all changes. `versions`: of the parts that they hold as they are."""
+        """Note that the servers have been told of all changes.
+
+        Args:
+            versions: Of the parts that were sent; UNKNOWN for those to which something was added. The server's value is
+                another one then, also where the same addition had been made before and was not made again.
+        """
         assert self.base is not None
         self.base.copy_(self.tensor.detach())
         for place, version in versions.items():

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _numbers = itertools.count(1)
-_NOT_SENT = frozenset({"state", "param_groups", "defaults", "_remote", "step"})  # schedules wrap an optimizer's `step`
+_NOT_SENT = frozenset({"state", "param_groups", "defaults", "_remote", "_loaded", "step"})  # schedules wrap an optimizer's `step`
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,15 @@ class RemoteSteps:
     """
 
     _remote: _Remote
+    _loaded: dict[str, Any] | None = None  # the state that it was given in the scope, before it is on the servers
     _opt_called = True  # the steps are the workers': learning rate schedules would ask for some of this process's
     param_groups: list[dict[str, Any]]
 
     @property
     def iterations(self) -> int:
         """How many steps the servers have taken with it, of all workers."""
+        if not is_remote(self):
+            return 0 if self._loaded is None else _steps_in_state(self._loaded)
         return self._steps_in(this_process.servers.optimizer_states(self._remote.number, self._remote.servers))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -108,7 +111,8 @@ class RemoteSteps:
         """Its state, as torch has it: of variables in several shards what was kept for the whole."""
         if not is_remote(self):
             plain: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-            return plain
+            loaded = self._loaded
+            return plain if loaded is None else {**plain, "state": loaded["state"], "iterations": self.iterations}
         states = this_process.servers.optimizer_states(self._remote.number, self._remote.servers)
         kept: dict[Shard, Any] = {shard: each for found in states.values() for shard, each in found["state"].items()}
         variables = [stored for group in self._remote.groups for stored in group]
@@ -134,18 +138,24 @@ class RemoteSteps:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the servers a state that `state_dict` gave, of this strategy's optimizer or of a plain one.
 
+        In the scope that makes the optimizer the state is kept, and given to the servers when the scope ends.
+
         Raises:
             ValueError: It is the state of an optimizer of other parameters.
         """
-        if not is_remote(self):
-            super().load_state_dict(state_dict)  # type: ignore[misc]
-            return
-        variables = [stored for group in self._remote.groups for stored in group]
         groups = state_dict["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(its) for its in self._remote.groups]:
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("loaded state dict contains other parameter groups than this optimizer has")
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update((name, value) for name, value in given.items() if name != "params")
+        if is_remote(self):
+            self._give_to_servers(state_dict)
+        else:
+            self._loaded = state_dict
+
+    def _give_to_servers(self, state_dict: dict[str, Any]) -> None:
+        variables = [stored for group in self._remote.groups for stored in group]
+        groups = state_dict["param_groups"]
         names = [name for group in groups for name in group["params"]]
         by_server: dict[int, dict[Shard, Any]] = {server: {} for server in self._remote.servers}
         for name, stored in zip(names, variables, strict=True):
@@ -154,7 +164,7 @@ class RemoteSteps:
                 by_server[part.server][shard] = {
                     key: piece_of_state(stored, part, value) for key, value in kept.items()
                 }
-        steps = int(state_dict.get("iterations", _steps_of(state_dict["state"])))
+        steps = _steps_in_state(state_dict)
         this_process.servers.set_optimizer_states(
             {server: SetOptimizer(self._remote.number, state, steps) for server, state in by_server.items()}
         )
@@ -194,9 +204,10 @@ def piece_of_state(stored: Stored, part: Any, value: Any) -> Any:
     return value
 
 
-def _steps_of(state: dict[Any, Any]) -> int:
-    """How many steps a plain optimizer has taken, where it counts them."""
-    return int(max((float(each["step"]) for each in state.values() if "step" in each), default=0))
+def _steps_in_state(state_dict: dict[str, Any]) -> int:
+    """Return how many steps an optimizer had taken; a plain one says so if it counts them."""
+    counted = (float(each["step"]) for each in state_dict["state"].values() if "step" in each)
+    return int(state_dict["iterations"] if "iterations" in state_dict else max(counted, default=0))
 
 
 # -- making them -------------------------------------------------------------------------------------------------------
@@ -243,7 +254,9 @@ def make_remote(optimizer: Any) -> None:
     groups = tuple(tuple(stored for stored in group if stored is not None) for group in found)
     remote = _Remote(next(_numbers), groups)
     servers.make_optimizer(remote.number, _factory(optimizer), groups)
-    before = optimizer.state_dict() if optimizer.state and not isinstance(optimizer, torch.optim.Adagrad) else None
+    before = optimizer.__dict__.pop("_loaded", None)
+    if before is None and optimizer.state and not isinstance(optimizer, torch.optim.Adagrad):
+        before = optimizer.state_dict()
     optimizer.state.clear()
     optimizer._remote = remote
     if before is not None:
