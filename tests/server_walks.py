@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import distnb
-from distnb.checkpoint import states
+from distnb.checkpoint.states import object_states as states
 from distnb.coordinator import ClusterCoordinator
 from distnb.errors import ClosureCancelled, ServerLost
 from distnb.partitioners import FixedShardsPartitioner
@@ -368,7 +368,9 @@ class Walk:
             self.coordinator.join() if self.draws.random() < 0.5 else self.coordinator.schedule(int)
         self.cluster.replace_server(server)
         saved, certain = self.saved  # type: ignore[misc]
-        self.coordinator.recover(lambda: states.restore(self.program.objects, saved, "objects"))
+        self.coordinator.recover(
+            lambda: states.restore_all(self.program.objects, saved, "the checkpoint", lambda lines: lines)
+        )
         self.program.other.recover(lambda: None)  # what was restored stays
         self.resolve()
         self.certain = certain.copy()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import distnb
-from distnb.checkpoint import states
+from distnb.checkpoint.states import object_states as states
 from distnb.coordinator.packer import Packer
 from distnb.coordinator.pickling import open_value
 from distnb.coordinator.runner import Runner

@@ -32,7 +32,9 @@ __all__ = [
 ]
 
 _numbers = itertools.count(1)
-_NOT_SENT = frozenset({"state", "param_groups", "defaults", "_remote", "_loaded", "step"})  # schedules wrap an optimizer's `step`
+_NOT_SENT = frozenset(
+    {"state", "param_groups", "defaults", "_remote", "_loaded", "step"}
+)  # schedules wrap an optimizer's `step`
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-<<<<<<< HEAD
 from distnb.compat import torch_internals
-from distnb.errors import OptionError, StructureError
-=======
 from distnb.errors import ContextError, OptionError, StructureError
->>>>>>> 93207ce (Never write from a cache of a variable, rebase the coordinator's changes, write through views, and fence closures that have ended)
 from distnb.runtime import contexts
 from distnb.runtime.servers.placement import Stored
 from distnb.runtime.servers.variable_view import VariableView, seen_through, view_of
