@@ -668,7 +668,7 @@ def _fence() -> Fence:
         queues = [each._queue for each in _coordinators.values()]
         running = [queue.oldest for queue in queues if not queue.idle]
         oldest = min(running) if running else max(queue.oldest for queue in queues)
-        astray = {closure for queue in queues for closure in queue.astray if closure >= oldest}
+        astray = {closure for queue in queues for closure in queue.astray(oldest)}
     return Fence(oldest, tuple(sorted(astray)))
 
 

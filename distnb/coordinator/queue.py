@@ -250,12 +250,13 @@ class ClosureQueue:
             self._oldest += 1
         return self._oldest
 
-    @property
-    def astray(self) -> set[int]:
-        """The closures above `oldest` that have ended, and may still have a process that works for them."""
-        if self._astray:
-            oldest = self.oldest
-            self._astray = {closure for closure in self._astray if closure >= oldest}
+    def astray(self, oldest: int) -> set[int]:
+        """Return the closures that have ended, and may still have a process that works for them.
+
+        Args:
+            oldest: All closures before it have ended, those of other queues among them. They are forgotten here.
+        """
+        self._astray = {closure for closure in self._astray if closure >= oldest}
         return self._astray - self._unfinished
 
     @property

@@ -183,3 +183,20 @@ def test_every_closure_ends_exactly_once_whatever_happens(seed: int) -> None:
         carry_out(queue.ended(worker, closure, "done", now))
     assert queue.idle
     assert ended.keys() == set(range(number))
+
+
+def test_closures_that_may_still_be_worked_for_are_remembered_until_all_before_them_have_ended() -> None:
+    queue = ClosureQueue(depth=2)
+    queue.worker_up(0, 0.0)
+    queue.worker_up(1, 0.0)
+    for number in range(1, 5):
+        queue.scheduled(number, 0.0)
+    queue.ended(0, 1, "done", 0.0)
+    queue.worker_lost(0, 0.0)  # it has 3, which waits for worker 1
+    assert queue.astray(1) == set(), "another worker's changes for it are wanted"
+    queue.ended(1, 2, "failed", 0.0)
+    queue.given_up(1, 4, 0.0)
+    assert queue.idle
+    assert queue.astray(0) == {2, 3, 4}, "another queue's closure 0 has not ended"
+    assert queue.astray(3) == {3, 4}
+    assert queue.astray(5) == set()

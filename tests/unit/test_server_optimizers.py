@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,3 +231,55 @@ def test_what_is_frozen_later_gets_no_more_updates(servers: InHouse, table: bool
         after = model.state_dict()
         assert torch.equal(before["0.weight"], after["0.weight"]) is frozen
         assert not torch.equal(before["1.weight"], after["1.weight"])
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop", "AdamW", "Rprop"])
+def test_a_state_that_is_restored_in_the_scope_that_makes_the_optimizer(
+    servers: InHouse,  # noqa: F811
+    name: str,
+    tmp_path: Path,
+) -> None:
+    options = OPTIONS.get(name, {})
+
+    def make() -> tuple[Any, dict[str, Any]]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(6, 1))
+        alone = distnb.Variable(torch.ones(3))
+        groups = [{"params": list(model.parameters())}, {"params": [alone], "lr": 0.05}]
+        optimizer = getattr(torch.optim, name)(groups, lr=0.1, **options)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return model, {"model": model, "alone": alone, "optimizer": optimizer, "schedule": schedule}
+
+    strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2))
+    with strategy.scope():
+        model, objects = make()
+    optimizer = objects["optimizer"]
+
+    def step(model: Any, alone: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        (model(torch.tensor([[0, 1], [2, 3]])).pow(2).sum() + alone.pow(2).sum()).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step(model, objects["alone"], optimizer)
+        objects["schedule"].step()
+    path = distnb.Checkpoint(**objects).write(tmp_path / "saved")
+    with strategy.scope():
+        again, others = make()
+        restored = others["optimizer"]
+        distnb.Checkpoint(**others).restore(path)
+        assert restored.iterations == 3, "already in the scope"
+        assert restored.state_dict()["iterations"] == 3
+    assert restored.iterations == 3
+    assert others["schedule"].last_epoch == 3
+    for _ in range(2):
+        step(model, objects["alone"], optimizer)
+        step(again, others["alone"], restored)
+    one, other = optimizer.state_dict(), restored.state_dict()
+    assert one["param_groups"] == other["param_groups"]
+    assert one["iterations"] == other["iterations"] == 5
+    assert one["state"].keys() == other["state"].keys()
+    for number, kept in one["state"].items():
+        for key, value in kept.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(other["state"][number][key])), (number, key)
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())

@@ -466,3 +466,100 @@ def test_a_new_server_is_not_asked_for_optimizers_that_are_gone(strategy: Any, s
         strategy.runtime.access.recreate(server)
     step(model, optimizer, torch.ones(1, 2), torch.ones(1, 2))
     assert optimizer.iterations == 1
+
+
+def test_to_read_on_the_coordinator_changes_nothing(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        count = distnb.Variable(torch.zeros(3))
+        model = nn.Linear(2, 1)
+    packer, worker = packer_of(strategy), Worker(servers, 0)
+    model.load_state_dict({"weight": torch.zeros(1, 2), "bias": torch.zeros(1)})
+    for number in range(1, 6):
+        for read in (
+            count.mean,
+            lambda: count + 1,
+            lambda: count[0],
+            model.state_dict,
+            lambda: model(torch.ones(1, 2)),
+        ):
+            read()
+            servers.sent.clear()
+            worker.run(packer, number, lambda: count.assign_add(torch.ones(3)) is None)
+            written = [each.method for _, each in servers.sent if type(each).__name__ == "Write"]
+            assert written == ["assign_add"] if number > 1 else ["assign", "assign_add"]
+        assert count.read_value().tolist() == [number] * 3, "the same closure changes it once"
+
+
+def test_what_both_sides_change_is_added_up(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        weight = nn.Parameter(torch.zeros(2, 2))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+    access, packer, worker = strategy.runtime.access, packer_of(strategy), Worker(servers, 0)
+
+    def closure() -> None:
+        weight.grad = -torch.ones(2, 2)
+        optimizer.step()
+
+    for number, change in enumerate(
+        [
+            lambda: weight.add_(10),
+            lambda: [row.add_(10) for row in weight],
+            lambda: weight.data.add_(10),  # torch does not count it
+            lambda: weight.copy_(weight + 10),
+        ],
+        start=1,
+    ):
+        worker.run(packer, 2 * number, closure)  # the coordinator has not seen this one
+        with torch.no_grad():
+            change()
+        worker.run(packer, 2 * number + 1, closure)
+        assert access.read(access.stored_of(weight)).tolist() == [[12 * number] * 2] * 2
+        with torch.no_grad():
+            weight.data[0] += 100  # not sent yet, and what is read now does not undo it
+        access.bring_home()
+        assert weight.tolist() == [[12 * number + 100] * 2, [12 * number] * 2]
+        with torch.no_grad():
+            weight[0] -= 100
+        access.bring_home()
+        assert weight.tolist() == [[12 * number] * 2] * 2
+
+
+def test_a_function_that_raised_leaves_nothing_to_the_next_one(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        model = nn.BatchNorm1d(2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        number = distnb.Variable(1.0)
+    packer, worker = packer_of(strategy), Worker(servers, 0)
+    x = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+
+    def closure(fails: bool) -> Any:
+        (model(x).sum() * (number + 0)).backward()
+        if fails:
+            raise ValueError("between the passes and the step")
+        found = model.num_batches_tracked.item(), model.bias.grad.tolist(), float(number.grad)
+        optimizer.zero_grad()
+        number.grad = None
+        return found
+
+    first = worker.run(packer, 1, closure, False)
+    for again in (2, 4):
+        with pytest.raises(ValueError, match="between"):
+            worker.run(packer, again, closure, True)
+        found = worker.run(packer, again + 1, closure, False)
+        assert found[0] == first[0] + again // 2
+        assert found[1:] == first[1:], "no gradient is left of the one that raised"
+    assert model.state_dict()["num_batches_tracked"] == 3
+
+
+def test_a_changed_parameter_on_a_worker_is_an_error_once(strategy: Any, servers: InHouse) -> None:
+    with strategy.scope():
+        weight = nn.Parameter(torch.ones(2))
+    packer, worker = packer_of(strategy), Worker(servers, 0)
+
+    def closure() -> None:
+        with torch.no_grad():
+            weight.add_(1)
+
+    with pytest.raises(distnb.errors.ProgramError, match="in place on a worker"):
+        worker.run(packer, 1, closure)
+    assert worker.run(packer, 2, lambda: weight.tolist()) == [1, 1]
