@@ -41,6 +41,7 @@ from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
+from distnb.objects.packing import Packed
 from distnb.runtime import spmd, step_count
 from distnb.runtime.inspection import inspecting
 from distnb.runtime.this_process import this_process
@@ -53,6 +54,7 @@ from distnb.wire.exchange import Result
 from distnb.wire.messages import (
     Apply,
     CallFunction,
+    ErrorReport,
     Hello,
     PostMortem,
     ProgramEnded,
@@ -299,17 +301,28 @@ class Agent:
         if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:
             # C++ (DistributedDataParallel's) waits know no exceptions of ours.
             error = ended.with_traceback(error.__traceback__)
+        left = groups.take_error_left()
+        if left is not None and self._guard.aborted and not self._guard.interrupted:
+            error = left  # others wait in vain for what it left undone: that is why they were told to end
         self._keep(error)
         report = None
-        if not self._guard.aborted:
+        if error is left or not self._guard.aborted:
             try:
-                pack = None if alone else self._namespace.pack_error  # closures know nothing of the namespace
-                report = self._guard.call(program, lambda: error_reports.report(error, pack), _DRAWING_S)
+                report = self._report(program, error, None if alone else self._namespace.pack_error)
             except (KeyboardInterrupt, ProgramAborted):
                 pass  # its __str__ was the user's code, too, and was told to end
         if report is None or self._guard.interrupted:
             return Reply(program, "interrupted" if self._guard.interrupted else "aborted", value=value)
         return Reply(program, "error", report, value=value)
+
+    def _report(
+        self, program: int, error: BaseException, pack: Callable[[BaseException], Packed] | None
+    ) -> ErrorReport:
+        """Describe the error of a program. `pack` is the namespace's: closures know nothing of that."""
+        draw = partial(error_reports.report, error, pack)
+        if self._guard.aborted:
+            return self._guard.call_last(draw, _DRAWING_S)
+        return self._guard.call(program, draw, _DRAWING_S)
 
     def _keep(self, error: BaseException) -> None:
         """Keep the frames of a failed program for a debugger."""
@@ -318,7 +331,9 @@ class Agent:
         self._failure = KeptFailure(self._who, running[1] if running is not None else 0, error, frames)
 
     def _join(self, team: Team, replica: int) -> None:
-        self._process = spmd.enter(team, replica, self._device, groups.join(team, replica, self._device))
+        self._process = spmd.enter(
+            team, replica, self._device, groups.join(team, replica, self._device, supervised=True)
+        )
 
     def _run_cell(self, message: RunCell, replica: int) -> Reply:
         program, mark = message.program, None

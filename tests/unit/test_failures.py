@@ -113,3 +113,13 @@ def test_where_an_ordinary_cell_called_stands_above() -> None:
         told = raised.value._render_traceback_()  # type: ignore[attr-defined]
         assert told[:-1] == ["here"] * called + ["Replica 0 of 1 (cpu:0) raised:", "there"]
         assert told[-1].startswith("(%debug opens a debugger there")
+
+
+@pytest.mark.parametrize("name", ["CollectiveError", "CollectiveMismatchError"])
+def test_what_another_replicas_error_brings_about_does_not_hide_it_when_it_is_told_sooner(name: str) -> None:
+    outcome = Outcome(1, (0, 1))
+    outcome.take(0, Reply(1, "error", ErrorReport(None, f"distnb.errors.{name}", "waits in vain", ("1",), ("1",))))
+    cause = ErrorReport(pickle.dumps(ValueError("mine")), "ValueError", "mine", ("2",), ("2",))
+    outcome.take(1, Reply(1, "error", cause))
+    with pytest.raises(ValueError, match="mine"):
+        raise_failure(outcome, TEAM)

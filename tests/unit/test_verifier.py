@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, Record
+from distnb.collectives.verify.regions import PositionTracker, Regions
 from distnb.collectives.verify.verifier import Verifier
 from distnb.errors import CollectiveMismatchError
 
@@ -261,3 +262,24 @@ def test_long_texts_are_cut():
     assert found[1] == 5
     log.set_verdict("z" * 5000)
     assert set(log.verdict_of(0)) == {"z"}
+
+
+def test_an_error_that_leaves_others_waiting_is_kept_until_all_have_met_again():
+    memory = bytearray(CollectiveLog.nbytes(2))
+    first, second = (
+        Verifier(CollectiveLog(memory, rank, 2), range(2), PositionTracker(Regions())) for rank in range(2)
+    )
+    regions = first._positions.regions, second._positions.regions
+    for verifier, its in zip((first, second), regions, strict=True):
+        verifier.begin(1)
+        its.enter()
+    error = ValueError("mine")
+    regions[1].leave("strategy.run", error)
+    assert not second.left_undone()  # nobody waits
+    number = first.post(record("a"))
+    assert second.left_undone()
+    assert not first.left_undone()
+    assert "left strategy.run by ValueError" in first.departed(number)
+    assert regions[1].error is error
+    second.entered()  # what was agreed on afterwards
+    assert regions[1].error is None

@@ -26,7 +26,7 @@ __all__ = ["Beginning", "Communicator"]
 
 _ABORT_GRACE_S = 0.5
 _FAILED_GRACE_S = 3.0
-_LEFT_GRACE_S = 0.5  # an error that nobody catches ends the program by then, and is told as itself
+_LEFT_GRACE_S = 2.0  # an error that nobody catches ends its replica's program by then, whatever that tidies up
 _PAUSE_S = 0.002
 _EARLIER = "This operation belonged to an earlier generation of the process group, which was aborted."
 
@@ -336,7 +336,8 @@ class Communicator:
                     return  # it was refused as it began: an error of this replica's own is on its way to who catches it
                 verifier.check()
                 if number is not None:
-                    failed, left = verifier.check_departed(number), verifier.departed(number)
+                    failed = verifier.check_departed(number)
+                    left = "" if failed else verifier.departed(number)
             if waiting and number is not None:
                 self._examine_cycle(verifier, number)
             self._miss(verifier, left)
@@ -364,17 +365,22 @@ class Communicator:
             raise
 
     def _miss(self, verifier: Verifier, text: str) -> None:
-        """Raise if a replica left where this one waits, some time after its error did."""
+        """Raise if a replica left where this one waits, and has not ended: its program has caught the error."""
         self._left_since = (self._left_since or time.monotonic()) if text else None
         if self._left_since is not None and time.monotonic() - self._left_since >= _LEFT_GRACE_S:
             verifier.half_met = True
             raise CollectiveError(text)
 
     def _mourn(self, failed: list[int], mourning_s: float = _FAILED_GRACE_S) -> None:
-        """Raise if replicas ended their program with an error, some time after they did."""
+        """Raise if replicas ended their program with an error, some time after they did; in a script.
+
+        A notebook hears of the error itself, and orders the end of the others: what they would raise here could come
+        there first, and hide it.
+        """
+        if self.group.member.supervised:
+            return
         self._failed_since = (self._failed_since or time.monotonic()) if failed else None
         if self._failed_since is not None and time.monotonic() - self._failed_since >= mourning_s:
-            # The notebook's side tells of failures much sooner; this is for programs that have no notebook.
             who = ", ".join(str(self.group.replicas[rank]) for rank in failed)
             self.fail(
                 CollectiveError(

@@ -57,15 +57,19 @@ class Groups:
         self._pid = os.getpid()
         self._tending: threading.Thread | None = None
         self._limits_held = False
+        self._error_left: BaseException | None = None
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._in_forked_child)
 
-    def join(self, team: Team, rank: int, device: Device, *, timeout_s: float | None = None) -> Group:
+    def join(
+        self, team: Team, rank: int, device: Device, *, timeout_s: float | None = None, supervised: bool = False
+    ) -> Group:
         """Make the group of this team and generation the default process group, forming it if it is new.
 
         Waits for the other replicas of the team, without a time limit for as long as nobody aborts. Groups of other
         teams stay connected beside it, as long as they are of the newest generation. RANK, WORLD_SIZE, LOCAL_RANK,
-        LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
+        LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. `supervised`: A notebook orders the end of this replica's
+        program, by `abort`, when another replica's has failed.
 
         Raises:
             CollectiveError: The others did not come in time, or could not be connected to.
@@ -74,7 +78,8 @@ class Groups:
         active = self._active
         if active is not None and active.key == team.engines and active.generation == team.generation:
             return active.interface
-        member = self._join(team.engines, team, rank, device, StoreClient.of(team), timeout_s, apart=team.apart)
+        client = StoreClient.of(team)
+        member = self._join(team.engines, team, rank, device, client, timeout_s, team.apart, supervised)
         member.set_environment(team)
         return member.interface
 
@@ -87,6 +92,7 @@ class Groups:
         client: StoreClient,
         timeout_s: float | None,
         apart: bool,
+        supervised: bool = False,
     ) -> Member:
         self._torch.install()
         attempt = Attempt()
@@ -101,7 +107,7 @@ class Groups:
                 member.suspend()
                 member = None
             if member is None:
-                member = Member(key, rank, device, team.devices, apart)
+                member = Member(key, rank, device, team.devices, apart, supervised)
             if member.generation != team.generation:
                 member.advance(team, client, attempt, timeout_s)
                 self._torch.set_store(member.world, PrefixStore(f"{team.prefix}/user", client.store()))
@@ -222,11 +228,22 @@ class Groups:
         Returns:
             Whether it caught errors that left the group less than whole: the next program is to have a new generation.
         """
-        if self._active is None:
+        active = self._active
+        if active is None:
             return False
-        disturbed = self._active.was_disturbed
-        self._active.end(failed)
+        disturbed = active.was_disturbed
+        self._error_left = active.error_left() if failed else None
+        active.group.regions.error = None  # it holds all that the program held
+        active.end(failed)
         return disturbed
+
+    def take_error_left(self) -> BaseException | None:
+        """Return, once, the error by which the program that failed had left a collective in which others wait.
+
+        The program may have caught it.
+        """
+        error, self._error_left = self._error_left, None
+        return error
 
     # -- the process -------------------------------------------------------------------------------------------------
 

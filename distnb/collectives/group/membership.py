@@ -48,6 +48,7 @@ class Member:
         interface: The group of this generation, as the rest of distnb uses it.
         client, prefix: Where in which store this generation meets.
         attempt, timeout_s: The joining, and how long it waits for the others; None for as long as there is hope.
+        supervised: Whether a notebook orders the end of this replica's program when another replica's has failed.
     """
 
     client: StoreClient
@@ -56,12 +57,19 @@ class Member:
     prefix = ""
 
     def __init__(
-        self, key: tuple[int, ...], rank: int, device: Device, devices: tuple[Device, ...], apart: bool
+        self,
+        key: tuple[int, ...],
+        rank: int,
+        device: Device,
+        devices: tuple[Device, ...],
+        apart: bool,
+        supervised: bool,
     ) -> None:
         self.key = key
         self.rank = rank
         self.device = device
         self.devices = devices
+        self.supervised = supervised
         # The devices' own backend needs one of them for each replica: `apart` says whether there is.
         alike = apart and len({each.type for each in devices}) == 1
         self.backend_name = (c10d_backend(device.type) if alike else None) or "gloo"
@@ -170,6 +178,12 @@ class Member:
     def was_disturbed(self) -> bool:
         """Whether errors that the program caught have left a group less than whole."""
         return any(group.was_disturbed for group in self.groups())
+
+    def error_left(self) -> BaseException | None:
+        """Return the error by which this replica left a collective in which another one waits, if one did."""
+        verifiers = [group.communicator.verifier for group in self.groups()]
+        undone = any(verifier.left_undone() for verifier in verifiers if verifier is not None)
+        return self.group.regions.error if undone else None
 
     def fail(self, error: BaseException) -> None:
         """End everything under way in this generation."""

@@ -14,9 +14,14 @@ __all__ = ["PositionTracker", "Regions"]
 
 
 class Regions:
-    """The calls of `run` and the scopes of this replica, numbered from 1 in each program."""
+    """The calls of `run` and the scopes of this replica, numbered from 1 in each program.
+
+    Attributes:
+        error: What left one of them, since the latest collective that all replicas have met in.
+    """
 
     def __init__(self) -> None:
+        self.error: BaseException | None = None
         self.serial = 0
         self.entered: list[int] = []
         self.trackers: weakref.WeakSet[PositionTracker] = weakref.WeakSet()
@@ -30,11 +35,13 @@ class Regions:
         """The innermost region ends, which people call `what`; by an error, if one is given."""
         number = self.entered.pop()
         if error is not None:
+            self.error = error
             for tracker in list(self.trackers):
                 tracker.leave(number, self.serial, f"{what} by {type(error).__name__}")
 
     def begin_program(self) -> None:
         """A new program begins."""
+        self.error = None
         self.serial = 0
         self.entered.clear()
 

@@ -126,6 +126,7 @@ class Verifier:
     def entered(self) -> None:
         """The collective that was posted last has been agreed on, and begins: what others find from now on counts."""
         self._excused = False
+        self._positions.regions.error = None
         if self._posted.left or (self.breaks and self.number == 1):
             self._positions.disturbed = self.breaks, self.number
 
@@ -268,6 +269,11 @@ class Verifier:
     def count(self, *phases: str) -> int:
         """How many others are in one of these phases of their program."""
         return sum(self.log.phase(rank)[1] in phases for rank in self._peers)
+
+    def left_undone(self) -> bool:
+        """Return whether an error took this replica away from a collective in which another one waits."""
+        number, me = self.number + 1, self.log.me
+        return any(self.log.last(rank) >= number and self._has_left(me, rank, number) for rank in self._peers)
 
     def departed(self, number: int) -> str:
         """What to say of a replica that an error took away from where this one waits; "" if there is none.

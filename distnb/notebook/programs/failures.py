@@ -25,6 +25,7 @@ _BUSY = (
 )
 _MISMATCH = f"{CollectiveMismatchError.__module__}.{CollectiveMismatchError.__qualname__}"
 _UNANSWERED = f"{CollectiveError.__module__}.{CollectiveError.__qualname__}"
+_CONSEQUENCES = (_MISMATCH, _UNANSWERED)
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,9 @@ def failing_engine(outcome: Outcome, team: Team) -> int | None:
         errors = {engine: error for engine, error in errors.items() if error.type_name != _UNANSWERED}
     if not errors:
         return None
-    # In order of arrival: the first is the cause, later ones may be its consequences. That replicas do not match
-    # any more is mostly a consequence too: of what another one raised.
-    first = min(errors.values(), key=lambda error: error.type_name == _MISMATCH)
+    # In order of arrival: the first is the cause, later ones may be its consequences. That replicas do not match any
+    # more, or wait for one in vain, is mostly a consequence, too, of what another one raised; and may be told sooner.
+    first = min(errors.values(), key=lambda error: error.type_name in _CONSEQUENCES)
     same = [engine for engine, error in errors.items() if error.type_name == first.type_name]
     return min(same, key=team.rank_of)
 
@@ -148,10 +149,9 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
 
 def _second(outcome: Outcome, team: Team, first: ErrorReport) -> list[str]:
     """The traceback of another replica whose error is neither the same nor a consequence; empty if there is none."""
-    consequences = (_MISMATCH, _UNANSWERED)
     for engine, reply in sorted(outcome.replies.items()):
         error = reply.error
-        if error is None or error.type_name in consequences or error.rendered == first.rendered:
+        if error is None or error.type_name in _CONSEQUENCES or error.rendered == first.rendered:
             continue
         if (error.type_name, error.text) != (first.type_name, first.text):
             return [f"{_who(team, engine)} raised:", *error.rendered]
