@@ -89,6 +89,7 @@ _events: deque[tuple[Any, ...]] = deque(maxlen=MOST_EVENTS)
 _serials = itertools.count(1)
 _waits: dict[int, tuple[Any, ...]] = {}  # by thread, or by whatever else waits: what `Wait` has
 _program: float | None = None  # when the one began that runs
+_data_end: int | None = None
 
 
 def begin(kind: Kind, arrival: Arrival = _NOTHING, *, key: int | None = None) -> None:
@@ -133,9 +134,29 @@ def note_step(number: int) -> None:
     _events.append((next(_serials), "step", now, now, now, "", number, "", ""))
 
 
+def data_ended(batches: int) -> None:
+    """Note that a loop over data has ended, after so many batches: another replica may go on with its own."""
+    global _data_end
+    _data_end = batches
+
+
+def data_goes_on() -> None:
+    """Note that a loop over data was given a batch."""
+    global _data_end
+    _data_end = None
+
+
+def take_data_end() -> int | None:
+    """Return how many batches a loop over data gave that has ended since the last call; None if none has."""
+    global _data_end
+    batches, _data_end = _data_end, None
+    return batches
+
+
 def program_began() -> None:
     """A program of the notebook's began."""
     global _program
+    data_goes_on()
     _waits.clear()  # a signal may have come between the two ends of one
     _program = clock()
 

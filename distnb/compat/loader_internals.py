@@ -18,6 +18,7 @@ with private_names("torch"):
 
 __all__ = [
     "base_seed",
+    "batches_given",
     "draws_as_many_as_there_are",
     "forget_iterator",
     "handle_ends_of_workers",
@@ -50,6 +51,12 @@ def kept_iterator(loader: DataLoader[Any]) -> Any:
 def forget_iterator(loader: DataLoader[Any]) -> None:
     """Have a loader start other workers for its next iteration."""
     loader.__dict__["_iterator"] = None
+
+
+def batches_given(iterator: Any) -> int:
+    """Return how many batches an iteration has given."""
+    given: int = iterator._num_yielded
+    return given
 
 
 def base_seed(iterator: Any) -> int:

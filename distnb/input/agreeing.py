@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distnb import activity
 from distnb.errors import ProgramError, StructureError
 from distnb.input.batch_placement import BatchPlacement
 from distnb.input.cutting import map_parts
@@ -41,6 +42,7 @@ class SameData:
         try:
             batch = self._reader.read()
         except StopIteration:
+            activity.data_ended(self._batches)
             self._compare("end", self._batches, self._digest)
             raise
         self._digest = batch.digest

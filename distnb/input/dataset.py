@@ -285,6 +285,7 @@ class DistributedIterator(AskedIterator):
         finally:
             activity.end()
         self._progress.gave()
+        activity.data_goes_on()
         return batch
 
     def peek(self, count: int) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from distnb import activity
 from distnb.collectives.digests import digest, digest_of_text
 from distnb.collectives.verify import callsite
 from distnb.compat import loader_internals
@@ -33,7 +34,12 @@ def install() -> None:
 
     @functools.wraps(plain)
     def following(iterator: Any) -> Any:
-        batch = plain(iterator)
+        try:
+            batch = plain(iterator)
+        except StopIteration:
+            activity.data_ended(loader_internals.batches_given(iterator))
+            raise
+        activity.data_goes_on()
         for leaf in flatten(batch)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.ndim:
                 _latest.append(weakref.ref(leaf))

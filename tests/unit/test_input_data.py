@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+import distnb
 from distnb.errors import OptionError, ProgramError, StructureError
 from distnb.input import dataset as datasets
 from distnb.input import reading
@@ -121,6 +122,25 @@ def test_datasets_with_a_batch_size() -> None:
     assert [part.tolist() for part in components(over(1, Stream(), batch_size=3), 1)] == [[2], [4]]
     data = TensorDataset(torch.arange(5))
     assert [batch[0].component(1).tolist() for batch in over(1, data, batch_size=3)] == [[2], [4]]
+
+
+def test_an_iterable_dataset_of_batches_is_read_as_under_default() -> None:
+    class Batched(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from torch.arange(12).reshape(2, 6).split(1)
+
+        def __len__(self) -> int:
+            return 2
+
+    whole = [batch.tolist() for batch in distnb.get_strategy().distribute_dataset(Batched())]
+    with pytest.warns(UserWarning, match=r"elements of a Batched are taken for global batches.*batch_size=…"):
+        parts = [over(r, Batched()) for r in range(2)]
+    assert len(parts[0]) == 2
+    assert [
+        [*one.component(0).tolist(), *other.component(1).tolist()] for one, other in zip(*parts, strict=True)
+    ] == whole
+    alone = distnb.OneDeviceStrategy("cpu:0").distribute_dataset(Batched())
+    assert [batch.tolist() for batch in alone] == whole
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 2.5, True, "4"])

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from distnb import activity
 from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, Record
 from distnb.collectives.verify.regions import PositionTracker, Regions
 from distnb.collectives.verify.verifier import Verifier
@@ -60,6 +61,42 @@ def test_who_returned_early_is_told_in_words():
     assert "function of strategy.run at cell, line 7" in str(caught.value)
     assert "result()" not in str(caught.value)
     assert "A function that returns early does so on all replicas" in str(caught.value)
+
+
+def test_who_has_no_more_batches_is_told_in_words():
+    first, second = replicas()
+    first.post(record("all_reduce", 4))
+    activity.data_ended(1)
+    with pytest.raises(
+        CollectiveMismatchError, match=r"replica 1 has no more batches \(its data ended after 1\)"
+    ) as caught:
+        second.post(record("all_gather", 7))
+    assert "Give all replicas equally many batches" in str(caught.value)
+    for ends in ((3, 3), (None, None), (3, None)):
+        first, second = replicas()
+        for each, batches in zip((first, second), ends, strict=True):
+            each.post(record("all_reduce", 4))
+            if batches is not None:
+                activity.data_ended(batches)
+                activity.data_ended(batches)
+                if None in ends:
+                    activity.data_goes_on()  # another loop has begun
+            each.post(record("equal"))
+        first.post(record("a"))
+        with pytest.raises(CollectiveMismatchError) as caught:
+            second.post(record("b"))
+        assert "batches" not in str(caught.value)
+
+
+def test_who_ended_its_program_without_more_batches_is_told_in_words():
+    first, second = replicas()
+    activity.data_ended(0)
+    second.end(failed=False)
+    first.post(record("all_reduce", 4))
+    with pytest.raises(
+        CollectiveMismatchError, match=r"replica 1 has no more batches \(its data ended after 0\), and finish"
+    ):
+        first.check_departed(1)
 
 
 def test_an_earlier_difference_is_found_later():

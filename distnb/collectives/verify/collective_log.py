@@ -33,7 +33,8 @@ __all__ = [
 RING: Final = 2048
 """How many collectives a replica remembers; it never gets further ahead of the others than that."""
 
-# A header: program, phase, last number; a wait and a verdict, each with its length before it; a departure.
+# A header: program, phase, last number; a wait and a verdict, each with its length before it; a departure; an end of
+# data.
 _HEADER = struct.Struct("<QQQ")
 _NUMBER = struct.Struct("<Q")
 _WAIT_AT: Final = _HEADER.size
@@ -42,7 +43,9 @@ _VERDICT_AT: Final = _WAIT_AT + 8 + _WAIT_NBYTES
 _VERDICT_NBYTES: Final = 1024
 _DEPARTURE_AT: Final = _VERDICT_AT + 8 + _VERDICT_NBYTES
 _DEPARTURE = struct.Struct("<QII64s")
-HEADER_NBYTES: Final = _DEPARTURE_AT + _DEPARTURE.size
+_DATA_END_AT: Final = _DEPARTURE_AT + _DEPARTURE.size
+_DATA_END = struct.Struct("<QQ")
+HEADER_NBYTES: Final = _DATA_END_AT + _DATA_END.size
 # A slot: number, the record's key, program, position, length of text, text. What is compared at once stands together.
 SLOT_NBYTES: Final = 256
 KEY_NBYTES: Final = 40
@@ -249,6 +252,15 @@ class CollectiveLog:
         """The latest regions that an error left on a replica; zeros if none did."""
         number, low, high, text = _DEPARTURE.unpack_from(self.memory, replica * _PART_NBYTES + _DEPARTURE_AT)
         return Departure(number, low, high, text.rstrip(b"\0").decode(errors="replace"))
+
+    def set_data_end(self, number: int, batches: int) -> None:
+        """Tell the others that a loop over data ended here, between the collective of that number and the next."""
+        _DATA_END.pack_into(self.memory, self._mine + _DATA_END_AT, number + 1, batches)
+
+    def data_end_of(self, replica: int, number: int) -> int | None:
+        """Return after how many batches a replica's loop over data ended just before a collective; None if none did."""
+        before, batches = _DATA_END.unpack_from(self.memory, replica * _PART_NBYTES + _DATA_END_AT)
+        return int(batches) if before == number else None
 
     def set_wait(self, wait: Wait | None) -> None:
         """Say what this replica waits in, or that it does not wait."""

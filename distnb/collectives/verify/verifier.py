@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
+from distnb import activity
 from distnb.collectives.verify import callsite
 from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, Departure, Position, Record
 from distnb.collectives.verify.regions import PositionTracker, Regions
@@ -20,6 +21,10 @@ __all__ = ["Superseded", "Verifier"]
 
 _ADVICE: Final = (
     "Every replica must call the same collectives, in the same order, with tensors of the same shape and dtype."
+)
+_EVEN: Final = (
+    "Give all replicas equally many batches: distribute_dataset cuts each batch for all of them, and "
+    "distribute_datasets_from_function goes on with empty ones until the longest pipeline has ended."
 )
 _RETURNED: Final = "strategy.run's result("  # what replicas compare when the function of `run` has returned
 _ADVICE_ON: Final = {  # by what the names of operations contain
@@ -98,6 +103,7 @@ class Verifier:
         log, positions = self.log, self._positions
         self._excused = positions.excused
         self._posted = position = positions.take()
+        self._tell_of_data(number)
         if position.left:
             log.set_departure(Departure(number - 1, position.low, position.high, positions.text))
         log.write(number, record, self.program, position)
@@ -105,6 +111,12 @@ class Verifier:
         for rank in self._peers:
             self._catch_up(rank)
         return number
+
+    def _tell_of_data(self, number: int) -> None:
+        """Tell the others if a loop over data ended since the collective before that number."""
+        batches = activity.take_data_end()
+        if batches is not None:
+            self.log.set_data_end(number - 1, batches)
 
     def check(self) -> None:
         """Compare whatever others have posted since, as far as it is known here. Raises what it finds."""
@@ -196,6 +208,7 @@ class Verifier:
             CollectiveMismatchError: It ended well, but called something else than another replica, or another number of
                 collectives than one that has ended well too.
         """
+        self._tell_of_data(self.number + 1)
         self.log.set_phase(self.program, "failed" if failed else "ended")
         self.log.exchange()
         if failed or not whole:
@@ -387,11 +400,20 @@ class Verifier:
         return f"replica {self._replicas[rank]}"
 
     def _raise(self, number: int, rank: int, mine: Record, other: Record, what: str) -> NoReturn:
-        both = sorted([(self._replicas[self.log.me], mine), (self._replicas[rank], other)], key=lambda pair: pair[0])
-        told = "; ".join(f"replica {replica} {_did(record)}" for replica, record in both)
-        raise CollectiveMismatchError(
-            f"{what}: {told} (collective number {number}). {_advice(*(record.operation for _, record in both))}"
+        both = sorted([(self.log.me, mine, rank), (rank, other, self.log.me)])
+        ends = [self._data_end(one, another, number) for one, _, another in both]
+        told = "; ".join(
+            f"{self._name(one)} {end}{_did(record)}" for (one, record, _), end in zip(both, ends, strict=True)
         )
+        advice = _EVEN if any(ends) else _advice(*(record.operation for _, record, _ in both))
+        raise CollectiveMismatchError(f"{what}: {told} (collective number {number}). {advice}")
+
+    def _data_end(self, rank: int, other: int, number: int) -> str:
+        """Say that a replica has no more batches, if its loop over data ended and another one's did not."""
+        batches = self.log.data_end_of(rank, number)
+        if batches is None or batches == self.log.data_end_of(other, number):
+            return ""
+        return f"has no more batches (its data ended after {batches}), and "
 
     def _raise_swapped(self, here: int, number: int, there: int, earlier: int, record: Record) -> NoReturn:
         first, second = sorted([(self._replicas[here], number), (self._replicas[there], earlier)])
@@ -404,10 +426,11 @@ class Verifier:
     def _raise_missing(self, present: int, missing: int, number: int) -> NoReturn:
         posted = self.log.read(present, number)
         what = _did(posted[0]) if posted else "called a collective"
+        end = self._data_end(missing, present, number)
         raise CollectiveMismatchError(
-            f"{self._name(present).capitalize()} {what} (collective number {number}), but "
-            f"{self._name(missing)} finished its program after {number - 1} collectives without calling it. "
-            f"{_advice(what)}"
+            f"{self._name(present).capitalize()} {what} (collective number {number}), but {self._name(missing)} "
+            f"{end}finished its program after {number - 1} collectives without calling it. "
+            f"{_EVEN if end else _advice(what)}"
         )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterDataPipe, MapDataPipe
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe
 
 from distnb.errors import OptionError, ProgramError, StructureError
 from distnb.input.cutting import count_examples
@@ -34,6 +35,13 @@ def source_of(dataset: Any, batch_size: int | None, place: Place, options: Input
         if place.num_replicas > 1:
             _check_uncut(dataset, place)
         return LoaderSource(dataset, place, options, drawing)
+    if isinstance(dataset, IterableDataset) and place.num_replicas > 1 and not place.takes_whole_batches:
+        warnings.warn(
+            f"The elements of a {type(dataset).__name__} are taken for global batches, and cut along axis 0. If they "
+            "are single examples, give distribute_dataset the size of the global batch (batch_size=…). "
+            "DataLoader(dataset, batch_size=None) says that they are batches.",
+            stacklevel=2,
+        )
     if isinstance(dataset, Iterable) or callable(dataset):
         return IterableSource(dataset, place, drawing)
     raise ProgramError(
@@ -47,8 +55,8 @@ _UNBATCHED = (Dataset, *_ARRAYS, str, bytes)  # a list may be one of batches
 
 
 def check_batched(dataset: Any) -> None:
-    """Raise OptionError for data that is not batched yet."""
-    if isinstance(dataset, _UNBATCHED) and not isinstance(dataset, DataLoader):
+    """Raise OptionError for data that is not batched yet. The elements of an IterableDataset may be batches."""
+    if isinstance(dataset, _UNBATCHED) and not isinstance(dataset, (DataLoader, IterableDataset)):
         raise OptionError(
             f"A {type(dataset).__name__} is not batched yet. Wrap it in a DataLoader (one with batch_size=None, if its "
             "elements are batches), or give distribute_dataset the size of the global batch (batch_size=…)."
