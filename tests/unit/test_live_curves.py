@@ -293,6 +293,22 @@ def test_time_left_is_told_where_the_number_of_batches_is_known() -> None:
     assert "left" not in head_text(model, 5.0)
 
 
+def test_data_that_is_distributed_anew_for_each_epoch_has_epochs() -> None:
+    model, step = LiveModel(), 0
+    for epoch in range(3):  # each is the first of its dataset
+        for batch in range(4):
+            begun = ((step, 0),) if batch == 0 else ()
+            step += 1
+            model.feed(*sampled(step, float(step), epochs=begun, reading=(0, batch + 1, 4, None)))
+            assert f"epoch {epoch + 1} · batch {batch + 1} of 4" in head_text(model, float(step))
+    assert model.epochs == {0: 0, 4: 1, 8: 2}
+    for epoch in range(2):  # a dataset that is distributed once goes on
+        model.feed(*sampled(step + 4, 20.0, epochs=((step, epoch),), reading=(epoch, 4, 4, None)))
+        step += 4
+    model.feed(*sampled(step + 4, 20.0, epochs=((step, 0),), reading=(0, 4, 4, None)))
+    assert [*model.epochs.values()] == [0, 1, 2, 3, 4, 0], "the last one is another training"
+
+
 def test_no_time_left_is_invented() -> None:
     model = LiveModel(counted_before={0: (40, 0)})
     stale = (3, 40, 40, None)  # what an earlier cell read

@@ -403,7 +403,8 @@ class Verifier:
         both = sorted([(self.log.me, mine, rank), (rank, other, self.log.me)])
         ends = [self._data_end(one, another, number) for one, _, another in both]
         told = "; ".join(
-            f"{self._name(one)} {end}{_did(record)}" for (one, record, _), end in zip(both, ends, strict=True)
+            f"{self._name(one)} {f'{end} {_did(record)}'.strip()}"
+            for (one, record, _), end in zip(both, ends, strict=True)
         )
         advice = _EVEN if any(ends) else _advice(*(record.operation for _, record, _ in both))
         raise CollectiveMismatchError(f"{what}: {told} (collective number {number}). {advice}")
@@ -413,7 +414,7 @@ class Verifier:
         batches = self.log.data_end_of(rank, number)
         if batches is None or batches == self.log.data_end_of(other, number):
             return ""
-        return f"has no more batches (its data ended after {batches}), and "
+        return f"has no more batches (its data ended after {batches}), and"
 
     def _raise_swapped(self, here: int, number: int, there: int, earlier: int, record: Record) -> NoReturn:
         first, second = sorted([(self._replicas[here], number), (self._replicas[there], earlier)])
@@ -427,9 +428,10 @@ class Verifier:
         posted = self.log.read(present, number)
         what = _did(posted[0]) if posted else "called a collective"
         end = self._data_end(missing, present, number)
+        who = f"{self._name(missing)} {end}".strip()
         raise CollectiveMismatchError(
-            f"{self._name(present).capitalize()} {what} (collective number {number}), but {self._name(missing)} "
-            f"{end}finished its program after {number - 1} collectives without calling it. "
+            f"{self._name(present).capitalize()} {what} (collective number {number}), but {who} "
+            f"finished its program after {number - 1} collectives without calling it. "
             f"{_EVEN if end else _advice(what)}"
         )
 

@@ -123,6 +123,7 @@ class LiveModel:
         self.runs: dict[str, Run] = {}
         self.history = history or History()
         self.epochs: dict[int, int] = {}
+        self._begun: dict[int, int] = {}  # as datasets number their iterations
         self.reading: step_count.Reading | None = None
         self.rows: dict[int, ReplicaRow] = {}
         self.closures: ClosuresModel | None = None
@@ -240,13 +241,15 @@ class LiveModel:
     def _read(
         self, epochs: Iterable[tuple[int, int]], before: int, reading: step_count.Reading | None, now: float
     ) -> None:
-        self.epochs |= {steps - before: number for steps, number in epochs if steps >= before}
+        self._begun |= {steps - before: number for steps, number in epochs if steps >= before}
+        self.epochs, further = _numbered(self._begun)
         self._read_before = self._read_before or reading
-        if reading is None or reading.batches is None or (reading == self._read_before and not self.epochs):
-            self.reading = reading if self.epochs else None  # else it is an earlier cell's
+        shown = None if reading is None else reading._replace(epoch=reading.epoch + further)
+        if shown is None or shown.batches is None or (reading == self._read_before and not self.epochs):
+            self.reading = shown if self.epochs else None  # else it is an earlier cell's
             return
-        self.reading = reading
-        batch = reading.epoch * reading.batches + reading.batch
+        self.reading = shown
+        batch = shown.epoch * shown.batches + shown.batch
         if self._batches and batch < self._batches[-1][1]:
             self._batches.clear()
         if not self._batches or batch > self._batches[-1][1]:
@@ -364,3 +367,21 @@ class LiveModel:
         if self.closures is not None:
             return self.closures.steps
         return min((row.steps for row in self.rows.values()), default=0)
+
+
+def _numbered(begun: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """Number the epochs of a cell: of a dataset that is distributed anew for each epoch, every iteration is the first.
+
+    Args:
+        begun: Step before each iteration, and its number among those of its dataset.
+
+    Returns:
+        Step and number of each epoch; and by how much the latest dataset's numbers are greater.
+    """
+    numbered: dict[int, int] = {}
+    further, last = 0, None
+    for step, number in sorted(begun.items()):
+        if number == 0:
+            further = further + 1 if last == 0 else 0
+        numbered[step], last = number + further, number
+    return numbered, further
