@@ -190,6 +190,7 @@ class ClusterCoordinator:
             raise OptionError(f"kwargs is a dict of keyword arguments; got {kwargs!r}.")
         with self._held():
             self._raise_error()
+        roles.coordinating(self.strategy).registration.take_made()
         packed = self._packer.pack(fn, tuple(args or ()), dict(kwargs or {}), at_rest=self._queue.idle)
         with self._held():
             if self._full():

@@ -24,7 +24,6 @@ __all__ = [
     "in_replica",
     "innermost",
     "mixing",
-    "renew_standing",
     "require_cross_replica",
     "stand_in",
 ]
@@ -91,12 +90,6 @@ def stand_in(strategy: Any, error: BaseException | None = None) -> None:
         scope = strategy.scope()
         scope.__enter__()
         _here.standing = strategy, scope
-
-
-def renew_standing() -> None:
-    """Keep in sync what was made in the standing scope so far: that happens when a scope ends."""
-    if _here.standing is not None:
-        stand_in(_here.standing[0])
 
 
 def has_standing() -> bool:

@@ -80,6 +80,7 @@ class Spmd:
             strategy.spec.option("gradient_reduction", "sum"),
             check_mean_loss=strategy.spec.option("check_mean_loss", True),
             in_replica=contexts.in_replica,
+            before_common_pass=self._before_common_pass,
             after_pass=lambda reached: self.registration.average_statistics(reached),
         )
         self._shared: SharedVariables | None = None
@@ -91,6 +92,7 @@ class Spmd:
         self.home = ReplicaHome(self.registration, self._aggregation)
         self._unmanaged = UnmanagedCheck(strategy, self.owns)
         self._open_scopes = 0
+        self._take_back: Callable[[], None] = lambda: None
         self._generation: int | None = None
         self._steps_told = False
 
@@ -141,22 +143,40 @@ class Spmd:
             regions = self._process.group.regions
             regions.enter()
             self._open_scopes += 1
-            take_back = this_process.note_names()
+            self._take_back = this_process.note_names()
             try:
                 self._resynchronise("strategy.scope")
-                with self.registration.take_what_is_made():
+                self._take_made()
+                self._sync.listen()
+                with self.registration.noting():
                     yield self._strategy
+                self._take_made()
                 if self._shared is not None:
                     self._shared.settle()
             except BaseException as error:
                 shared_files.explain(error)
-                take_back()  # the variables that they name were never made equal
+                if self.registration.give_up_made():
+                    self._take_back()  # the variables that they name were never made equal
                 regions.leave("strategy.scope", error)
                 raise
             else:
                 regions.leave()
             finally:
                 self._open_scopes -= 1
+
+    def _take_made(self) -> None:
+        """Have what scopes made so far in sync from here on: before each call that may need it, on all replicas."""
+        if not self.registration.pending:
+            return
+        if self.registration.take_made() and self._shared is not None:
+            self._shared.settle()
+        if self._open_scopes:
+            self._take_back = this_process.note_names()
+
+    def _before_common_pass(self) -> None:
+        innermost = contexts.innermost()
+        if innermost is None or innermost[0] is self._strategy:
+            self._take_made()
 
     def _resynchronise(self, within: str) -> None:
         # A program that ended half-way through a step may have left the replicas' variables unequal.
@@ -185,6 +205,7 @@ class Spmd:
         __tracebackhide__ = True  # see Strategy.run
         process = self._process
         if process.team.size == 1:
+            self._take_made()
             return self._run(fn, args, kwargs)
         foreign_libraries.prepare()
         regions = process.group.regions
@@ -192,6 +213,7 @@ class Spmd:
         try:
             if self._generation != process.group.generation:
                 self._resynchronise("strategy.run")
+            self._take_made()
             result = self._run(fn, args, kwargs)
         except BaseException as error:
             regions.leave("strategy.run", error)
@@ -210,7 +232,7 @@ class Spmd:
         aggregation = self._aggregation()
         replica = ReplicaContext(self._strategy, rank, size, aggregation, note.batch_size, note.slice_size)
         if size > 1:
-            self._unmanaged.before_run(fn, own_args, own_kwargs)
+            self._unmanaged.check(fn, own_args, own_kwargs)
             self._sync.weight(note.slice_size, note.batch_size)
         with step_count.calling:
             stack.append((self._strategy, replica))
@@ -229,6 +251,8 @@ class Spmd:
                     streams.leave()
                 stack.pop()
         step_count.examples += note.slice_size or 0
+        if size > 1:
+            self._unmanaged.check(fn, own_args, own_kwargs)  # of what it has made, or built, itself
         return result if size == 1 else process.agreement.regroup(process.group, fn, result, (args, kwargs))
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -239,6 +263,7 @@ class Spmd:
 
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         process = self._process
+        self._take_made()
         if process.size == 1:
             return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
         leaves, shape = flatten(value)
@@ -272,6 +297,7 @@ class Spmd:
 
     def gather(self, value: Any, axis: int) -> Any:
         process = self._process
+        self._take_made()
 
         def one(leaf: Any) -> torch.Tensor:
             if process.size > 1 and not self._has_components(leaf):
@@ -290,6 +316,7 @@ class Spmd:
 
     def broadcast(self, value: Any, source: int) -> Any:
         process = self._process
+        self._take_made()
         if not 0 <= source < process.size:
             raise OptionError(f"broadcast from replica {source}: the replicas are 0 to {process.size - 1}.")
         own = map_structure(self._own, select(value, process.rank, process.size))
@@ -302,6 +329,7 @@ class Spmd:
         return local_components(value)
 
     def assert_in_sync(self, value: Any) -> None:
+        self._take_made()
         if self._process.size > 1:
             assert_in_sync(self._process.group, select(value, self._process.rank, self._process.size))
 

@@ -216,7 +216,6 @@ class Strategy:
         __tracebackhide__ = True  # IPython shows the user's function, and its debugger goes from it to the cell
         check_call(fn, args, kwargs, options)
         contexts.require_cross_replica(self, "run")
-        contexts.renew_standing()
         return self.runtime.run(fn, args, kwargs if kwargs is not None else {}, options)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:

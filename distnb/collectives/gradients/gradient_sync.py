@@ -75,6 +75,7 @@ class GradientSync:
         check_mean_loss: With "sum", raise MeanLossError where a loss is a mean.
         in_replica: Whether a pass that begins now is one replica's part of a step; else all replicas do the same, and
             nothing is added up.
+        before_common_pass: Called when a pass begins in which all replicas do the same: parameters may be registered.
         after_pass: Called at the end of each pass that aggregated, with the keys (see `register`) of what it reached,
             the same on every replica.
 
@@ -89,12 +90,14 @@ class GradientSync:
         *,
         check_mean_loss: bool = True,
         in_replica: Callable[[], bool] = lambda: True,
+        before_common_pass: Callable[[], None] = lambda: None,
         after_pass: Callable[[Sequence[object]], None] = lambda reached: None,
     ) -> None:
         if reduction not in ("sum", "mean"):
             raise OptionError(f"gradient_reduction={reduction!r}: write 'sum' or 'mean'.")
         self._aggregation = aggregation
         self._reduction = reduction
+        self._before_common_pass = before_common_pass
         self._after_pass = after_pass
         self._in_replica = in_replica
         self._mean_loss = MeanLossCheck() if check_mean_loss and reduction == "sum" else None
@@ -110,6 +113,10 @@ class GradientSync:
         self._made = 0
 
     # What strategies call ------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Hear of every backward pass from now on."""
+        BACKWARD_PASSES.listen(self)
 
     def register(self, parameter: torch.nn.Parameter, key: Any, at: tuple[Identity, int] | None = None) -> None:
         """Keep a parameter in sync from now on, made on all replicas with the same values. Again it changes nothing.
@@ -137,7 +144,7 @@ class GradientSync:
         if group not in self.groups:
             self.groups.append(group)
         group.append(parameter, None if at is None else at[1])
-        BACKWARD_PASSES.listen(self)
+        self.listen()
         guard_optimizers()
         refuse_wrapping()
 
@@ -203,6 +210,8 @@ class GradientSync:
     def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
         """A backward pass is about to run: existing gradients are put out of its way."""
         self._pass = None
+        if not self._in_replica():
+            self._before_common_pass()
         aggregation = self._aggregation()
         if not self.groups or aggregation.group.size == 1:
             return

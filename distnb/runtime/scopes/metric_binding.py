@@ -26,7 +26,16 @@ from distnb.runtime.scopes.metric_names import add_names
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import has_distributed, map_structure, select
 
-__all__ = ["aggregates_here", "bind", "bind_all", "install", "set_whole_state", "whole_state", "without_rows"]
+__all__ = [
+    "aggregates_here",
+    "bind",
+    "bind_all",
+    "install",
+    "is_installed",
+    "set_whole_state",
+    "whole_state",
+    "without_rows",
+]
 
 
 @functools.cache
@@ -71,8 +80,13 @@ def install() -> None:
     add_names()
 
 
+def is_installed() -> bool:
+    """Whether `install` was called."""
+    return install.cache_info().currsize > 0
+
+
 def bind_all() -> None:
-    """Bind every metric that there is: torchmetrics was loaded in the scope that has just ended."""
+    """Bind every metric that there is: torchmetrics was loaded in the scope that made them."""
     import torchmetrics
 
     install()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -23,6 +21,7 @@ from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
 from distnb.runtime.consistency.equal_values import make_equal
 from distnb.runtime.scopes import foreign_libraries, metric_binding, running_statistics
+from distnb.runtime.scopes.made_objects import MadeObjects, own_parameters
 from distnb.variables.variable import SyncOnReadVariable, Variable, component_of, settings_of
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ __all__ = [
     "parameters_of",
     "roots_of",
     "same_everywhere",
-    "watching",
 ]
 
 _LARGE_NBYTES = 4096
@@ -66,7 +64,8 @@ def parameters_of(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, torch.nn.Module):
-        return [*value.parameters(), *(each for adopter in adopters_of(value) for each in adopter.beside(value))]
+        own = [parameter for _, parameter in own_parameters(value)]
+        return [*own, *(each for adopter in adopters_of(value) for each in adopter.beside(value))]
     if isinstance(value, torch.optim.Optimizer):
         return [parameter for group in value.param_groups for parameter in group["params"]]
     return []
@@ -102,6 +101,8 @@ class Registration:
         self._keys: weakref.WeakKeyDictionary[torch.nn.Module, _GroupKey] = weakref.WeakKeyDictionary()
         self._made_variables = 0
         self._adopted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._made = MadeObjects(strategy, self._adopt, self._grow)
+        self._unfinished = False
 
     @property
     def group(self) -> Group:
@@ -143,26 +144,72 @@ class Registration:
         variable.number = self._made_variables = int(number)
         self._register(variable, _GroupKey(f"Variable {variable.name}" if variable.name else "Variable"))
 
+    # What scopes make -----------------------------------------------------------------------------------------------
+
     @contextmanager
-    def take_what_is_made(self) -> Iterator[None]:
-        """Register what this thread makes within, once it ends well."""
-        knew_metrics = "torchmetrics" in sys.modules
-        if knew_metrics:
+    def noting(self) -> Iterator[None]:
+        """Note what this thread makes within, for `take_made`."""
+        if "torchmetrics" in sys.modules:
             metric_binding.install()
-        with watching(self._is_open_here, self._adopt) as made:
+        self._unfinished = False
+        with self._made.noting():
             yield
-        if not knew_metrics and "torchmetrics" in sys.modules:
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is anything for `take_made`."""
+        return self._made.pending
+
+    def take_made(self) -> bool:
+        """Register what scopes have made, and models got that were made in one, since the last call.
+
+        All replicas call this at the same point of their programs. Return whether any variable was new: the same on
+        all of them.
+        """
+        if not self._made.pending:
+            return False
+        if "torchmetrics" in sys.modules and not metric_binding.is_installed():
             metric_binding.bind_all()
-        if made:
-            # What was made and dropped must be gone on every replica, or none: garbage collectors run when they like.
-            gc.collect()
-            alive = [reference() for reference in made.values()]
-            roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
-            # Keras's models hold the parameters of layers that are no modules of theirs to torch.
-            roots.sort(key=lambda root: -sum(1 for _ in root.parameters()) if hasattr(root, _OF_KERAS) else 0)
-            within = {id(parameter) for root in roots for parameter in root.parameters()}
-            loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in within]
-            self._take(roots, loose)
+        self._unfinished = True
+        alive = self._made.take(self._is_new)
+        roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
+        # Keras's models hold the parameters of layers that are no modules of theirs to torch.
+        roots.sort(key=lambda root: -sum(1 for _ in own_parameters(root)) if hasattr(root, _OF_KERAS) else 0)
+        within = {id(parameter) for root in roots for _, parameter in own_parameters(root)}
+        loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in within]
+        is_any_new = self._take(roots, loose)
+        self._unfinished = False
+        return is_any_new
+
+    def give_up_made(self) -> bool:
+        """Forget what scopes have made and `take_made` did not register. Return whether there was anything."""
+        unfinished = self._unfinished or self._made.pending
+        self._made.forget()
+        self._unfinished = False
+        return unfinished
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        if not isinstance(tensor, torch.nn.Parameter):
+            return tensor not in _buffers
+        return find_mirror(tensor) is None and not tensor.is_meta and not isinstance(tensor, SyncOnReadVariable)
+
+    def _grow(self, module: torch.nn.Module, value: Any, in_replica: bool) -> None:
+        """Register what a model gets that a scope made: in `run` at once, since it is used in this forward pass."""
+        if isinstance(value, torch.nn.Module):
+            self._made.own(value.modules())
+            found: Iterable[tuple[str, torch.nn.Parameter]] = own_parameters(value)
+        else:
+            found = [("", value)]
+        if not any(self._is_new(parameter) for _, parameter in found):
+            return
+        if not in_replica:
+            self._made.note(module)
+            return
+        key = self._key_of(module)
+        if isinstance(value, torch.nn.Module):
+            self._make_equal(*self._enter_module(value, key))
+        elif self._register(value, key):
+            self._make_equal([(key.label, value)], [])
 
     def _adopt(self, module: torch.nn.Module) -> None:
         for adopter in adopters_of(module):
@@ -171,16 +218,13 @@ class Registration:
 
     def take(self, model: torch.nn.Module, beside: Iterable[torch.nn.Parameter]) -> None:
         """Register what a model that a scope made has got since, and parameters beside it. All replicas do so."""
+        self.take_made()
         self._take([model], beside)
 
     def take_equal(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> None:
         """Register what modules hold, and parameters of no module, whose values others see to. All replicas do so."""
         self._enter(roots, loose)
         note_versions(self._sync.groups)
-
-    def _is_open_here(self) -> bool:
-        innermost = contexts.innermost()
-        return innermost is not None and innermost[0] is self.strategy and innermost[1] is None
 
     def place_of(self, made: torch.Tensor) -> Place | None:
         """Where a parameter is that is kept in sync, for a replica that gets a copy."""
@@ -197,6 +241,8 @@ class Registration:
             values: Each with what `place_of` said there of its `parameters_of`.
         """
         roots = roots_of([value for value, _ in values if isinstance(value, torch.nn.Module)])
+        for root in roots:
+            self._made.own([*root.modules(), *(part for adopter in adopters_of(root) for part in adopter.parts(root))])
         names = {id(parameter): f".{name}" for root in roots for name, parameter in _named(root)}
         keys: dict[Identity, _GroupKey] = {}
         for value, places in values:
@@ -213,27 +259,42 @@ class Registration:
             else:
                 foreign_libraries.restore_shared(value, self.strategy)
         for root in roots:
-            mirrors = [mirror for mirror in map(find_mirror, root.parameters()) if mirror is not None]
+            mirrors = [mirror for _, each in own_parameters(root) if (mirror := find_mirror(each)) is not None]
             key = (mirrors and mirrors[0].group.key()) or _GroupKey(type(root).__name__)
             key.model, key.has_statistics = weakref.ref(root), running_statistics.has_statistics(root)
             self._keys[root] = key
             _buffers.update((each, True) for each in root.buffers())
 
-    def _take(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> None:
+    def _take(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> bool:
         """Register what modules hold, that of each to be reduced together, and parameters of no module.
 
-        All replicas do so in the same order, and take over the values of replica 0.
+        All replicas do so in the same order, and take over the values of replica 0. Return whether anything was new.
         """
-        new, lazy = self._enter(roots, loose)
+        return self._make_equal(*self._enter(roots, loose))
+
+    def _make_equal(self, new: Sequence[tuple[str, torch.Tensor]], lazy: Sequence[torch.nn.Module]) -> bool:
         if self.group.size == 1:
-            return
+            return bool(new)
         for part in lazy:
-            _equalise_when_materialised(part, self._group)
+            self._equalise_when_materialised(part)
         ready = [(name, tensor) for name, tensor in new if not is_lazy(tensor)]
         if ready:
             self.group.note("strategy.scope", ())
         make_equal(self.group, ready, self._told)
         note_versions(self._sync.groups)
+        return bool(new)
+
+    def _equalise_when_materialised(self, part: torch.nn.Module) -> None:
+        """Lazy parameters get their values in the first forward pass, from each replica's own random stream."""
+
+        def hook(module: torch.nn.Module, _args: Any) -> None:
+            tensors = list(module.named_parameters(recurse=False)) + list(module.named_buffers(recurse=False))
+            if not any(is_lazy(tensor) for _, tensor in tensors):
+                handle.remove()
+                make_equal(self.group, [(f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors])
+                note_versions(self._sync.groups)
+
+        handle = part.register_forward_pre_hook(hook)  # after the module's own, which materialises
 
     def _enter(
         self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]
@@ -242,17 +303,30 @@ class Registration:
         new: list[tuple[str, torch.Tensor]] = []
         lazy: list[torch.nn.Module] = []
         for root in roots:
-            model = type(root).__name__
-            key = self._keys.setdefault(root, _GroupKey(model, root))
-            key.has_statistics = running_statistics.has_statistics(root)
-            new += [(f"{model}.{name}", each) for name, each in _named(root) if self._register(each, key, f".{name}")]
-            buffers = [(f"{model}.{name}", each) for name, each in root.named_buffers() if each not in _buffers]
-            _buffers.update((each, True) for _, each in buffers)
-            new += buffers
-            lazy += [part for part in root.modules() if any(map(is_lazy, part.parameters(recurse=False)))]
+            self._made.own(root.modules())
+            if any(True for _ in own_parameters(root)) or any(True for _ in root.buffers()):
+                its, parts = self._enter_module(root, self._key_of(root))
+                new += its
+                lazy += parts
         key = _GroupKey("parameters")
         new += [("Parameter", parameter) for parameter in loose if self._register(parameter, key)]
         return new, lazy
+
+    def _enter_module(
+        self, module: torch.nn.Module, key: _GroupKey
+    ) -> tuple[list[tuple[str, torch.Tensor]], list[torch.nn.Module]]:
+        """Register what a module holds among the parameters of a key."""
+        key.has_statistics |= running_statistics.has_statistics(module)
+        new: list[tuple[str, torch.Tensor]] = []
+        new += [(f"{key.label}.{name}", each) for name, each in _named(module) if self._register(each, key, f".{name}")]
+        unvalued = {id(each) for _, each in new if is_lazy(each)}
+        buffers = [(f"{key.label}.{name}", each) for name, each in module.named_buffers() if each not in _buffers]
+        _buffers.update((each, True) for _, each in buffers)
+        lazy = [part for part in module.modules() if not unvalued.isdisjoint(map(id, part._parameters.values()))]
+        return new + buffers, lazy
+
+    def _key_of(self, root: torch.nn.Module) -> _GroupKey:
+        return self._keys.setdefault(root, _GroupKey(type(root).__name__, root))
 
     @property
     def _told(self) -> str:
@@ -312,80 +386,10 @@ def _counts_in(path: str) -> list[tuple[str, int]]:
 
 
 def _named(root: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    return same_everywhere(root.named_parameters())
+    return same_everywhere(own_parameters(root))
 
 
 def roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Those of the modules that are in none of the others."""
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in inner]
-
-
-def _equalise_when_materialised(part: torch.nn.Module, group: Callable[[], Group]) -> None:
-    """Lazy parameters get their values in the first forward pass, from each replica's own random stream."""
-
-    def hook(module: torch.nn.Module, _args: Any) -> None:
-        tensors = list(module.named_parameters(recurse=False)) + list(module.named_buffers(recurse=False))
-        if not any(is_lazy(tensor) for _, tensor in tensors):
-            handle.remove()
-            make_equal(group(), [(f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors])
-
-    handle = part.register_forward_pre_hook(hook)  # after the module's own, which materialises
-
-
-# -- seeing what is made -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def watching(
-    is_open_here: Callable[[], bool], begin: Callable[[torch.nn.Module], None]
-) -> Iterator[dict[int, weakref.ref[Any]]]:
-    """The modules and parameters, by identity, that are made within, in the order of making.
-
-    `begin` gets each module as it begins, when Keras's have no parameters yet. torch's hooks for registrations tell of
-    what is made, and wrappers around what makes, copies and unpickles the rest.
-    """
-    known: dict[int, weakref.ref[Any]] = {}
-
-    def note(made: Any, *_more: Any) -> None:
-        if is_open_here():
-            reference = known.get(id(made))
-            if reference is None or reference() is not made:
-                known.pop(id(made), None)  # of something that is gone: what is new comes last, as elsewhere
-                known[id(made)] = weakref.ref(made)
-
-    new: Any = torch.nn.Parameter.__dict__["__new__"]
-    init: Any = torch.nn.Module.__init__
-    set_state: Any = torch.nn.Module.__setstate__
-
-    def new_parameter(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        parameter = new.__func__(cls, *args, **kwargs)
-        note(parameter)
-        return parameter
-
-    def init_module(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        init(module, *args, **kwargs)
-        if is_open_here():
-            begin(module)
-
-    def set_module_state(module: torch.nn.Module, state: Any) -> None:
-        set_state(module, state)
-        note(module)
-
-    def unwrap() -> None:
-        torch.nn.Parameter.__new__ = new  # type: ignore[method-assign]
-        torch.nn.Module.__init__ = init  # type: ignore[method-assign]
-        torch.nn.Module.__setstate__ = set_state  # type: ignore[method-assign]
-
-    with ExitStack() as stack:
-        for register in (
-            torch_module.register_module_parameter_registration_hook,
-            torch_module.register_module_buffer_registration_hook,
-            torch_module.register_module_module_registration_hook,
-        ):
-            stack.callback(register(note).remove)
-        torch.nn.Parameter.__new__ = staticmethod(new_parameter)  # type: ignore[method-assign]
-        torch.nn.Module.__init__ = init_module  # type: ignore[assignment,method-assign]
-        torch.nn.Module.__setstate__ = set_module_state  # type: ignore[method-assign]
-        stack.callback(unwrap)
-        yield known

@@ -1,8 +1,10 @@
 """Trainable modules that no scope made must not be trained, or read, by several replicas: they would drift apart.
 
 Two checks, both only within `run` on more than one replica, so that torchrun-style code at the top level of a cell is
-left alone. Before a function first runs, what it refers to is looked at: its arguments, its closure, and the globals
-that its code, and the functions that this calls, name. What that does not see is caught when an optimizer steps.
+left alone. One looks at what a function refers to: its arguments, its closure, and the globals that its code, and the
+functions that this calls, name. It is made before the function first runs, and again when modules have been made or
+have got parameters since: also after a run, which may have built what it uses. What it does not see is caught when an
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from distnb.errors import ContextError
 from distnb.objects.code import content_of, names_of_code
 from distnb.runtime import contexts
 from distnb.runtime.base import DEFAULT
+from distnb.runtime.scopes.made_objects import CHANGES, own_parameters
 from distnb.variables.variable import Variable
 
 __all__ = ["UnmanagedCheck"]
@@ -40,21 +43,21 @@ class UnmanagedCheck:
     def __init__(self, strategy: Any, owns: Callable[[torch.Tensor], bool]) -> None:
         self._strategy = strategy
         self._owns = owns
-        self._checked: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # Parameters in DistributedDataParallel are kept in sync by it.
         self._wrapped = WeakIdKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
 
-    def before_run(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Look at what a function refers to, the first time that it runs.
+    def check(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Look at what a function refers to, unless nothing has changed since the last look.
 
         Raises:
             ContextError: Among it is a trainable module that no scope of this strategy made.
         """
         key = fn.__func__ if isinstance(fn, types.MethodType) else fn
         try:
-            if key in self._checked:
+            if self._checked.get(key) == CHANGES.count:
                 return
         except TypeError:  # cannot be hashed
             key = type(fn)
@@ -63,7 +66,7 @@ class UnmanagedCheck:
             if isinstance(value, DistributedDataParallel):
                 self._wrapped.update((parameter, True) for parameter in value.parameters())
         for name, value in found:
-            parameters = list(value.parameters()) if isinstance(value, torch.nn.Module) else [value]
+            parameters = [each for _, each in own_parameters(value)] if isinstance(value, torch.nn.Module) else [value]
             for variable in parameters:
                 # Another strategy's must not even be read: this replica's component is not what that strategy says.
                 owner = variable.distribute_strategy if isinstance(variable, Variable) else self._strategy
@@ -72,7 +75,7 @@ class UnmanagedCheck:
             if isinstance(value, torch.nn.Module):
                 self._check(f"{name!r} (a {type(value).__name__})", parameters)
         try:
-            self._checked[key] = True
+            self._checked[key] = CHANGES.count
         except TypeError:
             return  # looked at again at every call: what cannot be referred to weakly is rare
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from distnb.compat import torch_internals
 from distnb.errors import OptionError
 from distnb.options import VariableAggregation, VariableSynchronization
-from distnb.runtime import contexts
-from distnb.runtime.scopes.registration import adopters_of, roots_of, watching
+from distnb.runtime.scopes.made_objects import MadeObjects, own_parameters
+from distnb.runtime.scopes.registration import adopters_of, roots_of
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.placement import Placement, Stored
 from distnb.runtime.servers.remote_optimizer import make_remote, will_be_remote
@@ -54,6 +53,8 @@ class ServerRegistration:
         self.access = access
         self.placement = placement
         self._roots: list[weakref.ref[torch.nn.Module]] = []
+        self._made = MadeObjects(strategy, self._adopt, self._grow)
+        self._made_optimizers: list[torch.optim.Optimizer] = []
 
     @property
     def roots(self) -> list[torch.nn.Module]:
@@ -90,29 +91,50 @@ class ServerRegistration:
         return made
 
     @contextmanager
-    def take_what_is_made(self) -> Iterator[None]:
-        """Put what this thread makes within on the servers, once it ends well."""
-        with (
-            _tables_made_by(self),
-            _optimizers() as optimizers,
-            watching(self._is_open_here, self._adopt) as made,
-        ):
-            yield
-        if made:
-            gc.collect()  # what was made and dropped has no place on the servers
-            alive = [reference() for reference in made.values()]
-            roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
-            within: set[torch.nn.Module] = set()  # layers of Keras's models, which may be no modules of these to torch
-            for root in sorted(roots, key=lambda root: not adopters_of(root)):
-                if root not in within:
-                    self.take(root)
-                    within.update(part for adopter in adopters_of(root) for part in adopter.parts(root))
-            for each in alive:
-                # What never learns is nobody's to update, such as what Keras's metrics and optimizers count by.
-                if isinstance(each, torch.nn.Parameter) and each.requires_grad:
-                    self._take_tensor(each, "", trainable=True)
-        for optimizer in optimizers:
-            make_remote(optimizer)
+    def noting(self) -> Iterator[None]:
+        """Note what this thread makes within, for `take_made`; forget it if this ends by an error."""
+        try:
+            with _tables_made_by(self), _noting_optimizers(self._made_optimizers), self._made.noting():
+                yield
+        except BaseException:
+            self._made.forget()
+            self._made_optimizers.clear()
+            raise
+
+    def take_made(self) -> None:
+        """Put what scopes have made since the last call on the servers."""
+        alive = self._made.take(self._is_new)
+        roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
+        within: set[torch.nn.Module] = set()  # layers of Keras's models, which may be no modules of these to torch
+        for root in sorted(roots, key=lambda root: not adopters_of(root)):
+            self._made.own(root.modules())
+            if root not in within:
+                self.take(root)
+                within.update(part for adopter in adopters_of(root) for part in adopter.parts(root))
+        for each in alive:
+            # What never learns is nobody's to update, such as what Keras's metrics and optimizers count by.
+            if isinstance(each, torch.nn.Parameter) and each.requires_grad:
+                self._take_tensor(each, "", trainable=True)
+        while self._made_optimizers:
+            make_remote(self._made_optimizers.pop(0))
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        return not tensor.is_meta and self.access.stored_of(tensor) is None
+
+    def _grow(self, module: torch.nn.Module, value: Any, in_replica: bool) -> None:
+        """Take what a model gets that a scope made: in a function that runs here at once, since it is used then."""
+        if isinstance(value, torch.nn.Module):
+            self._made.own(value.modules())
+            found = [parameter for _, parameter in own_parameters(value)]
+        else:
+            found = [value]
+        if not any(map(self._is_new, found)):
+            return
+        if not in_replica:
+            self._made.note(module)
+            return
+        for parameter in found:
+            self._take_tensor(parameter, "", trainable=parameter.requires_grad)
 
     def _adopt(self, module: torch.nn.Module) -> None:
         for adopter in adopters_of(module):
@@ -120,11 +142,11 @@ class ServerRegistration:
 
     def take(self, root: torch.nn.Module) -> None:
         """Put a model's parameters and buffers on the servers, those that are not there yet."""
-        for name, parameter in root.named_parameters():
+        for name, parameter in own_parameters(root):
             if is_lazy(parameter):
                 raise OptionError(
                     f"{type(root).__name__}.{name} has no shape before the first batch, and the servers are told of it "
-                    "when the scope ends. Give the layer its sizes, or call the model once within the scope."
+                    "when the scope ends, or trains. Give the layer its sizes, or call the model once within the scope."
                 )
             self._take_tensor(parameter, name, trainable=parameter.requires_grad)
         for name, buffer in root.named_buffers():
@@ -143,10 +165,6 @@ class ServerRegistration:
         versions = self.access.create(stored, tensor)
         self.access.own(stored, tensor)
         self.access.adopt(stored, tensor, versions, keep=False)
-
-    def _is_open_here(self) -> bool:
-        innermost = contexts.innermost()
-        return innermost is not None and innermost[0] is self.strategy and innermost[1] is None
 
 
 @contextmanager
@@ -185,9 +203,8 @@ def _tables_made_by(registration: ServerRegistration) -> Iterator[None]:
 
 
 @contextmanager
-def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
-    """The optimizers of torch's that are made within."""
-    made: list[torch.optim.Optimizer] = []
+def _noting_optimizers(made: list[torch.optim.Optimizer]) -> Iterator[None]:
+    """Add the optimizers of torch's that are made within to a list."""
     init: Any = torch.optim.Optimizer.__init__
 
     @functools.wraps(init)
@@ -198,6 +215,6 @@ def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
 
     torch.optim.Optimizer.__init__ = noting  # type: ignore[assignment,method-assign]
     try:
-        yield made
+        yield
     finally:
         torch.optim.Optimizer.__init__ = init  # type: ignore[method-assign]

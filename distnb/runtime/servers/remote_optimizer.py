@@ -73,7 +73,7 @@ class RemoteSteps:
         if not is_remote(self):
             raise ContextError(
                 f"{type(self).__name__}.step() was called in strategy.scope(), and the servers know of its parameters "
-                "when the scope ends. Train after the scope."
+                "when the scope ends. Train after the scope, or in a function that strategy.run calls."
             )
         loss = None
         if closure is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from distnb.errors import ContextError, NoClusterError
+from distnb.options import RunOptions
 from distnb.runtime import contexts
 from distnb.runtime.base import Owner
 from distnb.runtime.in_process import InProcess
@@ -78,8 +79,21 @@ class Coordinating(InProcess):
     @contextmanager
     def scope(self) -> Iterator[Owner]:
         """What is made here is made on the servers."""
-        with contexts.enter_cross_replica(self._strategy), self.registration.take_what_is_made():
-            yield self._strategy
+        with contexts.enter_cross_replica(self._strategy):
+            with self.registration.noting():
+                yield self._strategy
+            self.registration.take_made()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        options: RunOptions | None,
+    ) -> Any:
+        """Call the function here, once what a scope has made is on the servers."""
+        self.registration.take_made()
+        return super().run(fn, args, kwargs, options)
 
 
 class Working(InProcess):
