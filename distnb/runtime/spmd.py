@@ -101,13 +101,14 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
         this_process.replica = process
         sync_batch_norm.install()
         loader_batches.install()
+    else:
+        contexts.entries().clear()  # a program that was ended from without may have left some
+        contexts.execute(None)
     if process.team is not team:
         process.team, process.workers = team, _numbered(team.hosts or ("",) * team.size)
     process.rank, process.device, process.group = rank, device, group
     process.agreement.forget()
     CHANGES.count += 1
-    contexts.entries().clear()  # a program that was ended from without may have left some
-    contexts.execute(None)
     streams.reset()
     use(device)
     streams.use_device(device)

@@ -21,6 +21,7 @@ from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
 from distnb.runtime.consistency.equal_values import make_equal
 from distnb.runtime.scopes import foreign_libraries, metric_binding, running_statistics
+from distnb.runtime.scopes.first_call import equalise_at_first_call
 from distnb.runtime.scopes.made_objects import MadeObjects, own_parameters
 from distnb.variables.variable import SyncOnReadVariable, Variable, component_of, settings_of
 
@@ -272,58 +273,55 @@ class Registration:
         """
         return self._make_equal(*self._enter(roots, loose))
 
-    def _make_equal(self, new: Sequence[tuple[str, torch.Tensor]], lazy: Sequence[torch.nn.Module]) -> bool:
+    def _make_equal(self, new: Sequence[tuple[str, torch.Tensor]], unvalued: Sequence[torch.nn.Module]) -> bool:
         if self.group.size == 1:
             return bool(new)
-        for part in lazy:
-            self._equalise_when_materialised(part)
+        for part in unvalued:
+            equalise_at_first_call(part, self._equalise)
         ready = [(name, tensor) for name, tensor in new if not is_lazy(tensor)]
         if ready:
             self.group.note("strategy.scope", ())
-        make_equal(self.group, ready, self._told)
-        note_versions(self._sync.groups)
+        self._equalise(ready)
         return bool(new)
 
-    def _equalise_when_materialised(self, part: torch.nn.Module) -> None:
-        """Lazy parameters get their values in the first forward pass, from each replica's own random stream."""
-
-        def hook(module: torch.nn.Module, _args: Any) -> None:
-            tensors = list(module.named_parameters(recurse=False)) + list(module.named_buffers(recurse=False))
-            if not any(is_lazy(tensor) for _, tensor in tensors):
-                handle.remove()
-                make_equal(self.group, [(f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors])
-                note_versions(self._sync.groups)
-
-        handle = part.register_forward_pre_hook(hook)  # after the module's own, which materialises
+    def _equalise(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        make_equal(self.group, named, self._told)
+        note_versions(self._sync.groups)
 
     def _enter(
         self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]
     ) -> tuple[list[tuple[str, torch.Tensor]], list[torch.nn.Module]]:
-        """Register parameters and buffers. Gives those that are new, by name, and the parts that have no values yet."""
+        """Register parameters and buffers.
+
+        Return those that are new, by name, and the modules in which some have no values yet.
+        """
         new: list[tuple[str, torch.Tensor]] = []
-        lazy: list[torch.nn.Module] = []
+        unvalued: list[torch.nn.Module] = []
         for root in roots:
             self._made.own(root.modules())
             if any(True for _ in own_parameters(root)) or any(True for _ in root.buffers()):
                 its, parts = self._enter_module(root, self._key_of(root))
                 new += its
-                lazy += parts
+                unvalued += [part for part in parts if any(map(is_lazy, _parameters_in(part)))]
         key = _GroupKey("parameters")
         new += [("Parameter", parameter) for parameter in loose if self._register(parameter, key)]
-        return new, lazy
+        return new, unvalued
 
     def _enter_module(
         self, module: torch.nn.Module, key: _GroupKey
     ) -> tuple[list[tuple[str, torch.Tensor]], list[torch.nn.Module]]:
-        """Register what a module holds among the parameters of a key."""
+        """Register what a module holds, to be reduced with the other parameters of a key.
+
+        Return what is new, by name, and the modules in it that have new parameters.
+        """
         key.has_statistics |= running_statistics.has_statistics(module)
         new: list[tuple[str, torch.Tensor]] = []
         new += [(f"{key.label}.{name}", each) for name, each in _named(module) if self._register(each, key, f".{name}")]
-        unvalued = {id(each) for _, each in new if is_lazy(each)}
+        fresh = {id(each) for _, each in new}
         buffers = [(f"{key.label}.{name}", each) for name, each in module.named_buffers() if each not in _buffers]
         _buffers.update((each, True) for _, each in buffers)
-        lazy = [part for part in module.modules() if not unvalued.isdisjoint(map(id, part._parameters.values()))]
-        return new + buffers, lazy
+        parts = [part for part in module.modules() if not fresh.isdisjoint(map(id, _parameters_in(part)))]
+        return new + buffers, parts
 
     def _key_of(self, root: torch.nn.Module) -> _GroupKey:
         return self._keys.setdefault(root, _GroupKey(type(root).__name__, root))
@@ -387,6 +385,11 @@ def _counts_in(path: str) -> list[tuple[str, int]]:
 
 def _named(root: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return same_everywhere(own_parameters(root))
+
+
+def _parameters_in(part: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that a module itself has."""
+    return [parameter for parameter in part._parameters.values() if parameter is not None]
 
 
 def roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -1,0 +1,47 @@
+"""Making parameters equal on all replicas in the first call of their module, which gives them their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+__all__ = ["equalise_at_first_call"]
+
+
+def equalise_at_first_call(
+    part: torch.nn.Module, equalise: Callable[[Sequence[tuple[str, torch.Tensor]]], None]
+) -> None:
+    """Have `equalise` called with what a module itself holds, by name, before its first forward pass that has values.
+
+    Lazy parameters get their values in this pass, from each replica's own random stream. So do those of a layer that
+    is made in `strategy.run` and initialised once it is part of its model.
+    """
+    hook = _FirstCallHook(equalise)
+    hook.handle = part.register_forward_pre_hook(hook)  # after the module's own, which gives lazy parameters values
+
+
+class _FirstCallHook:
+    handle: Any = None
+
+    def __init__(self, equalise: Callable[[Sequence[tuple[str, torch.Tensor]]], None]) -> None:
+        self._equalise = equalise
+
+    def __call__(self, module: torch.nn.Module, _args: Any) -> None:
+        tensors = [each for each in (*module._parameters.items(), *module._buffers.items()) if each[1] is not None]
+        if not any(is_lazy(tensor) for _, tensor in tensors):
+            self.handle.remove()
+            self._equalise([(f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _hook_of_a_copy, ()  # the replicas do not keep copies equal
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_args: object) -> None:
+    """Stand where a copied module has the hook of the original."""
