@@ -75,7 +75,8 @@ class _Encoder:
         if complex_dtype:
             tensor = torch.view_as_real(tensor.resolve_conj())
         place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
-        key = self._keys.get(place) if tensor.numel() else None
+        # Not every device tells where its memory is: there each tensor stands for itself.
+        key = self._keys.get(place) if tensor.numel() and tensor.data_ptr() else None
         if key is None:
             key = path or "value"
             while key in self.tensors:  # names may hold what parts them

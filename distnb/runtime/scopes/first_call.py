@@ -30,7 +30,8 @@ class _FirstCallHook:
         self._equalise = equalise
 
     def __call__(self, module: torch.nn.Module, _args: Any) -> None:
-        tensors = [each for each in (*module._parameters.items(), *module._buffers.items()) if each[1] is not None]
+        held = (*module._parameters.items(), *module._buffers.items())
+        tensors = [(name, tensor) for name, tensor in held if tensor is not None]
         if not any(is_lazy(tensor) for _, tensor in tensors):
             self.handle.remove()
             self._equalise([(f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors])
