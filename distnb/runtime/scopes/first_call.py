@@ -30,8 +30,8 @@ class _FirstCallHook:
         self._equalise = equalise
 
     def __call__(self, module: torch.nn.Module, _args: Any) -> None:
-        held = (*module._parameters.items(), *module._buffers.items())
-        tensors = [(name, tensor) for name, tensor in held if tensor is not None]
+        own = torch.nn.Module.named_parameters(module, recurse=False)  # Keras's layers have a method of their own
+        tensors = [*own, *module.named_buffers(recurse=False)]
         if not any(is_lazy(tensor) for _, tensor in tensors):
             self.handle.remove()
             self._equalise([(f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors])

@@ -389,7 +389,7 @@ def _named(root: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 def _parameters_in(part: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The parameters that a module itself has."""
-    return [parameter for parameter in part._parameters.values() if parameter is not None]
+    return [parameter for _, parameter in torch.nn.Module.named_parameters(part, recurse=False)]
 
 
 def roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -78,11 +78,11 @@ with strategy.scope():
     # Lazy layers, and an update by hand.
     lazy = torch.nn.Sequential(torch.nn.LazyLinear(1, dtype=torch.float64))
 
-    def by_hand(batch):
+    def by_hand(batch, is_first):
         for parameter in lazy.parameters():
             parameter.grad = None
         predicted = lazy(batch[0])
-        if not steps:
+        if is_first:
             torch.nn.init.constant_(lazy[0].weight, 0.5)
             torch.nn.init.zeros_(lazy[0].bias)
             predicted = lazy(batch[0])
@@ -91,8 +91,8 @@ with strategy.scope():
             for parameter in lazy.parameters():
                 parameter -= 0.1 * parameter.grad
 
-    for steps, batch in enumerate(dataset):
-        strategy.run(by_hand, args=(batch,))
+    for number, batch in enumerate(dataset):
+        strategy.run(by_hand, args=(batch, number == 0))
     strategy.assert_in_sync(lazy)
     result["lazy"] = lazy[0].weight.flatten().tolist()
 
