@@ -804,6 +804,15 @@ def test_replicas_that_ended_at_different_steps_are_told_of_where_they_did(noteb
     assert "drifted" not in after.stderr + after.stdout, "an innocent cell is not warned"
 
 
+_TRAINED = """\
+    made = torch.nn.Linear(2, 2)
+    strategy.run(lambda: made(torch.ones(1, 2)))
+    seen = 1
+    {then}
+    1 / 0
+"""
+
+
 @pytest.mark.parametrize("begins", SCOPES.values(), ids=SCOPES)
 def test_names_of_an_unfinished_scope_are_not_bound(notebook: Notebook, begins: str) -> None:
     notebook.run("whole = 7")
@@ -811,6 +820,12 @@ def test_names_of_an_unfinished_scope_are_not_bound(notebook: Notebook, begins: 
     assert notebook.run("print('half' in globals(), step, whole)").stdout == "False 1 7\n"
     ran = notebook.run("%%distribute mirrored\nprint('half' in globals(), step, whole)")
     assert "False 1 7" in ran.text
+    # What `run` has used is whole, and stays.
+    failed(notebook, begins + _TRAINED.format(then="torch.distributed.barrier()"), "ZeroDivisionError")
+    assert notebook.run("print(type(made).__name__, seen)").stdout == "RemoteMirrored 1\n"
+    failed(notebook, begins + _TRAINED.format(then=_HALF_WAY.strip()), "ZeroDivisionError")
+    assert notebook.run("print('half' in globals(), type(made).__name__, whole)").stdout == "False RemoteMirrored 7\n"
+    notebook.run("%%distribute mirrored\nstrategy.assert_in_sync(made)\ndel made, seen")
 
 
 # -- (d) an engine dies -----------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""The same programs in a notebook, as `%%distribute` cells and as ordinary ones."""
+"""The same programs in a notebook: as `%%distribute` cells, as ordinary ones, and as functions."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ ON_ENGINES = {
 
 WORDS = ("default", "one_device", "mirrored", "central_storage", "multi_worker")
 # Cells differ from scripts, where each program has each strategy, by what travels, and that hardly by the strategy.
+WHOLE = ("keras_whole_scope", "whole_scope")
 EVERYWHERE = ("inputs", "model_fit", "values", "variables")
 
 
@@ -58,13 +60,27 @@ def test_a_distributed_cell(
 
 # The others enter a scope in a function, or ask who they are: there the notebook is no replica.
 @pytest.mark.parametrize("word", ["mirrored", "central_storage", pytest.param("multi_worker", marks=pytest.mark.soak)])
-@pytest.mark.parametrize(("program", "way"), [(each, REFERENCE) for each in ("average_loss", "digits", "values")])
+@pytest.mark.parametrize(
+    ("program", "way"), [(each, REFERENCE) for each in ("average_loss", "digits", *WHOLE, "values")]
+)
 def test_an_ordinary_cell(
     notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str, word: str
 ) -> None:
     begin(notebook, tmp_path)
     notebook.run(f"import distnb\nstrategy = distnb.{ON_ENGINES[word]}()\n{text_of(program)}", timeout_s=150)
     same(fetched(notebook), launch(way)[0][program]["result"])
+
+
+@pytest.mark.parametrize(("program", "way"), [(each, REFERENCE) for each in WHOLE])
+def test_a_function_that_is_called_again(
+    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str
+) -> None:
+    begin(notebook, tmp_path)
+    body = textwrap.indent(text_of(program), "    ")
+    notebook.run(f"import distnb\ndef program(strategy):\n{body}\n    return result", timeout_s=150)
+    for _ in range(2):
+        notebook.run("result = program(distnb.MirroredStrategy())", timeout_s=150)
+        same(fetched(notebook), launch(way)[0][program]["result"])
 
 
 def begin(notebook: Notebook, folder: Path) -> None:

@@ -32,6 +32,8 @@ _ADVICE_ON: Final = {  # by what the names of operations contain
     "all.",
     ".scope(": "What is made in strategy.scope() is made equal on all replicas, so all of them enter it; what only one "
     "needs is made outside.",
+    ".build(": "Parameters that a model gets in strategy.run are made equal on all replicas, so all of them call it, "
+    "with an empty slice as well.",
     _RETURNED: "A function that returns early does so on all replicas, or else after its last collective.",
 }
 _AHEAD: Final = RING - 64

@@ -68,6 +68,7 @@ class MadeObjects:
         self.grow = grow
         self._noted: dict[int, weakref.ref[Any]] = {}
         self._open = 0
+        _install_hooks()
 
     @property
     def pending(self) -> bool:
@@ -77,7 +78,6 @@ class MadeObjects:
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what is made within, in the strategy's cross-replica context."""
-        _install_hooks()
         self._open += 1
         _open[self.strategy] = self
         try:

@@ -208,9 +208,9 @@ class Registration:
             return
         key = self._key_of(module)
         if isinstance(value, torch.nn.Module):
-            self._make_equal(*self._enter_module(value, key))
+            self._make_equal(*self._enter_module(value, key), what=f"{key.label}.build")
         elif self._register(value, key):
-            self._make_equal([(key.label, value)], [])
+            self._make_equal([(key.label, value)], [], what=f"{key.label}.build")
 
     def _adopt(self, module: torch.nn.Module) -> None:
         for adopter in adopters_of(module):
@@ -273,14 +273,19 @@ class Registration:
         """
         return self._make_equal(*self._enter(roots, loose))
 
-    def _make_equal(self, new: Sequence[tuple[str, torch.Tensor]], unvalued: Sequence[torch.nn.Module]) -> bool:
+    def _make_equal(
+        self,
+        new: Sequence[tuple[str, torch.Tensor]],
+        unvalued: Sequence[torch.nn.Module],
+        what: str = "strategy.scope",
+    ) -> bool:
         if self.group.size == 1:
             return bool(new)
         for part in unvalued:
             equalise_at_first_call(part, self._equalise)
         ready = [(name, tensor) for name, tensor in new if not is_lazy(tensor)]
         if ready:
-            self.group.note("strategy.scope", ())
+            self.group.note(what, ())
         self._equalise(ready)
         return bool(new)
 

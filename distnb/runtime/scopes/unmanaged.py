@@ -2,18 +2,19 @@
 
 Two checks, both only within `run` on more than one replica, so that torchrun-style code at the top level of a cell is
 left alone. One looks at what a function refers to: its arguments, its closure, and the globals that its code, and the
-functions that this calls, name. It is made before the function first runs, and again when modules have been made or
-have got parameters since: also after a run, which may have built what it uses. What it does not see is caught when an
+functions that this calls, name. It is made before the function first runs, and again once modules have been made or
+have got parameters: also after a run, which may have built what it uses. What it does not see is caught when an
 optimizer steps.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,25 +44,23 @@ class UnmanagedCheck:
     def __init__(self, strategy: Any, owns: Callable[[torch.Tensor], bool]) -> None:
         self._strategy = strategy
         self._owns = owns
-        self._checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._checked = WeakIdKeyDictionary()  # functions and modules, with the count of changes then
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # Parameters in DistributedDataParallel are kept in sync by it.
         self._wrapped = WeakIdKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
 
     def check(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Look at what a function refers to, unless nothing has changed since the last look.
+        """Look at what a function refers to and is given, as far as that may have changed since the last look.
 
         Raises:
             ContextError: Among it is a trainable module that no scope of this strategy made.
         """
-        key = fn.__func__ if isinstance(fn, types.MethodType) else fn
-        try:
-            if self._checked.get(key) == CHANGES.count:
-                return
-        except TypeError:  # cannot be hashed
-            key = type(fn)
-        found = list(_reachable(fn, args, kwargs))
+        roots = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
+        given = [("args", args), ("kwargs", kwargs)]
+        if not all(map(self._is_checked, roots)):
+            given.append((getattr(fn, "__name__", "fn"), fn))
+        found = [(name, value) for name, value in _reachable(given) if not self._is_checked(value)]
         for _, value in found:
             if isinstance(value, DistributedDataParallel):
                 self._wrapped.update((parameter, True) for parameter in value.parameters())
@@ -74,10 +73,15 @@ class UnmanagedCheck:
                     raise contexts.mixing(self._strategy, owner)
             if isinstance(value, torch.nn.Module):
                 self._check(f"{name!r} (a {type(value).__name__})", parameters)
+        for each in (*roots, *(value for _, value in found)):
+            with contextlib.suppress(TypeError):  # what cannot be referred to weakly is looked at in every call
+                self._checked[each] = CHANGES.count
+
+    def _is_checked(self, value: Any) -> bool:
         try:
-            self._checked[key] = CHANGES.count
+            return bool(self._checked.get(value) == CHANGES.count)
         except TypeError:
-            return  # looked at again at every call: what cannot be referred to weakly is rare
+            return False
 
     def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         innermost = contexts.innermost()
@@ -108,11 +112,10 @@ class UnmanagedCheck:
             )
 
 
-def _reachable(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """(name, object) of the modules and variables that a function may use."""
+def _reachable(given: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """(name, object) of the modules and variables among some objects, and of those that functions among them may use."""
     seen: set[int] = set()
-    waiting: list[tuple[str, Any, int]] = [("args", args, 0), ("kwargs", kwargs, 0)]
-    waiting.append((getattr(fn, "__name__", "fn"), fn, 0))
+    waiting: list[tuple[str, Any, int]] = [(name, value, 0) for name, value in given]
     while waiting and len(seen) < _MAX_OBJECTS:
         name, value, depth = waiting.pop()
         if isinstance(value, _LEAVES) or id(value) in seen or depth > _MAX_DEPTH:

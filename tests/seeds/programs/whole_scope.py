@@ -45,14 +45,14 @@ with strategy.scope():
 
     # What was used already becomes a part of something larger.
     model = torch.nn.Sequential(body, BuiltByItsFirstCall())
-    optimizer = None
+    made = {}
     loss_sum = distnb.metrics.SumMetric()
 
     def train_step(batch):
-        global optimizer
         predicted = model(batch[0])
-        if optimizer is None:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if not made:
+            made["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = made["optimizer"]
         loss = distnb.nn.compute_average_loss((predicted - batch[1]).pow(2).sum(dim=1))
         optimizer.zero_grad()
         loss.backward()
@@ -66,6 +66,7 @@ with strategy.scope():
 
     result["losses"] = epoch()
     assert abs(loss_sum.compute().item() - sum(result["losses"])) < 1e-5  # float32
+    optimizer = made["optimizer"]
     strategy.assert_in_sync([model, optimizer])
 
     checkpoint = distnb.Checkpoint(model=model, optimizer=optimizer)
