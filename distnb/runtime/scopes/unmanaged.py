@@ -113,7 +113,7 @@ class UnmanagedCheck:
 
 
 def _reachable(given: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """(name, object) of the modules and variables among some objects, and of those that functions among them may use."""
+    """(name, object) of the modules and variables among some objects, and that functions among these may use."""
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [(name, value, 0) for name, value in given]
     while waiting and len(seen) < _MAX_OBJECTS:
