@@ -372,6 +372,7 @@ def test_an_interrupt_at_any_moment_leaves_a_client_that_works(service: tuple[Se
             trace, interrupted = interrupting(files, moment)
             change = Write(W, "assign_add", torch.ones(100_000), token=(1, moment))
             before = sys.gettrace()
+            sys._getframe().f_trace_opcodes = True  # Python 3.12 reports opcodes only if one frame asks before settrace
             sys.settrace(trace)
             try:
                 servers.exchange({0: [change, Pull({W: -1})]})
