@@ -73,6 +73,7 @@ __all__ = [
     "set_default_group",
     "timeout_of",
     "unregister_group",
+    "uses_torchcomms",
     "world",
 ]
 
@@ -93,6 +94,11 @@ def replace_function(name: str, replacement: Callable[..., Any]) -> None:
     for module in (dist, c10d):
         if hasattr(module, name):
             setattr(module, name, function)
+
+
+def uses_torchcomms() -> bool:
+    """Return whether torch.distributed makes its groups of torchcomms' communicators."""
+    return c10d._use_torchcomms_enabled()
 
 
 def add_to_world(group: Any, name: Any, backend: Any, store: Store, tag: str | None) -> None:

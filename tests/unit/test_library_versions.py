@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d as c10d
 
+from distnb.collectives.group.world import TorchDistributed
 from distnb.compat.versions import TESTED, private_names
-from distnb.errors import LibraryVersionError
+from distnb.errors import LibraryVersionError, OptionError
 
 ROOT = Path(__file__).parents[2]
 # The standard library's, and IPython's hook for errors, which is documented.
@@ -128,3 +131,9 @@ def test_a_library_that_is_not_installed() -> None:
 def test_every_library_has_its_own_file() -> None:
     there = {path.stem for path in (ROOT / "distnb/compat").glob("*_internals.py")}
     assert {f"{library.lower()}_internals" for library in TESTED} <= there
+
+
+def test_torchcomms_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c10d, "_TORCHCOMM_AVAILABLE", True)  # as where it is installed
+    with torch.distributed.config.patch(use_torchcomms=True), pytest.raises(OptionError, match=r"TORCHCOMMS.*Unset"):
+        TorchDistributed().install()

@@ -78,6 +78,10 @@ def test_the_commands_that_are_documented_exist() -> None:
     assert set(COMMANDS) <= set(re.findall(r"%distnb (\w+)", table))
 
 
+def test_type_checkers_are_told_that_there_are_types() -> None:
+    assert (ROOT / "distnb" / "py.typed").exists()
+
+
 def test_no_address_is_invented() -> None:
     assert "urls" not in PROJECT
 

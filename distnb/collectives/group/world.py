@@ -17,7 +17,7 @@ from distnb.collectives.group import stores
 from distnb.collectives.group.process_group import GuardedProcessGroup
 from distnb.compat import c10d_internals
 from distnb.compat.c10d_internals import NOT_IN_GROUP, PrefixStore, Store
-from distnb.errors import CollectiveError
+from distnb.errors import CollectiveError, OptionError
 
 __all__ = ["Foreign", "TorchDistributed", "World"]
 
@@ -119,7 +119,17 @@ class TorchDistributed:
     # -- what the user's own calls mean while a world of ours is entered ---------------------------------------------
 
     def install(self) -> None:
-        """Teach init_process_group and destroy_process_group to adopt our group, and to give it back. Idempotent."""
+        """Teach init_process_group and destroy_process_group to adopt our group, and to give it back. Idempotent.
+
+        Raises:
+            OptionError: torch is told to communicate by torchcomms.
+        """
+        if c10d_internals.uses_torchcomms():
+            raise OptionError(
+                "torch.distributed is told to communicate by torchcomms (TORCH_DISTRIBUTED_USE_TORCHCOMMS, or "
+                "torch.distributed.config.use_torchcomms). Replicas communicate by Gloo and NCCL, which can be ended "
+                "when one fails. Unset the variable before %distnb start, or set the option to False."
+            )
         if self._installed:
             return
         self._installed = True
