@@ -13,6 +13,7 @@ from __future__ import annotations
 import compileall
 import faulthandler
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -43,6 +44,9 @@ tempfile.tempdir = None
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("KERAS_BACKEND", "torch")
+
+# Since Python 3.14 a loader's workers are forked only if somebody asks for it; else each loads torch, for seconds.
+multiprocessing.set_start_method("fork", force=True)
 
 # Who runs this with `&` in a script, or by nohup, has these ignored, and so would all that the tests start and stop.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import inspect
 import io
 import linecache
 import types
@@ -293,6 +294,7 @@ def differ(one: Any, other: Any, where: str, seen: frozenset[tuple[int, int]] = 
     seen |= {(id(one), id(other))}
     if isinstance(one, type) and isinstance(other, type):
         alike = one.__qualname__ == other.__qualname__ and _attributes(one) == _attributes(other)
+        alike = alike and list(inspect.get_annotations(one)) == list(inspect.get_annotations(other))
         return None if alike else f"{where}: {one} and {other}: {_attributes(one) ^ _attributes(other)}"
     if type(one).__qualname__ != type(other).__qualname__:
         return f"{where}: {type(one)} and {type(other)}"
@@ -336,7 +338,11 @@ def differ(one: Any, other: Any, where: str, seen: frozenset[tuple[int, int]] = 
 
 
 def _attributes(cls: type) -> set[str]:
-    return set(vars(cls)) - {"__dict__", "__doc__", "__module__", "__slotnames__", "__weakref__"}
+    return set(vars(cls)) - {
+        *("__dict__", "__doc__", "__module__", "__slotnames__", "__weakref__"),
+        *("__annotate_func__", "__annotations_cache__", "__annotations__", "__classdictcell__"),  # compared as such
+        *("__firstlineno__", "__static_attributes__"),  # notes of the compiler, since Python 3.13
+    }
 
 
 def _differ_functions(one: Any, other: Any, where: str, seen: Any) -> str | None:
