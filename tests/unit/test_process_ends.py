@@ -106,7 +106,7 @@ def test_an_engine_that_ends_before_it_has_begun_ends_the_others_at_once(capfd: 
     assert "was killed by SIGKILL before it had begun" in capfd.readouterr().err
 
 
-def test_without_a_loopback_interface_nothing_starts() -> None:
+def test_without_a_loopback_interface_nothing_starts(tmp_path: Path) -> None:
     require_loopback()
     unshare = needs("unshare")
     script = "from distnb.cluster.local.loopback import require_loopback; require_loopback()"
@@ -116,3 +116,7 @@ def test_without_a_loopback_interface_nothing_starts() -> None:
     assert ended.returncode == 1
     assert f"{StartError.__name__}: The loopback interface" in ended.stderr
     assert "ip link set lo up" in ended.stderr
+    (tmp_path / "script.py").touch()
+    command = [unshare, "-n", sys.executable, "-m", "distnb", "run", "-n", "2", str(tmp_path / "script.py")]
+    script = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "ip link set lo up" in script.stderr

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from distnb.cluster import tpu_chips
+from distnb.cluster.local.loopback import require_loopback
 from distnb.cluster.local.processes import Processes, describe_status
 from distnb.cluster.local.script_replica import error_path
 from distnb.cluster.process_environment import PYTHON_MODULE, Seat, script_environment
@@ -49,6 +50,8 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Wor
         raise StartError(
             "A cluster of several machines (TF_CONFIG) on TPU chips: distnb uses the chips of one machine."
         )
+    if placement is None:
+        require_loopback()
     with ExitStack() as undo:  # each step is undone, also when undoing another fails
         run = _ScriptRun()
         undo.callback(run.close)
