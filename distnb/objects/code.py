@@ -28,6 +28,7 @@ __all__ = [
     "Classes",
     "CodeNames",
     "DYNAMIC",
+    "DYNAMIC_ATTRIBUTES",
     "EMPTY",
     "class_state",
     "content_of",
@@ -48,6 +49,9 @@ __all__ = [
 
 DYNAMIC = frozenset({"dir", "eval", "exec", "globals", "locals", "vars"})
 """Text that names one of these may read any name."""
+
+DYNAMIC_ATTRIBUTES = frozenset({"__globals__", "f_globals", "user_global_ns", "user_ns"})
+"""So may text with one of these attributes."""
 
 _GLOBAL_READS = frozenset(
     {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_GLOBAL", "DELETE_NAME", "STORE_GLOBAL"}
@@ -92,7 +96,7 @@ class CodeNames(NamedTuple):
     @property
     def dynamic(self) -> bool:
         """Whether it may read any name."""
-        return not DYNAMIC.isdisjoint(self.names)
+        return not DYNAMIC.isdisjoint(self.names) or not DYNAMIC_ATTRIBUTES.isdisjoint(self.attributes)
 
 
 def own_names(code: types.CodeType) -> set[str]:

@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from distnb.objects.code import DYNAMIC, names_of_code, own_names
+from distnb.objects.code import DYNAMIC, DYNAMIC_ATTRIBUTES, names_of_code, own_names
 
 __all__ = ["Reads", "names_read"]
 
@@ -38,11 +38,13 @@ class Reads:
 
     Attributes:
         names: Names it reads (or deletes) before it has surely assigned them; builtins among them.
+        assigned: Names that it assigns at its top level, if it comes to that.
         attributes: Names of attributes in it, to tell submodules.
         dynamic: It may read any name (eval, exec, globals(), %run…).
     """
 
     names: set[str] = field(default_factory=set)
+    assigned: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
     dynamic: bool = False
 
@@ -137,10 +139,12 @@ class _Flow:
             self._bodies[node.name] = later
         self._read(now, sure)
         self.found.attributes |= names_of_code(code).attributes
+        self.found.dynamic = self.found.dynamic or not DYNAMIC_ATTRIBUTES.isdisjoint(self.found.attributes)
         deleted = {each.argval for each in dis.get_instructions(code) if each.opname == "DELETE_NAME"}
         self.found.names |= deleted  # also one that was just assigned: it has to go from the notebook, too
         perhaps = {part.target.id for part in ast.walk(node) if isinstance(part, ast.NamedExpr)}
         stored = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME"}
+        self.found.assigned |= stored
         return (sure if isinstance(node, ast.Match) else sure | (stored - perhaps)) - deleted
 
     def _read(self, names: set[str], sure: Names) -> None:

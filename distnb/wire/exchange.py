@@ -113,7 +113,8 @@ class Snapshot(NamedTuple):
     Attributes:
         team: The engines whose objects it is about.
         serial: Its number; objects that the program makes are called by it.
-        names: All that is to be in the namespace; None where it may stay as it is.
+        names: Those that the program reads; None where the namespace may stay as it is.
+        staying: Other names of the notebook's, which stay bound to what they are bound to.
         imports: Modules by the names that are bound to them.
         sections: Names whose values are compared after the program, whether they are bound or not.
         pack: What the engines lack of these values.
@@ -135,6 +136,7 @@ class Snapshot(NamedTuple):
     team: TeamKey
     serial: int
     names: tuple[str, ...] | None = None
+    staying: tuple[str, ...] = ()
     imports: Mapping[str, str] = {}
     sections: tuple[str, ...] = ()
     pack: Packed | None = None

@@ -126,8 +126,11 @@ class EngineNamespace:
     def _bind(self, objects: EngineObjects, snapshot: Snapshot) -> None:
         user_ns, tracker, names, pack = self.user_ns, objects.tracker, snapshot.names, snapshot.pack
         if names is not None:
-            for name in [name for name in user_ns if not self._is_hidden(name)]:
+            kept = {*names, *snapshot.staying}
+            for name in [name for name in user_ns if name not in kept and not self._is_hidden(name)]:
                 del user_ns[name]
+            for name in objects.plain.keys() - kept:
+                del objects.plain[name]
             for name, module in snapshot.imports.items():
                 user_ns[name] = open_module(module)
         wanted = frozenset(names or ())

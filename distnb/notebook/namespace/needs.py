@@ -24,6 +24,7 @@ class Needs:
         plain: Immutable values and handles, by name.
         sections: All other values, by name; of a call's arguments by their place, "@0".
         look: How these look, and what functions among them read.
+        own_source: File name, text and name in tracebacks of the cell that is run.
         more: Names to take in; those that the notebook does not have are left out.
         unseen: Values to take in, under names of their own: what is bound to no name of the notebook's.
     """
@@ -37,6 +38,7 @@ class Needs:
         self.sections: dict[str, Any] = {}
         self.look = Look()
         self.unseen: dict[str, Any] = {}
+        self.own_source: tuple[str, str, str] | None = None
         self._done: set[str] = set()
         self._behind: set[ObjectId] = set()
         self.more: list[str] = []

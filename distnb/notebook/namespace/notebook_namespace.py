@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import linecache
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from distnb.errors import NamespaceError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.handles.pending import resolve
+from distnb.notebook.namespace.bound_names import BoundNames
 from distnb.notebook.namespace.handle_operations import HandleOperations, Perform
 from distnb.notebook.namespace.local_copies import LocalCopies
 from distnb.notebook.namespace.module_watch import ModuleWatch
@@ -23,7 +25,7 @@ from distnb.notebook.output.wording import cell_name
 from distnb.objects.code import Classes, is_code, is_simple
 from distnb.objects.modes import capture_environment
 from distnb.objects.packing import Packed
-from distnb.objects.plain import is_plain, same
+from distnb.objects.plain import is_plain
 from distnb.objects.reads import names_read
 from distnb.topology import Team
 from distnb.values import DistributedValues
@@ -60,16 +62,26 @@ class NotebookNamespace:
 
     # -- cells ---------------------------------------------------------------------------------------------------------
 
-    def outgoing(self, source: str, team: Team) -> Snapshot:
-        """What a cell needs. Call it right before the cell is sent, and send what it gives."""
+    def outgoing(self, source: str, team: Team, filename: str = "", label: str = "") -> Snapshot:
+        """What a cell needs. Call it right before the cell is sent, and send what it gives.
+
+        Args:
+            source: What is run: the cell's text, or a part of it that was made a program of its own.
+            team: The engines that run it.
+            filename, label: What the code objects carry, and how tracebacks call the cell. Tracebacks show the lines
+                that the notebook has for that file, not those of the source.
+        """
         tracked = self._teams.of(team.engines)
         reads = names_read(source)
         needs = self._needs(tracked)
         needs.look.attributes |= reads.attributes
-        needs.more += sorted(reads.names)
+        needs.more += sorted({*reads.names, *tracked.bound.rebound(self.user_ns)})
         if reads.dynamic:
             needs.more += sorted(user_names(self.user_ns))
-        return self._snapshot(tracked, needs, None, cell=True)
+        if filename:
+            lines = linecache.getlines(filename)
+            needs.own_source = filename, "".join(lines) or source, label
+        return self._snapshot(tracked, needs, None, cell=True, assigned=reads.assigned)
 
     def incoming(self, team: Team, replies: Mapping[int, Result]) -> None:
         """Take in what a cell did (`EngineNamespace.finish`, by replica), whether it failed or not."""
@@ -193,22 +205,25 @@ class NotebookNamespace:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _snapshot(self, tracked: TrackedObjects, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
+    def _snapshot(
+        self, tracked: TrackedObjects, needs: Needs, arguments: Any, *, cell: bool, assigned: Collection[str] = ()
+    ) -> Snapshot:
         needs.collect()
         try:
-            return self._make_snapshot(tracked, needs, arguments, cell=cell)
+            return self._make_snapshot(tracked, needs, arguments, cell=cell, assigned=assigned)
         except BaseException:  # the user's interrupt, or what the user's own code raises as it is pickled
             tracked.doubt()
             raise
 
-    def _make_snapshot(self, tracked: TrackedObjects, needs: Needs, arguments: Any, *, cell: bool) -> Snapshot:
+    def _make_snapshot(
+        self, tracked: TrackedObjects, needs: Needs, arguments: Any, *, cell: bool, assigned: Collection[str]
+    ) -> Snapshot:
         serial = next(self._serials)
         tracker = tracked.tracker
         # In the order in which they are opened: what others need to be opened comes first.
         sections = dict(sorted(needs.sections.items(), key=lambda section: not is_code(section[1])))
         tracked.forget_arguments(frozenset(sections))
-        for name in sections:
-            tracked.plain.pop(name, None)
+        tracked.bound.send_by_value(sections)
         rebound = [name for name in sections if name in tracker and tracker.root(name) is not sections[name]]
         tracked.let_go(rebound, serial)
         lacking = tracker.lacking(sections, needs.look)
@@ -219,13 +234,15 @@ class NotebookNamespace:
                 what = ", ".join(f"`{name}`" for name in pack.names if not name.startswith("@"))
                 size = f"{pack.nbytes / 1e6:,.0f} MB to {tracked.size} replica(s)"
                 self._announce(f"distnb: sending {size}: {what or 'arguments of a call'}")
-        plain = {name: value for name, value in needs.plain.items() if not _is_sent(tracked.plain, name, value)}
-        tracked.plain.update(plain)
-        names = tuple(needs.names)
-        rebind = bool(plain) or any(name in needs.names for name in lacking)
-        bind = rebind or not self._are_bound(tracked.bound, names, cell=cell)
+        names, bound = tuple(needs.names), tracked.bound
+        plain = {name: value for name, value in needs.plain.items() if not bound.is_sent(name, value)}
+        # A cell binds them always: a thread of an earlier cell may have bound them to something else.
+        bind = cell or bool(plain) or any(name in needs.names for name in lacking) or not self._are_bound(bound, names)
+        staying = bound.stay(self.user_ns, set(assigned).difference(names)) if bind else ()
         if bind:
-            tracked.bound = names
+            bound.latest = names
+        for name, value in {**plain, **{name: self.user_ns[name] for name in needs.imports}}.items():
+            bound.send(name, value)
         code_changed = any(is_code(sections[name]) for name in lacking)
         environment = capture_environment(tracked.environment, "beginning" if cell else "call")
         changed = None
@@ -237,6 +254,7 @@ class NotebookNamespace:
             tracked.key,
             serial,
             names if bind else None,
+            staying,
             needs.imports,
             tuple(sections),
             pack,
@@ -275,16 +293,18 @@ class NotebookNamespace:
         tracked.let_go(rebound, next(self._serials))
         return Needs(tracked, user_ns)
 
-    def _are_bound(self, bound: tuple[str, ...] | None, names: tuple[str, ...], *, cell: bool) -> bool:
-        """Whether the engines' namespace is what a program needs: that of a cell has no other names."""
-        if bound is None or cell:
-            return names == bound
-        return set(names) <= set(bound) and all(name in self.user_ns for name in bound)
+    def _are_bound(self, bound: BoundNames, names: tuple[str, ...]) -> bool:
+        """Return whether the latest snapshot has bound what a call needs, and the notebook has these names still."""
+        latest = bound.latest
+        return latest is not None and set(names) <= set(latest) and all(name in self.user_ns for name in latest)
 
     def _sources(self, tracked: TrackedObjects, needs: Needs) -> dict[str, tuple[str, str]]:
-        found = needs.look.sources
-        sources = {name: (text, cell_name(name)) for name, text in found.items() if name not in tracked.sources}
-        tracked.sources.update(sources)
+        found = {name: (text, cell_name(name)) for name, text in needs.look.sources.items()}
+        if needs.own_source is not None:
+            name, text, label = needs.own_source
+            found[name] = text, label
+        sources = {name: source for name, source in found.items() if tracked.sources.get(name) != hash(source)}
+        tracked.sources.update({name: hash(source) for name, source in sources.items()})
         return sources
 
     def _reloads(self, tracked: TrackedObjects, needs: Needs) -> dict[str, Any]:
@@ -293,16 +313,6 @@ class NotebookNamespace:
         modules = {name: reloads for name, reloads in wanted.items() if tracked.modules.get(name) != reloads}
         tracked.modules.update(modules)
         return modules
-
-
-def _is_sent(sent: Mapping[str, Any], name: str, value: Any) -> bool:
-    """Whether the engines have an immutable value, or a handle, under a name."""
-    known = sent.get(name, MISSING)
-    if known is value:
-        return True
-    if known is MISSING or type(value) in HANDLES or type(known) in HANDLES:
-        return False
-    return same(known, value)
 
 
 class _Arguments:

@@ -87,7 +87,7 @@ class Results:
         self._describe_handles()
         self._take_environment(environment)
         if any(results.names or results.deleted for results in every):
-            tracked.bound = None  # the program bound names itself
+            tracked.bound.latest = None  # the program bound names itself
 
     def result(self) -> Any:
         """The result of a call, regrouped: a plain value where all replicas agree on it, else a handle."""
@@ -195,6 +195,7 @@ class Results:
         state_of_handle(handle).as_of = -1
         for name in names:
             self._user_ns[name] = handle
+            self._tracked.bound.assign(name, handle)
         what = f"`{names[0]}`" if names else f"A {type(old).__qualname__} in the notebook"
         self._announce(
             f"distnb: {what} was changed differently by the replicas. It is now a PerReplica handle of what each of "
@@ -242,6 +243,7 @@ class Results:
         every = self._results.items()
         described = {replica: results.names[name] for replica, results in every if name in results.names}
         value = self._combine(name, described, name)
+        self._tracked.bound.assign(name, value)
         shell = self._user_ns.get("get_ipython") if name == "_" else None
         if callable(shell) and shell() is not None:
             shell().displayhook.update_user_ns(value)  # `__`, `_3` and `Out` as well

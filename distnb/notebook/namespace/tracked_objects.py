@@ -8,6 +8,7 @@ from typing import Any
 
 from distnb.errors import CannotTravelError, DistnbError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
+from distnb.notebook.namespace.bound_names import BoundNames
 from distnb.objects.code import Classes
 from distnb.objects.looking import Side
 from distnb.objects.modes import Environment
@@ -84,12 +85,11 @@ class TrackedObjects:
     Attributes:
         key: Their ids, and how often the group was made anew.
         tracker: What of its objects the engines have.
-        plain: The immutable values and the handles that names are bound to on the engines.
-        bound: The names that are in the engines' namespace; None if that is not known.
+        bound: What names are bound to on the engines.
         environment: What the engines' environment is; None if that is not known.
         modes_set_by: Which program, by its snapshot, changed a mode last.
         ended: The engines were restarted or stopped.
-        sources: File names whose text the engines have.
+        sources: Hashes of the texts that the engines have, by file name.
         modules: What they know of the notebook's modules.
         forget, adopt, renamed, released, unlike_parts: To be told with the next snapshot.
         fresh: What was sent is not certain to have arrived: everything is sent again.
@@ -100,12 +100,11 @@ class TrackedObjects:
         self.whole = key[0]  # the engines that it was made with, those that died since among them
         self.references = NotebookReferences(self)
         self.tracker = Tracker(Side(user_ns, self.references, classes))
-        self.plain: dict[str, Any] = {}
-        self.bound: tuple[str, ...] | None = None
+        self.bound = BoundNames(self.tracker)
         self.environment: Environment | None = None
         self.modes_set_by: dict[str, int] = {}
         self.ended = False
-        self.sources: set[str] = set()
+        self.sources: dict[str, int] = {}
         self.modules: dict[str, Reloads] = {}
         self.forget: set[str] = set()
         self.unlike_parts: set[int] = set()
@@ -219,8 +218,7 @@ class TrackedObjects:
         self.tracker.clear()
         self.outstanding.clear()
         self.unlike_parts.clear()
-        self.plain.clear()
-        self.bound = None
+        self.bound.clear()
         self.environment = None
         self.sources.clear()
         self.modules.clear()
@@ -240,7 +238,7 @@ class TrackedObjects:
             state_of_handle(handle).move(before, key[0])
             object.__setattr__(handle, "_num_replicas", len(key[0]))
         # A handle of components that differ stands otherwise for fewer replicas.
-        self.plain = {name: value for name, value in self.plain.items() if type(value) not in HANDLES}
+        self.bound.forget_sent_handles()
 
     def end(self) -> None:
         """Its engines are gone: every handle of it is stale."""

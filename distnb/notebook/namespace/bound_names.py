@@ -1,0 +1,128 @@
+"""Names in the engines' namespace, and what they are bound to there as far as the notebook knows."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from distnb.notebook.handles.handle import HANDLES
+from distnb.notebook.namespace.user_names import is_user_name
+from distnb.objects.plain import is_plain, same
+from distnb.objects.tracking import Tracker
+from distnb.values import Mirrored
+
+__all__ = ["BoundNames"]
+
+_UNKNOWN: Any = object()
+
+
+class BoundNames:
+    """What names are bound to on the engines of one group.
+
+    A program binds the names that it reads. Others of the notebook's names stay bound on the engines, since threads of
+    earlier cells may read them: to immutable values, modules and handles as they are now, and to what is sent by value
+    as it was. Objects behind handles are not kept alive by this.
+
+    Args:
+        tracker: Knows the values that are sent by value.
+
+    Attributes:
+        latest: Names that the latest snapshot bound, if nothing was bound since; else None.
+
+    An example: cell 1 starts a thread that reads `rate`, `rows` and `done`. Cell 2, which reads none of them, begins
+    after `rate = 0.1`, `rows = []` and `del done` in the notebook. From then on the thread finds the new rate, the
+    list that `rows` was, and no `done`.
+    """
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.latest: tuple[str, ...] | None = None
+        self._tracker = tracker
+        self._values: dict[str, Any] = {}  # immutable values, modules, and weak references to handles
+        self._sent: set[str] = set()  # names whose immutable values and handles the engines keep
+        self._there: set[str] = set()  # every name that is bound
+
+    def clear(self) -> None:
+        """Forget everything: maybe an engine has other values."""
+        self.latest = None
+        self._values.clear()
+        self._sent.clear()
+        self._there.clear()
+
+    def send(self, name: str, value: Any) -> None:
+        """Note that the engines are sent an immutable value, a handle or a module for a name, and keep it."""
+        self.assign(name, value)
+        self._sent.add(name)
+
+    def assign(self, name: str, value: Any) -> None:
+        """Note that a name was bound on the engines to what the notebook has bound it to."""
+        self._sent.discard(name)
+        self._there.add(name)
+        if not _is_small(value):
+            self._values.pop(name, None)
+        else:
+            self._values[name] = weakref.ref(value) if type(value) in HANDLES else value
+
+    def send_by_value(self, names: Iterable[str]) -> None:
+        """Note that the tracker knows what the engines have for these names from now on."""
+        for name in names:
+            self._values.pop(name, None)
+            self._sent.discard(name)
+        self._there.update(names)
+
+    def forget_sent_handles(self) -> None:
+        """Send handles again: they stand for other objects."""
+        self._sent = {name for name in self._sent if type(self._values[name]) is not weakref.ref}
+
+    def is_sent(self, name: str, value: Any) -> bool:
+        """Return whether the engines keep an immutable value or a handle for a name."""
+        return name in self._sent and self._is_bound_to(name, value)
+
+    def rebound(self, user_ns: Mapping[str, Any]) -> list[str]:
+        """Return the names that the notebook has bound anew to something that takes no time to send."""
+        return [
+            name
+            for name in self._there
+            if name in user_ns and not self._is_bound_to(name, value := user_ns[name]) and _is_small(value)
+        ]
+
+    def stay(self, user_ns: Mapping[str, Any], assigned: Collection[str]) -> tuple[str, ...]:
+        """Return the notebook's names that stay bound on the engines although a program does not read them.
+
+        A name whose object was freed does not stay. Nor does one that the program assigns and that is not bound to the
+        same on all replicas and in the notebook: a replica does not see that it is assigned to what it was bound to.
+        """
+        staying = tuple(
+            name
+            for name in user_ns
+            if isinstance(name, str)
+            and is_user_name(name, user_ns)
+            and not self._is_freed(name)
+            and (name not in assigned or self._is_common(name, user_ns[name]))
+        )
+        self._there.intersection_update(staying)
+        for name in self._values.keys() - self._there:
+            del self._values[name]
+            self._sent.discard(name)
+        return staying
+
+    def _is_common(self, name: str, value: Any) -> bool:
+        return self._is_bound_to(name, value) and (type(value) not in HANDLES or isinstance(value, Mirrored))
+
+    def _is_freed(self, name: str) -> bool:
+        value = self._values.get(name)
+        return type(value) is weakref.ref and value() is None
+
+    def _is_bound_to(self, name: str, value: Any) -> bool:
+        known = self._values.get(name, _UNKNOWN)
+        if type(known) is weakref.ref:
+            return known() is value
+        if known is _UNKNOWN:
+            return name in self._tracker and self._tracker.root(name) is value
+        return known is value or (type(value) not in HANDLES and same(known, value))
+
+
+def _is_small(value: Any) -> bool:
+    kind = type(value)
+    return kind in HANDLES or issubclass(kind, types.ModuleType) or is_plain(value)
