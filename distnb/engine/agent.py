@@ -351,7 +351,7 @@ class Agent:
             if message.only is None or replica in message.only:
                 scope = strategies.resolve(message.strategy).scope() if message.in_scope else nullcontext()
                 with threads_awaited(), scope, profile or nullcontext():
-                    self._executor.run(message.source, message.filename, message.label)
+                    self._executor.run(message.source, message.filename, message.function)
                     self._namespace.refuse_placeholders(mark)
             self._shell.events.trigger("post_execute")  # figures that were drawn are shown now
 

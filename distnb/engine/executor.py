@@ -9,14 +9,14 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import types
 from collections.abc import Coroutine
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from distnb.engine.cell_sources import remember_source
 from distnb.objects.placeholder import Placeholder
 from distnb.runtime import contexts
-from distnb.wire.messages import Display
+from distnb.wire.messages import Display, UsersFunction
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -34,22 +34,23 @@ class Executor:
         self._shell = shell
         self._control = control
 
-    def run(self, source: str, filename: str, label: str = "") -> None:
+    def run(self, source: str, filename: str, function: UsersFunction | None = None) -> None:
         """Run a cell to its end, and raise whatever it raises.
+
+        With a `function`, the source is a block of that function of the user's. It defines a function with the block,
+        and calls it; tracebacks show the block's lines, in the user's function.
 
         SystemExit only if its status tells of a failure: `exit()` ends the cell, and no more.
         """
         # IPython strips empty lines at the top, but they stand for the notebook cell's first lines: numbers must agree.
         padding = "\n" * (len(source) - len(source.lstrip("\n")))
         text = padding + self._shell.transform_cell(source)
-        remember_source(filename, text, label)
         tree = self._shell.transform_ast(ast.parse(text, filename))
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) and not _is_silenced(text) else None
         try:
-            if tree.body:
-                self._execute(self._compile(tree, filename, "exec"))
-            if last is not None:
-                self._show(self._execute(self._compile(ast.Expression(last.value), filename, "eval")))
+            if function is not None:
+                self._block(tree, filename, function)()
+            else:
+                self._statements(tree, filename, silent=_is_silenced(text))
             contexts.stand_in(None)
         except SystemExit as ended:
             contexts.stand_in(None, None if ended.code in (None, 0) else ended)
@@ -58,6 +59,29 @@ class Executor:
         except BaseException as error:
             contexts.stand_in(None, error)
             raise
+
+    def _statements(self, tree: ast.Module, filename: str, *, silent: bool) -> None:
+        """Run a cell's statements, and show the value of the last one."""
+        last: Any = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) and not silent else None
+        if tree.body:
+            self._execute(self._compile(tree, filename, "exec"))
+        if last is not None:
+            self._show(self._execute(self._compile(ast.Expression(last.value), filename, "eval")))
+
+    def _block(self, tree: ast.Module, filename: str, function: UsersFunction) -> types.FunctionType:
+        """Make the function with the block. What was added to the user's statement gets that statement's line."""
+        definition: Any = tree.body[0]
+        statement, *added = definition.body
+        for each in (definition, *added):
+            for node in ast.walk(each) if each is not definition else (definition, *ast.walk(definition.args)):
+                if isinstance(node, ast.stmt | ast.expr | ast.arg | ast.excepthandler):
+                    ast.copy_location(node, statement)
+        definition.lineno = function.line  # where inspect and tracebacks look for its text
+        self._execute(self._compile(ast.Module([definition], []), filename, "exec"))
+        block: types.FunctionType = self._shell.user_ns.pop(definition.name)
+        name = function.name.rpartition(".")[2]
+        block.__code__ = block.__code__.replace(co_name=name, co_qualname=function.name)
+        return block
 
     def _compile(self, tree: ast.Module | ast.Expression, filename: str, mode: str) -> CodeType:
         # The shell's flags hold the `from __future__` imports of earlier cells.

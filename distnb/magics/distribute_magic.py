@@ -26,6 +26,7 @@ from distnb.notebook.output.profiles import profile_folder
 from distnb.notebook.output.wording import cell_name
 from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER
+from distnb.wire.messages import UsersFunction
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -122,10 +123,10 @@ class DistributeMagic(ast.NodeTransformer):
                     if request.time and session.latest_times is not None:
                         print(_told(session.latest_times))
 
-    def run_in_scope(self, source: str, spec: StrategySpec, filename: str) -> None:
-        """Run the body of a top-level `with strategy.scope():` on the replicas."""
+    def run_in_scope(self, source: str, spec: StrategySpec, filename: str, function: UsersFunction | None) -> None:
+        """Run a `with strategy.scope():` of an ordinary cell, or of a function of one, on the replicas."""
         self._front.name_cell(spec.kind)
-        self._run(self._ensure(), source, spec, filename, in_scope=True)
+        self._run(self._ensure(), source, spec, filename, in_scope=True, function=function)
 
     def _run(self, session: Session, source: str, spec: StrategySpec, filename: str, **how: Any) -> None:
         # IPython's counter may be one further already.

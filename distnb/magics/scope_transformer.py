@@ -30,14 +30,15 @@ from typing import TYPE_CHECKING, Any
 from distnb.errors import ContextError
 from distnb.magics.tracebacks import presented
 from distnb.options import StrategySpec
+from distnb.wire.messages import UsersFunction
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 __all__ = ["RunInScope", "ScopeDispatch", "ScopeTransformer"]
 
-RunInScope = Callable[[str, StrategySpec, str], None]
-"""Runs a source text in the scope of a strategy on the replicas: (source, spec, filename)."""
+RunInScope = Callable[[str, StrategySpec, str, UsersFunction | None], None]
+"""Runs a source text in the scope of a strategy on the replicas: (source, spec, filename, function that it is in)."""
 
 _DISPATCH = "get_ipython()._distnb_scope"
 _GIVEN, _MADE, _BLOCK = "_given_", "_made_", "_block_"
@@ -184,7 +185,7 @@ class ScopeDispatch:
         self.bound.clear()
         if not names:
             above = "\n" * (first - 2) + "if True:\n" if indent else "\n" * (first - 1)
-            self._send(above + text, scope, filename)
+            self._send(above + text, scope, filename, None)
             return
         if not indent:
             text, indent = textwrap.indent(text, "    "), "    "
@@ -198,16 +199,18 @@ class ScopeDispatch:
         body = "\n".join([text, *tail, f"{_BLOCK}()", ""])
         user_ns.update(given)
         try:
-            self._send("\n" * (first - 2) + f"def {_BLOCK}({head}):\n{body}", scope, filename)
+            source = "\n" * (first - 2) + f"def {_BLOCK}({head}):\n{body}"
+            code = frame.f_code
+            self._send(source, scope, filename, UsersFunction(code.co_qualname, code.co_firstlineno))
         finally:
             for name in (*given, _BLOCK):
                 user_ns.pop(name, None)
             made = {name: user_ns.pop(_MADE + name) for name in stores if _MADE + name in user_ns}
         self.bound.update(made)
 
-    def _send(self, source: str, scope: Any, filename: str) -> None:
+    def _send(self, source: str, scope: Any, filename: str, function: UsersFunction | None) -> None:
         with presented():
-            self._run(source, scope.strategy.spec, filename)
+            self._run(source, scope.strategy.spec, filename, function)
 
 
 def _text_of(filename: str, first: int, last: int, unparsed: str) -> tuple[str, str]:

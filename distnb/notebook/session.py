@@ -32,7 +32,7 @@ from distnb.options import StrategySpec
 from distnb.runtime import step_count
 from distnb.topology import Device, Task, Team
 from distnb.wire.exchange import Snapshot
-from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, PostMortem, RunCell, Status
+from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, PostMortem, RunCell, Status, UsersFunction
 
 __all__ = ["CellTimes", "EngineStatus", "Session"]
 
@@ -247,6 +247,7 @@ class Session:
         filename: str,
         label: str = "",
         in_scope: bool = False,
+        function: UsersFunction | None = None,
         only: tuple[int, ...] | None = None,
         detailed: bool = False,
         profile: Path | None = None,
@@ -258,6 +259,7 @@ class Session:
             filename: What code objects of the cell carry.
             label: How tracebacks call the cell, "Cell In[3]".
             in_scope: Run it within `strategy.scope()`.
+            function: The user's function that the source is a block of, if it is (see `RunCell`).
             only: The replicas that run it; None for all.
             detailed: Have events tell each wait of the replicas.
             profile: A folder for what torch.profiler records on each replica.
@@ -278,10 +280,10 @@ class Session:
             self.failure = None
             with self._dispatch.interrupts as interrupts:
                 with interrupts.brief():
-                    snapshot = self.namespace.outgoing(source, team)
+                    snapshot = self.namespace.outgoing(source, team, filename, label)
                     self.namespace.operations.changes += 1
                 watched = only, detailed, profile is not None
-                message = RunCell(program, team, spec, source, filename, label, in_scope, snapshot, *watched)
+                message = RunCell(program, team, spec, source, filename, function, in_scope, snapshot, *watched)
                 self._supervisor.publish(Status(program, "started", team))
                 folder_locks.release_kept()  # the cell may save where this process has saved
                 outcome = self._dispatch.post(program, team.engines, message, quiet=False)

@@ -51,6 +51,7 @@ __all__ = [
     "TakeTask",
     "TelemetrySample",
     "Unread",
+    "UsersFunction",
     "Waiting",
 ]
 
@@ -61,6 +62,18 @@ ObjectId = tuple[int, str]
 # -- program channel, notebook to engine -------------------------------------------------------------------------
 
 
+class UsersFunction(NamedTuple):
+    """How tracebacks show a function.
+
+    Attributes:
+        name: Its qualified name.
+        line: Its first line in its file.
+    """
+
+    name: str
+    line: int
+
+
 class RunCell(NamedTuple):
     """Run a cell (or the body of a top-level scope) on this replica.
 
@@ -68,8 +81,9 @@ class RunCell(NamedTuple):
         program: Serial number of the program; replies and events carry it.
         team, strategy: Who runs it together, and which strategy the name `strategy` is bound to.
         source: The text without its magic line, padded so that line numbers are the notebook cell's.
-        filename: Key of the source in linecache, the notebook's own name for the cell.
-        label: How tracebacks call it, "Cell In[3]".
+        filename: What its code objects carry, the notebook's own name for the cell.
+        function: The user's function that the source is a block of, if it is. The source then defines a function with
+            that block, and calls it.
         in_scope: Run inside `strategy.scope()`.
         only: The replicas that run it, by their ids; the others do nothing. None: all.
         snapshot: What it needs of the namespace (see `wire.exchange`).
@@ -82,7 +96,7 @@ class RunCell(NamedTuple):
     strategy: StrategySpec
     source: str
     filename: str
-    label: str = ""
+    function: UsersFunction | None = None
     in_scope: bool = False
     snapshot: Any = None
     only: tuple[int, ...] | None = None

@@ -21,6 +21,7 @@ from distnb.notebook.session import Session
 from distnb.options import StrategySpec
 from distnb.runtime.this_process import this_process
 from distnb.values import Mirrored
+from distnb.wire.messages import UsersFunction
 from tests.worlds import Process, modes_kept
 
 pytestmark = pytest.mark.timeout(120)
@@ -193,8 +194,8 @@ def test_an_error_of_a_class_of_ones_own(world: World) -> None:
 
 
 def test_a_scope_in_a_function(world: World, session: Session) -> None:
-    def run(source: str, spec: StrategySpec, filename: str) -> None:
-        session.run_cell(source, spec, filename=filename, in_scope=True)
+    def run(source: str, spec: StrategySpec, filename: str, function: UsersFunction | None) -> None:
+        session.run_cell(source, spec, filename=filename, in_scope=True, function=function)
 
     ScopeDispatch(run).install(world.notebook.shell)
     world.here("from torch import nn\nimport torch\nmodel = 'global'")

@@ -180,6 +180,41 @@ def test_a_failing_call_shows_the_cells_line_and_debug_begins_there(notebook: No
     assert "distnb/" not in failed.traceback.replace("/tests/", "")
 
 
+SCOPED = """class Trainer:
+    def work(self, strategy, kind):
+        with strategy.scope():
+            model = torch.nn.Linear(1, 1)
+            assert kind != "scope", 'here'
+        def step(batch):
+            loss = model(batch).mean()
+            assert kind != "step", 'here'
+            loss.backward()
+        for batch in strategy.distribute_dataset(torch.ones(4, 1), batch_size=4):
+            strategy.run(step, args=(batch,))
+        self.step = step
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "shown"),
+    [
+        ("scope", (", line 5, in Trainer.work(", """----> 5             assert kind != "scope", 'here'""")),
+        ("step", (", line 8, in Trainer.work.<locals>.step", """----> 8             assert kind != "step", 'here'""")),
+        ("mean", (", line 9: loss.backward()",)),
+    ],
+)
+def test_a_function_with_a_scope_shows_its_own_lines_each_time(
+    notebook: Notebook, kind: str, shown: tuple[str, ...]
+) -> None:
+    notebook.run("import torch\nstrategy = distnb.MirroredStrategy()")
+    notebook.run(SCOPED)
+    for _ in range(2):
+        failed = notebook.try_run(f"Trainer().work(strategy, {kind!r})")
+        assert all(line in failed.traceback for line in shown), failed.traceback
+        assert "_block_" not in failed.traceback
+        assert "_made_" not in failed.traceback
+
+
 # -- modules that change under way -------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from distnb.errors import ContextError
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.notebook.remote_runtime import RemoteScope
 from distnb.options import StrategySpec
+from distnb.wire.messages import UsersFunction
 
 
 class FakeStrategy:
@@ -41,7 +42,7 @@ class FakeStrategy:
 def shell() -> Iterator[InteractiveShell]:
     made = InteractiveShell()
     made.sent = []
-    dispatch = ScopeDispatch(lambda source, spec, filename: made.sent.append((source, spec, filename)))
+    dispatch = ScopeDispatch(lambda source, spec, filename, function: made.sent.append((source, spec, filename)))
     dispatch.install(made)
     made.ast_transformers.append(ScopeTransformer())
     made.user_ns["here"] = FakeStrategy(remote=False)
@@ -106,7 +107,7 @@ def test_the_receiver_may_be_any_expression(shell: InteractiveShell) -> None:
 def pretend(shell: InteractiveShell) -> None:
     """Run what would be sent here, as the replicas would."""
 
-    def run_here(source: str, spec: StrategySpec, filename: str) -> None:
+    def run_here(source: str, spec: StrategySpec, filename: str, function: UsersFunction | None) -> None:
         shell.sent.append((source, spec, filename))
         shell.user_ns["there"].remote = False
         try:
