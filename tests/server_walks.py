@@ -14,6 +14,7 @@ import torch
 import distnb
 from distnb.checkpoint.states import object_states as states
 from distnb.coordinator import ClusterCoordinator
+from distnb.coordinator.libraries import Library, libraries
 from distnb.errors import ClosureCancelled, ServerLost
 from distnb.partitioners import FixedShardsPartitioner
 
@@ -71,27 +72,31 @@ class Counting(torch.nn.Module):
         return x @ self.weight
 
 
-class Ones(torch.nn.Module):
-    """A metric, as far as closures need one; torchmetrics takes seconds to load."""
-
-    total: torch.Tensor
+class Ones:
+    """A metric of a library of its own; torchmetrics takes seconds to load."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.reset()
-
-    @property
-    def metric_state(self) -> dict[str, torch.Tensor]:
-        return {"total": self.total}
-
-    def merge_state(self, state: dict[str, torch.Tensor]) -> None:
-        self.total = self.total + state["total"]
-
-    def reset(self) -> None:
-        self.total, self._update_count = torch.zeros(()), 0
+        self.total = torch.zeros(())
 
     def update(self, value: torch.Tensor) -> None:
-        self.total, self._update_count = self.total + value, self._update_count + 1
+        self.total = self.total + value
+
+
+class OnesLibrary(Library):
+    def is_metric(self, obj: Any) -> bool:
+        return isinstance(obj, Ones)
+
+    def reset(self, metric: Ones) -> None:
+        metric.total = torch.zeros(())
+
+    def contribution(self, metric: Ones) -> torch.Tensor | None:
+        return metric.total if metric.total else None
+
+    def merge(self, metric: Ones, contribution: torch.Tensor) -> None:
+        metric.total = metric.total + contribution
+
+
+libraries.append(OnesLibrary())
 
 
 class Program:
@@ -375,7 +380,7 @@ class Walk:
         self.resolve()
         self.certain = certain.copy()
         self.open.clear()
-        self.program.seen.reset()
+        self.program.seen.total = torch.zeros(())
         self.certain["seen"] = 0
         self.of_other.clear()
 

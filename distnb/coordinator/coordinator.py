@@ -294,7 +294,8 @@ class ClusterCoordinator:
             filled = {server: self._link.servers.generation(server) for server in sorted(self._empty_servers)}
         if missing:
             raise ServerLost(self._server_text(missing[0]))
-        self._await_held(lambda: not self._queue.ending)  # what still runs would change what is restored
+        for each in running_coordinators():
+            each._await_held(each._have_ended)  # what still runs would change what is restored
         runtime = roles.coordinating(self.strategy)
         for server in filled:
             runtime.access.recreate(server)
@@ -398,6 +399,10 @@ class ClusterCoordinator:
         with self._held():
             self._await(ready)
 
+    def _have_ended(self) -> bool:
+        """Return whether the closures that were told to end have ended."""
+        return not self._queue.ending
+
     def _await_result(self, ready: Callable[[], bool]) -> None:
         if not ready():
             self._await_held(ready)
@@ -446,7 +451,7 @@ class ClusterCoordinator:
         with _lock:
             self._cancel("the user interrupted")
             self._wake()
-            waiter = Waiter(lambda: not self._queue.ending)
+            waiter = Waiter(self._have_ended)
             self._waiters.append(waiter)
         waiter.wait_for(_END_S)
         with _lock:
@@ -462,7 +467,7 @@ class ClusterCoordinator:
         """Raise what closures have raised, once; and that a server or the cluster is gone, as long as it is."""
         if not self._trouble:
             return
-        self._await(lambda: not self._queue.ending)
+        self._await(self._have_ended)
         with _lock:
             errors, self._errors = self._errors, []
             interrupted, self._interrupted = self._interrupted, False
@@ -571,9 +576,15 @@ class ClusterCoordinator:
         name = closure.value.name
         if reply.status == "ok":
             self._forget(number)
-            for each in (reply, *others):
-                if each.value.contributions is not None:
-                    self._packer.merge(each.value.contributions)
+            try:
+                for each in (reply, *others):
+                    if each.value.contributions is not None:
+                        self._packer.merge(each.value.contributions)
+            except Exception as error:  # noqa: BLE001 - a metric's own code
+                error.add_note(f"What {name} had counted on worker {worker} could not be added to the metric.")
+                if not self._queue.ending:
+                    self._why = f"what {name} had counted could not be added to a metric"
+                return self._failed(closure, worker, number, error, now)
             self._staleness.extend(reply.value.staleness)
             self._steps += len(reply.value.staleness)
             closure.value.settle(reply.value.value, open_value)
@@ -586,6 +597,9 @@ class ClusterCoordinator:
             return self._queue.ended(worker, number, "cancelled", now)
         error = self._error_of(reply, worker, name)
         self._forget(number)
+        return self._failed(closure, worker, number, error, now)
+
+    def _failed(self, closure: _Closure, worker: int, number: int, error: BaseException, now: float) -> list[Order]:
         closure.value.spoil(error, "failed")
         self._errors.append(error)
         return self._queue.ended(worker, number, "failed", now)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
-from distnb.compat.torchmetrics_internals import forget_result, set_updates, updates
+from distnb.runtime.scopes import counted_metrics, metric_binding
 
 __all__ = ["Described", "Library", "libraries", "library_of", "parts_of"]
 
@@ -48,6 +49,18 @@ class Library(ABC):
         """Give a worker's own what goes with a closure. False: it is not of this library."""
         return False
 
+    def load(self) -> None:
+        """Prepare the library as the coordinator's is: a function that may use it is about to run."""
+        return
+
+    def check(self, metric: Any) -> None:
+        """Raise CannotTravelError if workers cannot count by a metric."""
+        return
+
+    def opened(self, metric: Any) -> None:
+        """Prepare a metric that a worker has made its own of."""
+        return
+
     @abstractmethod
     def is_metric(self, obj: Any) -> bool:
         """Whether workers count something by it that is added up on the coordinator."""
@@ -66,26 +79,31 @@ class Library(ABC):
 
 
 class _Torchmetrics(Library):
+    """Metrics, collections of metrics, and wrappers."""
+
     def is_metric(self, obj: Any) -> bool:
-        return isinstance(obj, torch.nn.Module) and hasattr(obj, "merge_state") and hasattr(obj, "metric_state")
+        torchmetrics: Any = sys.modules.get("torchmetrics")
+        return torchmetrics is not None and isinstance(obj, (torchmetrics.Metric, torchmetrics.MetricCollection))
+
+    def check(self, metric: Any) -> None:
+        counted_metrics.check(metric)
+        metric_binding.install()
+
+    def load(self) -> None:
+        if "torchmetrics" in sys.modules:
+            metric_binding.install()
+
+    def opened(self, metric: Any) -> None:
+        counted_metrics.note_attributes(metric)
 
     def reset(self, metric: Any) -> None:
-        metric.reset()
+        counted_metrics.reset(metric)
 
     def contribution(self, metric: Any) -> Any:
-        count = updates(metric)
-        return (count, metric.metric_state) if count else None
+        return counted_metrics.contribution(metric)
 
-    def merge(self, metric: Any, contribution: tuple[int, dict[str, Any]]) -> None:
-        count, state = contribution
-        before = updates(metric)
-        set_updates(metric, before + count)
-        forget_result(metric)
-        if not before:  # nothing was in it: what came is all
-            for name, value in state.items():
-                setattr(metric, name, value)
-        else:
-            metric.merge_state(state)
+    def merge(self, metric: Any, contribution: Any) -> None:
+        counted_metrics.add(metric, contribution)
 
 
 libraries: list[Library] = [_Torchmetrics()]

@@ -230,6 +230,9 @@ class Packer:
         return None if described is None else self._resource(obj, pickler, *described)
 
     def _metric(self, metric: Any, pickler: ClosurePickler) -> tuple[Any, ...]:
+        library = library_of(metric)
+        assert library is not None
+        library.check(metric)
         found = self._resource(metric, pickler, functools.partial(_itself, metric))
         self._metrics[found[1][0]] = metric
         return found

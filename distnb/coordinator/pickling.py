@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import pickle
 import types
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
 import torch
 
-from distnb.coordinator.libraries import libraries, parts_of
+from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.errors import CannotTravelError
 from distnb.objects.code import source_of
 from distnb.objects.memory import bytes_of
@@ -69,8 +70,7 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.settings: dict[int, Any] = {}
         self.inputs: dict[int, RemoteValue] = {}
         self._packer = packer
-        # A resource that is described itself, with all parts of a model.
-        self._own = {id(each) for each in parts_of(root)}
+        self._own = {id(each) for each in _described_with(root)}
 
     def reducer_override(self, obj: Any) -> Any:
         if self._packer is not None and type(obj) is types.FunctionType:
@@ -88,6 +88,19 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if reduced is not None:
                 return reduced
         return super().reducer_override(obj)
+
+
+def _described_with(root: Any) -> Iterator[Any]:
+    """Yield a resource that is described itself, and the parts of a model; metrics in it are resources of their own."""
+    apart: set[int] = set()
+    is_metric = library_of(root) is not None
+    for part in parts_of(root):
+        if id(part) in apart:
+            continue
+        if not is_metric and library_of(part) is not None:
+            apart.update(map(id, parts_of(part)))
+        else:
+            yield part
 
 
 def dump(value: Any, what: str, packer: Packer | None = None, root: Any = None) -> tuple[Packed, ClosurePickler]:

@@ -103,6 +103,8 @@ class Runner:
         args, kwargs = pickle.loads(arguments, buffers=buffers)
         for number, its in settings.items():
             _set(self.resource(number), its)
+        for library in libraries:
+            library.load()
         self._keep_in_sync()
         reached = {each: self._resources[each] for each in self.reach.resources}
         metrics = {each: (kind, obj) for each, obj in reached.items() if (kind := library_of(obj)) is not None}
@@ -144,8 +146,9 @@ class Runner:
                     found = make(self.worker)
                 elif isinstance(found, OpenOptimizer):
                     found = remote_optimizer.opened(*found)
-                elif isinstance(found, torch.nn.Module) and library_of(found) is not None:
+                elif isinstance(found, torch.nn.Module) and (library := library_of(found)) is not None:
                     found.to(self.access.device)  # a metric: of models each parameter is a copy that is there already
+                    library.opened(found)
                     if self.access.replicas is not None:
                         self.access.replicas.bind(found)
                 elif isinstance(found, torch.nn.Module):

@@ -30,19 +30,27 @@ __all__ = [
     "aggregates_here",
     "bind",
     "bind_all",
+    "combined",
     "install",
     "is_installed",
+    "is_untouched",
+    "read_by",
     "set_whole_state",
+    "states_of",
     "whole_state",
     "without_rows",
 ]
+
+COUNTED = "_distnb_counted"
+"""The attribute of a metric that has what other processes have counted by it; see `counted_metrics`."""
 
 
 @functools.cache
 def install() -> None:
     """Bind metrics to their replicas if they are made in a scope from now on. Idempotent; loads torchmetrics."""
     cls: Any = torchmetrics_internals.load().Metric
-    plain_init, plain_call, wrap_update = cls.__init__, cls.__call__, torchmetrics_internals.wrap_update()
+    plain_init, plain_call, plain_reset = cls.__init__, cls.__call__, cls.reset
+    wrap_update = torchmetrics_internals.wrap_update()
     merge_groups = torchmetrics_internals.merge_groups()
 
     @functools.wraps(plain_init)
@@ -65,18 +73,24 @@ def install() -> None:
             return torch.tensor(torch.nan, device=metric.device)
         return plain_call(metric, *args, **kwargs)
 
+    @functools.wraps(plain_reset)
+    def reset(metric: Any) -> None:
+        vars(metric).pop(COUNTED, None)
+        plain_reset(metric)
+
     @functools.wraps(merge_groups)
     def merge(collection: Any) -> None:
-        # torchmetrics has metrics share a state if their states are equal after the first batch. On replicas a slice
-        # may be too small to tell them apart, or empty.
-        if not aggregates_here():
+        # torchmetrics has metrics share a state if their states are equal after the first batch. On replicas and in
+        # scheduled functions a batch may be too small to tell them apart, or empty.
+        servers = this_process.servers
+        if not aggregates_here() and (servers is None or not servers.is_worker):
             merge_groups(collection)
 
-    cls.__init__, cls.__call__ = init, call
+    cls.__init__, cls.__call__, cls.reset = init, call, reset
     torchmetrics_internals.replace_wrap_update(wrap)
     torchmetrics_internals.replace_merge_groups(merge)
     # torchmetrics warns of a metric that is read before it was updated: another replica may have updated it.
-    cls.update_called = property(lambda metric: updates(metric) > 0 or _is_shared(metric))
+    cls.update_called = property(lambda metric: updates(metric) > 0 or _is_shared(metric) or COUNTED in vars(metric))
     add_names()
 
 
@@ -100,9 +114,19 @@ def bind(metric: Any) -> None:
     install()
     if not hasattr(metric.update, "_distnb"):  # made before torchmetrics' wrapper was replaced
         metric.update = _on_replicas(metric, metric.update)
-    metric.distributed_available_fn = aggregates_here
-    torchmetrics_internals.replace_combine(metric, functools.partial(_aggregate, metric))
-    # Other replicas may have taken in more since: whether reading communicates must not depend on this one alone.
+    read_by(metric, aggregates_here, functools.partial(_aggregate, metric))
+
+
+def read_by(metric: Any, has_others: Callable[[], bool], combine: Callable[..., None]) -> None:
+    """Have a metric combine its states with those of other processes when it is read.
+
+    Args:
+        has_others: Whether there are others.
+        combine: Takes the place of torchmetrics' `_sync_dist`.
+    """
+    metric.distributed_available_fn = has_others
+    torchmetrics_internals.replace_combine(metric, combine)
+    # Others may have counted more since: whether reading looks for that must not depend on this process alone.
     metric.compute_with_cache = False
 
 
@@ -187,7 +211,7 @@ def _combine(metric: Any) -> bool:
     """Set a metric's states to what all replicas have counted. Return False if that is nothing."""
     process = this_process.replica
     assert process is not None
-    own = None if _is_untouched(metric) else map_structure(_on_host, _states(metric))
+    own = None if is_untouched(metric) else map_structure(_on_host, states_of(metric))
     gathered = process.group.all_gather_object(own)
     states = [state for state in gathered if state is not None]
     if not states:
@@ -199,11 +223,12 @@ def _combine(metric: Any) -> bool:
         parts = map_structure(
             lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, [state[name] for state in states]
         )
-        setattr(metric, name, _combined(parts, reduction, isinstance(default_states(metric)[name], list)))
+        setattr(metric, name, combined(parts, reduction, isinstance(default_states(metric)[name], list)))
     return True
 
 
-def _states(metric: Any) -> dict[str, Any]:
+def states_of(metric: Any) -> dict[str, Any]:
+    """Return a metric's own states, by name."""
     return {name: getattr(metric, name) for name in default_states(metric)}
 
 
@@ -219,7 +244,7 @@ def _share_attributes(metric: Any, source: int, lacks: bool) -> None:
             setattr(metric, name, value.to(metric.device) if isinstance(value, torch.Tensor) else value)
 
 
-def _combined(parts: list[Any], reduction: Callable[[Any], Any] | None, listed: bool) -> Any:
+def combined(parts: list[Any], reduction: Callable[[Any], Any] | None, listed: bool) -> Any:
     """Combine the replicas' parts of one state: lists are joined, tensors reduced."""
     from torchmetrics.utilities import dim_zero_cat
 
@@ -231,7 +256,7 @@ def _combined(parts: list[Any], reduction: Callable[[Any], Any] | None, listed: 
     return reduction(torch.stack(parts))
 
 
-def _is_untouched(metric: Any) -> bool:
+def is_untouched(metric: Any) -> bool:
     """Return whether a metric has counted nothing. One that was loaded has a state, though it was never updated."""
     return updates(metric) == 0 and all(
         torch.equal(getattr(metric, name).cpu(), default.cpu())
@@ -249,15 +274,20 @@ def _on_host(leaf: Any) -> Any:
 
 
 def whole_state(metric: Any) -> dict[str, Any]:
-    """Return what a metric has counted on all replicas, for a checkpoint: the number of updates, and the states."""
-    if not _is_shared(metric):
-        return {"updates": updates(metric), "states": _states(metric)}
-    process = this_process.replica
-    assert process is not None
-    total, own = sum(process.group.all_gather_object(updates(metric))), _states(metric)
+    """Return what a metric has counted everywhere, for a checkpoint: the number of updates, and the states."""
+    total, own, counted = updates(metric), states_of(metric), vars(metric).get(COUNTED)
+    if counted is None and not _is_shared(metric):
+        return {"updates": total, "states": own}
     try:
-        _combine(metric)
-        return {"updates": total, "states": _states(metric)}
+        if counted is not None:
+            total += counted.updates
+            counted.combine(metric)
+        else:
+            process = this_process.replica
+            assert process is not None
+            total = sum(process.group.all_gather_object(total))
+            _combine(metric)
+        return {"updates": total, "states": states_of(metric)}
     finally:
         for name, value in own.items():
             setattr(metric, name, value)

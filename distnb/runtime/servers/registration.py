@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from distnb.compat import torch_internals
 from distnb.errors import OptionError
 from distnb.options import VariableAggregation, VariableSynchronization
+from distnb.runtime.scopes import metric_binding
 from distnb.runtime.scopes.made_objects import MadeObjects, own_parameters
 from distnb.runtime.scopes.registration import adopters_of, roots_of
 from distnb.runtime.servers.access import ServerAccess
@@ -117,6 +119,8 @@ class ServerRegistration:
                 self._take_tensor(each, "", trainable=True)
         while self._made_optimizers:
             make_remote(self._made_optimizers.pop(0))
+        if "torchmetrics" in sys.modules:
+            metric_binding.install()
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_meta and self.access.stored_of(tensor) is None

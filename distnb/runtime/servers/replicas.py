@@ -97,7 +97,11 @@ class Replicas:
 
     def bind(self, metric: Any) -> None:
         """Each replica updates its own of a metric, with its own part."""
-        metric_binding.bind(metric)
+        import torchmetrics
+
+        for each in metric.modules():
+            if isinstance(each, torchmetrics.Metric):
+                metric_binding.bind(each)
 
     def owns(self, made: Any) -> bool:
         """Whether it is the copy of a variable on the servers, or stands for one."""
