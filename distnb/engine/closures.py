@@ -18,7 +18,6 @@ from distnb.objects.modes import RANDOM, Environment, apply_environment, capture
 from distnb.runtime.randomness import streams
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.client import Servers
-from distnb.runtime.servers.replicas import Replicas
 from distnb.runtime.servers.service import Service
 from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
@@ -85,8 +84,9 @@ class WorkerTask:
         access = ServerAccess(self._servers, is_worker=True, device=torch_device(device))
         if len(mates) == 1:
             access.next_is_here = self.link.has_message  # of several replicas each would find another answer
+        access.is_one_of_several = len(mates) > 1
+        access.replicas = before._access.replicas if before is not None else None
         this_process.servers = self._access = access
-        self._replicas: Replicas | None = before._replicas if before is not None else None
         self._runner = Runner(access, role.index)
         self.alone = _team_of_one(message.team, engine, device)
         self._definitions: tuple[tuple[int, Any], ...] = ()  # that have come, and may not be the runner's yet
@@ -119,8 +119,8 @@ class WorkerTask:
     def run(self, message: RunClosure) -> ClosureResult:
         """Run a closure that was taken in, in its team's process group; raises what it does."""
         if message.team is not None:
-            self._replicas = self._access.replicas = self._replicas or Replicas(self._access)
-            self._replicas.begin(self._access)
+            assert self._access.replicas is not None
+            self._access.replicas.begin(self._access)
         if self._seed is not None:
             _seed(self._seed)
             self._seed = None

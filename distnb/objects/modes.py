@@ -22,11 +22,13 @@ from distnb.wire import codec
 
 __all__ = [
     "MODES",
+    "NO_CHANGES",
     "RANDOM",
     "Environment",
     "Mode",
     "Moment",
     "apply_environment",
+    "capture_early",
     "capture_environment",
     "cell_began",
     "outside_inference",
@@ -50,6 +52,8 @@ class Environment:
         """The same after some changes."""
         return self if changes is None else Environment({**self.modes, **changes.modes}, self.cell)
 
+
+NO_CHANGES = Environment()
 
 Moment = Literal["call", "end", "beginning"]
 _MOMENTS: tuple[Moment, ...] = ("call", "end", "beginning")
@@ -98,6 +102,14 @@ def capture_environment(before: Environment | None = None, moment: Moment = "beg
     if before is not None and before.cell == _cell and not changed:
         return before
     return Environment({**known, **changed}, _cell)
+
+
+def capture_early() -> Environment:
+    """Return the modes that a process needs before it opens an object: paths, environment variables and the like."""
+    found = {
+        mode.name: mode.capture() for mode in MODES if mode.early and (not mode.library or _is_loaded(mode.library))
+    }
+    return Environment(found, _cell)
 
 
 @functools.cache

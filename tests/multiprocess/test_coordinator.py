@@ -400,3 +400,24 @@ def test_a_worker_stuck_in_c_code_is_given_up_and_comes_back(coordinator: Cluste
     assert [each.state for each in coordinator.status().workers].count("stuck") == 1
     assert len(set(coordinator.fetch([coordinator.schedule(whoami) for _ in range(5)]))) == 1
     wait_until(lambda: all(each.state != "stuck" for each in coordinator.status().workers), _WITHIN_S)
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def test_both_spellings_of_a_metrics_methods_work_on_workers(coordinator: ClusterCoordinator) -> None:
+    with coordinator.strategy.scope():
+        accuracy, largest = distnb.metrics.BinaryAccuracy(), distnb.metrics.Max()
+
+    def step(number: int) -> None:
+        accuracy.update_state(torch.tensor([1.0, 0.0]), torch.tensor([0.9, number / 10]))
+        largest.update(float(number))
+
+    for number in range(10):
+        coordinator.schedule(step, args=(number,))
+    coordinator.join()
+    assert float(accuracy.result()) == pytest.approx(0.8), "of the second ones, those from 6 on are wrong"
+    assert float(largest.compute()) == 9
+    accuracy.reset_state()
+    coordinator.fetch(coordinator.schedule(step, args=(9,)))
+    assert float(accuracy.result()) == 0.5

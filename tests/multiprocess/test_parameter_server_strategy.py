@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,3 +178,25 @@ def test_modes_go_with_each_closure(coordinator: ClusterCoordinator) -> None:
     later = [coordinator.schedule(modes) for _ in range(6)]
     assert first.fetch() == (torch.float64, False)
     assert coordinator.fetch(later) == [(torch.float32, True)] * 6
+
+
+def test_servers_see_the_environment_and_the_modules_of_now(
+    cluster: Any, coordinator: ClusterCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer of a module of the user's, and a variable of the environment, both later than the cluster."""
+    (tmp_path / "late_optimizers.py").write_text(
+        "import os\nimport torch\nBACKEND = os.environ['LATE_BACKEND']\n\n\nclass Late(torch.optim.SGD):\n"
+        "    def step(self, closure=None):\n        super().step(closure)\n"
+        "        for group in self.param_groups:\n            for each in group['params']:\n"
+        "                self.state[each]['backend'] = BACKEND\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("LATE_BACKEND", "torch")
+    module = importlib.import_module("late_optimizers")
+    with coordinator.strategy.scope():
+        weight = nn.Parameter(torch.zeros(3))
+        optimizer = module.Late([weight], lr=1.0)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["backend"] == "torch"
+    monkeypatch.delitem(sys.modules, "late_optimizers")

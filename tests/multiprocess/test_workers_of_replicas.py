@@ -42,8 +42,8 @@ def coordinator(strategy: Any) -> ClusterCoordinator:
 def test_each_worker_is_a_team(cluster: Any, strategy: Any, coordinator: ClusterCoordinator) -> None:
     assert [row.task for row in cluster.status()] == ["worker 0", "worker 0", "worker 1", "worker 1", "ps 0", "ps 1"]
     assert strategy.num_replicas_in_sync == 2
-    # A program that is no closure may be the first to ask what the strategy is there, and closures are together still.
-    assert distnb.MirroredStrategy().run(lambda: strategy.num_replicas_in_sync) == 1
+    # A program that is no closure may be the first to ask, and it is a program of all workers' replicas.
+    assert distnb.MirroredStrategy().run(lambda: strategy.num_replicas_in_sync) == 4
 
     def who() -> Any:
         both = strategy.run(lambda: distnb.replica_id())
@@ -53,6 +53,8 @@ def test_each_worker_is_a_team(cluster: Any, strategy: Any, coordinator: Cluster
     for size, both, first in coordinator.fetch(results):
         assert (size, both.values, first) == (2, (0, 1), [0]), "a result has all components, and is replica 0's"
     assert {each.done > 0 for each in coordinator.status().workers} == {True}
+    assert distnb.MirroredStrategy().run(lambda: strategy.num_replicas_in_sync) == 4
+    assert coordinator.schedule(lambda: strategy.num_replicas_in_sync).fetch() == 2
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import distnb
 from distnb.coordinator import ClusterCoordinator
@@ -106,3 +107,19 @@ def test_an_error_is_raised_though_another_replica_of_its_worker_does_not_follow
     link.hear(ClosureEnded(0, Reply(program, "aborted")))
     link.hear(ClosureEnded(0, Reply(link.sent[1][1].program, "ok", value=ClosureResult(2))))
     assert other.fetch() == 2
+
+
+def test_a_metric_that_refuses_what_was_counted_fails_the_closure(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
+    link.hear(WorkerUp(0))
+    values = [coordinator.schedule(lambda: 1) for _ in range(2)]
+    monkeypatch.setattr(coordinator._packer, "merge", lambda contributions: torch.zeros(2) + torch.zeros(3))
+    first, second = (message.program for _, message in link.sent)
+    link.hear(ClosureEnded(0, Reply(first, "ok", value=ClosureResult(1, {5: ()}))))
+    link.hear(ClosureEnded(0, Reply(second, "aborted")))
+    with pytest.raises(RuntimeError, match="must match") as caught:
+        coordinator.join()
+    assert "could not be added to the metric" in caught.value.__notes__[0]
+    assert [value.state for value in values] == ["failed", "cancelled"]
+    with pytest.raises(ClosureCancelled, match="counted could not be added to a metric"):
+        values[1].fetch()

@@ -13,6 +13,7 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from distnb.errors import ProgramError
+from distnb.objects.modes import capture_early
 from distnb.runtime.servers.atomic_changes import change_in_place
 from distnb.runtime.servers.copies import UNKNOWN, Copy, difference
 from distnb.runtime.servers.messages import (
@@ -31,6 +32,7 @@ from distnb.runtime.servers.messages import (
     Write,
 )
 from distnb.runtime.servers.placement import Part, PlacedShard, Stored
+from distnb.runtime.this_process import this_process
 from distnb.wire.messages import Fence
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ class ServerAccess:
         next_is_here: Whether a worker has the next closure already.
         stand_ins: What stands for variables that have no copy here.
         made: The copies of parameters that were made since this was last emptied.
-        replicas: Of a worker that has several, this one among them. They do alike, but for reading rows.
+        is_one_of_several: Whether it is one replica of a worker that has several.
     """
 
     def __init__(self, servers: Servers, *, is_worker: bool, device: torch.device | None = None) -> None:
@@ -116,8 +118,22 @@ class ServerAccess:
         self._owners: dict[Stored, TensorWeakRef] = {}
         self._optimizers: dict[int, tuple[bytes, Sequence[Sequence[Stored]]]] = {}
         self.stand_ins: dict[Stored, Any] = {}
-        self.replicas: Replicas | None = None
+        self.is_one_of_several = False
+        self._replicas: Replicas | None = None
         self.made: list[torch.nn.Parameter] = []
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The replicas of a worker that has several, this one among them. They do alike, but for reading rows."""
+        if self._replicas is None and self.is_one_of_several and this_process.replica is not None:
+            from distnb.runtime.servers.replicas import Replicas
+
+            self._replicas = Replicas(self)
+        return self._replicas
+
+    @replicas.setter
+    def replicas(self, replicas: Replicas | None) -> None:
+        self._replicas = replicas
 
     # Talking to the servers -----------------------------------------------------------------------------------------
 
@@ -492,6 +508,7 @@ class ServerAccess:
         servers = {part.server for group in groups for stored in group for part in stored.parts}
         if only is not None:
             servers &= set(only)
+        environment = capture_early()
         self.exchange(
             {
                 server: [
@@ -502,6 +519,7 @@ class ServerAccess:
                             tuple(shard for stored in group for shard, part in stored.shards() if part.server == server)
                             for group in groups
                         ),
+                        environment,
                     )
                 ]
                 for server in sorted(servers)

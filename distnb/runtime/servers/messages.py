@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distnb.objects.modes import NO_CHANGES, Environment
 from distnb.wire.messages import Fence
 
 __all__ = [
@@ -147,11 +148,13 @@ class MakeOptimizer(NamedTuple):
         factory: By cloudpickle, a function that is given a list of lists of `torch.nn.Parameter`, one for each group,
             and returns a `torch.optim.Optimizer` with these groups, in order.
         groups: The shards of each group that this server has; there may be none.
+        environment: The client's modes that have to be set before the factory is opened.
     """
 
     optimizer: int
     factory: bytes
     groups: tuple[tuple[Shard, ...], ...]
+    environment: Environment = NO_CHANGES
 
 
 class Step(NamedTuple):

@@ -128,7 +128,7 @@ def runtime_of(strategy: Owner) -> Coordinating | Working | WorkingTogether:
     """
     runtime, servers = _runtimes.get(strategy), this_process.servers
     if servers is not None and servers.is_worker:
-        if servers.replicas is None:  # so it is before the first closure: another program may have asked then
+        if servers.replicas is None:
             if not isinstance(runtime, Working):
                 runtime = _runtimes[strategy] = Working(strategy, str(servers.device))
         elif not isinstance(runtime, WorkingTogether):

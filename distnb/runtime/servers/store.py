@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distnb.errors import ClosureCancelled, OptionError, StaleHandleError
+from distnb.objects.modes import apply_environment
 from distnb.runtime.servers.messages import (
     Answer,
     Create,
@@ -209,6 +210,7 @@ class ShardStore:
         return optimizer
 
     def _make_optimizer(self, asked: MakeOptimizer) -> None:
+        apply_environment(asked.environment)
         parameters = {shard: self._held(shard).parameter for group in asked.groups for shard in group}
         self._optimizers[asked.optimizer] = ServerOptimizer(asked.factory, asked.groups, parameters)
 
