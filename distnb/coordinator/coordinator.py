@@ -580,11 +580,11 @@ class ClusterCoordinator:
                 for each in (reply, *others):
                     if each.value.contributions is not None:
                         self._packer.merge(each.value.contributions)
-            except Exception as error:  # noqa: BLE001 - a metric's own code
-                error.add_note(f"What {name} had counted on worker {worker} could not be added to the metric.")
+            except Exception as refusal:  # noqa: BLE001 - a metric's own code
+                refusal.add_note(f"What {name} had counted on worker {worker} could not be added to the metric.")
                 if not self._queue.ending:
                     self._why = f"what {name} had counted could not be added to a metric"
-                return self._failed(closure, worker, number, error, now)
+                return self._failed(closure, worker, number, refusal, now)
             self._staleness.extend(reply.value.staleness)
             self._steps += len(reply.value.staleness)
             closure.value.settle(reply.value.value, open_value)

@@ -53,6 +53,7 @@ class WorkerTask:
         number: Which one among the replicas of all workers.
         link: The channel.
         alone: The team that it is while a closure runs, if its worker has no other replica.
+        access: The variables on the servers.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class WorkerTask:
             self.link = Link(zmq.Context(), engine, message.url, **keys)
         self._addresses = dict(message.servers)
         self._servers = Servers(self._addresses, engine + 1, connection)
+        self.access: ServerAccess
         access = ServerAccess(self._servers, is_worker=True, device=torch_device(device))
         if len(mates) == 1:
             access.next_is_here = self.link.has_message  # of several replicas each would find another answer
         access.is_one_of_several = len(mates) > 1
-        access.replicas = before._access.replicas if before is not None else None
-        this_process.servers = self._access = access
+        if before is not None:
+            access.replicas = before.access.replicas
+        this_process.servers = self.access = access
         self._runner = Runner(access, role.index)
         self.alone = _team_of_one(message.team, engine, device)
         self._definitions: tuple[tuple[int, Any], ...] = ()  # that have come, and may not be the runner's yet
@@ -113,14 +116,14 @@ class WorkerTask:
             remember_source(*source)
         self._definitions += message.definitions
         self._seed = message.seed if message.seed is not None else self._seed
-        self._fresh = self._access.take_fresh()
+        self._fresh = self.access.take_fresh()
         self._modes = message.modes if message.modes is not None else self._modes
 
     def run(self, message: RunClosure) -> ClosureResult:
         """Run a closure that was taken in, in its team's process group; raises what it does."""
         if message.team is not None:
-            assert self._access.replicas is not None
-            self._access.replicas.begin(self._access)
+            assert self.access.replicas is not None
+            self.access.replicas.begin(self.access)
         if self._seed is not None:
             _seed(self._seed)
             self._seed = None
