@@ -28,6 +28,7 @@ _EXPERIMENTAL = {
     for name in (
         "AutoShardPolicy",
         "CentralStorageStrategy",
+        "CommunicationImplementation",
         "CommunicationOptions",
         "MultiWorkerMirroredStrategy",
         "ParameterServerStrategy",
@@ -40,6 +41,18 @@ _EXPERIMENTAL = {
 } | {"CollectiveCommunication": "CommunicationImplementation", "CollectiveHints": "CommunicationOptions"}
 """Names in `distnb.experimental`, and in `distnb`."""
 
+_PREEMPTION = (
+    "distnb does not watch for preemption. Save every few minutes by a CheckpointManager (save(wait=False) costs a "
+    "copy), call restore_or_initialize() at the beginning, and have the job started again: docs/limits.md."
+)
+_ABSENT = {
+    "PreemptionCheckpointHandler": _PREEMPTION,
+    "PreemptionWatcher": _PREEMPTION,
+    "TerminationConfig": _PREEMPTION,
+    "rpc": "Schedule functions on workers by distnb.coordinator.ClusterCoordinator.",
+}
+"""Names of tf.distribute.experimental that have no counterpart, and the cure."""
+
 
 class _Experimental(SimpleNamespace):
     """`distnb.experimental`: tf.distribute's names for what has left its experimental stage."""
@@ -49,9 +62,8 @@ class _Experimental(SimpleNamespace):
 
         if name in _EXPERIMENTAL:
             return getattr(distnb, _EXPERIMENTAL[name])
-        raise UnknownNameError(
-            "distnb.experimental", name, _EXPERIMENTAL, f"It has {', '.join(sorted(_EXPERIMENTAL))}."
-        )
+        cure = _ABSENT.get(name, f"It has {', '.join(sorted(_EXPERIMENTAL))}.")
+        raise UnknownNameError("distnb.experimental", name, _EXPERIMENTAL, cure)
 
     def __dir__(self) -> list[str]:
         return sorted(_EXPERIMENTAL)

@@ -38,6 +38,10 @@ def test_communication_options():
     assert CommunicationOptions() == CommunicationOptions(0, None, CommunicationImplementation.AUTO)
     assert CommunicationOptions(50, 2.5, "ring").implementation is CommunicationImplementation.RING
     assert distnb.experimental.CollectiveCommunication.NCCL is CommunicationImplementation.NCCL
+    assert distnb.experimental.CommunicationImplementation is CommunicationImplementation
+    for name in ("PreemptionCheckpointHandler", "PreemptionWatcher", "TerminationConfig"):
+        with pytest.raises(AttributeError, match=r"does not watch for preemption.*CheckpointManager"):
+            getattr(distnb.experimental, name)
     assert distnb.experimental.CollectiveHints(bytes_per_pack=50) == CommunicationOptions(50)
     assert pickle.loads(pickle.dumps(CommunicationOptions(1))) == CommunicationOptions(1)
 
