@@ -50,7 +50,9 @@ def is_mirrored(value: Any) -> bool:
 
 
 def is_read_together(value: Any) -> bool:
-    """Whether replicas hold parts of an object, a sync-on-read variable, of which only reading makes one value."""
+    """Whether replicas hold parts of a sync-on-read variable or a metric, of which only reading makes one value."""
+    if metric_binding.is_shared(value):
+        return True
     process, variable = this_process.replica, foreign_libraries.variable_in(value)
     if process is None or not isinstance(variable, SyncOnReadVariable):
         return False
@@ -66,7 +68,9 @@ def is_apart(value: Any) -> bool:
 def read_together(value: Any) -> Any:
     """What an object is outside replicas. All of them call this with theirs; most objects are what they are."""
     variable = foreign_libraries.variable_in(value)
-    return variable.read_value() if variable is not None and is_read_together(value) else value
+    if not is_read_together(value):
+        return value
+    return variable.read_value() if variable is not None else metric_binding.aggregated(value)
 
 
 def drift_report(value: Any) -> str:

@@ -190,3 +190,20 @@ def test_the_default_strategy_draws_its_own_values(made: Notebook) -> None:
     ran = made.run("%%distribute default\ndisplay(distnb.PerReplica([torch.ones(2)]))\ndistnb.visualize(torch.ones(2))")
     assert "PerReplica on 1 replica" in pages(ran)[0]
     assert "this process" in ran.text
+
+
+def test_a_default_cell_gets_what_the_replicas_hold_together(notebook: Notebook) -> None:
+    notebook.run(
+        "%%distribute mirrored\nimport distnb, torch, torchmetrics\nwith strategy.scope():\n"
+        "    mean, largest = distnb.metrics.Mean(), torchmetrics.MetricCollection([distnb.metrics.Max()])\n"
+        "    count = distnb.Variable(0.0, synchronization='on_read', aggregation='sum')\n"
+        "def step():\n    mean.update(distnb.replica_id() + 1.0)\n    largest.update(distnb.replica_id() + 1.0)\n"
+        "    count.assign_add(1.0)\nstrategy.run(step)"
+    )
+    assert "Mean()" in notebook.run("mean").text
+    said = notebook.run(
+        "%%distribute default\nprint(float(mean.compute()), float(largest.compute()['Max']), float(count))\n"
+        "mean.update(3.0)\ncount.assign_add(1.0)\nprint(float(mean.compute()), float(count))"
+    )
+    assert "1.5 2.0 2.0\n2.0 3.0\n" in said.stdout
+    assert notebook.value("(float(mean.compute()), float(count))") == (1.5, 2.0), "the replicas' own is as it was"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from distnb.checkpoint.states.base import Kind, TensorOutline, described, listed, misfit_of_tensor
 from distnb.compat.torchmetrics_internals import default_states
 from distnb.runtime.scopes import metric_binding
+from distnb.runtime.scopes.metric_binding import metrics_within
 
 __all__ = ["Metrics"]
 
@@ -23,13 +24,13 @@ class Metrics(Kind):
         return torchmetrics is not None and isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection))
 
     def state(self, value: Any, name: str) -> Any:
-        return {"metrics": {path: metric_binding.whole_state(metric) for path, metric in _within(value)}}
+        return {"metrics": {path: metric_binding.whole_state(metric) for path, metric in metrics_within(value)}}
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, Mapping) or not isinstance(saved.get("metrics"), Mapping):
             return [f"{name}: the checkpoint has {described(saved)}, and here is a metric."]
         lines = []
-        for path, metric in _within(value):
+        for path, metric in metrics_within(value):
             called = f"{name}.{path}" if path else name
             if path not in saved["metrics"]:
                 lines.append(f"{called}: the checkpoint does not hold this metric.")
@@ -50,14 +51,5 @@ class Metrics(Kind):
         return lines
 
     def restore(self, value: Any, state: Any, name: str) -> None:
-        for path, metric in _within(value):
+        for path, metric in metrics_within(value):
             metric_binding.set_whole_state(metric, state["metrics"][path])
-
-
-def _within(value: Any) -> Iterator[tuple[str, Any]]:
-    """Find the metrics in a metric, itself included, that have a state, with their paths."""
-    import torchmetrics
-
-    for path, module in value.named_modules():
-        if isinstance(module, torchmetrics.Metric) and default_states(module):
-            yield path, module

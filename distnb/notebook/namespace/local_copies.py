@@ -41,6 +41,9 @@ class LocalCopies:
             group = [each for each in handles.values() if state_of_handle(each).tracked is tracked]
             fetched = self._operations.copies([state_of_handle(handle) for handle in group])
             copies.update(zip(map(id, group), fetched, strict=True))
+            for each in group:
+                if state_of_handle(each).together:
+                    copies[id(each)] = self._whole(each, copies[id(each)])
         for container, key, handle in found:
             container[key] = copy = copies[id(handle)]
             self._places.append((container, key, handle, copy))
@@ -50,6 +53,14 @@ class LocalCopies:
             what = ", ".join(f"`{name}`" for name in self._digests)
             self._announce(f"distnb: this cell runs in the notebook, on a copy of replica 0's {what}.")
         return tuple(self._digests)
+
+    def _whole(self, handle: Any, component: Any) -> Any:
+        """Copy what replicas hold in parts, a metric or a sync-on-read variable: with what it is as a whole."""
+        whole = self._operations.read(handle)
+        if not hasattr(component, "assign"):
+            return whole
+        component.assign(whole)
+        return component
 
     def unbind(self) -> None:
         """Bind the names to the handles again, those that the cell assigned excepted."""

@@ -10,8 +10,10 @@ row adds no state to the aggregate: not every metric could tell an untouched sta
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,13 +29,16 @@ from distnb.runtime.this_process import this_process
 from distnb.values.structure import has_distributed, map_structure, select
 
 __all__ = [
+    "aggregated",
     "aggregates_here",
     "bind",
     "bind_all",
     "combined",
     "install",
     "is_installed",
+    "is_shared",
     "is_untouched",
+    "metrics_within",
     "read_by",
     "set_whole_state",
     "states_of",
@@ -270,7 +275,30 @@ def _on_host(leaf: Any) -> Any:
     return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
 
-# -- saving ------------------------------------------------------------------------------------------------------------
+# -- whole states ------------------------------------------------------------------------------------------------------
+
+
+def metrics_within(value: Any) -> list[tuple[str, Any]]:
+    """Find the metrics with states in a metric or a collection, itself included, with paths; none in anything else."""
+    torchmetrics: Any = sys.modules.get("torchmetrics")
+    if torchmetrics is None or not isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection)):
+        return []
+    modules = value.named_modules()
+    return [(path, each) for path, each in modules if isinstance(each, torchmetrics.Metric) and default_states(each)]
+
+
+def is_shared(value: Any) -> bool:
+    """Return whether an object is a metric, or a collection, of which each of several replicas has counted a part."""
+    return any(_is_shared(metric) for _, metric in metrics_within(value))
+
+
+def aggregated(value: Any) -> Any:
+    """Return a copy of a metric that holds what all replicas have counted. All of them call it."""
+    whole = [whole_state(metric) for _, metric in metrics_within(value)]
+    copied = copy.deepcopy(value)
+    for (_, metric), saved in zip(metrics_within(copied), whole, strict=True):
+        _set_state(metric, saved)
+    return copied
 
 
 def whole_state(metric: Any) -> dict[str, Any]:
@@ -297,8 +325,11 @@ def set_whole_state(metric: Any, saved: dict[str, Any]) -> None:
     """Have a metric's replicas together hold what `whole_state` gave: replica 0 all of it, the others nothing."""
     metric.reset()
     process = this_process.replica
-    if process is not None and process.rank > 0 and _is_shared(metric):
-        return
+    if process is None or process.rank == 0 or not _is_shared(metric):
+        _set_state(metric, saved)
+
+
+def _set_state(metric: Any, saved: dict[str, Any]) -> None:
     device = metric.device
     for name, value in saved["states"].items():
         own = map_structure(lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, value)
