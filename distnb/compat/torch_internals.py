@@ -100,7 +100,8 @@ def uses_of_storage(tensor: torch.Tensor) -> int:
 
 def has_no_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of the host has no memory: a zero of autograd, or a tracer's."""
-    return tensor._is_zerotensor() or bool(_is_functional_tensor(tensor))
+    with torch._C.DisableTorchFunctionSubclass():  # a variable would be read for it
+        return tensor._is_zerotensor() or bool(_is_functional_tensor(tensor))
 
 
 def identity_of_storage(storage: Any) -> int:
