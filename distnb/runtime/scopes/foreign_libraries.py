@@ -38,7 +38,11 @@ def is_shared(value: Any) -> bool:
 
 def strategy_of_shared(value: Any) -> Any:
     """Return the strategy whose replicas share an object, or None."""
-    return getattr(value, "__dict__", {}).get(_STRATEGY)
+    try:
+        own: Any = object.__getattribute__(value, "__dict__")  # whatever the object's class does when it is asked
+    except AttributeError:
+        return None
+    return own.get(_STRATEGY)
 
 
 def variable_in(value: Any) -> Variable | None:
