@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from distnb import activity
@@ -120,6 +120,11 @@ class DistributedDataset(Iterable[Any]):
     def place(self) -> Place:
         """Which replica reads, and which part of each batch is its."""
         return self._place
+
+    @property
+    def reads_once(self) -> bool:
+        """Whether a second iteration would find nothing, as that of a generator."""
+        return isinstance(self._source.data, Iterator)
 
     @property
     def sizes(self) -> tuple[int, int] | None:

@@ -6,8 +6,8 @@ they are, are those of the whole batch, and equal on all replicas. Nothing here 
 """
 
 from distnb.keras.compat import check_version
+from distnb.keras.data import DatasetCreator
 from distnb.keras.epoch_dots import EpochDots
-from distnb.keras.parameter_servers import DatasetCreator
 from distnb.keras.tensorboard import TensorBoard
 
 check_version()

@@ -17,6 +17,7 @@ from distnb.errors import CollectiveError, RemoteError
 from distnb.input.progress import Progress
 from distnb.keras import compat
 from distnb.keras.backups import Resuming
+from distnb.keras.data import SameBatches
 from distnb.objects.constructors import open_exception
 from distnb.objects.plain import same
 from distnb.runtime import contexts, randomness
@@ -50,6 +51,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
 
     Attributes:
         acting: Whether the user's callbacks are being called: what they ask of the model is for this replica alone.
+        batches: What the replicas read in the pass over data that is under way.
     """
 
     def __init__(self, model: Any, callbacks: Any, verbose: Any) -> None:
@@ -67,6 +69,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         for each in given:
             each.set_model(model)
         self._resuming = Resuming(model, given)
+        self.batches = SameBatches(lambda: self._group)
         self._shared = {name for name in _BATCHES for each in given if _acts(each, name)}
         self._error: BaseException | None = None
         self._next_live = 0.0
@@ -90,6 +93,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         self._reading = Progress(epoch, batches=told.get("steps"), epochs=told.get("epochs"))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.batches.ended()
         self._draw(logs)
         self._resuming.end_epoch(epoch)
         self._rare("epoch_end", epoch, logs)
@@ -271,6 +275,7 @@ def _opened(packed: bytes) -> BaseException:
 
 def _rare(name: str) -> Callable[..., None]:
     def call(self: Together, logs: Any = None) -> None:
+        self.batches.ended()  # of training, where validation begins
         self._rare(name, logs)
 
     return call

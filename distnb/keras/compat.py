@@ -16,9 +16,11 @@ except ModuleNotFoundError as error:
 # What makes objects of Keras know of each other; pickled by Keras's own means they would be files.
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.saving.keras_saveable import KerasSaveable as Saveable
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
 
 __all__ = [
+    "DataAdapter",
     "Saveable",
     "Tracked",
     "Tracker",

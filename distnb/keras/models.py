@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,17 +13,16 @@ import torch
 
 from distnb.collectives.gradients.mean_loss import losses_are_global
 from distnb.collectives.group.eager import always_eager
-from distnb.errors import ContextError, OptionError
-from distnb.input.dataset import DistributedDataset
+from distnb.errors import ContextError
 from distnb.keras import compat
 from distnb.keras.callbacks import Together
+from distnb.keras.data import SameBatches, take_data
 from distnb.keras.forward import SharedForward
 from distnb.keras.parameter_servers import ModelOnServers
 from distnb.runtime import contexts, step_count
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.chief_first import chief_first
 from distnb.runtime.this_process import this_process
-from distnb.values.structure import has_distributed
 from distnb.variables.homes import homes
 
 __all__ = ["adopt", "beside", "parts"]
@@ -102,7 +101,7 @@ class ModelOnReplicas:
                 return plain(*args, **kwargs)  # alone; or the chief's callbacks ask for it
             _refuse_in_replica(plain.__name__)
             bound = inspect.signature(plain).bind(*args, **kwargs)
-            _refuse_distributed(plain.__name__, bound.arguments)
+            take_data(plain.__name__, bound.arguments, self._strategy, lambda: process.group)
             with self._loop():
                 self._share_callbacks(bound)
                 return plain(*bound.args, **bound.kwargs)
@@ -168,6 +167,7 @@ class ModelOnReplicas:
         process = this_process.replica
         if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
             return plain(data)
+        (SameBatches(lambda: process.group) if self._callbacks is None else self._callbacks.batches).took(data)
         if self._callbacks is not None and trains and self._callbacks.skips:
             return {}
         model = self._model
@@ -265,16 +265,6 @@ def _refuse_in_replica(method: str) -> None:
             f"batch. To {'train' if does == 'fit' else does} in strategy.run, call the model, the loss and the "
             "optimizer one by one."
         )
-
-
-def _refuse_distributed(method: str, given: Mapping[str, Any]) -> None:
-    """Raise OptionError for data that is shared out already."""
-    for name in ("x", "validation_data"):
-        if isinstance(given.get(name), DistributedDataset) or has_distributed(given.get(name)):
-            raise OptionError(
-                f"model.{method} was given {name} that is distributed already. It shares batches out itself: give it "
-                "the arrays, or the DataLoader that gives global batches."
-            )
 
 
 class _Step:

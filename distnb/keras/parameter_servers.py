@@ -20,6 +20,7 @@ from distnb.coordinator.per_worker import PerWorkerDataset, is_function
 from distnb.errors import OptionError
 from distnb.keras import compat
 from distnb.keras.by_state import HERE, METHODS, READS, OfKeras
+from distnb.keras.data import DatasetCreator, as_tensor
 from distnb.keras.server_optimizer import make_remote
 from distnb.options import InputOptions
 from distnb.runtime.servers.server_variable import ServerVariable
@@ -27,37 +28,10 @@ from distnb.runtime.step_count import Reading
 from distnb.runtime.this_process import this_process
 from distnb.watching.live import live
 
-__all__ = ["DatasetCreator", "ModelOnServers"]
+__all__ = ["ModelOnServers"]
 
 _AHEAD = 8  # closures for each worker that the loop may be ahead of them
 libraries.append(OfKeras())
-
-
-class DatasetCreator:
-    """A dataset for `fit` and `evaluate` with a ParameterServerStrategy: each worker makes its own.
-
-    Args:
-        dataset_fn: Returns an iterable of batches, as a DataLoader is, that does not end. It is called on each worker,
-            with an InputContext (`input_pipeline_id` is the worker, of `num_input_pipelines`), or without arguments if
-            it takes none. A worker reads on where it was in the epoch before.
-        input_options: None. Batches are made where they are used.
-
-    Raises:
-        OptionError: `dataset_fn` cannot be called, or an option is given that says how batches are prefetched.
-
-    Example:
-        model.fit(distnb.keras.DatasetCreator(dataset_fn), epochs=5, steps_per_epoch=100)
-    """
-
-    def __init__(self, dataset_fn: Callable[..., Any], input_options: InputOptions | None = None) -> None:
-        if not callable(dataset_fn):
-            raise OptionError(f"DatasetCreator({dataset_fn!r}): give a function that returns a dataset.")
-        if input_options not in (None, InputOptions()):
-            raise OptionError(
-                f"DatasetCreator(input_options={input_options!r}): workers make their batches themselves, where they "
-                "are used. Prefetch in the dataset, as by DataLoader(num_workers=2)."
-            )
-        self.dataset_fn = dataset_fn
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
@@ -74,17 +48,9 @@ def _steps(model: Any, _optimizer: Any, data: Any, count: int, kind: str) -> dic
             if batch is None:
                 return None
             if not isinstance(data, list):
-                batch = keras.tree.map_structure(_tensor, batch, none_is_leaf=False)
+                batch = keras.tree.map_structure(as_tensor, batch, none_is_leaf=False)
             logs = getattr(model, run)([batch])
     return {name: float(value) if np.ndim(value) == 0 else value for name, value in logs.items()}
-
-
-def _tensor(value: Any) -> Any:
-    """What arrays are to Keras's datasets with torch."""
-    if isinstance(value, torch.Tensor):
-        return value
-    value = np.asarray(value)
-    return keras.ops.convert_to_tensor(value, dtype=keras.backend.floatx() if value.dtype == np.float64 else None)
 
 
 def _look_up(embedding: Any, inputs: Any) -> Any:
@@ -189,12 +155,18 @@ class ModelOnServers:
         """Have the model built, for batches that workers will make: one is made here, if that takes one."""
         batch = None
         if not compat.is_built(self._model):
-            batch = keras.tree.map_structure(_tensor, next(iter(source.maker.make_for_worker(0))), none_is_leaf=False)
+            batch = keras.tree.map_structure(as_tensor, next(iter(source.maker.make_for_worker(0))), none_is_leaf=False)
         self._model._symbolic_build(data_batch=batch)
 
     def _shown(self, data: Any) -> Any:
         """What Keras's loop is to read: the data themselves, or what stands for those that workers make."""
         if isinstance(data, DatasetCreator):
+            if data.input_options not in (None, InputOptions()):
+                raise OptionError(
+                    f"DatasetCreator(input_options={data.input_options!r}): workers of a ParameterServerStrategy make "
+                    "their batches themselves, where they are used. Prefetch in the dataset, as by "
+                    "DataLoader(num_workers=2)."
+                )
             data = data.dataset_fn
         if data is not None and not isinstance(data, type) and is_function(data):
             data = self._coordinator.create_per_worker_dataset(data)

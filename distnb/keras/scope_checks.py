@@ -1,4 +1,4 @@
-"""Errors for Keras objects that a scope uses and did not make, and for layers that would adapt to part of the data."""
+"""Checks of what Keras's methods are given: objects that a scope did not make, a part of the data, distributed data."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import keras
 
 from distnb.errors import ContextError, OptionError
 from distnb.input.dataset import DistributedDataset
+from distnb.keras.data import take_data
 from distnb.runtime import contexts
 from distnb.runtime.scopes.foreign_libraries import is_shared
 from distnb.runtime.this_process import this_process
@@ -40,6 +41,10 @@ def _check_before(cls: Any, name: str, check: Callable[..., None]) -> None:
         process = this_process.replica
         if process is not None and process.size > 1:
             check(self, name, args, kwargs)
+        elif name in ("fit", "evaluate", "predict"):
+            bound = inspect.signature(plain).bind(self, *args, **kwargs)
+            take_data(name, bound.arguments)
+            return plain(*bound.args, **bound.kwargs)
         return plain(self, *args, **kwargs)
 
     setattr(cls, name, method)

@@ -42,7 +42,10 @@ class InProcess:
 
     @contextmanager
     def _scope(self, device: Device) -> Iterator[Owner]:
+        from distnb.runtime.scopes import foreign_libraries
+
         checked(device)
+        foreign_libraries.prepare()
         with contexts.enter_cross_replica(self._strategy), placed_on(device):
             yield self._strategy
 

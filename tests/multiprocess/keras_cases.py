@@ -286,9 +286,12 @@ def refused(strategy: Any) -> Any:
         no_rows = keras.Sequential([layers.Lambda(lambda x: keras.ops.sum(x))])
         no_rows.compile("sgd", "mse")
     if strategy.num_replicas_in_sync > 1:
-        for data in (strategy.distribute_dataset([(X, Y)]), distnb.PerReplica([X] * strategy.num_replicas_in_sync)):
-            with pytest.raises(distnb.errors.OptionError, match="distributed already"):
-                model.fit(data, verbose=0)
+        with pytest.raises(distnb.errors.OptionError, match="distributed already"):
+            model.fit(distnb.PerReplica([X] * strategy.num_replicas_in_sync), verbose=0)
+        with pytest.raises(distnb.errors.OptionError, match="got batch_size with a distributed dataset"):
+            model.fit(strategy.distribute_dataset([(X, Y)]), batch_size=3, verbose=0)
+        with pytest.raises(distnb.errors.OptionError, match=r"DatasetCreator\(generated\)"):
+            model.fit(generated, verbose=0)
         with pytest.raises(distnb.errors.StructureError, match="one row for each"):
             no_rows.predict(X, verbose=0)
         with strategy.scope():
@@ -304,8 +307,75 @@ def refused(strategy: Any) -> Any:
     return told(model, model.fit(X, Y, batch_size=16, shuffle=False, verbose=0))
 
 
+def loaded(shuffle: bool = False) -> Any:
+    pairs = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    return torch.utils.data.DataLoader(pairs, batch_size=16, shuffle=shuffle)
+
+
+def of_pipelines(context: distnb.InputContext) -> Any:
+    """Each pipeline's rows, in batches of 3; together they are all rows."""
+    rows = slice(context.input_pipeline_id, None, context.num_input_pipelines)
+    return [(X[rows][first : first + 3], Y[rows][first : first + 3]) for first in range(0, len(X[rows]), 3)]
+
+
+def distributed_data(strategy: Any) -> Any:
+    """Data of which each replica reads a part: global batches are what all of them have together."""
+    results = []
+    for shuffle in (False, True):
+        data = strategy.distribute_dataset(loaded(shuffle))
+        keras.utils.set_random_seed(2)
+        with strategy.scope():
+            model = mlp()
+            model.compile("sgd", LOGITS, metrics=["accuracy"])
+        history = model.fit(data, epochs=2, verbose=0, validation_data=data)
+        results += [told(model, history), model.evaluate(data, verbose=0), model.predict(data, verbose=0).tolist()]
+    once = ((X[first : first + 16], Y[first : first + 16]) for first in range(0, 50, 16))
+    results.append(model.fit(strategy.distribute_dataset(once), verbose=0).history)
+    creators = [
+        distnb.keras.DatasetCreator(lambda context: loaded() if context.num_input_pipelines == 1 else None),
+        distnb.keras.DatasetCreator(lambda: loaded()),
+    ]
+    results += [model.predict(creators[1], verbose=0).tolist(), model.evaluate(creators[1], verbose=0)]
+    # Every replica is a pipeline: batches of 3 rows of each are the global batches, the last one of what is left.
+    options = distnb.InputOptions(replication_mode="per_replica")
+    creators.append(distnb.keras.DatasetCreator(of_pipelines, options))
+    n = strategy.num_replicas_in_sync
+    whole = keras.ops.convert_to_numpy(model.predict(creators[2], verbose=0))
+    parts = [of_pipelines(distnb.InputContext(n, rank, 1)) for rank in range(n)]
+    rows = np.concatenate([part[step][0] for step in range(len(parts[0])) for part in parts if step < len(part)])
+    assert np.allclose(whole, model.predict(rows, verbose=0), atol=1e-6)
+    per_replica = model.evaluate(creators[0], verbose=0, return_dict=True)
+    assert abs(per_replica["loss"] - model.evaluate(X, Y, verbose=0)[0]) < 1e-5
+    return results
+
+
+def different_data(strategy: Any) -> Any:
+    """Replicas that read other data say so, in every loop, in the first batch or at the end; the next one works."""
+    with strategy.scope():
+        model = mlp()
+        model.compile("sgd", LOGITS)
+    rank, n = distnb.replica_id(), strategy.num_replicas_in_sync
+    if n > 1:
+        later = X.copy()
+        later[30:] += rank
+        calls = [
+            lambda: model.fit(X[rank::n], Y[rank::n], verbose=0),
+            lambda: model.fit(later, Y, batch_size=16, shuffle=False, verbose=0),
+            lambda: model.fit(X, Y, verbose=0, validation_data=(X[rank:], Y[rank:])),
+            lambda: model.evaluate(X[rank:], Y[rank:], verbose=0),
+            lambda: model.predict(X[: 20 + rank], verbose=0),
+            lambda: model.train_on_batch(X[:4] + rank, Y[:4]),
+        ]
+        for call in calls:
+            with pytest.raises(distnb.errors.StructureError, match=r"read different data at batch .*auto_shard_policy"):
+                call()
+        with pytest.raises(distnb.errors.StructureError, match=r"batch 3: .*replica 1 has no more batches"):
+            model.fit(X[: 48 - 16 * min(rank, 1)], Y[: 48 - 16 * min(rank, 1)], batch_size=16, shuffle=False, verbose=0)
+    return model.fit(X, Y, epochs=2, shuffle=False, verbose=0).history["loss"][0] > 0
+
+
 CASES = [
-    refused,
+    refused, distributed_data, different_data,
     built_when_it_fits, compiled_outside, reductions, own_step, averaged_gradients, added_loss, several_steps_at_once, masks, several_inputs_and_outputs,
     torch_module, kinds_of_data, mixed_precision, batch_by_batch, predicted_before_it_is_built, scope_in_a_function,
     fitted_in_the_scope,

@@ -58,6 +58,63 @@ def test_ordinary_cells_train_what_lives_on_the_replicas(cells: Notebook) -> Non
     )
 
 
+GENERATED = """
+def generate():
+    while True:
+        yield from ((X[first : first + 16], Y[first : first + 16]) for first in range(0, 50, 16))
+def own(context):
+    size = context.get_per_replica_batch_size(16)
+    return [(X[first : first + size], Y[first : first + size]) for first in range(0, 50, size)]
+def anew():
+    model.set_weights(start)
+    return model
+with strategy.scope():
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+start = model.get_weights()
+pairs = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+loader = torch.utils.data.DataLoader(pairs, batch_size=16)
+"""
+
+
+def test_ordinary_cells_fit_what_functions_and_strategies_make(cells: Notebook) -> None:
+    """Where a generator cannot travel, the error says what to give instead."""
+    cells.run("strategy = distnb.MirroredStrategy()" + GENERATED, timeout_s=60)
+    data = ["loader", "distnb.keras.DatasetCreator(own)", "distnb.keras.DatasetCreator(generate)"]
+    data += ["strategy.distribute_dataset(loader)", "strategy.distribute_datasets_from_function(own)"]
+    more = "epochs=1, steps_per_epoch=4, verbose=0"
+    losses = [cells.value(f"float(anew().fit({each}, {more}).history['loss'][0])") for each in data]
+    assert losses == pytest.approx([losses[0]] * 5, abs=1e-5)
+    ran = cells.try_run(f"model.fit(generate(), {more})", timeout_s=60)
+    assert ran.error_name == "CannotTravelError"
+    assert "distnb.keras.DatasetCreator(make_batches)" in ran.error_text
+
+
+def test_metrics_in_cells_count_every_replica(cells: Notebook) -> None:
+    """In both kinds of cells, with a metric that a scope made; one of the notebook's travels with what it counted."""
+    cells.run(
+        "%%distribute mirrored\nwith strategy.scope():\n    mean = keras.metrics.Mean()\n"
+        "def step(part):\n    mean.update_state(part)\n    return mean.result()\n"
+        "for part in strategy.distribute_dataset(torch.arange(5.0), batch_size=3):\n"
+        "    in_run = float(strategy.run(step, args=(part,)))\n"
+        "assert in_run == float(mean.result()) == 2.0",
+        timeout_s=60,
+    )
+    cells.run(
+        "strategy = distnb.MirroredStrategy()\n"
+        "for part in strategy.distribute_dataset(torch.arange(5.0) + 5, batch_size=3):\n"
+        "    strategy.run(step, args=(part,))"
+    )
+    assert cells.value("float(mean.result()), float(mean.total), float(mean.count)") == [4.5, 45.0, 10.0]
+    cells.run("own = keras.metrics.Mean()\nown.update_state([1.0, 3.0])")
+    cells.run("%%distribute mirrored\nassert float(own.result()) == 2.0\nown.update_state([8.0])")
+    assert cells.value("float(own.result())") == 4.0
+    ran = cells.try_run("strategy.run(lambda: own.update_state([1.0]))", timeout_s=60)
+    assert ran.error_name == "ContextError"
+    assert "was made outside strategy.scope()" in ran.error_text
+    cells.run("%%distribute mirrored\nmean.reset_state()\nassert float(mean.result()) == 0.0")
+
+
 def test_ordinary_cells_save_and_restore_a_model(cells: Notebook, tmp_path: Path) -> None:
     """With its optimizer; and one that is built by its first batch is one model on all replicas from the start."""
     cells.run("strategy = distnb.MirroredStrategy()" + TRAINING, timeout_s=90)

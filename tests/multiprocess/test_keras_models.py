@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.timeout(170)
 ENVIRONMENT = {"KERAS_BACKEND": "torch"}
 CASES = [
-    "refused", "built_when_it_fits", "compiled_outside", "reductions", "own_step", "averaged_gradients", "added_loss", "several_steps_at_once", "masks",
+    "refused", "distributed_data", "different_data", "built_when_it_fits", "compiled_outside", "reductions", "own_step", "averaged_gradients", "added_loss", "several_steps_at_once", "masks",
     "several_inputs_and_outputs", "torch_module", "kinds_of_data", "mixed_precision", "batch_by_batch",
     "predicted_before_it_is_built", "scope_in_a_function", "fitted_in_the_scope",
 ]  # fmt: skip
