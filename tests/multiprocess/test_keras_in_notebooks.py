@@ -94,9 +94,9 @@ def test_metrics_in_cells_count_every_replica(cells: Notebook) -> None:
     """In both kinds of cells, with a metric that a scope made; one of the notebook's travels with what it counted."""
     cells.run(
         "%%distribute mirrored\nwith strategy.scope():\n    mean = keras.metrics.Mean()\n"
-        "def step(part):\n    mean.update_state(part)\n    return mean.result()\n"
+        "def step(part):\n    mean.update_state(part)\n    return float(mean.result())\n"
         "for part in strategy.distribute_dataset(torch.arange(5.0), batch_size=3):\n"
-        "    in_run = float(strategy.run(step, args=(part,)))\n"
+        "    in_run = strategy.run(step, args=(part,))\n"
         "assert in_run == float(mean.result()) == 2.0",
         timeout_s=60,
     )
