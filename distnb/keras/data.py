@@ -227,9 +227,9 @@ class SameBatches:
         lines = "; ".join(f"replica {rank} {_described(*each)}" for rank, each in enumerate(every))
         raise StructureError(
             f"The replicas read different data at batch {self._batches + (seen == _END)}: {lines}. Keras's fit, "
-            "evaluate and predict take global batches, the same on every replica, and share the rows out: give all replicas the same data "
-            "in the same order, and seed whatever shuffles it alike. If each worker is to read rows of its own, say "
-            "so: fit(strategy.distribute_datasets_from_function(dataset_fn)), "
+            "evaluate and predict take global batches, the same on every replica, and share the rows out: give all "
+            "replicas the same data in the same order, and seed whatever shuffles it alike. If each worker is to read "
+            "rows of its own, say so: fit(strategy.distribute_datasets_from_function(dataset_fn)), "
             "fit(distnb.keras.DatasetCreator(dataset_fn)) or "
             "fit(strategy.distribute_dataset(loader, options=distnb.InputOptions(auto_shard_policy='off')))."
         )

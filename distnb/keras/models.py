@@ -19,7 +19,7 @@ from distnb.keras.callbacks import Together
 from distnb.keras.data import SameBatches, take_data
 from distnb.keras.forward import SharedForward
 from distnb.keras.parameter_servers import ModelOnServers
-from distnb.runtime import contexts, step_count
+from distnb.runtime import contexts, randomness, step_count
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.chief_first import chief_first
 from distnb.runtime.this_process import this_process
@@ -145,6 +145,16 @@ class ModelOnReplicas:
         if not all(map(registration.owns, [*trained, *kept])):
             registration.take(self._model, kept)
 
+    def _share_randomness(self) -> None:
+        """Have all replicas draw the same from here on, such as the order of rows.
+
+        To build a model that is not built yet Keras reads a batch, which draws: on a replica that has replaced a lost
+        one, and not on the others.
+        """
+        process = this_process.replica
+        if process is not None and process.size > 1 and self._callbacks is not None and not self._callbacks.acting:
+            randomness.share(process.group)
+
     # A step ---------------------------------------------------------------------------------------------------------
 
     def _made_with(self, make: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -154,6 +164,7 @@ class ModelOnReplicas:
         def made(*args: Any, **kwargs: Any) -> Any:
             result = make(*args, **kwargs)
             self._take_what_was_built()
+            self._share_randomness()
             self._forward.begin()
             plain = getattr(self._model, name)
             if not isinstance(plain, _Step):

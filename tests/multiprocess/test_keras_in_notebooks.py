@@ -105,7 +105,7 @@ def test_metrics_in_cells_count_every_replica(cells: Notebook) -> None:
         "for part in strategy.distribute_dataset(torch.arange(5.0) + 5, batch_size=3):\n"
         "    strategy.run(step, args=(part,))"
     )
-    assert cells.value("float(mean.result()), float(mean.total), float(mean.count)") == [4.5, 45.0, 10.0]
+    assert cells.value("[float(mean.result()), float(mean.total), float(mean.count)]") == [4.5, 45.0, 10.0]
     cells.run("own = keras.metrics.Mean()\nown.update_state([1.0, 3.0])")
     cells.run("%%distribute mirrored\nassert float(own.result()) == 2.0\nown.update_state([8.0])")
     assert cells.value("float(own.result())") == 4.0

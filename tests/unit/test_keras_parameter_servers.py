@@ -564,7 +564,7 @@ def test_what_cannot_be_is_told(strategy: Any) -> None:
     with pytest.raises(ValueError, match="give a function"):
         distnb.keras.DatasetCreator(3)
     with pytest.raises(ValueError, match="Prefetch in the dataset"):
-        distnb.keras.DatasetCreator(lambda: None, distnb.InputOptions(prefetch=2))
+        model.fit(distnb.keras.DatasetCreator(lambda: None, distnb.InputOptions(prefetch=2)), steps_per_epoch=1)
     for optimizer, text in (
         (keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mixed_bfloat16"),
         (keras.optimizers.Adafactor(), "several variables together"),
