@@ -1,10 +1,11 @@
 """`with strategy.scope():` in the notebook's own code: its block runs on the replicas.
 
-The AST transformer rewrites every `with` of a cell that calls some `.scope()`. Whether a remote strategy is meant is
-decided when it runs. A function may run on a replica, where IPython knows nothing of this: so the scope is asked first.
+The AST transformer rewrites every `with` of a cell that calls some `.scope()`, or names an object that may be a scope.
+Whether a remote strategy is meant is decided when it runs. A function may run on a replica, where IPython knows nothing
+of this: so the scope is asked first.
 
     with strategy.scope() as s:      →      _scope_ = strategy.scope()
-        body                                if hasattr(_scope_, "is_remote"):
+        body                                if type(_scope_).__name__ == "StrategyScope" and _scope_.is_remote:
                                                 get_ipython()._distnb_scope(_scope_, 1, 2, …)
                                                 if "model" in get_ipython()._distnb_scope.bound:
                                                     model = get_ipython()._distnb_scope.bound["model"]
@@ -25,10 +26,12 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Sequence
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
 from distnb.magics.tracebacks import presented
+from distnb.objects.code import content_of
 from distnb.options import StrategySpec
 from distnb.wire.messages import UsersFunction
 
@@ -41,6 +44,7 @@ RunInScope = Callable[[str, StrategySpec, str, UsersFunction | None], None]
 """Runs a source text in the scope of a strategy on the replicas: (source, spec, filename, function that it is in)."""
 
 _DISPATCH = "get_ipython()._distnb_scope"
+_IS_REMOTE = "type(_scope_).__name__ == 'StrategyScope' and _scope_.is_remote"
 _GIVEN, _MADE, _BLOCK = "_given_", "_made_", "_block_"
 """What locals of a function, and the block, are called where the block runs."""
 
@@ -73,7 +77,8 @@ class ScopeTransformer(ast.NodeTransformer):
 
     def visit_With(self, node: ast.With) -> Any:
         """The statement that is meant."""
-        scope = next((item for item in node.items if _calls_scope(item.context_expr)), None)
+        certain = (item for item in node.items if _calls_scope(item.context_expr))
+        scope = next(certain, None) or next((item for item in node.items if _may_be_scope(item.context_expr)), None)
         if scope is None:
             return self.generic_visit(node)
         function = self._functions[-1] if self._functions else None
@@ -89,7 +94,7 @@ class ScopeTransformer(ast.NodeTransformer):
         if function is not None:
             names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
             what += f", {sorted(names)}, {stores}"
-        lines = ["_scope_ = None", "if hasattr(_scope_, 'is_remote'):", f"    {_DISPATCH}(_scope_, {what})"]
+        lines = ["_scope_ = None", f"if {_IS_REMOTE}:", f"    {_DISPATCH}(_scope_, {what})"]
         for name in stores:
             lines += [f"    if {name!r} in {_DISPATCH}.bound:", f"        {name} = {_DISPATCH}.bound[{name!r}]"]
         assignment, branch = ast.parse("\n".join(lines)).body
@@ -142,6 +147,18 @@ def _calls_scope(expression: ast.expr) -> bool:
     )
 
 
+def _may_be_scope(expression: ast.expr) -> bool:
+    """Return whether an expression may give a scope, and can be evaluated before the other items of its `with`."""
+    match expression:
+        case ast.Name() | ast.Attribute():
+            return True
+        case ast.IfExp(body=body, orelse=orelse):
+            return any(_calls_scope(each) or _may_be_scope(each) for each in (body, orelse))
+        case ast.NamedExpr(value=value):
+            return _calls_scope(value) or _may_be_scope(value)
+    return False
+
+
 class ScopeDispatch:
     """Runs a block on the replicas; `bound` is what the block of a function assigned."""
 
@@ -166,7 +183,7 @@ class ScopeDispatch:
         """Run a `with` statement on the replicas.
 
         Args:
-            scope: What the context expression gave: a remote scope.
+            scope: What the context expression gave: a remote scope of a strategy.
             first, last: The statement's lines.
             unparsed: The statement, should its lines not be found.
             leaves: What in it belongs to the code around.
@@ -190,6 +207,8 @@ class ScopeDispatch:
         if not indent:
             text, indent = textwrap.indent(text, "    "), "    "
         here = frame.f_locals if frame.f_locals is not user_ns else {}
+        for name in names:
+            _refuse_captured(here.get(name), frame.f_code, stores)
         given = {_GIVEN + name: here[name] for name in names if name in here}
         head = ", ".join(f"{name}={_GIVEN}{name}" for name in names if name in here)
         tail = [f"{indent}global {', '.join(_MADE + name for name in stores)}"] if stores else []
@@ -211,6 +230,29 @@ class ScopeDispatch:
     def _send(self, source: str, scope: Any, filename: str, function: UsersFunction | None) -> None:
         with presented():
             self._run(source, scope.strategy.spec, filename, function)
+
+
+def _refuse_captured(function: Any, around: CodeType, stores: Sequence[str]) -> None:
+    """Raise ContextError for a function of the code around that uses a name which the block assigns.
+
+    On the replicas that name belongs to the block alone, and the function would find there what it was before.
+    """
+    waiting, seen = [function], set[int]()
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, FunctionType) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if any(each.__code__ is constant for constant in around.co_consts):
+            captured = next((name for name in each.__code__.co_freevars if name in stores), None)
+            if captured is not None:
+                raise ContextError(
+                    f"The block of `with strategy.scope():` runs on the replicas, assigns {captured!r}, and uses "
+                    f"{each.__name__!r}, which was defined before the block and refers to {captured!r}: there it would "
+                    f"not find what the block assigns. Define {each.__name__!r} within the block, hand it "
+                    f"{captured!r} as an argument, or put the whole code in a %%distribute cell."
+                )
+        waiting += [content_of(cell) for cell in each.__closure__ or ()]
 
 
 def _text_of(filename: str, first: int, last: int, unparsed: str) -> tuple[str, str]:

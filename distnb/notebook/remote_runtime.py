@@ -26,6 +26,9 @@ __all__ = ["Remote", "RemoteScope"]
 class Remote:
     """Forwards a strategy's methods to the engines: the meaning stays in one place, the SPMD runtime there."""
 
+    is_remote = True
+    """Has the notebook send the blocks of scopes to the engines (`StrategyScope`)."""
+
     def __init__(self, strategy: Owner, session: Callable[[], Session]) -> None:
         self._strategy = strategy
         self._session = session
@@ -46,8 +49,8 @@ class Remote:
         return tuple(map(str, self._session().team(self._strategy.spec).devices))
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Stands for a scope whose body the notebook hands to the engines."""
-        return RemoteScope(self._strategy)
+        """Stands for a scope whose block the notebook sends to the engines."""
+        return RemoteScope()
 
     def run(
         self,
@@ -129,22 +132,17 @@ def _fetched_number(value: Any) -> Any:
 
 
 class RemoteScope:
-    """What `strategy.scope()` is in the notebook: a `with` in a cell hands its block to the engines.
+    """A scope that was entered in the notebook, where its block is not: entering it raises.
 
-    Entered in any other way it raises, since the body would make its variables in the notebook.
+    A `with` in a cell is never entered here: the notebook's transformer has the block run on the replicas.
     """
-
-    is_remote = True
-    """What the code that the notebook's transformer made asks for."""
-
-    def __init__(self, strategy: Owner) -> None:
-        self.strategy = strategy
 
     def __enter__(self) -> Any:
         raise ContextError(
-            "strategy.scope() of a strategy whose replicas are engines was entered where its body cannot be sent to "
-            "them: in the code of a module, or in a plain script. Put the code in a %%distribute cell, where all of it "
-            "runs on the replicas, or write the `with` in a cell of the notebook, after %load_ext distnb."
+            "strategy.scope() of a strategy whose replicas are engines was entered where the notebook cannot send its "
+            "block to them: by ExitStack.enter_context, as a decorator, in the code of a module, or in a plain script. "
+            "In a cell write `with strategy.scope():` (or `with scope:`, for scope = strategy.scope()), after "
+            "%load_ext distnb; or put the code in a %%distribute cell, where all of it runs on the replicas."
         )
 
     def __exit__(

@@ -15,6 +15,7 @@ from distnb.runtime.base import Runtime
 from distnb.runtime.call_arguments import check_call, check_input_function, check_input_options
 from distnb.runtime.this_process import this_process
 from distnb.strategies.aliases import METHODS
+from distnb.strategies.strategy_scope import StrategyScope
 from distnb.values.structure import flatten
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class Strategy:
             ...     model = torch.nn.Linear(64, 10)
         """
         contexts.require_cross_replica(self, "scope")
-        return self.runtime.scope()
+        return StrategyScope(self)
 
     def colocate_with(self, variable: Any) -> AbstractContextManager[Any]:
         """A context in which new tensors land on the device of a variable.

@@ -15,27 +15,41 @@ from distnb.errors import ContextError
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.notebook.remote_runtime import RemoteScope
 from distnb.options import StrategySpec
+from distnb.strategies.strategy_scope import StrategyScope
 from distnb.wire.messages import UsersFunction
 
 
 class FakeStrategy:
-    """Its scope is remote or local, as it is told."""
+    """Its scope is remote or local, as it is told. It is its runtime, too."""
 
     spec = StrategySpec("mirrored")
 
     def __init__(self, remote: bool) -> None:
-        self.remote = remote
+        self.is_remote = remote
         self.scopes = 0
+        self.runtime = FakeRuntime(self)
 
     def scope(self, *arguments: Any) -> Any:
         self.scopes += 1
-        return RemoteScope(self) if self.remote else self._local()
+        return StrategyScope(self)
+
+
+class FakeRuntime:
+    def __init__(self, strategy: FakeStrategy) -> None:
+        self.strategy = strategy
+
+    @property
+    def is_remote(self) -> bool:
+        return self.strategy.is_remote
+
+    def scope(self) -> Any:
+        return RemoteScope() if self.is_remote else self._local()
 
     @contextmanager
     def _local(self) -> Iterator[Any]:
-        self.inside = True
-        yield self
-        self.inside = False
+        self.strategy.inside = True
+        yield self.strategy
+        self.strategy.inside = False
 
 
 @pytest.fixture
@@ -109,11 +123,11 @@ def pretend(shell: InteractiveShell) -> None:
 
     def run_here(source: str, spec: StrategySpec, filename: str, function: UsersFunction | None) -> None:
         shell.sent.append((source, spec, filename))
-        shell.user_ns["there"].remote = False
+        shell.user_ns["there"].is_remote = False
         try:
             exec(compile(source, filename, "exec"), shell.user_ns)
         finally:
-            shell.user_ns["there"].remote = True
+            shell.user_ns["there"].is_remote = True
 
     ScopeDispatch(run_here).install(shell)
 
@@ -231,6 +245,70 @@ def test_in_the_code_of_a_module_it_raises_with_the_cure(shell: InteractiveShell
     exec("def f():\n    with there.scope():\n        pass", shell.user_ns)
     with pytest.raises(ContextError, match="%%distribute"):
         run(shell, "f()")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "with scope:",
+        "with scope as s:",
+        "with holder.scope as s:",
+        "with (there.scope() if True else None) as s:",
+        "with (s := there.scope()):",
+        "with open('/dev/null'), scope:",
+    ],
+)
+def test_a_scope_may_have_a_name(shell: InteractiveShell, statement: str) -> None:
+    run(shell, "from types import SimpleNamespace\nscope = there.scope()\nholder = SimpleNamespace(scope=scope)")
+    run(shell, f"{statement}\n    a = 1")
+    ((source, _, _),) = shell.sent
+    assert source == f"{statement}\n    a = 1\n"
+    pretend(shell)
+    run(shell, f"def f(scope):\n    {statement}\n        a = 2\n    return a\nfound = f(scope), f(scope)")
+    assert shell.user_ns["found"] == (2, 2)
+
+
+def test_names_of_other_things_are_entered_here(shell: InteractiveShell) -> None:
+    text = "import threading\nlock = threading.Lock()\nscope = here.scope()\n"
+    run(shell, text + "with lock as got:\n    held = lock.locked()\nwith scope as s, lock:\n    inside = s.inside\n")
+    assert (shell.user_ns["got"], shell.user_ns["held"], shell.user_ns["inside"]) == (True, True, True)
+    assert shell.sent == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["ExitStack().enter_context(there.scope())", "there.scope()(print)()", "there.scope().__enter__()"],
+)
+def test_entered_without_a_block_it_raises_with_the_cure(shell: InteractiveShell, statement: str) -> None:
+    with pytest.raises(ContextError, match=r"enter_context.*write `with strategy\.scope"):
+        run(shell, f"from contextlib import ExitStack\n{statement}")
+
+
+CAPTURING = """
+def program(there):
+    rate, model = 1, None
+    def predict(x):
+        return model + x
+    def by_another(x):
+        return predict(x)
+    def scaled(x):
+        return rate * x
+    with there.scope():
+        model = 10
+        found = {used}
+    return found, predict(1)
+"""
+
+
+def test_a_function_that_refers_to_what_the_block_assigns_is_refused(shell: InteractiveShell) -> None:
+    pretend(shell)
+    for used in ("predict(1)", "by_another(1)", "list(map(predict, [1]))"):
+        with pytest.raises(ContextError, match=r"assigns 'model', and uses 'predict'.*within the block"):
+            run(shell, CAPTURING.format(used=used) + "program(there)")
+        run(shell, CAPTURING.format(used=used) + "program(here)")
+    assert shell.sent == []
+    run(shell, CAPTURING.format(used="scaled(2)") + "found = program(there)")
+    assert shell.user_ns["found"] == (2, 11)
 
 
 def test_other_withs_are_left_alone() -> None:

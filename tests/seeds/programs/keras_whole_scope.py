@@ -44,7 +44,7 @@ def whole(model):
     return model, lambda: model.trainable_weights
 
 
-def train(model, weights):
+def train(model, weights, dataset):
     optimizer = keras.optimizers.SGD(0.05, momentum=0.5)
 
     def train_step(batch):
@@ -77,6 +77,6 @@ with strategy.scope():
     }
     for name, make in makers.items():
         model, weights = make()
-        losses = [round(loss, 3) for loss in train(model, weights)]
+        losses = [round(loss, 3) for loss in train(model, weights, dataset)]
         strategy.assert_in_sync([weight.value for weight in weights()])
         result[name] = [losses, [round(float(weight.value.detach().sum()), 3) for weight in weights()]]
