@@ -150,6 +150,7 @@ class Strategy:
             ...     model = torch.nn.Linear(64, 10)
         """
         contexts.require_cross_replica(self, "scope")
+        choice.runtime_for(self)  # raises where there are no replicas
         return StrategyScope(self)
 
     def colocate_with(self, variable: Any) -> AbstractContextManager[Any]:
