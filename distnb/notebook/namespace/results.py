@@ -347,10 +347,10 @@ class Results:
 
     def _fresh_handle(self, identity: ObjectId) -> Any:
         """A handle for an engine object that something which arrived refers to."""
-        facts = {
-            replica: one.fresh.get(identity, Described("object", identity=identity))
-            for replica, one in self._results.items()
-        }
+        facts = {}
+        for replica, one in self._results.items():
+            named = (described for described in one.names.values() if described.identity == identity)
+            facts[replica] = one.fresh.get(identity) or next(named, Described("object", identity=identity))
         return self._handle(identity, facts)
 
     def release(self) -> None:
