@@ -107,8 +107,9 @@ class UnmanagedCheck:
             raise ContextError(
                 f"{shown} has trainable parameters that were not made in strategy.scope(), and strategy.run of "
                 f"{self._strategy!r} uses it: every replica would train a copy of its own. Make the model within "
-                "`with strategy.scope():`; to take trained weights over, call model.load_state_dict(...) there. A "
-                "model that is not to be trained can be frozen: model.requires_grad_(False)."
+                "`with strategy.scope():`; to take trained weights over, call model.load_state_dict(...) there, or "
+                "Keras's model.set_weights(...). A model that is not to be trained can be frozen: "
+                "model.requires_grad_(False)."
             )
 
 

@@ -44,9 +44,7 @@ def whole(model):
     return model, lambda: model.trainable_weights
 
 
-def train(model, weights, dataset):
-    optimizer = keras.optimizers.SGD(0.05, momentum=0.5)
-
+def train(model, weights, optimizer, dataset):
     def train_step(batch):
         per_example = (model(batch[0]) - batch[1]).square().sum(dim=1)
         loss = distnb.nn.compute_average_loss(per_example)
@@ -77,6 +75,13 @@ with strategy.scope():
     }
     for name, make in makers.items():
         model, weights = make()
-        losses = [round(loss, 3) for loss in train(model, weights, dataset)]
+        losses = [round(loss, 3) for loss in train(model, weights, keras.optimizers.SGD(0.05, momentum=0.5), dataset)]
         strategy.assert_in_sync([weight.value for weight in weights()])
         result[name] = [losses, [round(float(weight.value.detach().sum()), 3) for weight in weights()]]
+    later = keras.Sequential([keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.5)
+
+# The scope has ended when these weights are made: they are the model's, and so the strategy's.
+later.build((None, 4))
+result["built outside"] = [round(loss, 3) for loss in train(*whole(later), optimizer, dataset)]
+strategy.assert_in_sync(later)
