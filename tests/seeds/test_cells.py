@@ -71,15 +71,18 @@ def test_an_ordinary_cell(
     same(fetched(notebook), launch(way)[0][program]["result"])
 
 
-@pytest.mark.parametrize(("program", "way"), [(each, REFERENCE) for each in WHOLE])
+@pytest.mark.parametrize(
+    ("program", "way", "made"), [("keras_whole_scope", REFERENCE, "later"), ("whole_scope", REFERENCE, "model")]
+)
 def test_a_function_that_is_called_again(
-    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str
+    notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str, made: str
 ) -> None:
     begin(notebook, tmp_path)
     body = textwrap.indent(text_of(program), "    ")
-    notebook.run(f"import distnb\ndef program(strategy):\n{body}\n    return result", timeout_s=150)
+    notebook.run(f"import distnb\ndef program(strategy):\n{body}\n    return result, {made}", timeout_s=150)
     for _ in range(2):
-        notebook.run("result = program(distnb.MirroredStrategy())", timeout_s=150)
+        notebook.run("result, made = program(distnb.MirroredStrategy())", timeout_s=150)
+        assert notebook.run("print(type(made).__name__)").stdout == "RemoteMirrored\n"
         same(fetched(notebook), launch(way)[0][program]["result"])
 
 

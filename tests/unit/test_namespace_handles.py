@@ -739,14 +739,6 @@ def test_failed_call_is_taken_back(world: DoubleWorld) -> None:
     assert world.notebook.user_ns["n"] == 1
 
 
-def test_what_a_function_refers_to_is_known_as_what_it_is(world: DoubleWorld) -> None:
-    text = "import torch\ndef make():\n    x = torch.ones(2, requires_grad=True) * 2\n    return (lambda: x), x\nf, x = make()"
-    there(world, text)
-    ns = world.notebook.user_ns
-    assert isinstance(ns["x"], Mirrored)
-    assert ns["f"]() is ns["x"]
-
-
 def test_names_of_an_unfinished_scope_are_taken_back(world: DoubleWorld) -> None:
     here(world, "log = []\nx = 1")
     before, scope = "y = 5\n", "x = 2\nmodel = [1]\nlog.append(1)\n1 / 0"

@@ -349,7 +349,8 @@ class Results:
         """A handle for an engine object that something which arrived refers to."""
         facts = {}
         for replica, one in self._results.items():
-            named = (described for described in one.names.values() if described.identity == identity)
+            # What a scope made keeps its kind, whether its name or what refers to it is bound first.
+            named = (each for each in one.names.values() if each.mirrored and each.identity == identity)
             facts[replica] = one.fresh.get(identity) or next(named, Described("object", identity=identity))
         return self._handle(identity, facts)
 
