@@ -131,6 +131,7 @@ class Snapshot(NamedTuple):
         environment: The parts that changed.
         sources: Texts and names of cells ("Cell In[3]", or ""), by file name, for tracebacks.
         modules: Submodules to be imported, and what became of local modules since, by name.
+        awaited: Submodules that the program's text imports, and that the notebook does not have.
     """
 
     team: TeamKey
@@ -152,6 +153,7 @@ class Snapshot(NamedTuple):
     environment: Environment | None = None
     sources: Mapping[str, tuple[str, str]] = {}
     modules: Mapping[str, Reloads] = {}
+    awaited: tuple[str, ...] = ()
 
 
 class Summary(NamedTuple):
@@ -235,6 +237,7 @@ class Result(NamedTuple):
         plain: The plain values that it assigned or returned and that are no scalars, by name.
         fresh: Engine objects that the pack refers to and that have no handle yet.
         handles: Engine objects that it read, described anew.
+        imported: Those of the awaited submodules that are there now.
         environment: The parts that it changed; None if none.
         result: Of a call: its structure with `Leaf`s.
     """
@@ -247,13 +250,14 @@ class Result(NamedTuple):
     plain: Packed | None = None
     fresh: Mapping[ObjectId, Described] = {}
     handles: Mapping[ObjectId, Described] = {}
+    imported: tuple[str, ...] = ()
     environment: Environment | None = None
     result: Any = None
 
     @property
     def only_returned(self) -> bool:
         """Whether the result of a call is all there is to take in."""
-        told = self.names, self.deleted, self.changed, self.fresh, self.handles
+        told = self.names, self.deleted, self.changed, self.fresh, self.handles, self.imported
         return not any(told) and self.pack is None and self.environment is None
 
 

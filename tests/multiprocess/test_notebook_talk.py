@@ -218,6 +218,18 @@ def test_a_function_with_a_scope_shows_its_own_lines_each_time(
 # -- modules that change under way -------------------------------------------------------------------------------------
 
 
+def test_a_submodule_that_one_side_imports_is_there_on_the_other(notebook: Notebook) -> None:
+    notebook.run("import wsgiref\ndef parse():\n    import wsgiref.handlers\nstrategy = distnb.MirroredStrategy()")
+    assert not notebook.value("[name for name in ('headers', 'handlers') if hasattr(wsgiref, name)]")
+    notebook.run("%%distribute mirrored\nif 0 == 1:\n    import wsgiref.validate\nimport wsgiref.headers\n")
+    assert notebook.value("(wsgiref.headers.__name__, hasattr(wsgiref, 'validate'))") == ("wsgiref.headers", False)
+    notebook.run("strategy.run(parse)")
+    assert notebook.value("wsgiref.handlers.__name__") == "wsgiref.handlers"
+    notebook.run("import wsgiref.simple_server\n")
+    ran = notebook.run("%%distribute mirrored\nprint(wsgiref.simple_server.__name__)")
+    assert ran.stdout.splitlines() == ["[0-1] wsgiref.simple_server"]
+
+
 def test_an_ordinary_cell_hands_over_what_was_seeded(notebook: Notebook) -> None:
     notebook.run(
         "import random\nimport numpy as np\nstrategy = distnb.MirroredStrategy()\ndef draw():\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -238,8 +239,9 @@ class EngineNamespace:
             plain,
             describer.fresh,
             handles,
-            environment if environment is not None and environment.modes else None,
-            described,
+            environment=environment if environment is not None and environment.modes else None,
+            result=described,
+            imported=tuple(name for name in snapshot.awaited if name in sys.modules),
         )
 
     def _pack(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -270,6 +271,7 @@ class NotebookNamespace:
             changed if changed is not None and changed.modes else None,
             self._sources(tracked, needs),
             self._reloads(tracked, needs) if cell or bind or code_changed else {},
+            awaited=tuple(name for name in sorted(needs.look.attributes) if "." in name and name not in sys.modules),
         )
         tracked.forget.clear()
         tracked.unlike_parts.clear()

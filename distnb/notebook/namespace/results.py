@@ -75,6 +75,7 @@ class Results:
             for name in names
             if all(name in results.names and results.names[name].kind in ("plain", "module") for results in every)
         ]
+        self._import_submodules({name for results in every for name in results.imported})
         for name in early:
             self._bind(name)
         self._open_packs()
@@ -88,6 +89,12 @@ class Results:
         self._take_environment(environment)
         if any(results.names or results.deleted for results in every):
             tracked.bound.latest = None  # the program bound names itself
+
+    def _import_submodules(self, names: Iterable[str]) -> None:
+        """Import what the program's text has imported: `import xml.dom` there makes `xml.dom` usable here."""
+        for name in sorted(names):
+            with contextlib.suppress(Exception):  # it may be on the engines' machines only
+                importlib.import_module(name)
 
     def result(self) -> Any:
         """The result of a call, regrouped: a plain value where all replicas agree on it, else a handle."""
