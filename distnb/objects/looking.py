@@ -25,6 +25,7 @@ import xxhash
 from distnb.errors import CannotTravelError
 from distnb.objects import code, constructors
 from distnb.objects.constructors import ByOpener
+from distnb.objects.mapped_files import file_of, window_of
 from distnb.objects.memory import Memory, bytes_of, dense_tensor, is_stored
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, refusal
 from distnb.objects.plain import is_importable
@@ -152,6 +153,8 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         """An array's content."""
         if array.dtype.hasobject:
             return NotImplemented
+        if array.base is not None and (mapped := file_of(array)) is not None:
+            return _content, (mapped[0], window_of(array))  # what is in the file is on both sides
         data = array if array.flags.c_contiguous else array.copy(order="C")
         kind = array.dtype.str if array.dtype.names is None else array.dtype.descr
         # As bytes: some kinds of elements (dates) have no buffers.

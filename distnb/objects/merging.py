@@ -22,6 +22,7 @@ import cloudpickle
 
 from distnb.objects import code
 from distnb.objects.constructors import ByOpener
+from distnb.objects.mapped_files import is_same_window
 from distnb.objects.memory import Memory, is_stored
 from distnb.objects.placeholder import Placeholder
 
@@ -77,7 +78,7 @@ class Merge:
         elif isinstance(new, tuple | frozenset):
             result = self._frozen(new, old)
         else:
-            if type(old) is not kind:
+            if type(old) is not kind and not _arrives_as(type(old), kind):
                 old = _NOTHING
             rule = _rule_for(kind)
             if rule is None:
@@ -164,8 +165,8 @@ class Merge:
             flat = new.reshape(-1)
             for place in range(flat.size):
                 flat[place] = self.merged(flat[place])
-        if target is new:
-            return new
+        if target is new or (new.base is not None and is_same_window(new, target)):
+            return target
         if new.shape != target.shape or new.dtype != target.dtype:
             return new
         if new.__array_interface__["data"] == target.__array_interface__["data"] and new.strides == target.strides:
@@ -319,6 +320,12 @@ _RULES: tuple[tuple[type, _Rule], ...] = (
     (types.SimpleNamespace, Merge._attributes),
     (functools.cached_property, Merge._attributes),
 )
+
+
+def _arrives_as(kind: type, arrived: type) -> bool:
+    """Return whether objects of a kind arrive as those of another: a memmap that is copied on write, as an array."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and kind is numpy.memmap and arrived is numpy.ndarray
 
 
 def _take_over(target: Any, new: Any) -> None:

@@ -13,6 +13,7 @@ import xxhash
 
 from distnb.objects import code, constructors
 from distnb.objects.looking import INLINE_NBYTES, Looker, Side, on_accelerator
+from distnb.objects.mapped_files import file_of, identity_of, open_mapped_file, open_mapped_view, window_of
 from distnb.objects.memory import (
     Memories,
     Memory,
@@ -127,6 +128,11 @@ class Packer(Looker):
     def array(self, array: Any) -> Any:
         if array.dtype.hasobject:
             return NotImplemented
+        if array.base is not None and (mapped := file_of(array)) is not None:
+            file, root = mapped
+            if array is root:
+                return open_mapped_file, (file, identity_of(file.path))
+            return open_mapped_view, (root, window_of(array), type(array), bool(array.flags.writeable))
         memory, offset = array_window(array, self._memories)
         strides = array.strides if offset >= 0 else None
         shown = (memory, array.dtype, array.shape, strides, max(offset, 0), bool(array.flags.writeable))

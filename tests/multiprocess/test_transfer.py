@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
@@ -107,6 +108,17 @@ def look(world: ClusterWorld) -> tuple[list[int], list[int]]:
 
 def values(found: Any) -> list[int]:
     return [found] * 2 if isinstance(found, int) else list(found.values)
+
+
+@pytest.mark.parametrize("kind", ["plain", "read-only", "of rows", "in a frame"])
+def test_the_engines_of_a_machine_share_what_they_are_sent(kind: str, world: ClusterWorld, mapped: int) -> None:
+    made = np.random.default_rng(1).random(NBYTES // 8)
+    made.flags.writeable = kind != "read-only"
+    kinds = {"of rows": made.reshape(-1, 8)[:, ::-1], "in a frame": pandas.DataFrame({"x": made}, copy=False)}
+    world.notebook.user_ns["big"] = kinds.get(kind, made)
+    run_all(world, [distributed("import numpy as np\ntotal = float(np.asarray(big).sum())" + LOOK)])
+    assert values(world.names()["mapped"]) == [mapped, mapped]
+    assert world.names()["total"] == pytest.approx(float(made.sum()))
 
 
 @pytest.mark.parametrize("kind", ["array", "tensor"])

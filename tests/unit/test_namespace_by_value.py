@@ -102,6 +102,17 @@ SEQUENCES |= {
         distributed("import xml.etree.ElementTree as tree, os.path\nn = tree.fromstring('<a/>').tag"),
         ordinary("m = tree.fromstring('<a/>').tag, os.path.join('a', 'b')"),
     ],
+    "bound methods": [
+        ordinary(
+            "class A:\n    n = 0\n    def inc(self):\n        self.n += 1\n        return self.n\na = A()\ninc = a.inc"
+        ),
+        distributed("x = inc()"),
+        ordinary("y = a.n, inc.__self__ is a, inc()"),
+        distributed("z = a.n, inc.__self__ is a, inc()\nxs = []\npush = xs.append\npush(1)"),
+        ordinary("w = a.n, inc.__self__ is a\nbag = [a.inc, str.upper, 'b'.upper]"),
+        distributed("v = bag[0](), a.n, bag[1]('a'), bag[2]()"),
+        ordinary("u = a.n"),
+    ],
     "annotations": [
         ordinary("a: int = 1"),
         distributed("b: 'list[int]' = [2]\nn = sorted(__annotations__)"),
