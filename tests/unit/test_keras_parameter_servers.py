@@ -425,6 +425,30 @@ def test_a_training_is_taken_up_again(strategy: Any, tmp_path: Any) -> None:
     same(model, plain)
 
 
+@pytest.mark.parametrize("on_servers", [False, True])
+def test_another_model_or_optimizer_is_told_and_nothing_is_restored(
+    strategy: Any, tmp_path: Any, on_servers: bool
+) -> None:
+    def trained(optimizer: Any, units: int = 3) -> Any:
+        with strategy.scope() if on_servers else distnb.get_strategy().scope():
+            model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(units), keras.layers.Dense(1)])
+            model.compile(optimizer, "mse")
+        data = [(np.ones((4, 2)), np.ones((4, 1)))] * 2
+        model.fit((lambda: data) if on_servers else (each for each in data), steps_per_epoch=2, verbose=0)
+        return model
+
+    path = distnb.Checkpoint(model=trained(keras.optimizers.SGD(0.1, momentum=0.9))).write(tmp_path / "one")
+    # Both keep as many variables of the same shapes.
+    for other, told in (
+        (trained(keras.optimizers.Adagrad(0.1)), "has the state of SGD, and here is Adagrad"),
+        (trained(keras.optimizers.SGD(0.1, momentum=0.9), units=4), "has variables of shapes"),
+    ):
+        kept, before = torch.zeros(1), [each.numpy().copy() for each in other.weights]
+        with pytest.raises(distnb.errors.CheckpointMismatchError, match=told):
+            distnb.Checkpoint(model=other, kept=kept).restore(path)
+        assert all(np.array_equal(each.numpy(), was) for each, was in zip(other.weights, before, strict=True))
+
+
 class Stop(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if epoch == 2:
