@@ -13,6 +13,7 @@ The file is removed with the lock, so another process may have opened a file tha
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import re
@@ -181,3 +182,4 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+atexit.register(release_kept)  # the kernel frees a lock, and leaves its file

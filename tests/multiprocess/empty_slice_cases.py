@@ -1,4 +1,4 @@
-"""What ranks do for `test_empty_slices`: `result` has what this replica found."""
+"""The cases of `test_empty_slices`, which ranks import: `result` has this replica's findings."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def _of_wrappers(cls: Any, name: str) -> _Case | None:
 
 
 def case_of(name: str, cls: Any) -> _Case | None:
-    """How a metric is made, and its arguments; None where there is no case."""
+    """Return a function that makes a metric, and its arguments; None where there is no case."""
     package = cls.__module__.split(".")[1]
     if package == "classification":
         if name.startswith(_KINDS):
@@ -270,7 +270,7 @@ SIZES = {
 
 
 def walk(strategy: Any, rank: int) -> dict[str, str]:
-    """What is wrong with each metric, by name: nothing, if replicas give one replica's value."""
+    """Find metrics whose value differs from one replica's. Return the reasons by name."""
     wrong: dict[str, str] = {}
     cases: dict[str, _Case] = {}
     for name, cls in classes().items():

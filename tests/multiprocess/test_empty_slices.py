@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
-    """What each of two replicas found in one run of all cases."""
+    """Run all cases once, on two replicas. Return each one's findings."""
     return [each.check().result for each in run_ranks("from tests.multiprocess.empty_slice_cases import result", 2)]
 
 
