@@ -13,7 +13,7 @@ import torch
 
 from distnb.collectives.gradients.mean_loss import losses_are_global
 from distnb.collectives.group.eager import always_eager
-from distnb.errors import ContextError
+from distnb.errors import ContextError, OptionError
 from distnb.keras import compat
 from distnb.keras.callbacks import Together
 from distnb.keras.data import SameBatches, take_data
@@ -100,6 +100,7 @@ class ModelOnReplicas:
             if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
                 return plain(*args, **kwargs)  # alone; or the chief's callbacks ask for it
             _refuse_in_replica(plain.__name__)
+            _refuse_other_distribution(plain.__name__)
             bound = inspect.signature(plain).bind(*args, **kwargs)
             take_data(plain.__name__, bound.arguments, self._strategy, lambda: process.group)
             with self._loop():
@@ -275,6 +276,16 @@ def _refuse_in_replica(method: str) -> None:
             f"a batch. It shares whole batches out itself: call model.{method} outside strategy.run, with the global "
             f"batch. To {'train' if does == 'fit' else does} in strategy.run, call the model, the loss and the "
             "optimizer one by one."
+        )
+
+
+def _refuse_other_distribution(method: str) -> None:
+    """Raise OptionError if Keras itself is to distribute the training."""
+    own = keras.distribution.distribution()
+    if own is not None:
+        raise OptionError(
+            f"model.{method} of a model that was made in strategy.scope(), and a {type(own).__name__} of Keras's is in "
+            "force: both would share the rows out. Call keras.distribution.set_distribution(None) before."
         )
 
 

@@ -18,7 +18,7 @@ from distnb.runtime.base import Owner
 from distnb.runtime.consistency.agreement import Agreement
 from distnb.runtime.randomness import streams
 from distnb.runtime.replica import Spmd
-from distnb.runtime.scopes import sync_batch_norm
+from distnb.runtime.scopes import foreign_libraries, sync_batch_norm
 from distnb.runtime.scopes.made_objects import CHANGES
 from distnb.runtime.scopes.registration import Place
 from distnb.runtime.this_process import this_process
@@ -104,6 +104,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
     else:
         contexts.entries().clear()  # a program that was ended from without may have left some
         contexts.execute(None)
+    foreign_libraries.begin_program()
     if process.team is not team:
         process.team, process.workers = team, _numbered(team.hosts or ("",) * team.size)
     process.rank, process.device, process.group = rank, device, group

@@ -88,6 +88,15 @@ def test_ordinary_cells_fit_what_functions_and_strategies_make(cells: Notebook) 
     ran = cells.try_run(f"model.fit(generate(), {more})", timeout_s=60)
     assert ran.error_name == "CannotTravelError"
     assert "distnb.keras.DatasetCreator(make_batches)" in ran.error_text
+    for call in (
+        "keras.models.clone_model(model)",
+        "keras.Sequential([model])",
+        "keras.Model(model.inputs, model.outputs)",
+    ):
+        ran = cells.try_run(call)
+        assert ran.error_name == "ContextError", call
+        assert "in the body of `with strategy.scope():`" in ran.error_text
+    cells.run(f"with strategy.scope():\n    again = {call}\nassert again.count_params() == model.count_params() == 14")
 
 
 def test_metrics_in_cells_count_every_replica(cells: Notebook) -> None:

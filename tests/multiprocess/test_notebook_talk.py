@@ -321,9 +321,13 @@ sums = [strategy.run(lambda batch: float((batch[0] * batch[1]).sum()), args=(bat
     here = f"torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)"
     assert notebook.value(f"type({here}) is type(pickle.loads(pickle.dumps(model))) is torch.nn.Linear") is True
     assert "in_features=2" in notebook.run("%%distribute mirrored\nmodel?").stdout
-    refused = notebook.try_run("torch.optim.SGD(model.parameters(), lr=0.1)")
-    assert "RemoteMirrored is a handle" in refused.traceback
-    assert "strategy.scope()" in refused.traceback
+    for call in ("torch.optim.SGD(model.parameters(), lr=0.1)", "torch.nn.Sequential(model, torch.nn.ReLU())"):
+        refused = notebook.try_run(call)
+        assert refused.error_name == "ContextError", call
+        assert "strategy.scope()" in refused.error_text
+    assert "was given `model`, which is a handle" in refused.error_text
+    refused = notebook.try_run("', '.join([model])")
+    assert "RemoteMirrored is a handle" in refused.traceback, "an error that is not ours says so, too"
 
 
 # -- what the live view tells --------------------------------------------------------------------------------------

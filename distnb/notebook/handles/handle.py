@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, cast
 
 from distnb.errors import DistributedValueError, StructureError
+from distnb.notebook.handles import library_guards
 from distnb.notebook.handles.computing import FORWARDED, compute
 from distnb.notebook.handles.state import RemoteState, state_of_handle
 from distnb.notebook.handles.summaries import as_text
@@ -264,6 +265,7 @@ def _is_iterator(handle: DistributedValues) -> bool:
 
 def make_handle(state: RemoteState, *, mirrored: bool, size: int) -> DistributedValues:
     """A handle of an object on `size` replicas."""
+    library_guards.install()
     kind = _kind_of(state, mirrored=mirrored)
     handle = kind.__new__(kind)
     object.__setattr__(handle, "_components", state)

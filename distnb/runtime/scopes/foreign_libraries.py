@@ -8,7 +8,7 @@ from typing import Any
 
 from distnb.variables.variable import Variable
 
-__all__ = ["is_shared", "prepare", "restore_shared", "strategy_of_shared", "variable_in"]
+__all__ = ["begin_program", "is_shared", "prepare", "restore_shared", "strategy_of_shared", "variable_in"]
 
 _KEEPERS = {"keras": "distnb.keras.replica_state"}
 _prepared: dict[str, Any] = {}
@@ -29,6 +29,13 @@ def _computes_with_torch(library: Any) -> bool:
     """Return whether a library that has several backends has torch's; False while it is being imported."""
     backend = getattr(library, "backend", None)
     return getattr(backend, "backend", lambda: None)() == "torch"
+
+
+def begin_program() -> None:
+    """Undo what an earlier program told Keras of replicas of its own, which would share out what later ones train."""
+    own: Any = getattr(sys.modules.get("keras"), "distribution", None)
+    if own is not None and own.distribution() is not None:
+        own.set_distribution(None)
 
 
 def is_shared(value: Any) -> bool:

@@ -22,5 +22,4 @@ model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="r
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
 history = model.fit(loader, epochs=2, verbose=0).history
-keras.distribution.set_distribution(None)
 result = history["loss"], history["accuracy"], [float(each.sum()) for each in model.get_weights()]
