@@ -41,6 +41,7 @@ from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
+from distnb.objects import spawned_processes
 from distnb.objects.packing import Packed
 from distnb.runtime import spmd, step_count
 from distnb.runtime.inspection import inspecting
@@ -517,6 +518,7 @@ class Agent:
         this_process.publish = self._shell.display_pub.publish
         unattended.install(self._shell, self._console, self._stop)
         launched_processes.install()
+        spawned_processes.install()
 
 
 def install(shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> Agent:

@@ -22,6 +22,7 @@ from distnb.magics.stop_handler import StopHandler
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose
 from distnb.notebook.views.front_end import FrontEnd
+from distnb.objects import spawned_processes
 from distnb.objects.modes import cell_began
 from distnb.widgets.front import Front
 from distnb.widgets.panel.side_panel import SidePanel
@@ -61,6 +62,7 @@ class Extension:
         self._distribute.install()
         complete(shell)
         tracebacks.show_plainly(shell)
+        spawned_processes.install()
         tracebacks.debug_on_replicas(shell, compose.current)
         shell.ast_transformers.append(self._scope)
         self._dispatch.install(shell)

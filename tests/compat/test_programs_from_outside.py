@@ -116,3 +116,36 @@ def test_processes_that_would_be_ranks_are_refused_and_calling_their_function_wo
     assert notebook.run(_TUTORIAL + "demo(distnb.replica_id(), 2)").stdout == "[0-1] total 3.0\n"
     pool = "from multiprocessing import Pool\nwith Pool(1) as pool: print(pool.map(abs, [-1]))"
     assert notebook.run(f"%%distribute mirrored\n{pool}").stdout == "[0-1] [1]\n"
+
+
+_ROWS = """
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, row):
+        return torch.tensor(scale * row)
+class Found:
+    def __init__(self, number):
+        self.number = number
+scale, rows = 3, Rows()
+"""
+_LOADER = (
+    "loader = torch.utils.data.DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context='spawn', "
+    "collate_fn=lambda items: torch.stack(items))\nprint([batch.tolist() for batch in loader])"
+)
+_POOL = (
+    "import multiprocessing\ndef find(number):\n    return Found(scale * number)\n"
+    "with multiprocessing.get_context('spawn').Pool(1) as pool: found = pool.map(find, [1, 2])\n"
+    "print([each.number for each in found], type(found[0]) is Found)"
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "shown"),
+    [("mirrored --replicas 0", _LOADER, "[[0, 3], [6, 9]]\n"), ("default", _POOL, "[3, 6] True\n")],
+)
+def test_spawned_processes_find_classes_and_functions_of_the_notebook(
+    notebook: Notebook, how: str, text: str, shown: str
+) -> None:
+    notebook.run(f"import torch\n{_ROWS}")
+    assert notebook.run(f"%%distribute {how}\n{text}").stdout.endswith(shown)
