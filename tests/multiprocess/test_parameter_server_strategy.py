@@ -105,6 +105,40 @@ def test_a_program_trains_as_in_one_process(cluster: Any) -> None:
     assert torch.allclose(model.eval()(batch(9)[0]), plain.eval()(batch(9)[0]), atol=1e-5)
 
 
+def test_a_whole_program_in_its_scope(strategy: Any, coordinator: ClusterCoordinator, tmp_path: Path) -> None:
+    """What the scope has made is on the servers for the first closure, `run` or step that needs it."""
+    x = torch.ones(2, 2)
+
+    def trained(schedule: Any, run: Any) -> list[list[float]]:
+        torch.manual_seed(0)
+        body = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
+        seen = []
+
+        def step() -> list[float]:
+            optimizer.zero_grad()
+            loss = body(x).sum()
+            loss.backward()
+            optimizer.step()
+            return [loss.item()]
+
+        seen += [schedule(step), schedule(step), run(step), step()]
+        whole = nn.Sequential(body, nn.Linear(2, 1))
+        another = torch.optim.SGD(whole.parameters(), lr=0.1)
+        seen.append(schedule(lambda: whole(x).flatten().tolist()))
+        whole(x).sum().backward()
+        another.step()  # of a model that no closure has seen yet
+        whole.append(nn.Linear(1, 1))
+        seen.append(run(lambda: whole(x).flatten().tolist()))
+        return seen
+
+    with strategy.scope():
+        found = trained(lambda fn: coordinator.schedule(fn).fetch(), strategy.run)
+    expected = trained(lambda fn: fn(), lambda fn: fn())
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other)
+
+
 def test_a_change_in_place_on_a_worker_is_told(strategy: Any, coordinator: ClusterCoordinator) -> None:
     with strategy.scope():
         model = nn.Linear(2, 1)

@@ -14,6 +14,7 @@ import torch
 
 from distnb.compat import torch_internals
 from distnb.errors import ContextError, OptionError
+from distnb.runtime import contexts
 from distnb.runtime.servers.messages import Gradient, RowsGradient, SetOptimizer, Shard, Step
 from distnb.runtime.servers.placement import Stored
 from distnb.runtime.servers.server_variable import ServerVariable
@@ -70,11 +71,9 @@ class RemoteSteps:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the gradients to the servers, which update the variables: each server's in one piece."""
-        if not is_remote(self):
-            raise ContextError(
-                f"{type(self).__name__}.step() was called in strategy.scope(), and the servers know of its parameters "
-                "when the scope ends. Train after the scope, or in a function that strategy.run calls."
-            )
+        innermost = contexts.innermost()
+        if not is_remote(self) and innermost is not None:  # the scope that makes it is open
+            innermost[0].runtime.registration.take_made()
         loss = None
         if closure is not None:
             with torch.enable_grad():
