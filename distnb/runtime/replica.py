@@ -39,6 +39,7 @@ from distnb.runtime.reduction.gathering import broadcast_tree, gather_tensor
 from distnb.runtime.reduction.reducing import checked_axis, plain_value_error, reduce_alone, reduce_leaves, tensor_of
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.runtime.scopes import foreign_libraries
+from distnb.runtime.scopes.made_objects import CHANGES
 from distnb.runtime.scopes.registration import Registration, is_scope_buffer
 from distnb.runtime.scopes.unmanaged import UnmanagedCheck
 from distnb.runtime.this_process import this_process
@@ -233,6 +234,7 @@ class Spmd:
         replica = ReplicaContext(self._strategy, rank, size, aggregation, note.batch_size, note.slice_size)
         if size > 1:
             self._unmanaged.check(fn, own_args, own_kwargs)
+            changes = CHANGES.count
             self._sync.weight(note.slice_size, note.batch_size)
         with step_count.calling:
             stack.append((self._strategy, replica))
@@ -251,8 +253,8 @@ class Spmd:
                     streams.leave()
                 stack.pop()
         step_count.examples += note.slice_size or 0
-        if size > 1:
-            self._unmanaged.check(fn, own_args, own_kwargs)  # of what it has made, or built, itself
+        if size > 1 and CHANGES.count != changes:
+            self._unmanaged.check(fn, own_args, own_kwargs)  # what it has made, or built, itself
         return result if size == 1 else process.agreement.regroup(process.group, fn, result, (args, kwargs))
 
     def no_sync(self) -> AbstractContextManager[None]:

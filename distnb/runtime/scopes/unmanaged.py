@@ -14,7 +14,7 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,22 +44,26 @@ class UnmanagedCheck:
     def __init__(self, strategy: Any, owns: Callable[[torch.Tensor], bool]) -> None:
         self._strategy = strategy
         self._owns = owns
-        self._checked = WeakIdKeyDictionary()  # functions and modules, with the count of changes then
+        # Functions, the objects of methods, and modules, with the count of changes when they were looked at.
+        self._checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         # Parameters in DistributedDataParallel are kept in sync by it.
         self._wrapped = WeakIdKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
 
-    def check(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def check(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Look at what a function refers to and is given, as far as that may have changed since the last look.
 
         Raises:
             ContextError: Among it is a trainable module that no scope of this strategy made.
         """
         roots = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
-        given = [("args", args), ("kwargs", kwargs)]
+        given = [(f"args[{place}]", value) for place, value in enumerate(args) if not self._is_harmless(value)]
+        given += [(name, value) for name, value in kwargs.items() if not self._is_harmless(value)]
         if not all(map(self._is_checked, roots)):
             given.append((getattr(fn, "__name__", "fn"), fn))
+        if not given:
+            return
         found = [(name, value) for name, value in _reachable(given) if not self._is_checked(value)]
         for _, value in found:
             if isinstance(value, DistributedDataParallel):
@@ -74,8 +78,11 @@ class UnmanagedCheck:
             if isinstance(value, torch.nn.Module):
                 self._check(f"{name!r} (a {type(value).__name__})", parameters)
         for each in (*roots, *(value for _, value in found)):
-            with contextlib.suppress(TypeError):  # what cannot be referred to weakly is looked at in every call
+            with contextlib.suppress(TypeError):  # what has no hash, or no weak reference, is looked at in every call
                 self._checked[each] = CHANGES.count
+
+    def _is_harmless(self, value: Any) -> bool:
+        return _is_data(value) or self._is_checked(value)
 
     def _is_checked(self, value: Any) -> bool:
         try:
@@ -111,6 +118,14 @@ class UnmanagedCheck:
                 "Keras's model.set_weights(...). A model that is not to be trained can be frozen: "
                 "model.requires_grad_(False)."
             )
+
+
+def _is_data(value: Any) -> bool:
+    """Return whether a value is made of tensors, numbers and texts alone, as most batches are."""
+    kind = type(value)
+    if kind is dict:
+        return all(map(_is_data, value.values()))
+    return all(map(_is_data, value)) if kind is tuple or kind is list else kind is torch.Tensor or kind in _LEAVES
 
 
 def _reachable(given: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
