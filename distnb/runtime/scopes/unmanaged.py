@@ -78,15 +78,16 @@ class UnmanagedCheck:
             if isinstance(value, torch.nn.Module):
                 self._check(f"{name!r} (a {type(value).__name__})", parameters)
         for each in (*roots, *(value for _, value in found)):
-            with contextlib.suppress(TypeError):  # what has no hash, or no weak reference, is looked at in every call
-                self._checked[each] = CHANGES.count
+            if _is_identified(each):
+                with contextlib.suppress(TypeError):  # what has no weak reference is looked at in every call
+                    self._checked[each] = CHANGES.count
 
     def _is_harmless(self, value: Any) -> bool:
         return _is_data(value) or self._is_checked(value)
 
     def _is_checked(self, value: Any) -> bool:
         try:
-            return bool(self._checked.get(value) == CHANGES.count)
+            return _is_identified(value) and bool(self._checked.get(value) == CHANGES.count)
         except TypeError:
             return False
 
@@ -118,6 +119,11 @@ class UnmanagedCheck:
                 "Keras's model.set_weights(...). A model that is not to be trained can be frozen: "
                 "model.requires_grad_(False)."
             )
+
+
+def _is_identified(value: Any) -> bool:
+    """Return whether an object is equal to itself alone, so that it can be looked up. A variable is a tensor."""
+    return type(value).__eq__ is object.__eq__
 
 
 def _is_data(value: Any) -> bool:
