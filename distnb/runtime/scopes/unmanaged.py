@@ -123,7 +123,8 @@ class UnmanagedCheck:
 
 def _is_identified(value: Any) -> bool:
     """Return whether an object is equal to itself alone, so that it can be looked up. A variable is a tensor."""
-    return type(value).__eq__ is object.__eq__
+    compares: Any = type(value).__eq__
+    return compares is object.__eq__
 
 
 def _is_data(value: Any) -> bool:
