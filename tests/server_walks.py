@@ -43,6 +43,9 @@ class WalkedCluster(Protocol):
     def go_on(self) -> None:
         """Let all stopped workers go on."""
 
+    def press(self, draws: random.Random, work: Callable[[], None]) -> None:
+        """Do something on the coordinator, and perhaps press Ctrl-C meanwhile: KeyboardInterrupt."""
+
     def give_up(self) -> None:
         """Wait no longer for those that were told to end."""
 
@@ -111,6 +114,9 @@ class Program:
             self.counter = distnb.Variable(0, dtype=torch.int64)
             self.small = distnb.Variable(torch.zeros(3), trainable=False)
             self.table = distnb.Variable(torch.zeros(4, 2))
+            self.words = torch.nn.Embedding(4, 2, sparse=True)
+            torch.nn.init.zeros_(self.words.weight)
+            self.words_unit = torch.optim.SGD(self.words.parameters(), lr=1.0)
             self.seen = Ones()
             self.aside = distnb.Variable(torch.zeros(2), trainable=False)
         self.other = ClusterCoordinator(distnb.ParameterServerStrategy())
@@ -121,23 +127,25 @@ class Program:
             "small": self.small,
             "table": self.table,
             "aside": self.aside,
+            "words": self.words,
+            "words_unit": self.words_unit,
         }
 
     def changes(self) -> dict[str, Callable[[], Any]]:
         """Changes by one, in closures and on the coordinator."""
-        model, unit, counter, small, table, seen = (
-            self.model,
-            self.unit,
-            self.counter,
-            self.small,
-            self.table,
-            self.seen,
-        )
+        model, unit, words, words_unit = self.model, self.unit, self.words, self.words_unit
+        counter, small, table, seen = self.counter, self.small, self.table, self.seen
 
         def step() -> None:
             model.weight.grad, model.bias.grad = -torch.ones(3, 2), -torch.ones(2)
             unit.step()
             unit.zero_grad()
+
+        def looked_up() -> None:
+            with torch.enable_grad():
+                words(torch.tensor([0, 1, 2, 3])).sum().neg().backward()
+            words_unit.step()
+            words_unit.zero_grad()
 
         def increments(variable: Any) -> dict[str, Callable[[], Any]]:
             ones = torch.ones(tuple(variable.shape), dtype=variable.dtype)
@@ -163,7 +171,8 @@ class Program:
                 "scatter": scattered,
             }
 
-        found: dict[str, Callable[[], Any]] = {"step": step, "pass": lambda: model(torch.ones(1, 3))}
+        found: dict[str, Callable[[], Any]] = {"step": step, "words": looked_up}
+        found["pass"] = lambda: model(torch.ones(1, 3))
         for name, variable in (("counter", counter), ("small", small), ("table", table)):
             more = increments(variable) | (rows_of(variable) if variable.dim() else {})
             found |= {f"{name} {how}": change for how, change in more.items()}
@@ -183,11 +192,18 @@ class Program:
             "table": self.table.read_value(),
             "aside": self.aside.read_value(),
             "steps": torch.tensor(self.unit.iterations),
+            "words": self.words.weight.read_value(),
+            "words steps": torch.tensor(self.words_unit.iterations),
             "seen": self.seen.total,
         }
 
 
-CHANGED = {"step": ("weight", "bias", "steps"), "pass": ("passes",), "seen": ("seen",)}
+CHANGED: dict[str, tuple[str, ...]] = {
+    "words": ("words", "words steps"),
+    "step": ("weight", "bias", "steps"),
+    "pass": ("passes",),
+    "seen": ("seen",),
+}
 
 
 def changed_by(change: str) -> tuple[str, ...]:
@@ -200,6 +216,7 @@ class Walk:
     Attributes:
         certain: How many ones each thing must have.
         open: Of closures that were cancelled or failed: how many more ones it may have.
+        unsent: What was changed in place here, and the servers may not know yet: Ctrl-C may lose it.
     """
 
     def __init__(self, seed: int, cluster: WalkedCluster) -> None:
@@ -209,6 +226,7 @@ class Walk:
         self.access = self.program.strategy.runtime.access
         self.certain: Counter[str] = Counter()
         self.open: Counter[str] = Counter()
+        self.unsent: Counter[str] = Counter()
         self.values: list[tuple[Any, list[str]]] = []
         self.of_other: list[Any] = []
         self.saved: tuple[dict[str, Any], Counter[str]] | None = None
@@ -232,6 +250,7 @@ class Walk:
             (2, self.interrupt),
             (1, self.save),
             (1, self.lose_server),
+            (2, self.press),
         ]
 
     def run(self, length: int) -> None:
@@ -311,9 +330,24 @@ class Walk:
             if name in copies:
                 of_copies(name.split()[1])
                 self.certain.update(["weight", "bias", "passes"])
+                self.unsent.update(["weight", "bias", "passes"])
                 return
+            try:
+                changes[name]()
+            except KeyboardInterrupt:
+                self.open.update(changed_by(name))
+                raise
             self.certain.update(changed_by(name))
-            changes[name]()
+
+    def press(self) -> None:
+        """Press Ctrl-C while something is read, changed or scheduled."""
+        try:
+            self.cluster.press(self.draws, self.draws.choice([self.read, self.change, self.change, self.schedule]))
+        except KeyboardInterrupt:
+            self.story.append("  pressed")
+            self.certain.subtract(self.unsent)
+            self.open.update(self.unsent)
+            self.settle()
 
     def read(self) -> None:
         """Look at something, in one of the ways that there are: that changes nothing."""
@@ -325,6 +359,8 @@ class Walk:
             lambda: program.table.sum(),
             lambda: program.table[1:3].mean(),
             lambda: [row + 1 for row in program.small],
+            lambda: program.words(torch.tensor([1, 2])),
+            lambda: program.words.weight[1:3].mean(),
             lambda: program.model.weight.sum(),
             lambda: program.model.state_dict(),
             lambda: program.unit.state_dict(),
@@ -408,6 +444,7 @@ class Walk:
         self.coordinator.join()
         self.resolve()
         assert not self.values
+        self.unsent.clear()
         for name, value in self.program.values().items():
             if name == "aside" and self.of_other:
                 continue
@@ -426,7 +463,9 @@ class Walk:
             self.certain[name] = most
             return
         assert value.dim(), f"{name} has one shard"
-        if hasattr(program, name):
+        if name == "words":
+            program.words.weight.assign(float(most))
+        elif hasattr(program, name):
             getattr(program, name).assign(float(most))
         else:
             access.write(access.stored_of(getattr(program.model, name)), "assign", torch.full_like(value, most))
@@ -439,7 +478,8 @@ class Walk:
         self.of_other.clear()
         self.settle()
         program = self.program
-        model, counter, table, small = program.model, program.counter, program.table, program.small
+        model, words = program.model, program.words
+        counter, table, small = program.counter, program.table, program.small
         here = {
             name: each.detach() for name, each in [*program.model.named_parameters(), *program.model.named_buffers()]
         }
@@ -450,6 +490,7 @@ class Walk:
                 "small": (small + 0).detach(),
                 "weight": model.weight.detach().clone(),
                 "passes": model.passes.clone(),
+                "words": words(torch.tensor([0, 1, 2, 3])).detach(),
             }
         )
         for name, value in {**here, **self.coordinator.fetch(there)}.items():

@@ -59,13 +59,20 @@ class Connections:
 
     def exchange(self, requests: Mapping[int, Sequence[Any]], fence: Fence = NO_FENCE) -> dict[int, tuple[Any, ...]]:
         waiting = {}
+        presses = self._world.presses() if self._client is None else 0
+        if presses == 1:
+            raise KeyboardInterrupt
         for server, operations in requests.items():
             if server in self._world.gone:
                 raise ServerLost(f"Parameter server {server} is lost.")
             waiting[server] = number = next(self._numbers)
             request = pickle.dumps(Request(number, fence, tuple(operations)))
             self._world.to_servers.setdefault((self._client, server), deque()).append(request)
+        if presses == 2:
+            raise KeyboardInterrupt
         answers = self._world.answers(self._client, waiting)
+        if presses == 3:
+            raise KeyboardInterrupt
         for server in requests:
             if answers[server].error is not None:
                 raise answers[server].error  # type: ignore[misc]
@@ -196,6 +203,7 @@ class SimulatedCluster:
             SimulatedWorker
         ] = []  # given up on and replaced, or lost to the coordinator, and still running
         self._processes = 0
+        self._press_in: int | None = None
         self._waiting: dict[int, int] = {}
         self._answers: dict[int, Answer] = {}
         self._by_program: dict[int, SimulatedWorker] = {}
@@ -285,6 +293,16 @@ class SimulatedCluster:
             if server in self.gone and server not in answers:
                 raise ServerLost(f"Parameter server {server} has ended.")
 
+    def presses(self) -> int:
+        """Return when the user presses Ctrl-C in this exchange: never (0), before, after the requests, at the end."""
+        if self._press_in is None:
+            return 0
+        self._press_in -= 1
+        if self._press_in:
+            return 0
+        self._press_in = None
+        return self.rng.randint(1, 3)
+
     # What somebody does to it ---------------------------------------------------------------------------------------
 
     def _start(self, index: int) -> None:
@@ -331,6 +349,14 @@ class SimulatedCluster:
         """Let all stopped workers go on."""
         for worker in [*self.workers.values(), *self.astray]:
             worker.stopped = False
+
+    def press(self, draws: random.Random, work: Callable[[], None]) -> None:
+        """Press Ctrl-C while something is done on the coordinator, at one of its next messages to servers."""
+        self._press_in = draws.randint(1, 4)
+        try:
+            work()
+        finally:
+            self._press_in = None
 
     def give_up(self) -> None:
         """Wait no longer for workers to follow the order to end their closures."""

@@ -96,6 +96,9 @@ class RealCluster:
         for row in require().status()[:3]:
             go_on(row.pid)
 
+    def press(self, draws: random.Random, work: Callable[[], None]) -> None:
+        """Nobody presses."""
+
     def give_up(self) -> None:
         """A second is enough."""
 
@@ -126,7 +129,8 @@ class RealWalk(Walk):
 
     def moves(self) -> list[tuple[float, Callable[[], None]]]:
         dear = (self.kill, self.lose_server)
-        return [(weight * self.rarely if move in dear else weight, move) for weight, move in super().moves()]
+        moves = [(weight * self.rarely if move in dear else weight, move) for weight, move in super().moves()]
+        return [each for each in moves if each[1] != self.press]
 
 
 def walk(seed: int, length: int) -> None:
