@@ -34,6 +34,7 @@ __all__ = [
     "parameters_of_each",
 ]
 
+_FUNCTIONS = 1024  # that are remembered
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
@@ -86,6 +87,7 @@ class Runner:
         self._resources: dict[int, Any] = {}
         self._reaches: dict[int, _Reach] = {}
         self._inputs: dict[int, Any] = {}
+        self._run_before: set[Any] = set()  # codes of functions
 
     def run(self, message: RunClosure, fresh: Collection[int] = ()) -> ClosureResult:
         """Run a closure; raises what it does. Copies of variables that are `fresh` are not read anew."""
@@ -110,7 +112,8 @@ class Runner:
         metrics = {each: (kind, obj) for each, obj in reached.items() if (kind := library_of(obj)) is not None}
         for kind, metric in metrics.values():
             kind.reset(metric)
-        with self.access.running(ClosureRun(message.closure, message.fence), self.reach.variables, fresh) as running:
+        closure = ClosureRun(message.closure, message.fence, self._is_new(function))
+        with self.access.running(closure, self.reach.variables, fresh) as running:
             try:
                 with self._placed:
                     value = function(*args, **kwargs)
@@ -126,6 +129,16 @@ class Runner:
         contributions = {each: found for each, found in counted.items() if found is not None}
         packed = value if type(value) in _PLAIN else dump(value, "The result of a closure")[0]
         return ClosureResult(packed, contributions or None, tuple(running.staleness))
+
+    def _is_new(self, function: Any) -> bool:
+        """Return whether a function of this code, whatever it refers to, runs here for the first time."""
+        code = getattr(function, "__code__", type(function))
+        if code in self._run_before:
+            return False
+        if len(self._run_before) == _FUNCTIONS:
+            self._run_before.clear()
+        self._run_before.add(code)
+        return True
 
     def _keep_in_sync(self) -> None:
         """What this closure is the first to use; a worker's replicas keep it in sync, if it has several."""

@@ -560,6 +560,12 @@ def test_a_changed_parameter_on_a_worker_is_an_error_once(strategy: Any, servers
         with torch.no_grad():
             weight.add_(1)
 
+    def by_data() -> None:
+        weight.data[0] = 5  # torch does not count it
+
     with pytest.raises(distnb.errors.ProgramError, match="in place on a worker"):
         worker.run(packer, 1, closure)
     assert worker.run(packer, 2, lambda: weight.tolist()) == [1, 1]
+    with pytest.raises(distnb.errors.ProgramError, match="in place on a worker"):
+        worker.run(packer, 3, by_data)
+    assert worker.run(packer, 4, lambda: weight.tolist()) == [1, 1]

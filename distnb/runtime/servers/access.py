@@ -52,11 +52,14 @@ class ClosureRun:
     Attributes:
         number: Its number.
         fence: The closures that had ended when it was sent.
+        is_new: Whether its function has not run here yet. Then its parameters are compared with what was read: only so
+            are changes by way of `.data` seen, and to do it each time would take as long as reading them.
         staleness: Of each step: how many updates its copies had missed.
     """
 
     number: int
     fence: Fence
+    is_new: bool = False
     staleness: list[int] = field(default_factory=list)
     changes: int = 0
 
@@ -578,11 +581,22 @@ class ServerAccess:
         self.closure, self._variables, self._ended_well = closure, frozenset(variables), False
         try:
             self.refresh(each for each in self._variables if each not in fresh or self._is_outdated(each))
+            if closure.is_new:
+                self._keep_values(True)
             yield closure
             self.send_changes()
             self._ended_well = True
         finally:
             self.closure = None
+            if closure.is_new:
+                self._keep_values(False)
+
+    def _keep_values(self, kept: bool) -> None:
+        """Keep the values of parameters, to find every change of them."""
+        for number in self._variables:
+            copy = self._copies.get(number)
+            if copy is not None and copy.guarded:
+                copy.base = copy.tensor.detach().clone() if kept else None
 
     def _is_outdated(self, number: int) -> bool:
         return number in self._stale or number not in self._copies or self._copies[number].doubtful

@@ -36,7 +36,7 @@ class Copy:
     Attributes:
         reference: Gives the tensor. Its memory stays the same; it is a leaf of graphs if the variable is trainable.
         versions: Of each part, when it was read.
-        base: The value that was read, where changes in place are sent to the servers.
+        base: The value that was read, where changes in place are sent to the servers, or looked for.
         guarded: Whether a change in place is an error. Without `base` and `guarded` the copy is a cache: nobody can
             change it.
         noted: torch's count of changes in place when `tensor` was last known to equal `base`. torch does not count
@@ -72,10 +72,10 @@ class Copy:
                 always compared: torch's kernels for BatchNorm do not count.
         """
         counted = self.tensor._version == self.noted
-        if self.doubtful or (self.guarded and counted):
+        if self.doubtful or (self.base is None and (counted or not self.guarded)):
             return False
-        if self.base is None:
-            return self.guarded
+        if self.base is None or (self.guarded and not counted):
+            return True
         if counted and not thorough and isinstance(self.tensor, torch.nn.Parameter):
             return False
         if not same_bits(self.tensor, self.base):
