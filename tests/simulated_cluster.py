@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,6 +204,7 @@ class SimulatedCluster:
             SimulatedWorker
         ] = []  # given up on and replaced, or lost to the coordinator, and still running
         self._processes = 0
+        self._of_servers = ThreadPoolExecutor(1)  # in which no scope is open
         self._press_in: int | None = None
         self._waiting: dict[int, int] = {}
         self._answers: dict[int, Answer] = {}
@@ -216,6 +218,7 @@ class SimulatedCluster:
         self.link.closed = True
         for worker in [*self.workers.values(), *self.astray]:
             worker.end()
+        self._of_servers.shutdown()
 
     # What happens ---------------------------------------------------------------------------------------------------
 
@@ -254,7 +257,8 @@ class SimulatedCluster:
 
     def _deliver(self, client: Any, server: int) -> None:
         request = pickle.loads(self.to_servers[client, server].popleft())
-        answer = pickle.loads(pickle.dumps(self.stores[server].handle(request)))
+        found = self._of_servers.submit(self.stores[server].handle, request).result()
+        answer = pickle.loads(pickle.dumps(found))
         if client is None:
             waiting, answers = self._waiting, self._answers
         else:
