@@ -205,7 +205,7 @@ def hold_chaos(training: Training, seconds: float, every_s: float, at_once: int,
 
 
 def test_every_count_is_exact_whatever_is_read_changed_stopped_and_cancelled_meanwhile(training: Training) -> None:
-    walk(1, 40)
+    walk(1, 25)
 
 
 @pytest.mark.soak
