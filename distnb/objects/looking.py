@@ -25,6 +25,7 @@ import xxhash
 from distnb.errors import CannotTravelError
 from distnb.objects import code, constructors
 from distnb.objects.constructors import ByOpener
+from distnb.objects.hidden_functions import functions_within, hides_parts
 from distnb.objects.mapped_files import file_of, window_of
 from distnb.objects.memory import Memory, bytes_of, dense_tensor, is_stored
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, refusal
@@ -120,6 +121,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         self.root: Any = None
         self._rules: dict[type, Callable[[Any, Any], Any]] = dict(_RULES)
         self._digests: list[bytes] = []
+        self._reached: dict[int, Any] = {}
         super().__init__(self.file, protocol=5, buffer_callback=keep or _digests_into(self._digests))
 
     def digest_of(self, value: Any) -> bytes:
@@ -127,6 +129,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         self.file.seek(0)
         self.file.truncate()
         self._digests.clear()
+        self._reached.clear()
         self.clear_memo()
         self.dump(value)
         with self.file.getbuffer() as stream:
@@ -292,6 +295,9 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         kind = type(obj)
         if kind in self.dispatch_table:
             return NotImplemented
+        if hides_parts(kind):
+            for function in functions_within(obj, self.side.user_ns, self._reached):
+                self.seen.into(function)
         try:
             return obj.__reduce_ex__(5)
         except Exception as error:  # whatever a user's class raises  # noqa: BLE001

@@ -13,7 +13,7 @@ import types
 import uuid
 from typing import Any
 
-__all__ = ["is_importable", "is_plain", "same"]
+__all__ = ["ATOMS", "is_importable", "is_plain", "same"]
 
 ATOMS: frozenset[type] = frozenset(
     {

@@ -238,3 +238,29 @@ def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: 
     assert "differ between replicas" not in ran.stderr, "what was made good is not told as changed"
     assert cells.value("len(losses)") == 1, "it went on with the third epoch"
     assert cells.value("np.allclose(losses, whole[2:], atol=1e-6)") is True
+
+
+NESTED = """
+def make_loss():
+    def loss(true, predicted):
+        return keras.ops.mean(keras.ops.square(true - predicted), axis=-1) * factor
+    return loss
+class Gain(keras.layers.Layer):
+    def call(self, inputs):
+        return inputs * gain
+factor = gain = 1.0
+with strategy.scope():
+    model = keras.Sequential([Gain(), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile("sgd", make_loss())
+first = float(model.evaluate(X, 0 * X[:, :1], verbose=0))
+factor, gain = 3.0, 2.0
+second = float(model.evaluate(X, 0 * X[:, :1], verbose=0))
+"""
+
+
+@pytest.mark.parametrize("how", ["%%distribute default\n", "%%distribute mirrored\n", ""])
+def test_a_models_functions_read_the_namespace_as_it_is(cells: Notebook, how: str) -> None:
+    if not how:
+        cells.run("strategy = distnb.MirroredStrategy()")
+    cells.run(how + NESTED, timeout_s=60)
+    assert cells.value("round(second / first, 4)") == 12.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.worlds import DoubleWorld, PlainWorld, compare, distributed, ordinary, run_all
+from tests.worlds import Cell, DoubleWorld, PlainWorld, compare, distributed, ordinary, run_all
 
 THREAD = """
 import queue, threading, time
@@ -130,3 +130,34 @@ def test_an_object_is_freed_with_its_handle_though_its_name_stays(world: DoubleW
     for engine in world.engines:
         assert not hasattr(engine.user_ns.get("x"), "numel")
     assert not any(len(namespace.teams) for namespace in world.namespaces)
+
+
+HIDING = """
+class Box:
+    def __init__(self, function=None):
+        self.function = function
+    def __reduce__(self):
+        return Box, ()
+    def keep(self, function):
+        self.function = function
+    def go(self):
+        return self.function() + extra
+n, extra = 1, 10
+def make():
+    def inner():
+        return n * scale
+    return inner
+scale = 1
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        [distributed("import functools\nbox = Box(functools.partial(make()))")],
+        [distributed("box = Box([])"), ordinary("box.keep(make())")],
+    ],
+)
+def test_what_an_object_reads_that_does_not_show_its_functions(world: DoubleWorld, made: list[Cell]) -> None:
+    run_all(world, [ordinary(HIDING), *made, ordinary("x = box.go()\nn = 2\nscale = 3\nextra = 20\ny = box.go()")])
+    assert (world.names()["x"], world.names()["y"]) == (11, 26)
