@@ -240,6 +240,9 @@ def test_a_view_appears_while_closures_are_under_way_and_looks_at_them_now_and_t
     coordinator, view, kept = watching
     for tick in range(40):
         view.tick(tick * 0.05)
+        for thread in threading.enumerate():
+            if thread.name == "distnb-placement":
+                thread.join()
         assert (not kept.shown) == (tick < 10)
         assert not view.idle
     assert coordinator.looks <= 12

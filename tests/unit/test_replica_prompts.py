@@ -130,10 +130,11 @@ def run(replica: Replica) -> int:
 
 
 def test_a_breakpoint_shows_the_users_frame_and_goes_on() -> None:
-    replica = Replica("p ('x', x)", "n", "!x = 7", "w", "c")
+    steps = ["n"] * (2 if sys.version_info >= (3, 13) else 1)  # since 3.13 it stops in the breakpoint's own line
+    replica = Replica("p ('x', x)", *steps, "!x = 7", "w", "c")
     assert run(replica) == 7
     prompts = [event.prompt for event in replica.events if isinstance(event, Asks)]
-    assert prompts == ["replica 1 (cpu:0)> "] * 5
+    assert prompts == ["replica 1 (cpu:0)> "] * (4 + len(steps))
     assert "('x', 1)" in replica.shown()
     assert "-> " in replica.shown()
     assert "distnb/engine" not in replica.shown()
