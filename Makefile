@@ -7,6 +7,9 @@
 #   make test     linters, types, import contracts, and the tests, notebooks and browser tests: what CI runs
 #   make soak     the tests that take long: random walks, stress, many seeds, every number of replicas
 #   make bench    the benchmarks against their peers (see benchmarks/)
+#   make gpu      where there is a GPU, without network: a table of timings beside plain torch, and tests/gpu; it installs
+#                 what lies in .wheels, and uses the torch of PYTHON
+#   make gpu-wheels  fetch what `make gpu` installs into .wheels, on a machine with a network
 #   make extension  build the JupyterLab extension anew, after a change in extension/ (needs npm)
 #
 # Variables: PYTHON (which interpreter), TORCH_INDEX (a package index for torch alone, for example PyTorch's own
@@ -27,10 +30,11 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 KERAS := $(shell sed -n 's/^keras==/keras==/p' constraints.txt)
 KERAS_NIGHTLY := keras-nightly==3.16.0.dev2026102704
 TENSORFLOW := tensorflow-cpu==2.21.0
+LOWEST := $(VENV)/lowest
 WORKERS ?= 3
 INSTALL := $(PIP) install -qq -c constraints.txt
 
-.PHONY: help demo lab docs test check lint types imports tests soak bench extension hooks clean
+.PHONY: help demo lab docs test check lint types imports tests soak bench gpu gpu-wheels extension hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -97,14 +101,45 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 tests: $(VENV)/.made-test $(VENV)/.made-keras-nightly
 	$(PYTEST) $(ARGS)
 
-soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly
+# The quick start and Keras's notebook run with the lowest versions, too.
+soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly $(VENV)/.made-lowest
 	$(PYTEST) -m soak $(ARGS)
+	$(LOWEST)/bin/python notebooks/demo.py --out build/lowest
+	$(LOWEST)/bin/jupyter execute --timeout 300 notebooks/keras.ipynb
+
+# The lowest versions that pyproject.toml allows, in an environment of their own.
+$(VENV)/.made-lowest: $(VENV)/.made-test pyproject.toml
+	@echo "Installing the lowest versions into $(LOWEST) …"
+	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(LOWEST)
+	@$(BIN)/uv pip install -q --python $(LOWEST)/bin/python --resolution lowest-direct \
+		$(if $(TORCH_INDEX),--index $(TORCH_INDEX) --index-strategy unsafe-best-match) -e ".[demo,keras]"
+	@touch $@
 
 bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV)/.made-tensorflow
 	@missed=; for name in roundtrip ordinary_loop empty_cell training one_replica startup live_view live_curves transfer cross_device_ops \
 		central_storage checkpoints keras_fit server_transport parameter_servers; do \
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || missed="$$missed $$name"; done; \
 	[ -z "$$missed" ] || { echo "Targets were missed, or runs failed, in:$$missed" >&2; exit 1; }
+
+# Python 3.12 on x86-64, or what WHEELS_FOR says.
+WHEELS := .wheels
+WHEELS_FOR ?= --python-version 3.12 --implementation cp $(foreach glibc,2_34 2_31 2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) \
+	--platform manylinux2014_x86_64 --platform manylinux1_x86_64
+gpu-wheels: $(VENV)/.made
+	@rm -rf $(WHEELS)
+	@$(PIP) download -qq --no-deps --only-binary=:all: $(WHEELS_FOR) -d $(WHEELS) -c constraints.txt -r benchmarks/gpu_wheels.txt
+	@du -sh $(WHEELS)
+
+# Not an environment of its own: it would not see the torch of an environment that PYTHON belongs to.
+GPU_SITE := build/gpu
+gpu:
+	@[ -d $(WHEELS) ] || { echo "$(WHEELS) is missing: run make gpu-wheels where there is a network, and bring it along." >&2; exit 1; }
+	@rm -rf $(GPU_SITE)
+	@$(PYTHON) -m pip --disable-pip-version-check install -qq --no-index --no-deps --no-compile --target $(GPU_SITE) $(WHEELS)/*.whl
+	@export PYTHONPATH="$(CURDIR)/$(GPU_SITE):$(CURDIR)"; failed=; \
+	timeout 240 $(PYTHON) -m benchmarks.gpu $(ARGS) || failed="$$failed the table"; \
+	timeout 330 $(PYTHON) -m pytest -q -p no:cacheprovider -n 4 --dist loadfile tests/gpu || failed="$$failed tests/gpu"; \
+	[ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }
 
 # Only who changes extension/ needs this, and npm: the built files are in the repository.
 extension: $(VENV)/.made-lab
