@@ -27,7 +27,7 @@ _WITHIN_S = 20.0
 
 @pytest.fixture(params=["pidfds", "ENOSYS", "EPERM", "a Python without them"])
 def forbid(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(pid: int) -> int:
+    def refused(pid: int, flags: int = 0) -> int:
         raise OSError(getattr(errno, request.param), os.strerror(getattr(errno, request.param)))
 
     if request.param == "a Python without them":
@@ -80,7 +80,7 @@ def test_a_descriptor_tells_of_the_end_of_what_is_no_child() -> None:
 
 
 def test_a_process_that_cannot_be_watched_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(pid: int) -> int:
+    def refused(pid: int, flags: int = 0) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     processes = Processes()
