@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 
 import distnb
 from distnb.magics.commands import COMMANDS
+from hatch_build import described
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -80,6 +81,23 @@ def test_the_commands_that_are_documented_exist() -> None:
 
 def test_type_checkers_are_told_that_there_are_types() -> None:
     assert (ROOT / "distnb" / "py.typed").exists()
+
+
+def test_the_readme_has_no_relative_links_in_the_package() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"\]\(docs/", readme)
+    assert "src=" in readme
+    for source in (None, "https://example.org/distnb/"):
+        text = described(readme, source)
+        linked = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+        assert all(each.startswith("https://example.org/distnb/") for each in linked)
+        assert bool(linked) == (source is not None)
+        assert "Strategies" in text
+
+
+def test_what_a_gpu_machine_is_brought_is_pinned() -> None:
+    lines = (ROOT / "benchmarks" / "gpu_wheels.txt").read_text(encoding="utf-8").splitlines()
+    assert {line for line in lines if not line.startswith("#")} <= PINS.keys()
 
 
 def test_no_address_is_invented() -> None:
