@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -51,6 +52,9 @@ def main(notebook_pid: int, arguments: list[str]) -> None:
     """Run the controller, with ipyparallel's own command line, until it is told to end, or the notebook is gone."""
     os.umask(0o077)  # its connection files hold the key
     die_with(notebook_pid)
+    # This process is ipyparallel's alone. It starts its heart monitor by multiprocessing: Python 3.14 would start two
+    # more processes for that, and leave a temporary folder behind when this one is killed.
+    multiprocessing.set_start_method("fork")
     from ipyparallel.controller.app import IPController
 
     class Controller(IPController):  # type: ignore[misc]
