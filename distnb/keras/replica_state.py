@@ -9,6 +9,7 @@ of all of them wherever it is read. Keras's own loops (`fit` and its kin) comput
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,13 +83,15 @@ def _initialize(plain: Callable[..., None], variable: Any, value: Any) -> None:
 def _settings_of(variable: Any) -> Settings | None:
     """Return what a variable says of several replicas; None if it says nothing that is not true of every parameter."""
     how = VariableAggregation.parse(variable.aggregation)
+    # `variable_3` is the fourth that this process has made, and may be another one's fifth.
+    name = re.sub(r"_[0-9]+$", "", variable.name)
     if variable.synchronization == "on_read":
-        return Settings(False, variable.name, VariableSynchronization.ON_READ, how)
+        return Settings(False, name, VariableSynchronization.ON_READ, how)
     if variable.trainable or contexts.in_replica():
         return None
     of_a_user = _is_of_a_user(variable) and how is VariableAggregation.ONLY_FIRST_REPLICA
     if how in (VariableAggregation.SUM, VariableAggregation.MEAN) or of_a_user:
-        return Settings(False, variable.name, VariableSynchronization.ON_WRITE, how)
+        return Settings(False, name, VariableSynchronization.ON_WRITE, how)
     return None
 
 

@@ -195,13 +195,19 @@ def test_replicas_that_have_counted_their_layers_differently(cells: Notebook) ->
     """`dense_9` and `dense_10` on one, `dense_50` and `dense_51` on the other: by name they sort differently."""
     cells.run(
         "%%distribute mirrored\nimport keras\nkeras.backend.clear_session()\n"
-        "for _ in range(9 if distnb.replica_id() else 50):\n    keras.layers.Dense(1)\n"
+        "for _ in range(9 if distnb.replica_id() else 50):\n    keras.layers.Dense(1), keras.Variable(0.0)\n"
         "with strategy.scope():\n"
         "    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(1)])\n"
         "    model.compile('sgd', 'mse')\n"
         "names = [each.path for each in model.variables]\n"
         "model.fit(X, Y, batch_size=16, verbose=0)\n"
-        "strategy.assert_in_sync(model)",
+        "strategy.assert_in_sync(model)\n"
+        "with strategy.scope():\n"
+        "    late = keras.Sequential([keras.layers.Dense(2), keras.layers.BatchNormalization()])\n"
+        "    steps = keras.Variable(0.0, trainable=False, aggregation='sum')\n"
+        "strategy.run(lambda: (steps.assign_add(1.0), late(torch.ones(1, 3))))\n"
+        "strategy.assert_in_sync(late)\n"
+        "assert float(steps) == 2",
         timeout_s=60,
     )
     cells.run("first, second = distnb.MirroredStrategy().local_results(names)")

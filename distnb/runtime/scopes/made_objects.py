@@ -53,15 +53,15 @@ class MadeObjects:
     Args:
         strategy: Objects are noted in its cross-replica context.
         begin: Called with each module as its construction begins, when it has no parameters yet.
-        grow: Called with a module that was taken before, the parameter or module that it gets, and whether this is in
-            a replica context of the strategy. Outside scopes only: within one the module is noted.
+        grow: Called with a module that was taken before, the name and the parameter or module that it gets, and whether
+            this is in a replica context of the strategy. Outside scopes only: within one the module is noted.
     """
 
     def __init__(
         self,
         strategy: Any,
         begin: Callable[[torch.nn.Module], None],
-        grow: Callable[[torch.nn.Module, Any, bool], None],
+        grow: Callable[[torch.nn.Module, str, Any, bool], None],
     ) -> None:
         self.strategy = strategy
         self.begin = begin
@@ -162,7 +162,7 @@ def _install_hooks() -> None:
     torch_module.register_module_buffer_registration_hook(_buffer_registered)
 
 
-def _registered(module: torch.nn.Module, _name: str, value: Any) -> None:
+def _registered(module: torch.nn.Module, name: str, value: Any) -> None:
     CHANGES.count += 1
     here = _open_here()
     if here is not None:
@@ -171,7 +171,8 @@ def _registered(module: torch.nn.Module, _name: str, value: Any) -> None:
     owner = _owners.get(module)
     if owner is not None and value is not None:
         innermost = contexts.innermost()
-        owner.grow(module, value, innermost is not None and innermost[0] is owner.strategy and innermost[1] is not None)
+        in_replica = innermost is not None and innermost[0] is owner.strategy and innermost[1] is not None
+        owner.grow(module, name, value, in_replica)
 
 
 def _buffer_registered(module: torch.nn.Module, _name: str, _buffer: Any) -> None:

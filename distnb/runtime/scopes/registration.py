@@ -194,7 +194,7 @@ class Registration:
             return tensor not in _buffers
         return find_mirror(tensor) is None and not tensor.is_meta and not isinstance(tensor, SyncOnReadVariable)
 
-    def _grow(self, module: torch.nn.Module, value: Any, in_replica: bool) -> None:
+    def _grow(self, module: torch.nn.Module, name: str, value: Any, in_replica: bool) -> None:
         """Register what a model gets that a scope made: in `run` at once, since it is used in this forward pass."""
         if isinstance(value, torch.nn.Module):
             self._made.own(value.modules())
@@ -208,7 +208,7 @@ class Registration:
             return
         key = self._key_of(module)
         if isinstance(value, torch.nn.Module):
-            self._make_equal(*self._enter_module(value, key), what=f"{key.label}.build")
+            self._make_equal(*self._enter_module(value, key, f"{name}."), what=f"{key.label}.build")
         elif self._register(value, key):
             self._make_equal([(key.label, value)], [], what=f"{key.label}.build")
 
@@ -313,17 +313,27 @@ class Registration:
         return new, unvalued
 
     def _enter_module(
-        self, module: torch.nn.Module, key: _GroupKey
+        self, module: torch.nn.Module, key: _GroupKey, prefix: str = ""
     ) -> tuple[list[tuple[str, torch.Tensor]], list[torch.nn.Module]]:
         """Register what a module holds, to be reduced with the other parameters of a key.
 
-        Return what is new, by name, and the modules in it that have new parameters.
+        Args:
+            module: The module.
+            key: Names the parameters.
+            prefix: Of the names of parameters and buffers: the path from the model that the key names to the module.
+
+        Returns:
+            What is new, by name, and the modules in it that have new parameters.
         """
         key.has_statistics |= running_statistics.has_statistics(module)
         new: list[tuple[str, torch.Tensor]] = []
-        new += [(f"{key.label}.{name}", each) for name, each in _named(module) if self._register(each, key, f".{name}")]
+        for name, each in _named(module, prefix):
+            if self._register(each, key, f".{name}"):
+                new.append((f"{key.label}.{name}", each))
         fresh = {id(each) for _, each in new}
-        buffers = [(f"{key.label}.{name}", each) for name, each in module.named_buffers() if each not in _buffers]
+        buffers = [
+            (f"{key.label}.{prefix}{name}", each) for name, each in module.named_buffers() if each not in _buffers
+        ]
         _buffers.update((each, True) for _, each in buffers)
         parts = [part for part in module.modules() if not fresh.isdisjoint(map(id, _parameters_in(part)))]
         return new + buffers, parts
@@ -388,8 +398,8 @@ def _counts_in(path: str) -> list[tuple[str, int]]:
     return [(text, int(number or -1)) for text, number in re.findall(r"([^0-9]*)([0-9]*)", path)]
 
 
-def _named(root: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    return same_everywhere(own_parameters(root))
+def _named(module: torch.nn.Module, prefix: str = "") -> list[tuple[str, torch.nn.Parameter]]:
+    return same_everywhere((prefix + name, parameter) for name, parameter in own_parameters(module))
 
 
 def _parameters_in(part: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -125,7 +125,7 @@ class ServerRegistration:
     def _is_new(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_meta and self.access.stored_of(tensor) is None
 
-    def _grow(self, module: torch.nn.Module, value: Any, in_replica: bool) -> None:
+    def _grow(self, module: torch.nn.Module, _name: str, value: Any, in_replica: bool) -> None:
         """Take what a model gets that a scope made: in a function that runs here at once, since it is used then."""
         if isinstance(value, torch.nn.Module):
             self._made.own(value.modules())
