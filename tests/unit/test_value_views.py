@@ -227,6 +227,19 @@ def test_replicated_shards_are_named_together_and_uneven_ones_to_scale() -> None
     assert ">0–1<" in svg
 
 
+def test_names_on_cells_are_legible_whatever_the_theme() -> None:
+    def luminance(color: str) -> float:
+        parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    svg = placement_svg(place(*(shard(((at, at + 1), (0, 6)), (8, 6)) for at in range(8))).tensors[0])
+    cells = re.findall(r'<rect [^>]*fill="(#[0-9a-f]{6})"/><text [^>]*fill="(#[0-9a-f]{6})"', svg)
+    assert len({ground for ground, _ in cells}) == 8, "opaque, and one colour for each"
+    for ground, ink in cells:
+        assert (luminance(ground) + 0.05) / (luminance(ink) + 0.05) >= 7
+
+
 def test_more_axes_make_more_grids() -> None:
     whole = (2, 2, 2)
     parts = [tuple((at >> axis & 1, (at >> axis & 1) + 1) for axis in (2, 1, 0)) for at in range(8)]

@@ -13,8 +13,9 @@ from distnb.notebook.views.placement_model import Part, PlacedTensor
 
 __all__ = ["grids", "placement_svg"]
 
-_COLORS = ("#3b82f6", "#f97316", "#10b981", "#a855f7", "#ef4444", "#ca8a04", "#06b6d4", "#ec4899")
-_GREY = "#808080"
+_COLORS = ("#b9d3fc", "#fdcfab", "#aee5d2", "#e0c3fc", "#fabfbf", "#f0dba3", "#aee6f0", "#f9c4de")
+_INK = "#1f2937"  # on all of these: an image cannot follow the theme, so cells bring their own ground
+_GREY = "#808080"  # on the page's
 _WIDTH = 560
 _ROW = 34  # height of a bar, and of the lowest row of a grid
 _LEFT, _TOP = 60, 30
@@ -112,13 +113,14 @@ def _cell(held: Sequence[Part], x: float, y: float, width: float, height: float,
     name = ", ".join(dict.fromkeys(part.short for part in held))
     devices = ", ".join(dict.fromkeys(device for part in held for device in part.devices))
     color = colors[held[0].short]
-    texts = _text(name, x - _LEFT + width / 2, y + height / 2 + (0 if height > 28 and devices else 4), width, bold=True)
-    if height > 28 and devices:
-        texts += _text(devices, x - _LEFT + width / 2, y + height / 2 + 12, width)
-    return f'{frame}fill="{color}" fill-opacity=".28"/>{texts}'
+    middle, below = x - _LEFT + width / 2, height > 28 and devices
+    texts = _text(name, middle, y + height / 2 + (0 if below else 4), width, bold=True, color=_INK)
+    if below:
+        texts += _text(devices, middle, y + height / 2 + 12, width, color=_INK)
+    return f'{frame}fill="{color}"/>{texts}'
 
 
-def _text(text: str, x: float, y: float, room: float, *, bold: bool = False) -> str:
+def _text(text: str, x: float, y: float, room: float, *, bold: bool = False, color: str = _GREY) -> str:
     """A text in the middle of some room; as much of it as there is room for."""
     most = int(room / 6.4)
     if most < 1:
@@ -126,5 +128,5 @@ def _text(text: str, x: float, y: float, room: float, *, bold: bool = False) -> 
     shown = text if len(text) <= most else text[: max(1, most - 1)] + "…"
     weight = ' font-weight="600"' if bold else ""
     return (
-        f'<text x="{x + _LEFT:.1f}" y="{y:.1f}" text-anchor="middle" fill="{_GREY}"{weight}>{html.escape(shown)}</text>'
+        f'<text x="{x + _LEFT:.1f}" y="{y:.1f}" text-anchor="middle" fill="{color}"{weight}>{html.escape(shown)}</text>'
     )
