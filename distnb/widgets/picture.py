@@ -65,7 +65,7 @@ def as_image(svg: str, alt: str, *, wide: bool = False) -> str:
     encoded = base64.b64encode(svg.encode()).decode()
     look = "width:100%;max-width:640px;display:block;margin:2px 0"
     if not wide:
-        look = "width:min(560px,max(49%,min(460px,100%)));max-width:100%;display:inline-block"
+        look = "width:min(480px,max(50%,min(330px,100%)));max-width:100%;display:inline-block"
     return f'<img src="data:image/svg+xml;base64,{encoded}" alt="{html.escape(alt, quote=True)}" style="{look}">'
 
 
