@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import uuid
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +34,7 @@ from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.this_process import this_process
 from distnb.topology import PS, WORKER, Task
 from distnb.widgets import exports
+from distnb.widgets.publisher import publisher_for
 from distnb.widgets.timeline import timeline
 from distnb.widgets.values.devices import devices_html, devices_text
 
@@ -113,12 +113,12 @@ class ClusterMagic:
         self._start(options.pop("count"), options.pop("devices"), **options)
 
     def _start(self, count: int | None, devices: Any, **options: Any) -> Session:
-        tell = _progress(self._shell)
-        session = sessions.start(count, devices, on_progress=tell, **options)
+        with _progress(self._shell) as show:
+            session = sessions.start(count, devices, on_progress=show, **options)
         rows = session.status()
         several = len({row.host for row in rows}) > 1
         places = (f"{row.task or row.engine} on {row.device}" + (f" of {row.host}" if several else "") for row in rows)
-        tell(f"{_count(len(rows), 'engine')} ready: {', '.join(places)}.")
+        print(f"{_count(len(rows), 'engine')} ready: {', '.join(places)}.")
         return session
 
     def stop(self, found: Namespace) -> None:
@@ -134,10 +134,10 @@ class ClusterMagic:
         if found.engines and found.missing:
             raise OptionError("%distnb restart: give the engines' numbers, or --missing, not both.")
         session = sessions.require()
-        tell = _progress(self._shell)
-        replaced = session.restart(tuple(found.engines) or None, missing=found.missing, on_progress=tell)
+        with _progress(self._shell) as show:
+            replaced = session.restart(tuple(found.engines) or None, missing=found.missing, on_progress=show)
         who = ", ".join(map(str, replaced))
-        tell(f"{_count(len(replaced), 'engine')} replaced: {who}." if replaced else "No engine is missing.")
+        print(f"{_count(len(replaced), 'engine')} replaced: {who}." if replaced else "No engine is missing.")
 
     def status(self, found: Namespace) -> None:
         """`%distnb status`."""
@@ -323,20 +323,17 @@ class ClusterMagic:
 ClusterMagic.distnb.__doc__ = distnb_help()  # what `%distnb?` shows
 
 
-def _progress(shell: InteractiveShell) -> Callable[[str], None]:
-    """A line that is replaced as a start goes on; in a terminal each stand is a line of its own."""
-    name, said = f"distnb-{uuid.uuid4().hex[:12]}", ""
+@contextlib.contextmanager
+def _progress(shell: InteractiveShell) -> Iterator[Callable[[str], None]]:
+    """Show a line that changes as engines start, and is gone when they have.
 
-    def tell(text: str) -> None:
-        nonlocal said
-        text = text[:1].upper() + text[1:]
-        if text != said and hasattr(shell, "kernel"):
-            shell.display_pub.publish({"text/plain": text}, transient={"display_id": name}, update=bool(said))
-        elif text != said:
-            print(text, flush=True)
-        said = text
-
-    return tell
+    The result is printed below it: a front end that shows no changes of a display ends with the result, too.
+    """
+    publisher = publisher_for(shell)
+    try:
+        yield lambda text: publisher.area((text[:1].upper() + text[1:],))
+    finally:
+        publisher.area(())
 
 
 def _work() -> dict[str, tuple[str, str]]:
