@@ -15,9 +15,11 @@ from distnb.widgets.queue_picture import queue_picture
 from distnb.widgets.timeline_picture import timeline_html, timeline_image, timeline_text, waits_html
 
 __all__ = [
-    "closures_lines",
-    "head_text",
+    "Head",
     "LiveHtml",
+    "closures_lines",
+    "head",
+    "head_text",
     "live_html",
     "picture_bundle",
     "plain_summary",
@@ -30,30 +32,54 @@ _COLORS = {"failed": "#ef4444", "died": "#ef4444", "interrupted": "#ca8a04"}
 
 _SHORT_S = 0.05  # a closure that has run no longer is not worth a number
 _BESIDE = "display:inline-block;vertical-align:top;margin-right:24px"
+_WHOLE = "white-space:nowrap"
+
+
+class Head(NamedTuple):
+    """How a cell is doing: `mirrored`, `2 replicas`, `running`, and `12.3 s`, `step 120`, `5,230 examples/s`."""
+
+    title: str
+    count: str
+    state: str
+    facts: list[str]
+
+    def __str__(self) -> str:
+        return " · ".join(filter(None, [self.title, self.count, self.state, *self.facts]))
+
+    @property
+    def html(self) -> str:
+        """The text, broken only between its parts."""
+        parts = [("title", self.title), ("count", self.count), ("state", self.state)]
+        parts += [("fact", fact) for fact in self.facts]
+        spans = (f'<span class="{kind}" style="{_WHOLE}">{html.escape(text)}</span>' for kind, text in parts if text)
+        return " · ".join(spans)
+
+
+def head(model: LiveModel, now: float) -> Head:
+    """Describe how a cell is doing."""
+    closures = model.closures
+    count, who = (len(model.rows), "replica") if closures is None else (len(closures.status.workers), "worker")
+    counted = f"{count} {who}{'s' if count > 1 else ''}" if count else ""
+    facts = [_duration(model.seconds(now))]
+    if model.steps:
+        facts.append(
+            f"step {model.steps:,}" if closures is None else f"{model.steps:,} step{'s' if model.steps > 1 else ''}"
+        )
+    facts += _reading_facts(model)
+    if closures is not None and closures.closures_per_second():
+        rate = closures.closures_per_second()
+        facts.append(f"{rate:,.0f} closures/s" if rate >= 100 else f"{rate:.1f} closures/s")
+        left = closures.seconds_left() if model.ended_at is None else None
+        facts += [f"{_duration(left)} left of the queue"] if left is not None else []
+    examples = sum(row.examples_per_second() for row in model.rows.values())
+    if examples:
+        facts.append(f"{examples:,.0f} examples/s")
+    return Head(title=model.title, count=counted, state=model.state, facts=facts)
 
 
 def head_text(model: LiveModel, now: float) -> str:
-    """The status line: `mirrored · 2 replicas · running · 12.3 s · step 120 · 5,230 examples/s`."""
-    parts = [model.title] if model.title else []
-    closures = model.closures
-    count, who = (len(model.rows), "replica") if closures is None else (len(closures.status.workers), "worker")
-    if count:
-        parts.append(f"{count} {who}{'s' if count > 1 else ''}")
-    parts += [model.state, _duration(model.seconds(now))]
-    if model.steps:
-        parts.append(
-            f"step {model.steps:,}" if closures is None else f"{model.steps:,} step{'s' if model.steps > 1 else ''}"
-        )
-    parts += filter(None, [_reading_text(model)])
-    if closures is not None and closures.closures_per_second():
-        rate = closures.closures_per_second()
-        parts.append(f"{rate:,.0f} closures/s" if rate >= 100 else f"{rate:.1f} closures/s")
-        left = closures.seconds_left() if model.ended_at is None else None
-        parts += [f"{_duration(left)} left of the queue"] if left is not None else []
-    examples = sum(row.examples_per_second() for row in model.rows.values())
-    if examples:
-        parts.append(f"{examples:,.0f} examples/s")
-    return " · ".join(parts)
+    """Return the status line: `mirrored · 2 replicas · running · 12.3 s · step 120 · 5,230 examples/s`."""
+    return str(head(model, now))
 
 
 def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
@@ -160,16 +186,16 @@ class LiveHtml(NamedTuple):
 def live_html(model: LiveModel, now: float) -> LiveHtml:
     """What the widget shows while the cell runs: pictures of a page's own, which change without a flicker."""
     dot = f'<span class="dot {model.state}"></span>'
-    head = f'<div class="status">{dot}<span class="head">{html.escape(head_text(model, now))}</span></div>'
+    status = f'<div class="status">{dot}<span class="head">{head(model, now).html}</span></div>'
     queue = _queue_svg(model.closures) if model.closures is not None else ""
-    above = f"{head}{_troubles_html(model)}{waits_html(model, now)}{queue}"
+    above = f"{status}{_troubles_html(model)}{waits_html(model, now)}{queue}"
     return LiveHtml(above, f"{timeline_html(model)}{_tables_html(model)}")
 
 
 def picture_bundle(model: LiveModel, now: float) -> dict[str, str]:
     """Pictures and replicas: what stays when the cell has ended. Nothing in it needs a kernel, a script or trust."""
     dot = f'<span style="color:{_COLORS.get(model.state, "#808080")}">●</span>'
-    parts = [f'<div style="font-size:13px">{dot} {html.escape(head_text(model, now))}</div>']
+    parts = [f'<div style="font-size:13px">{dot} {head(model, now).html}</div>']
     parts += [_troubles_html(model), waits_html(model, now)]
     if model.closures is not None:
         parts.append(as_image(_queue_svg(model.closures), model.closures.queue_text(), wide=True))
@@ -200,19 +226,19 @@ def _first_and_last(series: Series) -> str:
     return f"{first}{short_number(series.last)}{whose}"
 
 
-def _reading_text(model: LiveModel) -> str:
-    """How far the training has come, where it is known: `epoch 2 of 10 · batch 30 of 500 · 40 s left of the epoch`."""
+def _reading_facts(model: LiveModel) -> list[str]:
+    """Tell how far the training has come: `epoch 2 of 10`, `batch 30 of 500`, `40 s left of the epoch`."""
     reading = model.reading
     if reading is None:
-        return ""
-    parts = [f"epoch {reading.epoch + 1}" + (f" of {reading.epochs}" if reading.epochs is not None else "")]
+        return []
+    facts = [f"epoch {reading.epoch + 1}" + (f" of {reading.epochs}" if reading.epochs is not None else "")]
     if reading.batches is not None and model.ended_at is None:
-        parts.append(f"batch {reading.batch:,} of {reading.batches:,}")
+        facts.append(f"batch {reading.batch:,} of {reading.batches:,}")
     left = model.seconds_left()
     if left is not None:
         seconds, is_all = left
-        parts.append(f"{_duration(seconds)} left{'' if is_all else ' of the epoch'}")
-    return " · ".join(parts)
+        facts.append(f"{_duration(seconds)} left{'' if is_all else ' of the epoch'}")
+    return facts
 
 
 def _count(value: float) -> str:

@@ -3,7 +3,7 @@
 
 const STYLE = `
 .distnb-live{font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-ui-font-color1,inherit);padding:4px 0}
-.distnb-live [hidden]{display:none}
+.distnb-live [hidden]{display:none !important}
 .distnb-live .status{display:flex;gap:8px;align-items:baseline}
 .distnb-live .dot{width:9px;height:9px;border-radius:50%;background:#009e73;flex:none}
 .distnb-live .dot.starting,.distnb-live .dot.interrupted{background:#e69f00}
@@ -430,9 +430,9 @@ export default () => {
         mark();
       };
       const mark = () => {
-        const [dot, head] = [above.querySelector(".dot"), above.querySelector(".head")];
-        if (!dot?.matches(".starting,.running")) return;
-        head.textContent = head.textContent.replace(/· (starting|running) ·/, "· the kernel ended ·");
+        const [dot, state] = [above.querySelector(".dot"), above.querySelector(".head .state")];
+        if (!dot?.matches(".starting,.running,.asks")) return;
+        state.textContent = "the kernel ended";
         dot.className = "dot died";
       };
       const [log, smoothing, output] = [".log", ".smoothing", "output"].map(find);

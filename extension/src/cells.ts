@@ -1,7 +1,7 @@
 // Distributed cells: marked with their strategy and their replicas' states, and a picker that writes the magic line.
 
-import { Cell, ICellModel } from '@jupyterlab/cells';
-import { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
+import { Cell, CodeCellModel, ICellModel } from '@jupyterlab/cells';
+import { INotebookTracker, NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
 import { Signal } from '@lumino/signaling';
 import { Widget } from '@lumino/widgets';
 import { element } from './dom';
@@ -37,10 +37,20 @@ export function withStrategy(source: string, word: string | null): string {
 export function markCells(panel: NotebookPanel): void {
   let link: KernelLink | null = null;
   let planned = 0;
+  // What kernels told of the cells, as long as a cell is not run again: a kernel that has ended tells nothing.
+  const told: { [id: string]: IMark } = {};
   const draw = () => {
     planned = 0;
-    if (!panel.isDisposed) {
-      panel.content.widgets.forEach(cell => markCell(cell, link?.snapshot?.cells[cell.model.id]));
+    if (panel.isDisposed) {
+      return;
+    }
+    Object.assign(told, link?.snapshot?.cells);
+    for (const cell of panel.content.widgets) {
+      const id = cell.model.id;
+      if (told[id] && UNFINISHED.includes(told[id].state) && !link?.snapshot?.cells[id]) {
+        told[id] = { ...told[id], state: 'the kernel ended' };
+      }
+      markCell(cell, told[id]);
     }
   };
   const plan = () => {
@@ -53,10 +63,33 @@ export function markCells(panel: NotebookPanel): void {
     link?.changed.connect(plan);
     plan();
   };
+  const forget = (_: unknown, { cell }: { cell: Cell }) => {
+    delete told[cell.model.id];
+    plan();
+  };
   panel.sessionContext.kernelChanged.connect(connect);
   panel.content.modelContentChanged.connect(plan);
-  panel.disposed.connect(() => link?.changed.disconnect(plan));
+  NotebookActions.executionScheduled.connect(forget);
+  panel.disposed.connect(() => {
+    link?.changed.disconnect(plan);
+    NotebookActions.executionScheduled.disconnect(forget);
+  });
   void panel.revealed.then(connect);
+}
+
+const UNFINISHED = ['starting', 'running', 'asks'];
+
+/** How a cell went of which no kernel tells: what its outputs say. */
+function savedState(model: ICellModel): string {
+  if (!(model instanceof CodeCellModel)) {
+    return 'not run';
+  }
+  const outputs = model.outputs.toJSON();
+  const error = outputs.find(output => output.output_type === 'error');
+  if (error) {
+    return error.ename === 'KeyboardInterrupt' ? 'interrupted' : 'failed';
+  }
+  return model.executionCount !== null ? 'ended' : outputs.length ? 'not finished' : 'not run';
 }
 
 function markCell(cell: Cell, mark: IMark | undefined): void {
@@ -67,8 +100,8 @@ function markCell(cell: Cell, mark: IMark | undefined): void {
     delete cell.node.dataset.distnb;
     return;
   }
-  const state = mark?.state ?? 'not run';
-  cell.node.dataset.distnb = state.replace(' ', '-');
+  const state = mark?.state ?? savedState(cell.model);
+  cell.node.dataset.distnb = state.replaceAll(' ', '-');
   const count = mark?.replicas.length ?? 0;
   const parts = [word || mark?.title || 'distributed', ...(count ? [`${count} replica${count > 1 ? 's' : ''}`] : [])];
   const text = [...parts, state].join(' · ');

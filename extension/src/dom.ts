@@ -1,6 +1,6 @@
 // The elements that panel and marks are made of. Text is always set as text, never as HTML.
 
-import { IEngine, ILine } from './kernel';
+import { IEngine, IHead, ILine } from './kernel';
 
 export function element<K extends keyof HTMLElementTagNameMap>(
   tag: K,
@@ -15,6 +15,22 @@ export function element<K extends keyof HTMLElementTagNameMap>(
 
 /** States differ by shape and word, not by colour alone. */
 const SHAPES = { idle: '○', running: '●', busy: '◐', error: '✕' };
+
+/** A part of the panel under a title; without content it is not shown. */
+export function sectionOf(title: string, ...content: HTMLElement[]): HTMLElement {
+  return element('section', 'distnb-section', element('h3', '', title), ...content);
+}
+
+/** How the latest cell is doing: its title and state, and below it what was counted. */
+export function headRow({ title, count, state, facts }: IHead): HTMLElement[] {
+  const kind = { starting: 'running', running: 'running', asks: 'busy', failed: 'error', died: 'error' }[state] ?? 'idle';
+  const stands = element('span', `distnb-state distnb-mod-${kind}`, `${SHAPES[kind as IEngine['kind']]} ${state}`);
+  const counted = [count, ...facts].map(fact => element('span', '', fact));
+  return [
+    element('div', 'distnb-title', element('span', 'distnb-name', title), stands),
+    element('div', 'distnb-facts', ...counted)
+  ];
+}
 
 export function engineRow(engine: IEngine): HTMLElement {
   const state = element('span', `distnb-state distnb-mod-${engine.kind}`, `${SHAPES[engine.kind]} ${engine.state}`);

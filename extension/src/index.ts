@@ -55,7 +55,8 @@ function addStatus(app: JupyterFrontEnd, statusBar: IStatusBar, panel: ReplicasP
     const engines = told?.engines;
     const failed = (engines ?? []).filter(each => each.kind === 'error').length;
     const state = failed ? `${failed} failed` : told?.running && told.head ? 'running' : 'idle';
-    button.textContent = `distnb: ${told?.doing || (engines ? `${engines.length} engines, ${state}` : 'no engines')}`;
+    const count = engines && `${engines.length} engine${engines.length > 1 ? 's' : ''}, ${state}`;
+    button.textContent = `distnb: ${told?.doing || count || 'no engines'}`;
   });
   statusBar.registerStatusItem('distnb:status', { item, align: 'left', isActive, activeStateChanged: panel.changed as any });
 }

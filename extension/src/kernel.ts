@@ -26,10 +26,18 @@ export interface IMark {
   replicas: string[];
 }
 
+/** Of a cell: "mirrored", "2 replicas", "running", and "12.3 s", "step 120" and so on. */
+export interface IHead {
+  title: string;
+  count: string;
+  state: string;
+  facts: string[];
+}
+
 export interface ISnapshot {
   engines: IEngine[] | null;
   running: boolean;
-  head: string;
+  head: IHead | null;
   told: string[];
   curves: { name: string; lines: ILine[] }[];
   cell: string;
@@ -50,6 +58,8 @@ export class KernelLink {
   readonly changed = new Signal<this, void>(this);
   /** The latest that the kernel told; null while it has not loaded distnb, as far as is known. */
   snapshot: ISnapshot | null = null;
+  /** Whether the kernel's process has ended and no other has taken its place. */
+  isDead = false;
 
   private constructor(private _kernel: Kernel.IKernelConnection) {
     _kernel.iopubMessage.connect(this._hear, this);
@@ -110,12 +120,18 @@ export class KernelLink {
   private _hear(_: unknown, message: KernelMessage.IIOPubMessage): void {
     const content = message.content as any;
     if (message.header.msg_type === 'comm_msg' && content.comm_id === NAME) {
-      this._take(content.data[NAME]);
+      this._session = message.header.session;
+      if (this._session !== this._ended) {
+        this._take(content.data[NAME]);
+      }
     }
   }
 
   private _follow(_: unknown, status: Kernel.Status): void {
-    if (status === 'restarting' || status === 'autorestarting' || status === 'dead') {
+    const wasDead = this.isDead;
+    this.isDead = status === 'dead' || (wasDead && status === 'unknown');
+    if (status === 'restarting' || status === 'autorestarting' || wasDead !== this.isDead) {
+      this._ended = this._session;
       this._take(null);
     }
   }
@@ -132,5 +148,8 @@ export class KernelLink {
   }
 
   private _isWarm = false;
+  /** Of the process that told the latest, and of the one that ended last: what it told in its end comes late. */
+  private _session = '';
+  private _ended = '';
   private static _links = new WeakMap<Kernel.IKernelConnection, KernelLink>();
 }

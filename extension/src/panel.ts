@@ -1,57 +1,57 @@
 // The side panel: the replicas of the notebook that is in front.
 
 import { NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
+import { closeIcon, LabIcon, listIcon, runIcon, SidePanel, stopIcon, ToolbarButton } from '@jupyterlab/ui-components';
 import { Signal } from '@lumino/signaling';
-import { Widget } from '@lumino/widgets';
-import { curve, element, engineRow } from './dom';
+import { Panel, Widget } from '@lumino/widgets';
+import { curve, element, engineRow, headRow, sectionOf } from './dom';
 import { icon } from './icon';
 import { KernelLink } from './kernel';
 
 const LINES = '%load_ext distnb\n%distnb start';
 
-export class ReplicasPanel extends Widget {
+export class ReplicasPanel extends SidePanel {
   /** Emitted when another notebook's replicas are shown, or they have news. */
   readonly changed = new Signal<this, void>(this);
 
   constructor() {
-    super();
+    super({ content: new Panel() });
     this.id = 'distnb-panel';
     this.title.icon = icon;
     this.title.caption = 'Replicas (distnb)';
     this.addClass('distnb-panel');
+    this.header.addWidget(new Widget({ node: element('h2', '', 'Replicas') }));
     this._count.type = 'number';
     this._count.min = '1';
     this._count.placeholder = 'auto';
-    this._count.setAttribute('aria-label', 'Number of engines; empty: one for each GPU, else two on the CPU');
+    this._count.title = 'Number of engines; empty: one for each GPU, else two on the CPU';
+    this._count.setAttribute('aria-label', this._count.title);
     this._head.setAttribute('role', 'status');
     this._error.setAttribute('role', 'alert');
     this._stacks.tabIndex = 0;
     this._stacks.setAttribute('aria-label', 'Stacks');
-    const start = { n: () => (this._count.value ? Number(this._count.value) : null) };
+    const number = () => (this._count.value ? Number(this._count.value) : null);
     this._buttons = {
-      start: this._button('Start', 'Start engines', link => link.order('start', { n: start.n() })),
-      stop: this._button('Stop', 'End the engines, and the cell that uses them', link => link.order('stop')),
-      interrupt: this._button('Interrupt', 'End what runs; the engines stay', link => link.interrupt()),
-      stacks: this._button('Stacks', 'Where each replica is in its program', async link => {
+      start: this._button('Start engines', runIcon, link => link.order('start', { n: number() })),
+      interrupt: this._button('Interrupt what runs; the engines stay', stopIcon, link => link.interrupt()),
+      stop: this._button('Stop the engines, and the cell that uses them', closeIcon, link => link.order('stop')),
+      stacks: this._button('Stacks: where each replica is in its program', listIcon, async link => {
         this._stacks.textContent = (await link.order('stacks')).text;
       })
     };
-    const { start: begin, ...others } = this._buttons;
-    this._cluster.append(
-      element('div', 'distnb-buttons', begin, this._count, ...Object.values(others)),
-      this._head,
-      this._engines,
-      this._more,
-      this._stacks
-    );
-    const insert = element('button', 'jp-mod-styled', 'Insert as a cell');
-    insert.onclick = () => this._insert();
-    this._absent.append(
-      element('p', '', 'The kernel of this notebook has not loaded distnb. Type:'),
-      element('pre', '', LINES),
-      insert
-    );
-    this.node.append(element('h2', '', 'Replicas'), this._notebook, this._absent, this._error, this._cluster);
+    this.toolbar.node.setAttribute('aria-label', 'Engines');
+    this.toolbar.addItem('start', this._buttons.start);
+    this.toolbar.addItem('count', new Widget({ node: element('div', 'distnb-count', this._count) }));
+    this.toolbar.addItem('interrupt', this._buttons.interrupt);
+    this.toolbar.addItem('stop', this._buttons.stop);
+    this.toolbar.addItem('stacks', this._buttons.stacks);
+    this._act.onclick = () => void this._action?.();
+    this._stacksPart = sectionOf('Stacks', this._stacks);
+    this._cluster.append(this._head, this._engines, this._more, this._stacksPart);
+    const content = new Widget();
+    content.addClass('distnb-content');
+    content.node.append(this._notebook, this._message, this._lines, this._act, this._error, this._cluster);
+    this.addWidget(content);
     this.follow(null);
   }
 
@@ -63,8 +63,10 @@ export class ReplicasPanel extends Widget {
   /** Show the replicas of a notebook. */
   follow(panel: NotebookPanel | null): void {
     this._panel?.sessionContext.kernelChanged.disconnect(this._connect, this);
+    this._panel?.sessionContext.statusChanged.disconnect(this._draw, this);
     this._panel = panel;
     panel?.sessionContext.kernelChanged.connect(this._connect, this);
+    panel?.sessionContext.statusChanged.connect(this._draw, this);
     this._connect();
   }
 
@@ -79,32 +81,50 @@ export class ReplicasPanel extends Widget {
 
   private _draw(): void {
     const told = this._link?.snapshot ?? null;
-    this._notebook.textContent = this._panel ? this._panel.title.label : 'Open a notebook to see its replicas.';
-    this._absent.hidden = !this._link || told !== null;
+    this._notebook.textContent = this._panel?.title.label ?? '';
+    this._explain();
     this._cluster.hidden = told === null;
     this._error.textContent = this._failure || told?.error || '';
-    this._error.hidden = !this._error.textContent;
     const engines = told?.engines ?? null;
     const busy = Boolean(told?.doing);
-    this._buttons.start.disabled = this._count.disabled = busy || engines !== null;
-    this._buttons.stop.disabled = busy || engines === null;
-    this._buttons.interrupt.disabled = engines === null;
-    this._buttons.stacks.disabled = engines === null;
-    this._head.textContent =
-      told?.doing || told?.head || (engines ? `${engines.length} engines are ready.` : 'No engines are running.');
+    this._buttons.start.enabled = told !== null && !busy && engines === null;
+    this._count.disabled = !this._buttons.start.enabled;
+    this._buttons.stop.enabled = !busy && engines !== null;
+    this._buttons.interrupt.enabled = this._buttons.stacks.enabled = engines !== null;
+    const ready = engines ? `${engines.length} ${engines.length > 1 ? 'engines are' : 'engine is'} ready.` : 'No engines are running.';
+    this._head.replaceChildren(...(told?.doing || !told?.head ? [told?.doing || ready] : headRow(told.head)));
     this._engines.replaceChildren(...(engines ?? []).map(engineRow));
     this._more.replaceChildren(
       ...(told?.told ?? []).map(line => element('div', 'distnb-told', line)),
-      ...(told?.curves ?? []).map(each => curve(each.name, each.lines))
+      ...(told?.curves.length ? [sectionOf('Values', ...told.curves.map(each => curve(each.name, each.lines)))] : [])
     );
-    this._stacks.hidden = !this._stacks.textContent;
+    this._stacksPart.hidden = !this._stacks.textContent;
     this.changed.emit();
   }
 
-  private _button(label: string, title: string, action: (link: KernelLink) => Promise<unknown>): HTMLButtonElement {
-    const button = element('button', 'jp-mod-styled', label);
-    button.title = title;
-    button.onclick = async () => {
+  /** Say why there is nothing to show, and offer what would change that. */
+  private _explain(): void {
+    const context = this._panel?.sessionContext;
+    const starts = ['starting', 'restarting', 'autorestarting', 'connecting'].includes(context?.kernelDisplayStatus ?? '');
+    let [message, lines, label] = ['', '', ''];
+    if (!this._panel) {
+      message = 'Open a notebook to see its replicas.';
+    } else if (!this._link || this._link.isDead) {
+      message = starts ? 'The kernel is starting …' : 'The kernel of this notebook has ended, and its engines with it.';
+      label = starts ? '' : 'Start a kernel';
+      this._action = () => (this._link ? context?.restartKernel() : context?.startKernel());
+    } else if (!this._link.snapshot) {
+      message = 'The kernel of this notebook has not loaded distnb. Run:';
+      [lines, label] = [LINES, 'Insert as a cell'];
+      this._action = () => this._insert();
+    }
+    for (const [node, text] of [[this._message, message], [this._lines, lines], [this._act, label]] as const) {
+      node.textContent = text;
+    }
+  }
+
+  private _button(tooltip: string, picture: LabIcon, action: (link: KernelLink) => Promise<unknown>): ToolbarButton {
+    const onClick = async () => {
       this._failure = '';
       try {
         if (this._link) {
@@ -115,7 +135,7 @@ export class ReplicasPanel extends Widget {
       }
       this._draw();
     };
-    return button;
+    return new ToolbarButton({ icon: picture, tooltip, onClick });
   }
 
   private _insert(): void {
@@ -130,14 +150,18 @@ export class ReplicasPanel extends Widget {
   private _panel: NotebookPanel | null = null;
   private _link: KernelLink | null = null;
   private _failure = '';
-  private _buttons: { [name in 'start' | 'stop' | 'interrupt' | 'stacks']: HTMLButtonElement };
+  private _action: (() => unknown) | null = null;
+  private _buttons: { [name in 'start' | 'stop' | 'interrupt' | 'stacks']: ToolbarButton };
   private _count = element('input', 'jp-mod-styled');
-  private _notebook = element('p', 'distnb-notebook');
-  private _absent = element('div', 'distnb-absent');
+  private _notebook = element('div', 'distnb-notebook');
+  private _message = element('p');
+  private _lines = element('pre');
+  private _act = document.createElement('jp-button');
   private _cluster = element('div');
   private _error = element('p', 'distnb-error');
-  private _head = element('p', 'distnb-head');
+  private _head = element('div', 'distnb-head');
   private _engines = element('ul', 'distnb-engines');
   private _more = element('div');
   private _stacks = element('pre', 'distnb-stacks');
+  private _stacksPart: HTMLElement;
 }

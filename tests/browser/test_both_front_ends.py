@@ -74,12 +74,24 @@ def test_a_restarted_kernel_leaves_no_view_that_claims_to_run(chrome: Any, front
         view = notebook.output(1).locator(".distnb-live")
         view.locator("svg").first.wait_for(timeout=60_000)
         assert "· running ·" in view.locator(".head").inner_text()
-        notebook.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
+        panel, badge = panel_and_badge(notebook)
+        notebook.command("distnb:show-replicas")
+        sees_it_run(notebook)
+        context = "window.jupyterapp.shell.currentWidget.sessionContext"
+        notebook.page.evaluate(f"() => {context}.restartKernel()")
         view.locator(".dot.died").wait_for(timeout=60_000)
         notebook.see(lambda: "· the kernel ended ·" in view.locator(".head").inner_text())
         assert view.locator("svg[data-name='loss']").count() == 1
+        notebook.see(lambda: badge.inner_text() == "mirrored · 2 replicas · the kernel ended")
+        notebook.see(lambda: "has not loaded distnb" in panel.inner_text())
         notebook.run(2)
         notebook.see(lambda: "42" in notebook.output(2).inner_text())
+        assert badge.inner_text() == "mirrored · 2 replicas · the kernel ended"
+
+        notebook.page.evaluate(f"() => {context}.shutdown()")
+        notebook.see(lambda: "has ended, and its engines with it" in panel.inner_text())
+        panel.get_by_text("Start a kernel").click()
+        notebook.see(lambda: "has not loaded distnb" in panel.inner_text())
 
 
 LOOP = """%%distribute mirrored
@@ -127,8 +139,7 @@ def test_the_extensions_panel_follows_a_cell_and_a_reload_and_ends_it(chrome: An
         errors: list[str] = []
         notebook.page.on("pageerror", lambda error: errors.append(str(error.stack)))
         notebook.page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-        panel = notebook.page.locator(".distnb-panel")
-        badge = notebook.page.locator(".jp-Notebook .jp-Cell").nth(1).locator(".distnb-mark")
+        panel, badge = panel_and_badge(notebook)
 
         notebook.command("distnb:show-replicas")
         notebook.see(lambda: "has not loaded distnb" in panel.inner_text())
@@ -146,6 +157,9 @@ def test_the_extensions_panel_follows_a_cell_and_a_reload_and_ends_it(chrome: An
         notebook.command("distnb:show-replicas")
         sees_it_run(notebook)
 
+        assert panel.locator(".distnb-title").inner_text().split() == ["mirrored", "●", "running"]
+        facts = panel.locator(".distnb-facts > span")
+        assert facts.evaluate_all("all => all.every(each => each.getClientRects().length === 1)"), "none is broken"
         button = panel.get_by_role("button", name="Interrupt")
         button.focus()
         notebook.page.keyboard.press("Enter")
@@ -161,6 +175,13 @@ def test_the_extensions_panel_follows_a_cell_and_a_reload_and_ends_it(chrome: An
         picker.select_option("")
         assert notebook.page.evaluate(SOURCE, 2) == "6 * 7"
         assert not [error for error in errors if "distnb" in error], errors
+
+
+def panel_and_badge(notebook: OpenNotebook) -> tuple[Any, Any]:
+    """The extension's panel, and the badge of the second cell."""
+    return notebook.page.locator(".distnb-panel"), notebook.page.locator(".jp-Notebook .jp-Cell").nth(1).locator(
+        ".distnb-mark"
+    )
 
 
 def sees_it_run(notebook: OpenNotebook) -> None:

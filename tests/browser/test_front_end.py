@@ -70,6 +70,13 @@ def test_curves_grow_and_stay(chrome: Any, lab: Server) -> None:
 
     with OpenNotebook(chrome, lab, "live.ipynb") as again:  # without having run anything, and untrusted
         assert again.picture(1) > 100
+        badge = again.page.locator(".jp-Notebook .jp-Cell").nth(1).locator(".distnb-mark")
+        again.see(lambda: badge.inner_text() == "mirrored · ended")
+        pictures = again.output(1).locator("img[alt^='loss'], img[alt^='local loss']")
+        assert (
+            pictures.evaluate_all("all => all.map(each => each.offsetTop)")
+            == [pictures.first.evaluate("each => each.offsetTop")] * 2
+        ), "side by side"
 
 
 def values_are_read_and_controls_work(notebook: OpenNotebook, view: Any) -> None:
@@ -112,6 +119,8 @@ def test_progress_bars_figures_errors_and_floods(chrome: Any, lab: Server) -> No
         notebook.start(1)
         notebook.page.wait_for_function("() => document.body.innerText.includes('[1it/s]')", timeout=60_000)
         notebook.see(lambda: one_line_per_replica(notebook.output(1).inner_text()))
+        notebook.see(lambda: notebook.output(1).locator(".distnb-live .head").is_visible())
+        assert not notebook.output(1).locator(".controls").is_visible(), "there is no chart to control"
         notebook.wait(1)
         notebook.see(lambda: "100/100" in notebook.output(1).inner_text())
         notebook.run(2)

@@ -100,7 +100,8 @@ def test_a_page_and_a_terminal_see_and_end_a_cell_that_hangs(notebook: Notebook)
         ):
             told = next(page.snapshots())
         assert told["running"]
-        assert "mirrored · 2 replicas · running" in told["head"]
+        head = told["head"]
+        assert (head["title"], head["count"], head["state"]) == ("mirrored", "2 replicas", "running")
         assert [engine["place"] for engine in told["engines"]] == ["cpu:0", "cpu:1"]
         (loss,) = told["curves"]
         assert (loss["name"], [line["mark"] for line in loss["lines"]]) == ("loss", ["[0-1]"])
@@ -125,7 +126,7 @@ def test_a_page_and_a_terminal_see_and_end_a_cell_that_hangs(notebook: Notebook)
         assert notebook.finish(cell, HANG).error_name == "KeyboardInterrupt"
         told = page.order("look")["snapshot"]
         assert not told["running"]
-        assert "interrupted" in told["head"]
+        assert told["head"]["state"] == "interrupted"
         assert page.order("interrupt") == {"interrupted": False}
     assert "idle" in terminal(notebook, "stacks").stdout
 

@@ -175,7 +175,7 @@ def test_the_last_picture_tells_all_also_in_plain_text() -> None:
         "ps 0: 2 shards, 2.0 kB",
         "ps 1: lost",
     ]
-    assert "· failed ·" in bundle["text/html"]
+    assert ">failed</span>" in bundle["text/html"]
     assert "table/part_1" not in bundle["text/html"]
     for text in ("table/part_0", "[500]", "ps 0: 2 shards, 2.0 kB · ps 1: lost", 'alt="40 done · 1 failed"'):
         assert text in bundle["text/html"]

@@ -47,7 +47,7 @@ def kinds(told: dict[str, Any]) -> list[tuple[str, str]]:
 
 def test_states_of_engines_are_those_of_their_replicas_and_processes() -> None:
     model, idle = running_model(), session("idle", "idle")
-    assert snapshot(None, None, {}, 0.0) == {"engines": None, "running": False, "head": "", "told": [], "curves": []}
+    assert snapshot(None, None, {}, 0.0) == {"engines": None, "running": False, "head": None, "told": [], "curves": []}
     assert kinds(snapshot(idle, None, {}, 0.0)) == [("idle", "idle")] * 2
     assert kinds(snapshot(idle, model, {}, 0.0)) == [("running", "running")] * 2
     model.feed(ProgramEnded(1, 1, "error", "ValueError", where="cell 1, line 3"), 1.0)

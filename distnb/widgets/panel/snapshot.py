@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.errors import DistnbError
 from distnb.notebook.output.wording import mark
 from distnb.notebook.views.live_model import Curve, Line, LiveModel, ReplicaRow
-from distnb.widgets.content import closures_lines, head_text
+from distnb.widgets.content import closures_lines, head
 
 if TYPE_CHECKING:
     from distnb.notebook.engines import EngineStatus
@@ -34,18 +34,19 @@ def snapshot(
         samples: The latest measurement of each engine.
 
     Returns:
-        `engines` (None without a cluster), `head` and `told` in words, `curves`, and whether the cell is `running`.
+        `engines` (None without a cluster), `head` (see `content.Head`), `told` in words, `curves`, and whether
+        the cell is `running`.
     """
     try:
         engines = None if session is None else _engines(session.status(), model, samples)
     except DistnbError:  # it is being stopped
         engines = None
     if model is None:
-        return {"engines": engines, "running": False, "head": "", "told": [], "curves": []}
+        return {"engines": engines, "running": False, "head": None, "told": [], "curves": []}
     return {
         "engines": engines,
         "running": model.ended_at is None,
-        "head": head_text(model, now),
+        "head": head(model, now)._asdict(),
         "told": [*model.waits.lines(now), *([] if model.closures is None else closures_lines(model.closures))],
         "curves": [_curve(curve) for curve in list(model.curves.values())[:_MOST_CURVES]],
     }
