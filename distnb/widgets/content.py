@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from distnb.notebook.output.wording import filled, html_table, human_bytes, short_number
@@ -35,8 +36,9 @@ _BESIDE = "display:inline-block;vertical-align:top;margin-right:24px"
 _WHOLE = "white-space:nowrap"
 
 
-class Head(NamedTuple):
-    """How a cell is doing: `mirrored`, `2 replicas`, `running`, and `12.3 s`, `step 120`, `5,230 examples/s`."""
+@dataclass(frozen=True)
+class Head:
+    """A cell's status line in parts: `mirrored`, `2 replicas`, `running`; `12.3 s`, `step 120`, `5,230 examples/s`."""
 
     title: str
     count: str
@@ -56,7 +58,7 @@ class Head(NamedTuple):
 
 
 def head(model: LiveModel, now: float) -> Head:
-    """Describe how a cell is doing."""
+    """Return the parts of a cell's status line."""
     closures = model.closures
     count, who = (len(model.rows), "replica") if closures is None else (len(closures.status.workers), "worker")
     counted = f"{count} {who}{'s' if count > 1 else ''}" if count else ""
@@ -227,7 +229,7 @@ def _first_and_last(series: Series) -> str:
 
 
 def _reading_facts(model: LiveModel) -> list[str]:
-    """Tell how far the training has come: `epoch 2 of 10`, `batch 30 of 500`, `40 s left of the epoch`."""
+    """Return the training's progress: `epoch 2 of 10`, `batch 30 of 500`, `40 s left of the epoch`."""
     reading = model.reading
     if reading is None:
         return []

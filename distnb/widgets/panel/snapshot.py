@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import DistnbError
@@ -46,7 +47,7 @@ def snapshot(
     return {
         "engines": engines,
         "running": model.ended_at is None,
-        "head": head(model, now)._asdict(),
+        "head": asdict(head(model, now)),
         "told": [*model.waits.lines(now), *([] if model.closures is None else closures_lines(model.closures))],
         "curves": [_curve(curve) for curve in list(model.curves.values())[:_MOST_CURVES]],
     }
