@@ -10,7 +10,8 @@ with private_names("IPython"):
     from IPython.core.compilerop import CachingCompiler
     from IPython.core.interactiveshell import InteractiveShell
 
-    _show_lines: Any = InteractiveShell._showtraceback
+    # By name: a kernel's shell sends the lines to the notebook in a method of its own.
+    _show_lines = InteractiveShell._showtraceback.__name__
     _note_error: Any = InteractiveShell._get_exc_info
 
 __all__ = ["autoreloader", "name_cell", "show_lines"]
@@ -19,7 +20,7 @@ __all__ = ["autoreloader", "name_cell", "show_lines"]
 def show_lines(shell: InteractiveShell, found: tuple[Any, Any, Any], lines: list[str]) -> None:
     """Show an error (its type, itself, its traceback) by some lines. It is the latest one, for %tb and %debug."""
     _note_error(shell, found)
-    _show_lines(shell, *found[:2], lines)
+    getattr(shell, _show_lines)(*found[:2], lines)
 
 
 def name_cell(compiler: CachingCompiler, filename: str, number: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from distnb.checkpoint import folder_locks
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
-from distnb.errors import OptionError, ProgramError
+from distnb.errors import NoClusterError, OptionError, ProgramError
 from distnb.notebook.closure_channel import ClosureChannel
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.handles.handle import state_of_handle
@@ -335,7 +335,10 @@ class Session:
 
     def _tell_of_unlike_steps(self, team: Team) -> None:
         """Print a notice if a program that ended early left the replicas' variables at different steps."""
-        writes = self._ask(team.engines, lambda program, team: Apply(program, "writes", (0, ""), team))
+        try:
+            writes = self._ask(team.engines, lambda program, team: Apply(program, "writes", (0, ""), team))
+        except NoClusterError:
+            return  # %distnb stop in another place ended the program, and the engines
         if text := unlike_steps({team.rank_of(engine): each for engine, each in writes.items()}):
             print(text, file=sys.stderr)
 

@@ -343,6 +343,16 @@ def _reduce_other_tensor(pickler: Looker, tensor: Any) -> Any:
     return _reduce_tensor(pickler, tensor) if on_accelerator(tensor) else pickler.instance(tensor)
 
 
+def _reduce_dispatching_tensor(pickler: Looker, tensor: Any) -> Any:
+    """A tensor whose class has a rule of its own for operations.
+
+    On the host a tensor of an accelerator that is written in Python is a plain one. Fake and distributed tensors stay
+    what they are: they have no memory themselves.
+    """
+    plain = on_accelerator(tensor) and type(tensor.detach().new_empty(0, device="cpu")) is sys.modules["torch"].Tensor
+    return _reduce_tensor(pickler, tensor) if plain else pickler.instance(tensor)
+
+
 def _reduce_storage(pickler: Looker, storage: Any) -> Any:
     reference = pickler.reference(storage)
     return reference if reference is not None else pickler.storage(storage)
@@ -363,11 +373,10 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
             return _reduce_tensor
         if kind in (torch.UntypedStorage, torch.storage.TypedStorage):
             return _reduce_storage
-        # Those with a rule of their own for operations (fake and distributed tensors) have no memory themselves.
-        dispatch: Any = getattr(kind, "__torch_dispatch__", None)
-        plain = issubclass(kind, torch.Tensor) and dispatch is torch.Tensor.__torch_dispatch__
-        if plain and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
-            return _reduce_other_tensor
+        if issubclass(kind, torch.Tensor) and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__:
+            dispatch: Any = getattr(kind, "__torch_dispatch__", None)
+            plain = dispatch is torch.Tensor.__torch_dispatch__
+            return _reduce_other_tensor if plain else _reduce_dispatching_tensor
     numpy = sys.modules.get("numpy")
     if numpy is not None and kind in (numpy.ndarray, numpy.memmap):
         return lambda pickler, obj: pickler.array(obj)
