@@ -29,6 +29,7 @@ def test_what_a_page_shows(notebook: Notebook, page: str) -> None:
 def test_what_the_page_of_parameter_servers_shows() -> None:
     with Notebook(env={"OMP_NUM_THREADS": "1"}) as notebook:
         show(notebook, SERVERS)
+        notebook.run("temporary.cleanup()")  # a kernel that Jupyter kills because it ends slowly would leave it
 
 
 def show(notebook: Notebook, page: str) -> None:
