@@ -175,10 +175,6 @@ for number, batch in enumerate(batches):
         pairs = [*zip(values[name], wanted, strict=True), (scales[name].grad, alone[name].grad)]
         if not all(torch.allclose(one, other, atol=1e-6) for one, other in pairs):
             wrong[f"{name} of batch {number}"] = pairs
-try:
-    strategy.run(lambda x, at: x.max(), batches[1])
-except RuntimeError as error:
-    result["what torch refuses"] = "".join(getattr(error, "__notes__", ()))
 
 
 # -- gather and reduce -------------------------------------------------------------------------------------------------
@@ -186,3 +182,11 @@ except RuntimeError as error:
 twice = strategy.run(lambda x, at: 2 * torch.stack([at, at + 1.0], dim=1), batches[1])
 result["gathered"] = strategy.gather(twice, axis=0).tolist()
 result["reduced"] = [float(value) for op in ("sum", "mean") for value in strategy.reduce(op, twice, axis=0)]
+
+
+# -- what torch refuses: last, since an error of one replica alone ends what it shares with the others ------------------
+
+try:
+    strategy.run(lambda x, at: x.max(), batches[1])
+except RuntimeError as error:
+    result["what torch refuses"] = "".join(getattr(error, "__notes__", ()))
