@@ -33,7 +33,7 @@ from distnb.engine.guard import Guard
 from distnb.engine.namespace import object_operations
 from distnb.engine.namespace.engine_namespace import EngineNamespace
 from distnb.engine.namespace.engine_objects import ObjectsOfTeams
-from distnb.engine.output import error_reports, progress_bars, telemetry
+from distnb.engine.output import error_reports, progress_bars, telemetry, widget_comms
 from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.profiling import Profile
 from distnb.engine.started_threads import note_work_of_pools, threads_awaited
@@ -505,6 +505,7 @@ class Agent:
     def _adapt_shell(self, logs: Mapping[Literal["stdout", "stderr"], int]) -> None:
         """Turn everything that a cell writes, shows or asks towards the notebook."""
         progress_bars.install()
+        widget_comms.install(self._engine, self._control, self._shell)
         # IPython sets it for those who ask whether a person types here: they then want to start processes of their own.
         vars(sys).pop("ps1", None)
         engine, control = self._engine, self._control

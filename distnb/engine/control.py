@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from distnb.wire.messages import (
     Stacks,
     TakeBack,
     TelemetrySample,
+    WidgetChange,
 )
 
 __all__ = ["Control"]
@@ -220,7 +222,7 @@ class Control:
         if not self._events:
             return
         batch = [self._events.popleft() for _ in range(len(self._events))]
-        self._link.send(_join_outputs(batch))
+        self._link.send(_joined(batch))
 
     def _read_points(self) -> list[Live]:
         """The points whose numbers have arrived from the device; after the program's end those still under way too."""
@@ -237,21 +239,40 @@ class Control:
         return events
 
 
-def _join_outputs(events: list[Any]) -> list[Any]:
-    """Neighbouring pieces of text of one stream become one event."""
+def _joined(events: list[Any]) -> list[Any]:
+    """Join neighbouring pieces of text of one stream, and neighbouring changes of widgets."""
     joined: list[Any] = []
     for key, group in itertools.groupby(events, _stream_of):
         pieces = list(group)
         if key is not None and len(pieces) > 1:
-            first = pieces[0]
-            text = "".join([piece.text for piece in pieces])
-            pieces = [Output(first.engine, first.program, first.replica, first.stream, text)]
+            pieces = _one_change_each(pieces) if key == _WIDGETS else [_one_text(pieces)]
         joined += pieces
     return joined
 
 
+_WIDGETS = (0, "widgets")
+
+
 def _stream_of(event: Any) -> tuple[int, str] | None:
+    if isinstance(event, WidgetChange):
+        return _WIDGETS if event.method == "update" else None
     return (event.program, event.stream) if isinstance(event, Output) else None
+
+
+def _one_text(pieces: list[Output]) -> Output:
+    first = pieces[0]
+    text = "".join([piece.text for piece in pieces])
+    return Output(first.engine, first.program, first.replica, first.stream, text)
+
+
+def _one_change_each(changes: list[WidgetChange]) -> list[WidgetChange]:
+    """Join the changes of each widget: of a trait that changed several times the latest value remains."""
+    latest: dict[str, WidgetChange] = {}
+    for change in changes:
+        before = latest.get(change.widget)
+        content = change.content if before is None else {**before.content, **change.content}
+        latest[change.widget] = replace(change, content=content)
+    return list(latest.values())
 
 
 def _program_stack() -> str:

@@ -25,8 +25,9 @@ from distnb.watching import live
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
+from distnb.widgets.replica_widgets import ReplicaWidgets
 from distnb.widgets.views import LiveView, PictureView, TextView
-from distnb.wire.messages import Asks, Died, Display, Output, ProgramEnded, Status, TelemetrySample
+from distnb.wire.messages import Asks, Died, Display, Output, ProgramEnded, Status, TelemetrySample, WidgetChange
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -79,6 +80,7 @@ class Front:
         self._workers: dict[int, int] = {}  # which of the workers' replicas each engine is
         self._who = ""  # what these numbers are of
         self._samples: dict[int, TelemetrySample] = {}  # the latest of each engine
+        self._widgets = ReplicaWidgets(shown=hasattr(shell, "kernel"))
         self._complained = False
 
     # -- the session -----------------------------------------------------------------------------------------------
@@ -92,6 +94,7 @@ class Front:
             # The next session counts its programs from one again: none of them may be taken for an earlier one's.
             self._drain()
             self._samples.clear()
+            self._widgets.ended()
             self._session, self._unsubscribe = session, lambda: None
             boundary = session.latest_program if session is not None else 0
             self._cells = deque((boundary, view) for _, view in self._cells)
@@ -108,7 +111,7 @@ class Front:
 
     def _take(self, event: Any) -> None:
         """An event of the session; on the supervisor's thread, so it is only queued."""
-        if isinstance(event, VIEW_EVENTS):
+        if isinstance(event, (*VIEW_EVENTS, WidgetChange)):
             self._queue.append((None, event))
             self._wake_up()
         if isinstance(event, Status | ProgramEnded | Died):
@@ -199,6 +202,7 @@ class Front:
             self._drain()
             if self._current is not None:
                 self._guarded(self._current.flush, time.monotonic())
+            self._guarded(partial(self._widgets.send, final=True), time.monotonic())
 
     def catch_up(self) -> None:
         """Show all that the replicas have written so far; calls end without waiting for it."""
@@ -257,10 +261,11 @@ class Front:
                     self._drain()
                     for _, view in self._cells:
                         self._guarded(self._tick, view)
+                    self._guarded(self._widgets.send, time.monotonic())
                     if time.monotonic() >= self._next_events:
                         self._next_events = time.monotonic() + _EVENTS_S
                         self._guarded(self._write_events)
-                    if not self._queue and all(view.idle for _, view in self._cells):
+                    if not self._queue and self._widgets.idle and all(view.idle for _, view in self._cells):
                         break
                 time.sleep(_TICK_S)
 
@@ -280,6 +285,12 @@ class Front:
                 self._samples[event.engine] = event
             elif isinstance(event, Died):
                 self._samples.pop(event.engine, None)
+                self._widgets.ended(event.engine)
+            elif isinstance(event, WidgetChange):
+                self._guarded(self._widgets.feed, event)
+                continue
+            elif isinstance(event, Output | Display) and (event := self._widgets.passed(event)) is None:
+                continue
             view = self._view_of(event)
             if view is not None:
                 self._guarded(view.feed, event, now)

@@ -53,6 +53,7 @@ __all__ = [
     "Unread",
     "UsersFunction",
     "Waiting",
+    "WidgetChange",
 ]
 
 ObjectId = tuple[int, str]
@@ -373,6 +374,26 @@ class Display:
     transient: dict[str, Any] = field(default_factory=dict)
     update: bool = False
     clear: Literal["no", "now", "wait"] = "no"
+
+
+@dataclass(frozen=True)
+class WidgetChange:
+    """A widget that a replica created, changed or closed.
+
+    Attributes:
+        program, replica: 0 if the widget changed outside a program.
+        widget: The id of its model, unique among all processes.
+        content: The whole state ("open"), the traits that changed ("update"), or a message for its views ("custom").
+        buffers: Of such a message. In a state, binary values are in their places.
+    """
+
+    engine: int
+    program: int
+    replica: int
+    widget: str
+    method: Literal["open", "update", "custom", "close"]
+    content: Any = None
+    buffers: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""tqdm's notebook bars are widgets, whose comms would end on the engine: here they are text bars."""
+"""tqdm.auto's bars: text, which the notebook merges where replicas are equally far. tqdm.notebook's are widgets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import sys
 
 __all__ = ["install"]
 
-_WIDGET_BARS = ("notebook", "autonotebook")
-
 
 def install() -> None:
-    """From now on `from tqdm.notebook import tqdm` and `tqdm.auto` give text bars in this process."""
+    """Have `from tqdm.auto import tqdm` give text bars in this process."""
     try:
         tqdm, plain = importlib.import_module("tqdm"), importlib.import_module("tqdm.std")  # torch has loaded them
     except ImportError:
         return
-    for name in _WIDGET_BARS:
-        sys.modules[f"tqdm.{name}"] = plain
-        setattr(tqdm, name, plain)
+    sys.modules["tqdm.autonotebook"] = plain
+    vars(tqdm)["autonotebook"] = plain

@@ -12,12 +12,26 @@ from typing import Any, Literal
 from distnb.notebook.output.wording import mark
 from distnb.wire.inspection import PLACEMENT, VALUE
 
-__all__ = ["Area", "Bundle", "Clear", "Instruction", "Show", "Stream", "Write", "combine", "is_figure", "plain_text"]
+__all__ = [
+    "WIDGET_VIEW",
+    "Area",
+    "Bundle",
+    "Clear",
+    "Instruction",
+    "Show",
+    "Stream",
+    "Write",
+    "combine",
+    "is_figure",
+    "plain_text",
+]
 
 Stream = Literal["stdout", "stderr"]
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/svg+xml")
-_WIDGET = "application/vnd.jupyter.widget-view+json"
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+"""The kind of data that stands for a widget, by its model's id."""
+
 _REPORTS = (VALUE, PLACEMENT)
 
 
@@ -31,11 +45,10 @@ class Bundle:
 
     @classmethod
     def of(cls, data: Mapping[str, Any], metadata: Mapping[str, Any]) -> Bundle:
-        """Make one, without what cannot work: a widget's comm ends on the engine."""
-        kept = {kind: value for kind, value in data.items() if kind != _WIDGET}
+        """Make one of what IPython's display publisher takes."""
         # The image decides where there is one: the plain text beside it may hold an object's address.
-        seen = {kind: kept[kind] for kind in _IMAGES if kind in kept} or kept
-        return cls(kept, dict(metadata), json.dumps(seen, sort_keys=True, default=str))
+        seen = {kind: data[kind] for kind in _IMAGES if kind in data} or dict(data)
+        return cls(dict(data), dict(metadata), json.dumps(seen, sort_keys=True, default=str))
 
     @property
     def site(self) -> bytes | None:
@@ -79,8 +92,8 @@ Instruction = Write | Show | Area | Clear
 
 
 def is_figure(data: Mapping[str, Any]) -> bool:
-    """Whether a bundle is one that is shown beside those of other replicas."""
-    return any(kind in data for kind in ("text/html", *_IMAGES, *_REPORTS))
+    """Return whether a bundle is shown beside those of other replicas: a widget is not, HTML cannot hold it."""
+    return WIDGET_VIEW not in data and any(kind in data for kind in ("text/html", *_IMAGES, *_REPORTS))
 
 
 def plain_text(data: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,83 @@
+"""The comms of widgets that a replica creates: they lead to the notebook, which shows copies of the widgets.
+
+A widget sends its whole state when it is created, and afterwards what changes. Nothing comes back: what a person does
+to a copy stays in the page.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import comm
+from comm.base_comm import BaseComm
+from ipykernel.jsonutil import json_clean
+
+from distnb.wire.messages import WidgetChange
+
+if TYPE_CHECKING:
+    from distnb.engine.control import Control
+
+__all__ = ["WidgetComm", "install"]
+
+_TARGET = "jupyter.widget"
+
+
+class WidgetComm(BaseComm):
+    """A comm whose messages become `WidgetChange` events.
+
+    Args:
+        engine: The number of this engine.
+        control: Sends the events.
+        keywords: As `comm.create_comm` takes them.
+    """
+
+    def __init__(self, engine: int, control: Control, **keywords: Any) -> None:
+        self._engine = engine
+        self._control = control
+        super().__init__(**keywords)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a widget of a replica stays there")
+
+    def publish_msg(
+        self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any
+    ) -> None:
+        """Send a message of the widget's. Args as `comm` has them."""
+        data = data or {}
+        if msg_type == "comm_open" or data.get("method") == "update":
+            state = _with_buffers(json_clean(data["state"]), data.get("buffer_paths", ()), buffers or ())
+            self._emit("open" if msg_type == "comm_open" else "update", state)
+        elif data.get("method") == "custom":
+            self._emit("custom", json_clean(data["content"]), tuple(bytes(each) for each in buffers or ()))
+        elif msg_type == "comm_close":
+            self._emit("close")
+
+    def _emit(self, method: Any, content: Any = None, buffers: tuple[bytes, ...] = ()) -> None:
+        running = self._control.running or (0, 0)
+        self._control.emit(WidgetChange(self._engine, *running, self.comm_id, method, content, buffers))
+
+
+def install(engine: int, control: Control, shell: Any) -> None:
+    """Lead the comms of widgets that programs create to the notebook; others stay the kernel's.
+
+    An `ipywidgets.Output` captures what belongs to the kernel's latest request, so there must be one.
+    """
+    of_kernel = comm.create_comm
+
+    def create_comm(*args: Any, **keywords: Any) -> Any:
+        if control.running is None or keywords.get("target_name") != _TARGET:
+            return of_kernel(*args, **keywords)
+        return WidgetComm(engine, control, **keywords)
+
+    comm.create_comm = create_comm
+    shell.set_parent(shell.kernel.session.msg("execute_request"))
+
+
+def _with_buffers(state: dict[str, Any], paths: Any, buffers: Any) -> dict[str, Any]:
+    """Put the binary values of a state back in their places."""
+    for path, buffer in zip(paths, buffers, strict=True):
+        place: Any = state
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = bytes(buffer)
+    return state

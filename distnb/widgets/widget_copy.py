@@ -1,0 +1,44 @@
+"""The copy in this kernel of a widget that lives on a replica: pages show it, and ask this kernel for its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import ipywidgets
+import traitlets
+
+__all__ = ["WidgetCopy"]
+
+
+class WidgetCopy(ipywidgets.Widget):  # type: ignore[misc]
+    """A widget of any kind, known by its state alone. It displays only: what a page changes is ignored.
+
+    Args:
+        model_id: The id of the replica's widget, to which other widgets' states refer.
+        state: What pages get.
+    """
+
+    def __init__(self, model_id: str, state: dict[str, Any]) -> None:
+        self.state = state
+        super().__init__(model_id=model_id)
+
+    @traitlets.default("_model_name")
+    def _default_model_name(self) -> str:
+        return str(self.state["_model_name"])
+
+    @traitlets.default("_model_module")
+    def _default_model_module(self) -> str:
+        return str(self.state["_model_module"])
+
+    @traitlets.default("_model_module_version")
+    def _default_model_module_version(self) -> str:
+        return str(self.state["_model_module_version"])
+
+    def get_state(self, key: str | Iterable[str] | None = None, drop_defaults: bool = False) -> dict[str, Any]:
+        """Return the state, or a part of it."""
+        names = tuple(self.state) if key is None else (key,) if isinstance(key, str) else tuple(key)
+        return {name: self.state[name] for name in names if name in self.state}
+
+    def set_state(self, sync_data: dict[str, Any]) -> None:
+        """Ignore what a page changes."""
