@@ -334,11 +334,23 @@ def test_a_loop_that_clears_and_draws_is_never_too_much() -> None:
         assert [type(each) for each in shown] == [Clear, Show]
 
 
-def test_widgets_of_engines_show_their_text() -> None:
-    merger = OutputMerger(1, "m")
-    data = {"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "IntSlider(value=0)"}
-    merger.feed(Display(0, 1, 0, data), 0.0)
-    assert text_of(merger.collect(0.0)) == "IntSlider(value=0)\n"
+def test_widgets_are_shown_one_below_the_other_with_marks() -> None:
+    merger = OutputMerger(2, "m")
+    view = "application/vnd.jupyter.widget-view+json"
+    for replica in (0, 1):
+        data = {
+            view: {"model_id": str(replica)},
+            "text/plain": "HTML()",
+            "text/html": "<b>as a page without widgets has it</b>",
+        }
+        merger.feed(Display(replica, 1, replica, data), 0.0)
+    shown = merger.collect(1.0)
+    assert [each.text if isinstance(each, Write) else each.bundle.data[view]["model_id"] for each in shown] == [
+        "[0]\n",
+        "0",
+        "[1]\n",
+        "1",
+    ]
 
 
 def test_other_rich_displays_once_or_marked() -> None:

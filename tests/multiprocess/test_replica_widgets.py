@@ -1,0 +1,88 @@
+"""Widgets that replicas create, as the kernel's pages get them: their comms' messages, and displays that refer to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tests.kernel import Notebook
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+MAKES = """%%distribute mirrored
+import ipywidgets
+from tqdm.notebook import tqdm
+me = distnb.replica_id()
+bar = ipywidgets.IntProgress(value=0, max=10_000)
+box = ipywidgets.HBox([ipywidgets.Image(value=b"picture %d" % me), bar, ipywidgets.IntSlider()])
+display(box)
+for bar.value in range(10_001):
+    pass
+out = ipywidgets.Output()
+display(out)
+with out:
+    print("of", me)
+    display(ipywidgets.Label(f"label {me}"))
+print("outside")
+label = ipywidgets.Label("gone")
+label.close()
+for _ in tqdm(range(3), desc=f"tqdm {me}"):
+    pass
+"""
+
+
+class Page:
+    """A front end's models of widgets, by what a kernel sends."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, dict[str, Any]] = {}
+        self.displayed: list[dict[str, Any]] = []
+        self.messages: list[str] = []
+
+    def take(self, events: Iterator[tuple[str, dict[str, Any]]]) -> Page:
+        for kind, content in events:
+            data = content.get("data", {})
+            if kind == "comm_open" and content["target_name"] == "jupyter.widget":
+                self.states[content["comm_id"]] = data["state"]
+            elif kind == "comm_msg" and data.get("method") == "update" and content["comm_id"] in self.states:
+                self.states[content["comm_id"]].update(data["state"])
+                self.messages.append(content["comm_id"])
+            elif kind == "comm_close":
+                self.states.pop(content["comm_id"], None)
+            elif kind == "display_data" and VIEW in data:
+                self.displayed.append(self.states[data[VIEW]["model_id"]])  # it must be known by now
+            elif kind == "error":
+                raise AssertionError("\n".join(content["traceback"]))
+        return self
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [state for state in self.states.values() if state["_model_name"] == kind]
+
+
+def test_pages_get_the_replicas_widgets_and_what_changes(notebook: Notebook) -> None:
+    page = Page().take(notebook.events(notebook.start(MAKES), 60))
+    live = [state for state in page.displayed if state["_model_name"] == "AnyModel"]
+    assert [state["_model_name"] for state in page.displayed if state not in live].count("HBoxModel") == 4
+    assert [state["value"] for state in page.of("IntProgressModel")] == [10_000, 10_000]
+    assert len(page.messages) < 200, "of 20,000 changes"
+    assert all("buffer" not in str(state.get("value")) for state in page.of("ImageModel"))
+    assert [state["disabled"] for state in page.of("IntSliderModel")] == [True, True]
+    assert "gone" not in str(page.states)
+    bars = sorted(text["value"] for text in page.of("HTMLModel") if text["value"].startswith("tqdm"))
+    assert bars == ["tqdm 0: 100%", "tqdm 1: 100%"]
+    shown = {state["outputs"][0]["text"]: state["outputs"][1:] for state in page.of("OutputModel")}
+    assert sorted(shown) == ["of 0\n", "of 1\n"]
+    for text, (label,) in shown.items():
+        assert "label " + text[3] == page.states[label["data"][VIEW]["model_id"]]["value"]
+
+    page.take(notebook.events(notebook.start("%%distribute mirrored\nbar.value = 5 + me"), 60))
+    assert sorted(state["value"] for state in page.of("IntProgressModel")) == [5, 6], "a later cell changes them"
+
+
+def test_text_outside_of_a_widget_is_the_cells_and_a_widget_stays_on_its_replica(notebook: Notebook) -> None:
+    ran = notebook.run(MAKES)
+    assert "outside" in ran.stdout
+    assert "of 0" not in ran.stdout
+    assert notebook.run("print(repr(bar))").stdout.count("IntProgress(value=10000, max=10000)") == 2
+    failed = notebook.try_run("%%distribute mirrored\nwith out:\n    print('last')\n    raise ValueError('in it')")
+    assert "last" not in failed.stdout
+    assert "after" in notebook.run("%%distribute mirrored\nprint('after')").stdout
