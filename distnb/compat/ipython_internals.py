@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from distnb.compat.versions import private_names
@@ -14,13 +15,24 @@ with private_names("IPython"):
     _show_lines = InteractiveShell._showtraceback.__name__
     _note_error: Any = InteractiveShell._get_exc_info
 
-__all__ = ["autoreloader", "name_cell", "show_lines"]
+__all__ = ["autoreloader", "name_cell", "redirect_errors", "show_lines"]
 
 
 def show_lines(shell: InteractiveShell, found: tuple[Any, Any, Any], lines: list[str]) -> None:
     """Show an error (its type, itself, its traceback) by some lines. It is the latest one, for %tb and %debug."""
     _note_error(shell, found)
     getattr(shell, _show_lines)(*found[:2], lines)
+
+
+def redirect_errors(shell: InteractiveShell, write: Callable[[str], bool]) -> None:
+    """Have a shell write the errors that it shows. If `write` returns False, the shell shows them as before."""
+    show = getattr(shell, _show_lines)
+
+    def show_lines_of(kind: type, error: BaseException, lines: list[str]) -> None:
+        if not write("\n".join(lines) + "\n"):
+            show(kind, error, lines)
+
+    setattr(shell, _show_lines, show_lines_of)
 
 
 def name_cell(compiler: CachingCompiler, filename: str, number: int) -> None:

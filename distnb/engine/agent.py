@@ -23,6 +23,7 @@ from distnb import strategies
 from distnb.accelerators import torch_device
 from distnb.checkpoint import folder_locks
 from distnb.collectives.group.groups import groups
+from distnb.compat.ipython_internals import redirect_errors
 from distnb.engine import launched_processes, unattended
 from distnb.engine.control import Control
 from distnb.engine.debugging import debugger
@@ -502,6 +503,12 @@ class Agent:
 
     # -- the shell of the engine -----------------------------------------------------------------------------------
 
+    def _write_error(self, text: str) -> bool:
+        """Write an error that a program has the shell show, as `ipywidgets.Output` does. Return False outside one."""
+        if self._running() is not None:
+            sys.stderr.write(text)
+        return self._running() is not None
+
     def _adapt_shell(self, logs: Mapping[Literal["stdout", "stderr"], int]) -> None:
         """Turn everything that a cell writes, shows or asks towards the notebook."""
         progress_bars.install()
@@ -512,6 +519,7 @@ class Agent:
         sys.stdout = ReplicaStream(engine, "stdout", control, logs["stdout"], 1, sys.stdout)
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)
+        redirect_errors(self._shell, self._write_error)
         formatter = self._shell.display_formatter
         assert formatter is not None
         formatter.mimebundle_formatter.for_type(DistributedValues, inspecting.displayed)

@@ -386,6 +386,9 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
         return lambda pickler, obj: pickler.module(obj)
     if any(issubclass(kind, each) for each in _pickled_without_state()):
         return lambda pickler, obj: pickler.by_state(obj)
+    widget = getattr(sys.modules.get("ipywidgets"), "Widget", None)
+    if widget is not None and issubclass(kind, widget):
+        return lambda pickler, obj: pickler.refused(obj, None)  # whole: it closes itself by the comm that it lacks
     shells = sys.modules.get("IPython.core.interactiveshell")
     if shells is not None and issubclass(kind, shells.InteractiveShell):
         from IPython import get_ipython

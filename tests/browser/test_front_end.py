@@ -179,12 +179,29 @@ for epoch in itertools.count():
     if epoch >= 2 and not held():
         break
 """
+WIDGETS = """%%distribute mirrored
+import ipywidgets
+from tqdm.notebook import tqdm
+me, out = distnb.replica_id(), ipywidgets.Output()
+display(ipywidgets.HBox([ipywidgets.HTML(f"<b>bold {me}</b>"), ipywidgets.Button(description="press"), out]))
+with out:
+    print("captured", me)
+for _ in tqdm(range(3), desc=f"bar {me}"):
+    pass
+"""
 
 
 def test_a_mirrored_cell_trains_live(chrome: Any, lab: Server) -> None:
     lab.write(
         "train.ipynb",
-        ["%load_ext distnb\n%distnb start -n 2", f"HELD = {str(lab.held)!r}" + DEFINE, TRAIN, "losses", "%distnb stop"],
+        [
+            "%load_ext distnb\n%distnb start -n 2",
+            f"HELD = {str(lab.held)!r}" + DEFINE,
+            TRAIN,
+            "losses",
+            WIDGETS,
+            "%distnb stop",
+        ],
     )
     with OpenNotebook(chrome, lab, "train.ipynb") as notebook:
         notebook.run(0, 90)
@@ -205,6 +222,22 @@ def test_a_mirrored_cell_trains_live(chrome: Any, lab: Server) -> None:
         notebook.run(3)
         notebook.see(lambda: "replica" in notebook.output(3).inner_text().lower())
         notebook.run(4)
+        notebook.see(lambda: shows_widgets(notebook.output(4)))
+        notebook.saved()
+        notebook.reload()
+        notebook.see(lambda: shows_widgets(notebook.output(4)))  # the kernel knows their states
+        notebook._wait_for_kernel()
+        notebook.run(5)
+
+
+def shows_widgets(output: Any) -> bool:
+    shown = output.inner_text().replace("\u2007", " ")
+    texts = [f"{what} {replica}" for what in ("bold", "captured", "bar") for replica in (0, 1)]
+    return (
+        all(text in shown for text in texts)
+        and output.locator("button[disabled]", has_text="press").count() == 2
+        and output.locator(".progress-bar-success").count() == 2
+    )
 
 
 def same_last_epoch(lines: list[list[str]]) -> bool:

@@ -9,7 +9,7 @@ from tests.kernel import Notebook
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 MAKES = """%%distribute mirrored
-import ipywidgets
+import distnb, ipywidgets
 from tqdm.notebook import tqdm
 me = distnb.replica_id()
 bar = ipywidgets.IntProgress(value=0, max=10_000)
@@ -28,6 +28,7 @@ label.close()
 for _ in tqdm(range(3), desc=f"tqdm {me}"):
     pass
 """
+OUT = "import time, ipywidgets\nout = ipywidgets.Output()\ndisplay(out)"
 
 
 class Page:
@@ -67,7 +68,7 @@ def test_pages_get_the_replicas_widgets_and_what_changes(notebook: Notebook) -> 
     assert all("buffer" not in str(state.get("value")) for state in page.of("ImageModel"))
     assert [state["disabled"] for state in page.of("IntSliderModel")] == [True, True]
     assert "gone" not in str(page.states)
-    bars = sorted(text["value"] for text in page.of("HTMLModel") if text["value"].startswith("tqdm"))
+    bars = sorted(text["value"].replace("\u2007", " ") for text in page.of("HTMLModel") if "tqdm" in text["value"])
     assert bars == ["tqdm 0: 100%", "tqdm 1: 100%"]
     shown = {state["outputs"][0]["text"]: state["outputs"][1:] for state in page.of("OutputModel")}
     assert sorted(shown) == ["of 0\n", "of 1\n"]
@@ -82,7 +83,19 @@ def test_text_outside_of_a_widget_is_the_cells_and_a_widget_stays_on_its_replica
     ran = notebook.run(MAKES)
     assert "outside" in ran.stdout
     assert "of 0" not in ran.stdout
-    assert notebook.run("print(repr(bar))").stdout.count("IntProgress(value=10000, max=10000)") == 2
-    failed = notebook.try_run("%%distribute mirrored\nwith out:\n    print('last')\n    raise ValueError('in it')")
-    assert "last" not in failed.stdout
+    assert "IntProgress(value=10000, max=10000)" in notebook.run("print(repr(bar))").stdout
+
+
+def test_an_error_within_an_output_is_shown_there_and_stop_ends_the_cell(notebook: Notebook) -> None:
+    raises = "with out:\n    print('last')\n    raise ValueError('in it')\nprint('goes on')"
+    page = Page().take(notebook.events(notebook.start(f"%%distribute mirrored\n{OUT}\n{raises}"), 60))
+    for state in page.of("OutputModel"):
+        text, error = (each["text"] for each in state["outputs"])
+        assert text == "last\n"
+        assert "ValueError" in error
+        assert "in it" in error
+    cell = notebook.start("%%distribute mirrored\nprint('begun')\nwith out:\n    while True:\n        time.sleep(0.01)")
+    notebook.wait_for_output(cell, "begun")
+    notebook.interrupt()
+    assert notebook.finish(cell).error_name == "KeyboardInterrupt"
     assert "after" in notebook.run("%%distribute mirrored\nprint('after')").stdout
