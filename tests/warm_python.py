@@ -11,6 +11,7 @@ import ctypes
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -139,6 +140,9 @@ def next_script() -> Any:
     _be(processes.WARM_PYTHON)
     for name in _PRELOADED:
         importlib.import_module(name)
+    multiprocessing.set_start_method(
+        "fork"
+    )  # the scripts have no `if __name__ == "__main__":`, and Python 3.14 forks nothing
     gc.freeze()  # at its end Python looks through all objects, and would copy these for each process
     answers = os.dup(1)
     os.dup2(2, 1)

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from types import FrameType
@@ -437,9 +437,9 @@ class Agent:
 
     # -- the user looks around -------------------------------------------------------------------------------------
 
-    def _stop(self, frame: FrameType, header: str | None) -> None:
+    def _stop(self, frame: FrameType, header: str | None, commands: Iterable[str]) -> None:
         """A breakpoint in the user's code."""
-        debugger.at_breakpoint(self._console, self._who, self._size, frame, header)
+        debugger.at_breakpoint(self._console, self._who, self._size, frame, header, commands)
 
     def _post_mortem(self, message: PostMortem, replica: int) -> Reply:
         kept = self._failure

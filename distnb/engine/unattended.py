@@ -6,7 +6,7 @@ import builtins
 import getpass
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +19,25 @@ if TYPE_CHECKING:
 __all__ = ["install"]
 
 
-def install(shell: InteractiveShell, console: Console, stop: Callable[[FrameType, str | None], None]) -> None:
-    """Give a replica's shell these answers. `stop` opens a debugger's prompt in a frame, below a header."""
+def install(
+    shell: InteractiveShell, console: Console, stop: Callable[[FrameType, str | None, Iterable[str]], None]
+) -> None:
+    """Give a replica's shell these answers.
+
+    Args:
+        stop: Opens a debugger's prompt in a frame, below a header and after some of the debugger's commands.
+    """
     shell.user_ns["exit"] = shell.user_ns["quit"] = _end_cell
     shell.set_hook("show_in_pager", _show_in_cell, 0)
     builtins.input, getpass.getpass = console.input, console.getpass
 
-    def breakpoint_hook(*args: Any, header: str | None = None, **keywords: Any) -> Any:
+    def breakpoint_hook(*args: Any, **keywords: Any) -> Any:
         if "PYTHONBREAKPOINT" in os.environ:  # another debugger, or none
             return sys.__breakpointhook__(*args, **keywords)  # noqa: T100
-        return stop(sys._getframe(1), header)
+        return stop_here(sys._getframe(1), *args, **keywords)
+
+    def stop_here(frame: FrameType, *, header: str | None = None, commands: Iterable[str] | None = None) -> None:
+        stop(frame, header, commands or ())
 
     sys.breakpointhook = breakpoint_hook
     debugger.redirect(stop)

@@ -138,6 +138,7 @@ def start(
         StartError: A cluster runs already, this machine lacks what was asked for, or an engine did not come up.
             Nothing is left behind.
         OptionError: The numbers or names make no sense.
+        ContextError: This is a process of multiprocessing, which imports the script.
 
     Example:
         >>> import distnb
@@ -149,7 +150,9 @@ def start(
     from distnb.cluster.remote.hosts import read_host_options
     from distnb.cluster.tasks import tasks_of
     from distnb.notebook.session import Session
+    from distnb.runtime.main_guard import check_main_guard
 
+    check_main_guard("distnb.start()")
     tasks = tasks_of(workers, ps, n, replicas_per_worker)
     with _lock:
         running = current()

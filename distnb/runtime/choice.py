@@ -10,6 +10,7 @@ from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER, Owner, Runtime, is_in_process
 from distnb.runtime.central import setup
 from distnb.runtime.in_process import InProcess
+from distnb.runtime.main_guard import check_main_guard
 from distnb.runtime.this_process import this_process
 
 __all__ = ["check_honoured", "runtime_for", "started_by_launcher"]
@@ -32,6 +33,7 @@ def runtime_for(strategy: Owner) -> Runtime:
     Raises:
         NoClusterError: It needs several replicas, and this is a script that was started alone.
         OptionError: It was made for other devices than the replicas have.
+        ContextError: This is a process of multiprocessing, which imports the script.
     """
     spec = strategy.spec
     if is_in_process(spec):
@@ -47,6 +49,7 @@ def runtime_for(strategy: Owner) -> Runtime:
         return process.runtime_of(strategy)
     if this_process.remote is not None:
         return this_process.remote(strategy)
+    check_main_guard(repr(strategy))
     if spec.kind == _MULTI_WORKER:
         from distnb.runtime.scripts import script_worker
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 
@@ -130,6 +131,7 @@ def test_xmode_holds_for_replicas(notebook: Notebook, mode: str, there: str, mis
 
 # -- breakpoints -------------------------------------------------------------------------------------------------------
 
+TO_NEXT_LINE = ["n"] if sys.version_info >= (3, 13) else []  # since 3.13 pdb stops in the breakpoint's own line
 STOPS = "%%distribute mirrored\nx = me()\nif me() == 1:\n    {}\n" + SUM + "print(x, total)\n"
 
 
@@ -143,18 +145,26 @@ def test_one_replica_stops_and_goes_on(notebook: Notebook, call: str) -> None:
     assert "[1] 41 43.0" in ran.stdout
 
 
+def test_a_breakpoint_with_a_header_and_commands(notebook: Notebook) -> None:
+    call = "breakpoint(header='Look here.', commands=[\"p ('x', x)\"])"
+    ran, asked = notebook.converse(STOPS.format(call), "c")
+    assert asked == [ONE]
+    assert "Look here.\n" in ran.check().stdout
+    assert "('x', 1)" in ran.stdout
+
+
 def test_several_replicas_stop_and_are_asked_one_after_another(notebook: Notebook) -> None:
     source = "%%distribute mirrored\nx = me()\nbreakpoint()\n" + SUM + "print(total)\n"
     first = notebook.start(source, allow_stdin=True)
     order = [notebook.asked()]
     # `n` once makes the tensor, once more calls the collective; there the other one is needed, which is asked now.
-    for answer in ("n", "n", "c"):
+    for answer in (*TO_NEXT_LINE, "n", "n", "c"):
         notebook.answer(answer)
         order.append(notebook.asked())
     notebook.answer("c")
     ran = notebook.finish(first).check()
     one, other = (ONE, OTHER) if order[0] == ONE else (OTHER, ONE)
-    assert order == [one, one, other, one]
+    assert order == [one, *[one] * len(TO_NEXT_LINE), one, other, one]
     assert "all_reduce" in ran.stdout
     assert "it ends when every replica has called it, and so this replica waits for the others" in ran.stdout
     assert "[0-1] 3.0" in ran.stdout or ("[0] 3.0" in ran.stdout and "[1] 3.0" in ran.stdout)
@@ -179,7 +189,7 @@ def test_stepping_stays_in_the_users_code(notebook: Notebook) -> None:
         "result = strategy.run(step)\nlast = 2\n"
     )
     ran, asked = notebook.converse(
-        source, "s", "n", "n", "p ('y', y)", "u", "w", "r", "n", "n", "n", "n", "p last", "c"
+        source, *TO_NEXT_LINE, "s", "n", "n", "p ('y', y)", "u", "w", "r", "n", "n", "n", "n", "p last", "c"
     )
     text = ran.check().stdout
     assert "('y', 2)" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +60,38 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
     for wrong, right in (("MiroredStrategy", "MirroredStrategy"), ("variable", "Variable"), ("is_cheif", "is_chief")):
         with pytest.raises(UnknownNameError, match=rf"distnb has no attribute '{wrong}' \(did you mean {right}\?\)"):
             getattr(distnb, wrong)
+
+
+AGAIN = """
+import multiprocessing
+import os
+
+import distnb
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("spawn").Process(target=print, args=("the worker",))
+    worker.start()
+    worker.join()
+    raise SystemExit(worker.exitcode)
+
+for again in (distnb.start, distnb.MirroredStrategy):
+    os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    try:
+        again()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_a_script_that_a_process_imports_again_starts_nothing_and_joins_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(AGAIN)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second, last = done.stdout.splitlines()
+    assert first.startswith("distnb.start() was reached")
+    assert second.startswith("MirroredStrategy() was reached")
+    for text in (first, second):
+        assert "imports train.py" in text
+        assert 'if __name__ == "__main__":' in text
+    assert last == "the worker"

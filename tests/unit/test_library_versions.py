@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     *("_getframe", "_current_frames", "_exit", "_fields", "_asdict", "_bootstrap", "_run_exitfuncs", "_slotnames"),
     *("_reconstruct", "_lru_cache_wrapper", "_get_running_loop", "_set_running_loop", "_release_save"),
-    *("_acquire_restore", "_actions", "_render_traceback_"),
+    *("_acquire_restore", "_actions", "_render_traceback_", "_last_pdb_instance"),
 }
 
 

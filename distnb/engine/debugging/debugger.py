@@ -5,7 +5,7 @@ from __future__ import annotations
 import pdb  # noqa: T100  (to lead to ours whoever calls it)
 import sys
 from bdb import BdbQuit
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
@@ -37,6 +37,12 @@ class ReplicaPdb(Pdb):
         super().__init__(None, stdin, stdout, nosigint=True, **options)
         self.report_skipped = False
         self.prompt = f"{self.who}> "
+        _forget_latest()
+
+    def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
+        """Stop in a frame."""
+        super().set_trace(frame, **options)  # type: ignore[no-untyped-call]
+        _forget_latest()
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
         """The user's frames, from the cell's own on; all of them where there are no others."""
@@ -98,15 +104,24 @@ class ReplicaPdb(Pdb):
             console.stopped_in = error, stopped  # Python leaves out a frame that was about to return
 
 
-def at_breakpoint(console: Console, who: str, size: int, frame: FrameType, header: str | None = None) -> None:
-    """Stop in a frame of the user's, in the line that comes next. `who` is one of so many replicas."""
+def at_breakpoint(
+    console: Console, who: str, size: int, frame: FrameType, header: str | None = None, commands: Iterable[str] = ()
+) -> None:
+    """Stop in a frame of the user's, in the line that comes next (since Python 3.13: in that of the breakpoint).
+
+    Args:
+        who: Names one of `size` replicas.
+        header: A line to show first.
+        commands: What the debugger does before it asks.
+    """
     others = "The other replicas go on until they need this one. " if size > 1 else ""
     on = " on all replicas" if size > 1 else ""
     console.write(f"{who[:1].upper()}{who[1:]} stops. {others}c lets it go on, q ends the cell{on}.\n")
     if header is not None:
         console.write(f"{header}\n")
     debugger = _debugger(console, who)
-    debugger.set_trace(frame)  # type: ignore[no-untyped-call]
+    debugger.rcLines.extend(commands)
+    debugger.set_trace(frame)
 
 
 def post_mortem(console: Console, who: str, traceback: TracebackType, after_line: Callable[[], None]) -> None:
@@ -131,16 +146,34 @@ def stop_stepping() -> None:
         sys.settrace(None)
 
 
-def redirect(stop: Callable[[FrameType, str | None], None]) -> None:
+def redirect(stop: Callable[[FrameType, str | None, Iterable[str]], None]) -> None:
     """Let `pdb.set_trace`, and debuggers made of it, stop by a call of this.
 
     Those that have a connection of their own, as remote debuggers do, are left alone.
     """
     set_trace = pdb.Pdb.set_trace
 
-    def ours(debugger: pdb.Pdb, frame: FrameType | None = None, *args: Any, **keywords: Any) -> Any:
+    def ours(debugger: pdb.Pdb, frame: FrameType | None = None, *, commands: Iterable[str] | None = None) -> None:
         if isinstance(debugger, ReplicaPdb) or not debugger.use_rawinput:
-            return set_trace(debugger, frame, *args, **keywords)
-        return stop(frame or sys._getframe(1), None)
+            set_trace(debugger, frame, **({"commands": commands} if commands is not None else {}))
+        else:
+            stop(frame or sys._getframe(1), None, commands or ())
 
     pdb.Pdb.set_trace = ours  # type: ignore[assignment, method-assign]
+    if sys.version_info >= (3, 14):
+        set_trace_async = pdb.Pdb.set_trace_async
+
+        async def ours_async(
+            debugger: pdb.Pdb, frame: FrameType | None = None, *, commands: Iterable[str] | None = None
+        ) -> None:
+            if isinstance(debugger, ReplicaPdb) or not debugger.use_rawinput:
+                await set_trace_async(debugger, frame, commands=commands)
+            else:
+                stop(frame or sys._getframe(1), None, commands or ())
+
+        pdb.Pdb.set_trace_async = ours_async
+
+
+def _forget_latest() -> None:
+    """Have `pdb.set_trace` make a debugger: since Python 3.14 it takes the latest one, which may be ours."""
+    pdb.Pdb._last_pdb_instance = None  # type: ignore[attr-defined]
