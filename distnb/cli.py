@@ -196,6 +196,8 @@ def _check_script(script: str) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
+    if number == signal.SIGPIPE:
+        signal.signal(number, signal.SIG_IGN)  # each further line would raise it again, amid the clean-up
     raise SystemExit(128 + number)
 
 

@@ -144,6 +144,8 @@ class _ScriptRun:
                     target.write(mark + line)
                     target.flush()
         except BrokenPipeError:  # the reader of our output has gone
+            with self._print_lock, open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), target.fileno())  # Python flushes what is left when it ends
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGPIPE)
