@@ -44,6 +44,7 @@ _LARGE_NBYTES = 4096
 # What sees to the models of other libraries that a scope makes; it is not loaded before they are.
 _ADOPTERS = {("keras", "Model"): "distnb.keras.models"}
 _OF_KERAS = "_torch_params"
+_FUNCTIONAL = re.compile(r"\b_functional\.")
 _buffers = WeakIdKeyDictionary()
 
 
@@ -383,13 +384,17 @@ def same_everywhere(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     split = [(*name.partition(f"{_OF_KERAS}."), value) for name, value in given]
     if not any(of_keras for _, of_keras, _, _ in split):
         return [(before, value) for before, _, _, value in split]
-    split.sort(key=lambda each: _counts_in(each[2]))
+    # A Sequential's parameters are its functional model's, too, once somebody has asked that for them.
+    one_each = {
+        (_FUNCTIONAL.sub("", before), path, id(value)): (of_keras, value) for before, of_keras, path, value in split
+    }
+    ordered = sorted(one_each.items(), key=lambda each: _counts_in(each[0][1]))
     return [
         (
             f"{before}{re.sub(r'_[0-9]+(?=/)', '', '/'.join(path.split('/')[-2:]))} {number}" if of_keras else before,
             value,
         )
-        for number, (before, of_keras, path, value) in enumerate(split)
+        for number, ((before, path, _), (of_keras, value)) in enumerate(ordered)
     ]
 
 
