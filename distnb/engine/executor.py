@@ -79,8 +79,8 @@ class Executor:
         definition.lineno = function.line  # where inspect and tracebacks look for its text
         self._execute(self._compile(ast.Module([definition], []), filename, "exec"))
         block: types.FunctionType = self._shell.user_ns.pop(definition.name)
-        name = function.name.rpartition(".")[2]
-        block.__code__ = block.__code__.replace(co_name=name, co_qualname=function.name)
+        code = _requalified(block.__code__, definition.name, function.name)
+        block.__code__ = code.replace(co_name=function.name.rpartition(".")[2])
         return block
 
     def _compile(self, tree: ast.Module | ast.Expression, filename: str, mode: str) -> CodeType:
@@ -106,6 +106,12 @@ class Executor:
         data, metadata = self._shell.display_formatter.format(value)  # type: ignore[union-attr]
         if running is not None and data:
             self._control.emit(Display(self._engine, *running, data=data, metadata=metadata))
+
+
+def _requalified(code: CodeType, before: str, after: str) -> CodeType:
+    """Replace the beginning of the qualified names of some code, and of the functions and classes in it."""
+    constants = [_requalified(each, before, after) if isinstance(each, CodeType) else each for each in code.co_consts]
+    return code.replace(co_consts=tuple(constants), co_qualname=after + code.co_qualname.removeprefix(before))
 
 
 def _is_silenced(text: str) -> bool:

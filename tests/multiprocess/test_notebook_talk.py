@@ -184,7 +184,9 @@ SCOPED = """class Trainer:
     def work(self, strategy, kind):
         with strategy.scope():
             model = torch.nn.Linear(1, 1)
-            assert kind != "scope", 'here'
+            def check():
+                assert kind != "scope", 'here'
+            check()
         def step(batch):
             loss = model(batch).mean()
             assert kind != "step", 'here'
@@ -198,9 +200,12 @@ SCOPED = """class Trainer:
 @pytest.mark.parametrize(
     ("kind", "shown"),
     [
-        ("scope", (", line 5, in Trainer.work(", """----> 5             assert kind != "scope", 'here'""")),
-        ("step", (", line 8, in Trainer.work.<locals>.step", """----> 8             assert kind != "step", 'here'""")),
-        ("mean", (", line 9: loss.backward()",)),
+        (
+            "scope",
+            (", line 7, in Trainer.work(", ", line 6, in Trainer.work.<locals>.check", "----> 7             check()"),
+        ),
+        ("step", (", line 10, in Trainer.work.<locals>.step", """---> 10             assert kind != "step", 'here'""")),
+        ("mean", (", line 11: loss.backward()",)),
     ],
 )
 def test_a_function_with_a_scope_shows_its_own_lines_each_time(
