@@ -109,8 +109,13 @@ class Spmd:
         return self.registration.owns(made)
 
     def changed_by_hand(self) -> dict[str, int]:
-        """The mirrored parameters that may differ between replicas, with numbers to compare."""
-        return {} if self._shared is not None else self._sync.changed_by_hand()
+        """The mirrored parameters that may differ between replicas, with numbers to compare.
+
+        In a new generation the first use of the strategy compares all of them, so there are none until then.
+        """
+        if self._shared is not None or self._generation != self._process.group.generation:
+            return {}
+        return self._sync.changed_by_hand()
 
     def writes(self) -> dict[str, int]:
         """Count the writes to each model's parameters in this generation, for a program that failed.

@@ -91,6 +91,16 @@ def test_a_change_by_one_replica_only_is_named(session):
         run_cell(session, cell, "<one only>")
 
 
+def test_an_equal_change_before_an_error_of_one_replica_is_not_named(session):
+    cell = "with torch.no_grad():\n    other.bias.add_(1)\nif distnb.replica_id() == 1:\n    raise ValueError('mine')\n"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="mine"):
+            run_cell(session, cell, "<an error>")
+        run_cell(session, "1", "<the next cell>")
+        run_cell(session, "strategy.run(step)", "<a step>")
+
+
 def test_a_line_search_computes_with_the_global_loss(session):
     run_cell(session, _LINE_SEARCH, "<line search>")
     assert session.user_ns["left"] == pytest.approx(session.user_ns["best"], rel=1e-3)

@@ -263,7 +263,12 @@ def unlike_steps(writes: Mapping[int, Mapping[str, int]]) -> str:
 
 
 def warn_of_drift(outcome: Outcome) -> None:
-    """Warn if what a program changed by hand is not the same on all replicas: a change that only some made, too."""
+    """Warn if what a program changed by hand is not the same on all replicas: a change that only some made, too.
+
+    Replicas that failed do not report their changes. What they left unequal is made equal by the next program.
+    """
+    if not outcome.ok:
+        return
     changed = [reply.changed for _, reply in sorted(outcome.replies.items())]
     names = dict.fromkeys(name for each in changed for name in each)
     unlike = [name for name in names if len({each.get(name) for each in changed}) > 1]
