@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import io
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -13,13 +13,12 @@ import keras
 import numpy as np
 import torch
 
-from distnb.errors import CollectiveError, RemoteError
+from distnb.errors import CollectiveError
 from distnb.input.progress import Progress
 from distnb.keras import compat
 from distnb.keras.backups import Resuming
 from distnb.keras.data import SameBatches
-from distnb.objects.constructors import open_exception
-from distnb.objects.plain import same
+from distnb.keras.shared_errors import raise_together
 from distnb.runtime import contexts, randomness
 from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
@@ -28,7 +27,6 @@ from distnb.watching.live import live
 __all__ = ["Together"]
 
 _RARE = ("train_end", "test_begin", "test_end", "predict_begin", "predict_end")
-_PLAIN = (bool, int, float, str, type(None))
 _ENDS = ("train_end", "test_end", "predict_end")
 _BATCHES = tuple(f"{kind}_batch_{when}" for kind in ("train", "test", "predict") for when in ("begin", "end"))
 # Keras's callbacks that save or log at epochs, or at batches if this attribute says so.
@@ -68,6 +66,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         self._training = False
         for each in given:
             each.set_model(model)
+        self._contents = [_contents(each) for each in given] if self._is_chief else []
         self._resuming = Resuming(model, given)
         self.batches = SameBatches(lambda: self._group)
         self._shared = {name for name in _BATCHES for each in given if _acts(each, name)}
@@ -120,8 +119,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         if not failed:
             return
         error, self._error = self._error, None
-        told = broadcast_tree(self._group, _packed(error) if error is not None else b"", 0)
-        raise error if error is not None else _opened(told)
+        raise_together(self._group, error, "A callback of model.fit, evaluate or predict raised this on replica 0.")
 
     def _draw(self, logs: Mapping[str, Any] | None) -> None:
         """The numbers that the progress bar shows, as curves."""
@@ -182,23 +180,13 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
             self._take_over_callbacks()
 
     def _take_over_callbacks(self) -> None:
-        """What the callbacks themselves have learnt, such as the best value that one saw, if it can be sent."""
-        for each in self._given:
-            told = None
-            if self._is_chief:
-                known = (each.model, each.params)  # every replica's own
-                state = {name: value for name, value in vars(each).items() if not any(value is one for one in known)}
-                try:
-                    told = cloudpickle.dumps(state)
-                except Exception:  # noqa: BLE001  # whatever a file or a lock raises: it stays the chief's
-                    pass
-            told = broadcast_tree(self._group, told, 0)
-            if told is None or self._is_chief:
-                continue
-            for name, value in cloudpickle.loads(told).items():
-                own = vars(each).get(name)
-                if not (type(value) in _PLAIN and same(own, value)):  # what is equal stays the object it is
-                    vars(each)[sys.intern(name)] = value
+        """Take over what the callbacks themselves have learnt, such as the best value seen, if it can be sent."""
+        told: Any = None
+        if self._is_chief:
+            told = [_changed(each, before) for each, before in zip(self._given, self._contents, strict=True)]
+        for each, state in zip(self._given, broadcast_tree(self._group, told, 0), strict=True):
+            if state and not self._is_chief:
+                vars(each).update({sys.intern(name): value for name, value in cloudpickle.loads(state).items()})
 
     def _variables(self) -> dict[tuple[str, int], torch.Tensor]:
         """By place: the names that Keras gives may be others on another replica."""
@@ -236,6 +224,34 @@ def _state(value: torch.Tensor) -> tuple[int, int]:
     return id(value), -1 if value.is_inference() else value._version
 
 
+def _contents(callback: Any) -> dict[str, bytes]:
+    """Pack what a callback holds, by name, as far as it can be sent.
+
+    Models and the like are left out: each replica has its own.
+    """
+    contents = {}
+    for name, value in vars(callback).items():
+        of_each = name in ("_model", "params") or isinstance(value, (torch.nn.Module, compat.Saveable))
+        if not of_each:
+            try:
+                contents[name] = cloudpickle.dumps(value)
+            except Exception:  # noqa: BLE001  # whatever a file or a lock raises: it stays the chief's
+                continue
+    return contents
+
+
+def _changed(callback: Any, before: Mapping[str, bytes]) -> bytes:
+    """Pack what a callback holds now and did not hold before. Drop the file that it has closed, such as CSVLogger's.
+
+    The other replicas opened none, and theirs are to be equal.
+    """
+    for name, value in list(vars(callback).items()):
+        if isinstance(value, io.IOBase) and value.closed:
+            vars(callback)[name] = None
+    changed = [name for name, content in _contents(callback).items() if before.get(name) != content]
+    return cloudpickle.dumps({name: vars(callback)[name] for name in changed}) if changed else b""
+
+
 def _acts(callback: Any, name: str) -> bool:
     """Return whether a callback does something before or after batches."""
     for cls, frequency in _FREQUENCIES.items():
@@ -246,31 +262,6 @@ def _acts(callback: Any, name: str) -> bool:
         hook in vars(callback) or getattr(type(callback), hook) is not getattr(keras.callbacks.Callback, hook)
         for hook in hooks
     )
-
-
-def _packed(error: BaseException) -> bytes:
-    """Pack an error for the other replicas: with its class by name, which is what their `except` clauses name."""
-    plain = type(error).__reduce__ is BaseException.__reduce__
-    for pack in (pickle.dumps, cloudpickle.dumps):
-        try:
-            made_of: Any = (open_exception, (type(error), error.args), vars(error))
-            packed: bytes = pack(made_of if plain else error.__reduce_ex__(4))
-        except Exception:  # noqa: BLE001  # whatever an attribute of it raises
-            continue
-        return packed
-    return pickle.dumps((RemoteError, (f"{type(error).__qualname__}: {error}",)))
-
-
-def _opened(packed: bytes) -> BaseException:
-    try:
-        make, args, *state = pickle.loads(packed)
-        error: BaseException = make(*args)
-        if state and state[0]:
-            error.__setstate__(state[0])
-    except Exception as failure:  # noqa: BLE001  # whatever its class raises when it is made
-        error = RemoteError(f"A callback failed on replica 0, and its error cannot be opened here: {failure}")
-    error.add_note("A callback of model.fit, evaluate or predict raised this on replica 0, which calls callbacks.")
-    return error
 
 
 def _rare(name: str) -> Callable[..., None]:

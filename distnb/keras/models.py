@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import torch
 
+from distnb.accelerators import torch_device
 from distnb.collectives.gradients.mean_loss import losses_are_global
 from distnb.collectives.group.eager import always_eager
 from distnb.errors import ContextError, OptionError
@@ -19,9 +20,11 @@ from distnb.keras.callbacks import Together
 from distnb.keras.data import SameBatches, take_data
 from distnb.keras.forward import SharedForward
 from distnb.keras.parameter_servers import ModelOnServers
+from distnb.keras.shared_errors import raise_together
 from distnb.runtime import contexts, randomness, step_count
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.chief_first import chief_first
+from distnb.runtime.consistency.equal_values import make_equal
 from distnb.runtime.this_process import this_process
 from distnb.variables.homes import homes
 
@@ -29,9 +32,10 @@ __all__ = ["adopt", "beside", "parts"]
 
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _SAVES = ("save", "save_weights", "export")
+_LOAD = "load_weights"
 _FUNCTIONS = ("train", "test", "predict")
 _MAKERS = tuple(f"make_{kind}_function" for kind in _FUNCTIONS)
-_ALL = (*_METHODS, *_SAVES, *_MAKERS)
+_ALL = (*_METHODS, *_SAVES, _LOAD, *_MAKERS)
 
 
 def adopt(strategy: Any, model: Any) -> None:
@@ -83,6 +87,7 @@ class ModelOnReplicas:
             setattr(model, name, self._on_replicas(getattr(model, name)))
         for name in _SAVES:
             setattr(model, name, _on_chief_first(getattr(model, name)))
+        setattr(model, _LOAD, self._read_by_chief(getattr(model, _LOAD)))
         for kind, name in zip(_FUNCTIONS, _MAKERS, strict=True):
             setattr(model, name, self._made_with(getattr(model, name), f"{kind}_function"))
         self._added: list[torch.Tensor] = []
@@ -134,6 +139,31 @@ class ModelOnReplicas:
             bound.arguments["callbacks"] = [self._callbacks]
         if process.rank:
             bound.arguments["verbose"] = 0
+
+    def _read_by_chief(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method that reads weights from a file, which the chief has written: it reads them for all replicas."""
+
+        @functools.wraps(plain)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            process, execution = this_process.replica, contexts.execution()
+            by_callback = execution is not None and execution.kind == "single"
+            if process is None or process.size == 1 or by_callback or not self._model.built:
+                return plain(*args, **kwargs)
+            group, result, error = process.group, None, None
+            if process.rank == 0:
+                try:
+                    result = plain(*args, **kwargs)
+                except Exception as failure:  # noqa: BLE001  # raised below, on all replicas
+                    error = failure
+            loaded = [*map(compat.tensor_of, self._model.variables), *beside(self._model)]
+            make_equal(group, [(f"model.{plain.__name__}", each.detach()) for each in loaded])
+            failed = torch.tensor([error is not None], device=torch_device(group.device))
+            group.broadcast(failed, 0)
+            if failed:
+                raise_together(group, error, f"model.{plain.__name__} raised this on replica 0.")
+            return result
+
+        return method
 
     def _take_what_was_built(self) -> None:
         """Keras makes weights and what the optimizer keeps when it sees the first batch: all replicas' from then on."""

@@ -36,7 +36,7 @@ def names(folder: Path) -> list[str]:
 
 
 def model_checkpoint(strategy: Any, folder: Path) -> Any:
-    """Each replica names a file of its own, as workers do in Keras's guide: one is written, by the chief."""
+    """Each replica names a file of its own, as workers do in Keras's guide: one is written and read, by the chief."""
     model = made(strategy)
     own = folder / f"worker{distnb.replica_id()}"
     callbacks = [
@@ -47,7 +47,9 @@ def model_checkpoint(strategy: Any, folder: Path) -> Any:
     history = fit(model, callbacks)
     again = made(strategy)
     again.build((None, 6))
-    again.load_weights(folder / "worker0/4.weights.h5")
+    with pytest.raises(OSError, match=r"unable to open file.*worker0/5"):
+        again.load_weights(own / "5.weights.h5")
+    again.load_weights(own / "4.weights.h5")
     assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), again.get_weights(), strict=True))
     with strategy.scope():
         loaded = keras.models.load_model(folder / "best.keras")
@@ -156,8 +158,26 @@ def not_a_number(strategy: Any, folder: Path) -> Any:
     return len(history.history["loss"]), model.stop_training
 
 
+class Keeps(keras.callbacks.Callback):
+    """It holds what the program made, and learns from each epoch."""
+
+    def __init__(self, model: Any, data: Any) -> None:
+        super().__init__()
+        self.net, self.data, self.losses = model, data, []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.losses.append(logs["loss"])
+
+
 def logs(strategy: Any, folder: Path) -> Any:
-    fit(made(strategy), [keras.callbacks.CSVLogger(folder / "log.csv")], epochs=3)
+    """A callback's file is closed, and what it learns is known on all replicas, where it holds what it held before."""
+    model = made(strategy)
+    keeps, logger = Keeps(model, X), keras.callbacks.CSVLogger(folder / "log.csv")
+    history = fit(model, [keeps, logger], epochs=3)
+    assert keeps.net is model
+    assert keeps.data is X
+    assert keeps.losses == history.history["loss"]
+    assert strategy.num_replicas_in_sync == 1 or logger.csv_file is None
     with (folder / "log.csv").open() as file:
         return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
