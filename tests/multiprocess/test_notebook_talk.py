@@ -373,9 +373,10 @@ for epoch in range(2):
 @pytest.mark.parametrize("magic", ["", "%%distribute strategy\n"])
 def test_the_step_is_the_training_step_in_both_kinds_of_cells(notebook: Notebook, magic: str) -> None:
     notebook.run("import torch\n" + TRAINS)
-    html = notebook.run(magic + LOOP).displays[-1]["text/html"]
+    shown = notebook.run(magic + LOOP).displays[-1]
+    html = shown["text/html"]
     for text in ("2 replicas", "step 6", "strategy ·" if magic else "mirrored ·"):
-        assert text in html
+        assert text in shown["text/plain"]
     for text in ("cpu:0", "cpu:1", "inner", "loss", "double", "rate", "accuracy"):
         assert f">{text}<" in html
     pictures = [base64.b64decode(each).decode() for each in re.findall(r"base64,([A-Za-z0-9+/=]+)", html)]
@@ -386,9 +387,9 @@ def test_the_step_is_the_training_step_in_both_kinds_of_cells(notebook: Notebook
 def test_a_cell_of_the_notebooks_own_process_shows_no_replicas(notebook: Notebook) -> None:
     notebook.run("import torch\n" + TRAINS)
     ran = notebook.run("%%distribute default\nfor value in model.parameters():\n    distnb.live(value=value.sum())")
-    html = ran.displays[-1]["text/html"]
-    assert "default · ended" in html
-    assert "cpu:0" not in html
+    shown = ran.displays[-1]
+    assert "default · ended" in shown["text/plain"]
+    assert "cpu:0" not in shown["text/html"]
 
 
 def test_a_replica_that_failed_shows_where(notebook: Notebook) -> None:
