@@ -16,6 +16,7 @@ __all__ = ["TESTED", "private_names"]
 TESTED: Final = {
     "IPython": ("9", "9"),
     "cloudpickle": ("3", "3.1"),
+    "keras": ("3.15", "3.16"),
     "ipykernel": ("6.31", "7"),
     "torch": ("2.11", "2.15"),
     "torchmetrics": ("1.4", "1"),

@@ -26,8 +26,8 @@ HERE = ("predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 METHODS = (
     "fit",
     "evaluate",
-    "_symbolic_build",
-    "_get_metrics_result_or_logs",
+    compat.SYMBOLIC_BUILD,
+    compat.METRICS_RESULT,
     "make_train_function",
     "make_test_function",
 )
@@ -106,10 +106,7 @@ def _state_of(obj: Any) -> dict[str, Any]:
         state.pop("history", None)
         # A closure of several steps calls the function of one step several times, all that Keras has with torch.
         state.update(train_function=None, test_function=None, predict_function=None, steps_per_execution=1)
-    # A graph of layers is pickled from its inputs on, one by one: not each within the one before.
-    if "_outbound_nodes" in state:
-        state["_outbound_nodes"] = []
-    return {name: state[name] for name in sorted(state, key=lambda name: name not in ("_layers", "_operations"))}
+    return compat.in_graph_order(state)
 
 
 def _new(cls: Any) -> Any:

@@ -1,10 +1,13 @@
-"""What is needed of Keras and not public there, and the versions in which it is known to be so."""
+"""Private names of Keras: of its models, layers, variables and optimizers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+from distnb.compat.versions import private_names
 
 try:
     import keras
@@ -13,24 +16,44 @@ except ModuleNotFoundError as error:
         raise  # its backend is not there
     raise ImportError('distnb.keras needs Keras 3, and there is none: pip install "distnb[keras]".') from error
 
-# What makes objects of Keras know of each other; pickled by Keras's own means they would be files.
-from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.saving.keras_saveable import KerasSaveable as Saveable
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
+with private_names("keras"):
+    from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+    # What makes objects of Keras know of each other; pickled by Keras's own means they would be files.
+    from keras.src.saving.keras_saveable import KerasSaveable as Saveable
+    from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+    from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
+
+    _METHODS = (
+        *(keras.Model._flatten_layers, keras.Model._aggregate_additional_loss, keras.Model._symbolic_build),
+        *(keras.Model._get_metrics_result_or_logs, keras.Layer._track_variables),
+        *(keras.Variable._direct_assign, keras.Variable._maybe_autocast),
+        *(keras.optimizers.Optimizer._filter_empty_gradients, keras.optimizers.Optimizer._clip_gradients),
+        keras.optimizers.Optimizer._use_weight_decay,
+    )
 
 __all__ = [
     "DataAdapter",
     "Saveable",
     "Tracked",
     "Tracker",
+    "ASSIGN",
+    "METRICS_RESULT",
+    "SYMBOLIC_BUILD",
     "additional_losses",
+    "build",
     "cast_as_layers_do",
-    "check_version",
+    "check_backend",
+    "clip",
+    "decays",
+    "fix_decays",
+    "in_graph_order",
     "in_stateless_scope",
     "initial_epoch",
     "is_built",
+    "iterations_of",
     "keep_ddp_away",
+    "learning_rate_of",
     "mask_of",
     "optimizer_variables",
     "own_layers",
@@ -43,25 +66,20 @@ __all__ = [
     "table_of",
     "tensor_of",
     "track_anew",
+    "trained_variables",
+    "without_missing",
     "with_mask_of",
 ]
 
-_FROM, _BEFORE = (3, 15), (3, 17)
 Tracked = (TrackedList, TrackedDict)
+SYMBOLIC_BUILD = "_symbolic_build"
+METRICS_RESULT = "_get_metrics_result_or_logs"
+ASSIGN = "_direct_assign"
+"""Names of methods to replace: the first two of a model, the last one of a variable."""
 
 
-def _version() -> tuple[int, int]:
-    major, minor = keras.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-def check_version() -> None:
-    """Raise ImportError for a Keras that may be otherwise inside, or has another backend."""
-    if not _FROM <= _version() < _BEFORE:
-        raise ImportError(
-            f"Keras {keras.__version__} is installed, and distnb's strategies know 3.15 and 3.16. Install one: "
-            'pip install "keras>=3.15,<3.17".'
-        )
+def check_backend() -> None:
+    """Raise ImportError for a Keras that has another backend."""
     if keras.backend.backend() != "torch":
         raise ImportError(
             f"Keras has the backend {keras.backend.backend()!r} here, and distnb's strategies distribute torch. Set "
@@ -140,6 +158,53 @@ def track_anew(layers: Any) -> None:
 def optimizer_variables(optimizer: Any) -> list[Any]:
     """What an optimizer keeps, without asking anybody else for it."""
     return list(optimizer._variables)
+
+
+def trained_variables(optimizer: Any) -> list[Any]:
+    """Return the variables that an optimizer was built with."""
+    return list(optimizer._trainable_variables)
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """Return an optimizer's learning rate: a variable, or a schedule."""
+    return optimizer._learning_rate
+
+
+def iterations_of(optimizer: Any) -> Any:
+    """Return the variable that counts an optimizer's steps."""
+    return optimizer._iterations
+
+
+def decays(optimizer: Any, variable: Any) -> bool:
+    """Return whether an optimizer decays a variable."""
+    return bool(optimizer._use_weight_decay(variable))
+
+
+def fix_decays(optimizer: Any, decaying: Mapping[int, bool]) -> None:
+    """Say of each variable, by identity, whether an optimizer decays it, instead of having it find out by name."""
+    optimizer._exclude_from_weight_decay_cache = dict(decaying)
+
+
+def without_missing(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return gradients and their variables, without those that have none."""
+    found, its = optimizer._filter_empty_gradients(gradients, variables)
+    return list(found), list(its)
+
+
+def clip(optimizer: Any, gradients: list[Any]) -> list[Any]:
+    """Return gradients as an optimizer clips them."""
+    return list(optimizer._clip_gradients(gradients))
+
+
+def build(model: Any, batch: Any) -> None:
+    """Build a model, and its metrics and its optimizer, for a batch, or without one."""
+    model._symbolic_build(data_batch=batch)
+
+
+def in_graph_order(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layer's attributes so that a graph of layers is pickled from its inputs on, not each within the next."""
+    cut: dict[str, Any] = {"_outbound_nodes": []} if "_outbound_nodes" in state else {}
+    return dict(sorted({**state, **cut}.items(), key=lambda item: item[0] not in ("_layers", "_operations")))
 
 
 def additional_losses(model: Any, weigh: Any) -> None:

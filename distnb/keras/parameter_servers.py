@@ -125,8 +125,8 @@ class ModelOnServers:
         own: dict[str, Callable[..., Any]] = {
             "fit": self._fit,
             "evaluate": self._evaluate,
-            "_symbolic_build": self._build,
-            "_get_metrics_result_or_logs": self._end,
+            compat.SYMBOLIC_BUILD: self._build,
+            compat.METRICS_RESULT: self._end,
             "make_train_function": functools.partial(self._make, "train"),
             "make_test_function": functools.partial(self._make, "test"),
             **dict.fromkeys(READS, self._read),
@@ -156,7 +156,7 @@ class ModelOnServers:
         batch = None
         if not compat.is_built(self._model):
             batch = keras.tree.map_structure(as_tensor, next(iter(source.maker.make_for_worker(0))), none_is_leaf=False)
-        self._model._symbolic_build(data_batch=batch)
+        compat.build(self._model, batch)
 
     def _shown(self, data: Any) -> Any:
         """What Keras's loop is to read: the data themselves, or what stands for those that workers make."""

@@ -35,7 +35,7 @@ __all__ = ["bind", "install", "restore", "variable_in"]
 def install() -> None:
     """Have Keras's variables and metrics know of replicas from now on. Idempotent."""
     _wrap(keras.Variable, "_initialize", _initialize)
-    _wrap(keras.Variable, "_direct_assign", _assign)
+    _wrap(keras.Variable, compat.ASSIGN, _assign)
     _wrap(keras.Variable, "assign_add", functools.partial(_add, 1))
     _wrap(keras.Variable, "assign_sub", functools.partial(_add, -1))
     _wrap(keras.Variable, "__repr__", _shown)

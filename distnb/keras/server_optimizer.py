@@ -54,10 +54,9 @@ class OnServer:
         with keras.device("cpu"):
             self._variables = {each: _wrapped(each, kind) for kind, each in shown}
             variables = list(self._variables.values())
-            # By identity, as the optimizer itself would find out by name.
-            self._optimizer._exclude_from_weight_decay_cache = {
-                id(each): kind.decays for each, (kind, _) in zip(variables, shown, strict=True)
-            }
+            compat.fix_decays(
+                self._optimizer, {id(each): kind.decays for each, (kind, _) in zip(variables, shown, strict=True)}
+            )
             kept = _built(self._optimizer, variables)
         self.state = _State(self._optimizer, self._variables, kept)
 
@@ -74,7 +73,7 @@ class OnServer:
 
 def _wrapped(parameter: torch.nn.Parameter, kind: _Variable) -> Any:
     variable = keras.Variable(parameter, dtype=str(parameter.dtype).removeprefix("torch."), name=kind.name)
-    variable._value = parameter
+    compat.put_tensor(variable, parameter)
     variable.constraint = kind.constraint
     return variable
 
@@ -130,15 +129,16 @@ def _built(optimizer: Any, variables: list[Any]) -> dict[int, dict[str, Any]]:
 
 def _of_all(optimizer: Any, kept: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """What an optimizer keeps for all variables together: how often it has stepped, and other numbers."""
-    counted = {id(each) for own in kept.values() for each in own.values()} | {id(optimizer._learning_rate)}
+    counted = {id(each) for own in kept.values() for each in own.values()} | {id(compat.learning_rate_of(optimizer))}
     rest = [each for each in compat.optimizer_variables(optimizer) if id(each) not in counted]
     if any(tuple(each.shape) for each in rest):
         raise OptionError(
             f"{type(optimizer).__name__} keeps something for several variables together, and with a "
             "ParameterServerStrategy each server has its own. Use an optimizer such as Adam, RMSprop or SGD."
         )
-    others = [each for each in rest if each is not optimizer._iterations]
-    return {_ITERATION: optimizer._iterations, **{f"of all {place}": each for place, each in enumerate(others)}}
+    steps = compat.iterations_of(optimizer)
+    others = [each for each in rest if each is not steps]
+    return {_ITERATION: steps, **{f"of all {place}": each for place, each in enumerate(others)}}
 
 
 # -- the coordinator and workers ---------------------------------------------------------------------------------------
@@ -179,11 +179,11 @@ class RemoteApply:
         variables = self._trained if trainable_variables is None else list(trainable_variables)
         if not len(grads):
             return
-        found, variables = own._filter_empty_gradients(list(grads), variables)
+        found, variables = compat.without_missing(own, list(grads), variables)
         if own.loss_scale_factor is not None:
             found = [each / own.loss_scale_factor for each in found]
         if any(getattr(own, name) for name in ("clipnorm", "global_clipnorm", "clipvalue")):
-            found = own._clip_gradients([each.to_dense() for each in found])
+            found = compat.clip(own, [each.to_dense() for each in found])
         servers = this_process.servers
         known = {stored.number for stored in self._remote.stored}
         gradients: dict[int, dict[Shard, Gradient]] = {}
@@ -210,7 +210,7 @@ class RemoteApply:
     @property
     def learning_rate(self) -> Any:
         """It, or what its schedule says now."""
-        if not isinstance(self._learning_rate, keras.Variable):  # type: ignore[attr-defined]
+        if not isinstance(compat.learning_rate_of(self), keras.Variable):
             _ = self.variables
         return super().learning_rate  # type: ignore[misc]
 
@@ -232,7 +232,7 @@ class RemoteApply:
             for name, where in (*self._remote.places[place].items(), *self._remote.places[-1].items()):
                 own[where].assign(remote_optimizer.joined(stored, [part[name] for part in parts]))
         # A step without gradients for some server's variables is none there.
-        self._iterations.assign(max(int(each[_ITERATION]) for each in kept.values()))  # type: ignore[attr-defined]
+        compat.iterations_of(self).assign(max(int(each[_ITERATION]) for each in kept.values()))
         self._note()
         return own
 
@@ -249,7 +249,7 @@ class RemoteApply:
                     name: remote_optimizer.piece_of_state(stored, part, own[where].value)
                     for name, where in names.items()
                 }
-        steps = int(self._iterations.value)  # type: ignore[attr-defined]
+        steps = int(compat.iterations_of(self).value)
         this_process.servers.set_optimizer_states(
             {server: SetOptimizer(self._remote.number, state, steps) for server, state in states.items()}
         )
@@ -268,14 +268,15 @@ class RemoteApply:
 
 def _versions(variables: Sequence[Any], optimizer: Any) -> list[int]:
     """torch's counts of changes in place; the learning rate goes with each step."""
-    return [each.value._version for each in variables if each is not optimizer._learning_rate]
+    rate = compat.learning_rate_of(optimizer)
+    return [each.value._version for each in variables if each is not rate]
 
 
 def _options(optimizer: Any) -> dict[str, Any]:
     """The numbers that callbacks may change."""
     found = {name: each for name, each in vars(optimizer).items() if name[0] != "_" and type(each) in _PLAIN}
     found = {name: each for name, each in found.items() if name not in _ON_WORKERS and name != "built"}
-    rate = optimizer._learning_rate
+    rate = compat.learning_rate_of(optimizer)
     return {**found, "learning_rate": float(rate.value)} if isinstance(rate, keras.Variable) else found
 
 
@@ -299,7 +300,7 @@ def make_remote(optimizer: Any) -> None:
         return
     _check(optimizer)
     servers = this_process.servers
-    trained = list(optimizer._trainable_variables)
+    trained = compat.trained_variables(optimizer)
     stored = [servers.stored_of(each.value) for each in trained]
     if not all(stored):
         lost = next(each.path for each, its in zip(trained, stored, strict=True) if its is None)
@@ -322,7 +323,7 @@ def make_remote(optimizer: Any) -> None:
         place: {name: places[id(made)] for name, made in kept[id(each)].items()} for place, each in enumerate(trained)
     }
     named[-1] = {name: places[id(made)] for name, made in _of_all(twin, kept).items()}
-    kinds = [_Variable(each.name, each.constraint, optimizer._use_weight_decay(each)) for each in trained]
+    kinds = [_Variable(each.name, each.constraint, compat.decays(optimizer, each)) for each in trained]
     remote = _Remote(next(_numbers), tuple(stored), named)
     factory = cloudpickle.dumps(functools.partial(OnServer, cls, config, kinds))
     servers.make_optimizer(remote.number, factory, tuple((each,) for each in remote.stored))
@@ -349,7 +350,7 @@ def _check(optimizer: Any) -> None:
 
 def _config(optimizer: Any) -> dict[str, Any]:
     """What `from_config` takes; a schedule is the object itself, whatever its class."""
-    rate = optimizer._learning_rate
+    rate = compat.learning_rate_of(optimizer)
     config = optimizer.get_config()
     return config if isinstance(rate, keras.Variable) else {**config, "learning_rate": rate}
 
