@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 import distnb
+from tests.browser.lab import FLAGS, chromium
 
 ROOT = Path(__file__).parents[2]
 _FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
@@ -89,3 +90,26 @@ def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
     names = {*distnb.__all__} - {"experimental", "__version__"}  # other names of what is there
     # A name that is missing belongs on the page of docs/reference that it fits.
     assert {name for name in names if f"distnb.{name}" not in ids and f"module-distnb.{name}" not in ids} == set()
+
+
+def test_names_in_tables_are_whole(site: dict[Path, Page]) -> None:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = chromium()
+    if path is None:
+        pytest.skip("no Chromium on this machine (Debian and Ubuntu: apt install chromium)")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1250, "height": 900})
+        seen, broken = 0, {}
+        for each in (path for path in site if path.stem in ("strategies", "commands", "from_tf_distribute")):
+            page.goto(each.as_uri(), wait_until="domcontentloaded")
+            words = page.locator("td code .pre")
+            seen += words.count()
+            parted = words.evaluate_all(
+                "all => all.filter(each => each.getClientRects().length > 1).map(e => e.textContent)"
+            )
+            if parted:
+                broken[each.name] = parted
+        browser.close()
+    assert seen > 100
+    assert broken == {}
