@@ -86,7 +86,9 @@ def test_a_server_and_a_worker_are_replaced(notebook: Notebook) -> None:
     pids = notebook.value("[row.pid for row in cluster.status()]")
     notebook.run("os.kill(cluster.status()[1].pid, signal.SIGKILL)")
     processes.wait_until(lambda: notebook.value("cluster.status()[1].state") != "idle", 20)
-    assert "2 engines replaced: 1, 2." in notebook.run("%distnb restart --missing", timeout_s=90).text
+    restarted = notebook.run("%distnb restart --missing", timeout_s=90)
+    assert restarted.stdout == "2 engines replaced: 1, 2.\n"
+    assert [data["text/plain"] for data in restarted.displays][-1:] == [""], "how far it was is shown no more"
     after = notebook.value("[(row.task, row.state, row.pid) for row in cluster.status()]")
     assert [each[:2] for each in after] == [("worker 0", "idle"), ("worker 1", "idle"), ("ps 0", "idle")]
     assert [new == old for (*_, new), old in zip(after, pids, strict=True)] == [True, False, False]
