@@ -17,8 +17,8 @@ export function element<K extends keyof HTMLElementTagNameMap>(
 const SHAPES = { idle: '○', running: '●', busy: '◐', error: '✕' };
 
 /** A part of the panel under a title; without content it is not shown. */
-export function sectionOf(title: string, ...content: HTMLElement[]): HTMLElement {
-  return element('section', 'distnb-section', element('h3', '', title), ...content);
+export function sectionOf(title: HTMLElement, ...content: HTMLElement[]): HTMLElement {
+  return element('section', 'distnb-section', title, ...content);
 }
 
 /** How the latest cell is doing: its title and state, and below it what was counted. */

@@ -37,6 +37,7 @@ export class ReplicasPanel extends SidePanel {
       stop: this._button('Stop the engines, and the cell that uses them', closeIcon, link => link.order('stop')),
       stacks: this._button('Stacks: where each replica is in its program', listIcon, async link => {
         this._stacks.textContent = (await link.order('stacks')).text;
+        this._stacksTitle.textContent = `Stacks at ${new Date().toLocaleTimeString()}`;
       })
     };
     this.toolbar.node.setAttribute('aria-label', 'Engines');
@@ -46,7 +47,7 @@ export class ReplicasPanel extends SidePanel {
     this.toolbar.addItem('stop', this._buttons.stop);
     this.toolbar.addItem('stacks', this._buttons.stacks);
     this._act.onclick = () => void this._action?.();
-    this._stacksPart = sectionOf('Stacks', this._stacks);
+    this._stacksPart = sectionOf(this._stacksTitle, this._stacks);
     this._cluster.append(this._head, this._engines, this._more, this._stacksPart);
     const content = new Widget();
     content.addClass('distnb-content');
@@ -96,7 +97,7 @@ export class ReplicasPanel extends SidePanel {
     this._engines.replaceChildren(...(engines ?? []).map(engineRow));
     this._more.replaceChildren(
       ...(told?.told ?? []).map(line => element('div', 'distnb-told', line)),
-      ...(told?.curves.length ? [sectionOf('Values', ...told.curves.map(each => curve(each.name, each.lines)))] : [])
+      ...(told?.curves.length ? [sectionOf(element('h3', '', 'Values'), ...told.curves.map(each => curve(each.name, each.lines)))] : [])
     );
     this._stacksPart.hidden = !this._stacks.textContent;
     this.changed.emit();
@@ -163,5 +164,6 @@ export class ReplicasPanel extends SidePanel {
   private _engines = element('ul', 'distnb-engines');
   private _more = element('div');
   private _stacks = element('pre', 'distnb-stacks');
+  private _stacksTitle = element('h3');
   private _stacksPart: HTMLElement;
 }

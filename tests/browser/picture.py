@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
@@ -113,6 +114,7 @@ class Scene:
         height: Of the picture, in pixels, where the cell is not smaller.
         seconds: How long a moving picture runs.
         opened: A part of a tree that is opened, by what its line has.
+        panel: The picture shows the side panel.
     """
 
     cells: list[str]
@@ -120,6 +122,7 @@ class Scene:
     height: float = 1050.0
     seconds: float = 0.0
     opened: str = ""
+    panel: bool = False
 
 
 _TWO = ["%load_ext distnb\nimport torch, distnb\n%distnb start -n 2"]
@@ -128,6 +131,7 @@ _SERVERS = ["%load_ext distnb\nimport distnb\n%distnb start --workers 2 --ps 2"]
 SCENES = {
     "running.png": Scene([*_quickstart(), TRAINS], r"(?s)A step takes.*epoch 4:"),
     "running.gif": Scene([*_quickstart(), TRAINS], "", 900.0, seconds=7.0),
+    "panel.png": Scene([*_quickstart(), TRAINS], r"epoch 4:", 560.0, panel=True),
     "servers.png": Scene([*_SERVERS, SERVERS], r"\d{3} done"),
     "waits.png": Scene([*_TWO, WAITS], "is not there"),
     "debugger.png": Scene([*_TWO, FAILS, "%distnb debug"], "replica 1 .*>"),
@@ -147,7 +151,7 @@ def take(path: Path, scene: Scene) -> None:
             server.write("picture.ipynb", [cell.strip() for cell in scene.cells])
             with OpenNotebook(browser, server, "picture.ipynb") as notebook:
                 notebook.page.set_viewport_size({"width": 900, "height": 1900})
-                notebook.command("application:toggle-left-area")
+                notebook.command("distnb:show-replicas" if scene.panel else "application:toggle-left-area")
                 for index in range(last):
                     notebook.run(index, 120)
                 notebook.start(last)
@@ -158,7 +162,8 @@ def take(path: Path, scene: Scene) -> None:
                     if scene.opened:
                         part = notebook.output(last).locator("details details", has_text=scene.opened).first
                         part.evaluate("part => { part.open = true; }")
-                    notebook.page.screenshot(path=path, clip=_around(notebook, last, scene.height))
+                    shown = notebook.page.locator(".distnb-panel") if scene.panel else _cell(notebook, last)
+                    notebook.page.screenshot(path=path, clip=_around(shown, scene.height))
                     Image.open(path).convert("RGB").quantize(96).save(path, optimize=True)
                 notebook.press_stop()
                 notebook.wait(last)
@@ -167,17 +172,20 @@ def take(path: Path, scene: Scene) -> None:
             server.close()
 
 
-def _around(notebook: OpenNotebook, index: int, height: float) -> dict[str, float]:
-    cell = notebook.page.locator(".jp-Notebook .jp-Cell").nth(index)
-    cell.scroll_into_view_if_needed()
-    box = cell.bounding_box()
+def _cell(notebook: OpenNotebook, index: int) -> Any:
+    return notebook.page.locator(".jp-Notebook .jp-Cell").nth(index)
+
+
+def _around(shown: Any, height: float) -> dict[str, float]:
+    shown.scroll_into_view_if_needed()
+    box = shown.bounding_box()
     assert box is not None
     return {"x": box["x"], "y": max(0.0, box["y"]), "width": box["width"], "height": min(box["height"], height)}
 
 
 def _record(notebook: OpenNotebook, path: Path, scene: Scene) -> None:
     """A moving picture at the speed at which it was seen; it stands for two seconds before it begins again."""
-    around = {**_around(notebook, len(scene.cells) - 1, scene.height), "height": scene.height}
+    around = {**_around(_cell(notebook, len(scene.cells) - 1), scene.height), "height": scene.height}
     frames, times, began = [], [], time.monotonic()
     while (now := time.monotonic()) < began + scene.seconds:
         frames.append(Image.open(BytesIO(notebook.page.screenshot(clip=around))).convert("RGB"))

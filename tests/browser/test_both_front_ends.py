@@ -114,12 +114,17 @@ def test_the_stop_button_ends_cells_and_the_next_one_works(chrome: Any, front_en
     front_end.write("stop.ipynb", cells)
     with OpenNotebook(chrome, front_end, "stop.ipynb") as notebook:
         notebook.run(0, 90)
+        notebook.command("distnb:show-replicas")
+        panel, _ = panel_and_badge(notebook)
         for index in (1, 2):
             notebook.start(index)
             output = notebook.output(index)
             for replica in (0, 1):  # together, or one after the other
                 output.get_by_text(re.compile(rf"\[({replica}|0-1)\] begun")).first.wait_for(timeout=60_000)
             output.locator(".distnb-live").wait_for(timeout=60_000)
+            panel.get_by_role("button", name="Stacks").click()
+            where = f"stacks at [0-9].*engine 0.*cell {index + 1}, line"
+            notebook.see(lambda where=where: re.search(where, panel.inner_text(), re.I | re.S) is not None)  # type: ignore[misc]
             notebook.press_stop()
             notebook.wait(index)
             for text in ("KeyboardInterrupt", "· interrupted ·"):
