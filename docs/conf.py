@@ -6,6 +6,7 @@ and on a code host. Notebooks are shown as they were saved: `make test` runs eac
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -56,6 +57,24 @@ def take_in_new_pages(app: Sphinx, page: str, source: list[str]) -> None:
         source[0] = source[0].replace("(others)", "\n".join(name[5:] for name in pages if name not in named))
 
 
+def fold_solutions(app: Sphinx, page: str, source: list[str]) -> None:
+    """Fold the solution of an exercise, a text and a cell of code, into one cell that opens by a click."""
+    if not page.startswith("notebooks/exercises/"):
+        return
+    notebook = json.loads(source[0])
+    folded: list[dict[str, Any]] = []
+    for cell in notebook["cells"]:
+        solution, code = "solution" in cell["metadata"].get("tags", ()), cell["cell_type"] == "code"
+        if solution and code:
+            text = folded.pop()
+            parts = ["".join(text["source"]), f"```python\n{''.join(cell['source'])}\n```"]
+            text["source"] = "\n\n".join(["<details><summary>Solution</summary>", *parts, "</details>"])
+            cell = text
+        folded.append(cell)
+    notebook["cells"] = folded
+    source[0] = json.dumps(notebook)
+
+
 def keep_first_sentence(app: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
     """Let no colon in the first line of an attribute's text part off what napoleon would take for its type."""
     if kind in ("attribute", "property", "data") and lines:
@@ -80,5 +99,6 @@ def find_public_name(
 def setup(app: Sphinx) -> None:
     """What Sphinx calls."""
     app.connect("source-read", take_in_new_pages)
+    app.connect("source-read", fold_solutions)
     app.connect("autodoc-process-docstring", keep_first_sentence, priority=400)  # before napoleon
     app.connect("missing-reference", find_public_name)

@@ -85,6 +85,16 @@ def test_all_pages_and_notebooks_are_there(site: dict[Path, Page]) -> None:
     assert any(each.startswith("data:image/") for each in quickstart.fetched)  # it was saved with its pictures
 
 
+def test_solutions_are_folded(site: dict[Path, Page]) -> None:
+    folder = next(path for path in site if path.name == "search.html").parent
+    for exercise in ROOT.glob("notebooks/exercises/*.ipynb"):
+        html = (folder / exercise.relative_to(ROOT).with_suffix(".html")).read_text(encoding="utf-8")
+        folded = re.findall(r"<details><summary>Solution</summary>(.*?)</details>", html, flags=re.DOTALL)
+        assert folded
+        assert all('<div class="highlight' in each for each in folded)
+        assert len(folded) == html.count("<strong>Solution.</strong>")
+
+
 def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
     ids = {each for path, page in site.items() if path.parent.name == "reference" for each in page.ids}
     names = {*distnb.__all__} - {"experimental", "__version__"}  # other names of what is there
