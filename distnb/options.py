@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Literal, Self
@@ -14,6 +15,7 @@ __all__ = [
     "AutoShardPolicy",
     "CommunicationImplementation",
     "CommunicationOptions",
+    "DATA_LIMIT_NBYTES",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
@@ -23,6 +25,7 @@ __all__ = [
     "ValueContext",
     "VariableAggregation",
     "VariableSynchronization",
+    "nbytes_of",
 ]
 
 
@@ -76,6 +79,32 @@ class VariableAggregation(_Named):
     MEAN = "MEAN"
     ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
     """Replica 0's, of all replicas of all machines."""
+
+
+DATA_LIMIT_NBYTES = 64_000_000
+"""Larger data stays on the engines, unless another limit is given when they are started."""
+
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate(_UNITS) if power}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]?i?)B?")
+
+
+def nbytes_of(size: int | str) -> int:
+    """Return a size in bytes, which may be given as text.
+
+    Raises:
+        OptionError: It is no size. (It is a ValueError.)
+
+    Example:
+        >>> nbytes_of("1.5 GB")
+        1500000000
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if found is None or found[2] not in _UNITS:
+        raise OptionError(f"{size!r} is no size. Give a number of bytes, or text such as '64 MB', '2GB' or '512MiB'.")
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,15 @@ SEQUENCES: dict[str, list[Cell]] = {
         ordinary("class A:\n    v = 2"),
         distributed("y = A.v\nz = a.v\nolder = isinstance(a, A)"),
     ],
+    "classes that a base keeps": [
+        distributed(
+            "class Base:\n    kept = {}\n    def __init_subclass__(cls):\n        Base.kept[cls.__name__] = [cls.__name__]\nxs = [1]"
+        ),
+        ordinary("class One(Base):\n    pass\nxs.append(One())"),
+        distributed("class Two(One):\n    pass\nxs.append(Two())\nBase.kept['One'].append(2)"),
+        ordinary("n = sorted(Base.kept), Base.kept['One'][-1]\nclass Three(Two): pass"),
+        distributed("m = sorted(Base.kept), isinstance(xs[1], Base), type(xs[2]) is Two"),
+    ],
     "functions and their globals": [
         ordinary("LR = 1\ndef scaled(x):\n    return x * LR"),
         distributed("a = scaled(2)"),

@@ -8,6 +8,7 @@ from functools import partial
 from typing import NoReturn
 
 from distnb.errors import OptionError, closest
+from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
 
 __all__ = ["AUTODISTRIBUTE", "COMMANDS", "DISTRIBUTE", "LIVE_MODES", "asks_for_help", "distnb_help"]
 
@@ -63,6 +64,13 @@ def _whole(text: str, least: int = 0) -> int:
 
 
 _count = partial(_whole, least=1)
+
+
+def _size(text: str) -> int:
+    try:
+        return nbytes_of(text)
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error).removesuffix(".")) from None
 
 
 def asks_for_help(line: str) -> bool:
@@ -144,6 +152,13 @@ def _start(parser: LineParser) -> None:
     add("--launcher-args", metavar="TEXT", default="", type=shlex.split, help="arguments for srun or mpiexec")
     add("--resolver", metavar="WORD", help="what names the machines: slurm, tfconfig, kubernetes, or a variable")
     add("--secret", metavar="FILE", help="the secret of the servers that wait for the notebook")
+    add(
+        "--data-limit",
+        metavar="SIZE",
+        type=_size,
+        default=DATA_LIMIT_NBYTES,
+        help="larger data stays on the engines: 2GB; without it, 64MB",
+    )
 
 
 def _distribute() -> LineParser:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.notebook.views.front_end import FrontEnd
+from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
 from distnb.topology import PS, Task
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def start(
     cluster_resolver: ClusterResolver | None = None,
     secret: str | os.PathLike[str] | None = None,
     launcher_args: Sequence[str] = (),
+    data_limit: int | str = DATA_LIMIT_NBYTES,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Session:
     """Start engines, on this machine or on others: `%distnb start` does the same.
@@ -129,6 +131,8 @@ def start(
         secret: The secret file (mode 0600) that those servers have too; None for the one that the environment
             variable DISTNB_SECRET_FILE names; where all servers listen on loopback, else one of the user's own.
         launcher_args: More arguments for srun or mpiexec.
+        data_limit: Data larger than this, in bytes or as text ("2 GB"), stays on the engines when a cell assigns it:
+            it is a handle in the notebook.
         on_progress: Told, in words, how far the start is.
 
     Returns:
@@ -154,6 +158,7 @@ def start(
 
     check_main_guard("distnb.start()")
     tasks = tasks_of(workers, ps, n, replicas_per_worker)
+    most_nbytes = nbytes_of(data_limit)
     with _lock:
         running = current()
         if running is not None:
@@ -190,6 +195,7 @@ def start(
             user_ns=_user_namespace(),
             on_progress=on_progress,
         )
+        _session.namespace.most_nbytes = most_nbytes
         atexit.register(stop)
         _register_remote()
         _follow(_session)

@@ -81,6 +81,21 @@ def fill_tensor(tensor: Any, state: tuple[bool, Any, dict[str, Any]]) -> None:
         vars(tensor).update(attributes)
 
 
+def reduce_generator(generator: Any) -> Any:
+    """Return how to pickle a torch generator: with its state as bytes, which are no tensor of the user's."""
+    import torch
+
+    state = generator.get_state().numpy().tobytes()
+    return torch.Generator, (generator.device,), state, None, None, fill_generator
+
+
+def fill_generator(generator: Any, state: bytes) -> None:
+    """Give a torch generator its state."""
+    import torch
+
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
 def open_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
     """An exception without a call of its own `__init__`, which may want other arguments; Python's own is called."""
     error = kind.__new__(kind, *args)

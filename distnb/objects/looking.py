@@ -28,10 +28,10 @@ from distnb.objects.constructors import ByOpener
 from distnb.objects.hidden_functions import functions_within, hides_parts
 from distnb.objects.mapped_files import file_of, window_of
 from distnb.objects.memory import Memory, bytes_of, dense_tensor, is_stored
-from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, refusal
+from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, label_of, refusal
 from distnb.objects.plain import is_importable
 
-__all__ = ["INLINE_NBYTES", "Look", "Looker", "References", "Side", "on_accelerator"]
+__all__ = ["INLINE_NBYTES", "Look", "Looker", "References", "Side", "content", "on_accelerator"]
 
 INLINE_NBYTES = 1024
 """Below this a buffer of its own costs more than it saves."""
@@ -45,6 +45,9 @@ class References(Protocol):
 
     def look(self, obj: Any) -> Any:
         """What stands for an object in a digest: a tuple; None for one whose content counts."""
+
+    def send_by_value(self, parts: Any) -> None:
+        """Have tensors sent by value, as parts of one that is: they are in a structure of tuples."""
 
     def resolve(self, token: Any) -> Any:
         """The object, on this side, that a token of the other side stands for."""
@@ -104,6 +107,11 @@ class Look:
 class Looker(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles to be digested.
 
+    Args:
+        side: This process.
+        seen: Takes what is found on the way.
+        file, keep: Where the pickle goes, and its buffers; to be digested if they are not given.
+
     Attributes:
         seen: Takes what is found on the way.
         looked_at: The class whose content is looked at now; that of others is looked at by itself.
@@ -111,32 +119,34 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def __init__(
-        self, side: Side, seen: Look | None = None, keep: Callable[[pickle.PickleBuffer], bool] | None = None
+        self,
+        side: Side,
+        seen: Look | None = None,
+        file: io.BytesIO | None = None,
+        keep: Callable[[pickle.PickleBuffer], bool] | None = None,
     ) -> None:
-        self.file = io.BytesIO()
         self.side = side
         self.seen = Look() if seen is None else seen
         self.looked_at: type | None = None
         self.label = ""
         self.root: Any = None
+        self.digested = DigestedPickle()
         self._rules: dict[type, Callable[[Any, Any], Any]] = dict(_RULES)
-        self._digests: list[bytes] = []
         self._reached: dict[int, Any] = {}
-        super().__init__(self.file, protocol=5, buffer_callback=keep or _digests_into(self._digests))
+        super().__init__(file or self.digested, protocol=5, buffer_callback=keep or self.digested.keep)
+
+    def begin(self, name: str, value: Any) -> None:
+        """Begin with the value of a name."""
+        self.label, self.root = label_of(name), value
+        self.looked_at = value if issubclass(type(value), type) else None
 
     def digest_of(self, value: Any) -> bytes:
-        """A digest of all that a value is."""
-        self.file.seek(0)
-        self.file.truncate()
-        self._digests.clear()
+        """Return a digest of all that a value is."""
+        self.digested.begin()
         self._reached.clear()
         self.clear_memo()
         self.dump(value)
-        with self.file.getbuffer() as stream:
-            hasher = xxhash.xxh3_128(stream)
-        for each in self._digests:
-            hasher.update(each)
-        return hasher.digest()
+        return self.digested.digest()
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -150,19 +160,19 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
     def reference(self, obj: Any) -> Any:
         """What stands for an object that is not sent by value."""
         found = self.side.references.look(obj)
-        return None if found is None else (_content, found)
+        return None if found is None else (content, found)
 
     def array(self, array: Any) -> Any:
         """An array's content."""
         if array.dtype.hasobject:
             return NotImplemented
         if array.base is not None and (mapped := file_of(array)) is not None:
-            return _content, (mapped[0], window_of(array))  # what is in the file is on both sides
+            return content, (mapped[0], window_of(array))  # what is in the file is on both sides
         data = array if array.flags.c_contiguous else array.copy(order="C")
         kind = array.dtype.str if array.dtype.names is None else array.dtype.descr
         # As bytes: some kinds of elements (dates) have no buffers.
         small = data.nbytes < INLINE_NBYTES
-        return _content, (
+        return content, (
             kind,
             array.shape,
             data.tobytes() if small else pickle.PickleBuffer(data.reshape(-1).view("u1")),
@@ -187,8 +197,8 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
             shown = xxhash.xxh3_128_digest((ctypes.c_ubyte * nbytes).from_address(address))
         gradient, attributes = tensor.grad, tensor.__dict__
         if gradient is not None or attributes:
-            return _content, (kind, (*tensor.shape,), shown, gradient, attributes)
-        return _content, (kind, (*tensor.shape,), shown)
+            return content, (kind, (*tensor.shape,), shown, gradient, attributes)
+        return content, (kind, (*tensor.shape,), shown)
 
     def _any_tensor(self, tensor: Any) -> Any:
         """The same for every kind of tensor."""
@@ -198,11 +208,11 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         if not is_stored(data):
             if data.untyped_storage().nbytes():
                 return self.unstored_tensor(tensor)
-            return _content, ("emptied", str(tensor.dtype), tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
-        content = bytes_of(data if data.is_contiguous() else data.detach().contiguous())
+            return content, ("emptied", str(tensor.dtype), tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
+        memory = bytes_of(data if data.is_contiguous() else data.detach().contiguous())
         more = tensor.requires_grad, tensor.grad if tensor.is_leaf else None, tensor.__dict__ or None
         kind = str(tensor.dtype), tuple(tensor.shape), type(tensor).__name__
-        return _content, (kind, xxhash.xxh3_128_digest(content), more)
+        return content, (kind, xxhash.xxh3_128_digest(memory), more)
 
     def storage(self, storage: Any) -> Any:
         """A storage's content: of the memory behind tensors."""
@@ -213,7 +223,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         plain = untyped_storage(storage)
         kind = str(storage.dtype) if plain is not storage else ""
         data = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(plain).cpu()
-        return _content, ("storage", kind, bytes(bytes_of(data)))
+        return content, ("storage", kind, bytes(bytes_of(data)))
 
     # -- what both are made of alike -----------------------------------------------------------------------------------
 
@@ -231,6 +241,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
             made = torch.Tensor.to_mkldnn, (tensor.detach().to_dense(),)
         else:
             made = self.other(tensor)
+        self.side.references.send_by_value(made[1])
         if made[0] is Placeholder or len(made) > 2:
             return made
         state = (tensor.requires_grad, tensor.grad if tensor.is_leaf else None, tensor.__dict__ or None)
@@ -255,7 +266,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
             return code.reduce_class(cls, self.side.classes)
         identity = self.side.classes.id_of(cls)
         self.seen.classes[f"%{identity}"] = cls
-        return _content, ("class", identity)
+        return content, ("class", identity)
 
     def module(self, module: types.ModuleType) -> Any:
         """A module by its name."""
@@ -290,6 +301,12 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
             return reference
         return self.other(obj) if self.side.copying else (copyreg.__newobj__, (type(obj),), vars(obj))  # type: ignore[attr-defined]
 
+    def transform(self, transform: Any) -> Any:
+        """A matplotlib transform, which knows others by their addresses: those of equal figures differ."""
+        state = transform.__getstate__()
+        parents = list(state.pop("_parents").values())
+        return content, (type(transform),), (state, parents)  # they hold one another
+
     def other(self, obj: Any) -> Any:
         """As an object says itself how it is pickled."""
         kind = type(obj)
@@ -311,26 +328,51 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         return Placeholder, (text,)
 
 
-def _content(*parts: Any) -> None:
-    """Named in pickles that are digested; never called."""
+class DigestedPickle:
+    """A file for a pickle of which only the digest is kept, however large it is.
+
+    Attributes:
+        nbytes: The pickle's size so far, with its buffers.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._hasher = xxhash.xxh3_128()
+        self._buffers: list[bytes] = []
+
+    def begin(self) -> None:
+        """Begin with another pickle."""
+        self.nbytes = 0
+        self._hasher.reset()
+        self._buffers.clear()
+
+    def write(self, data: Any) -> None:
+        """Take a part of the pickle."""
+        self.nbytes += len(data)
+        self._hasher.update(data)
+
+    def keep(self, buffer: pickle.PickleBuffer) -> bool:
+        """Take a buffer, which then is not in the pickle."""
+        raw = buffer.raw()
+        self.nbytes += raw.nbytes
+        self._buffers.append(xxhash.xxh3_128_digest(raw))
+        return False
+
+    def digest(self) -> bytes:
+        """Return the digest of the pickle and its buffers."""
+        for each in self._buffers:
+            self._hasher.update(each)
+        self._buffers.clear()
+        return self._hasher.digest()
+
+
+def content(*parts: Any) -> None:
+    """Stand in pickles that are digested for the maker of an object; never called."""
 
 
 def on_accelerator(tensor: Any) -> bool:
     """Whether a tensor's memory is not the host's."""
     return tensor.device.type not in ("cpu", "meta")
-
-
-# The two callbacks are no methods of the pickler's: those would be a cycle that holds all that was packed.
-
-
-def _digests_into(digests: list[bytes]) -> Callable[[pickle.PickleBuffer], bool]:
-    """Keeps digests of buffers instead of these."""
-
-    def keep(buffer: pickle.PickleBuffer) -> bool:
-        digests.append(xxhash.xxh3_128_digest(buffer.raw()))
-        return False
-
-    return keep
 
 
 def _reduce_tensor(pickler: Looker, tensor: Any) -> Any:
@@ -380,6 +422,8 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None and kind in (numpy.ndarray, numpy.memmap):
         return lambda pickler, obj: pickler.array(obj)
+    if torch is not None and kind is getattr(torch, "Generator", None):
+        return lambda pickler, obj: constructors.reduce_generator(obj)
     if issubclass(kind, type):
         return lambda pickler, obj: pickler.a_class(obj)
     if issubclass(kind, types.ModuleType):
@@ -389,6 +433,9 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
     widget = getattr(sys.modules.get("ipywidgets"), "Widget", None)
     if widget is not None and issubclass(kind, widget):
         return lambda pickler, obj: pickler.refused(obj, None)  # whole: it closes itself by the comm that it lacks
+    transforms = sys.modules.get("matplotlib.transforms")
+    if transforms is not None and issubclass(kind, transforms.TransformNode):
+        return lambda pickler, obj: pickler.transform(obj)
     shells = sys.modules.get("IPython.core.interactiveshell")
     if shells is not None and issubclass(kind, shells.InteractiveShell):
         from IPython import get_ipython

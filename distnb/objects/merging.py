@@ -7,6 +7,7 @@ without is new, and what it holds is merged.
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import copy
@@ -156,6 +157,8 @@ class Merge:
         return self._attributes(new, target)
 
     def _bytes(self, new: Any, target: Any) -> Any:
+        if isinstance(new, array.array) and new.typecode != target.typecode:
+            return new
         if target is not new:
             target[:] = new
         return target
@@ -281,11 +284,12 @@ class Merge:
                 target.__setstate__(merged)
             return target
         merged_args = self.all(args)
-        if old is not _NOTHING:
+        all_in_args = all(each is None for each in reduced[2:])
+        if old is not _NOTHING and all_in_args:
             before = reducer(old) if reducer is not None else old.__reduce_ex__(4)
-            if before[0] == make and len(before) == len(reduced) == 2 and _same(merged_args, list(before[1])):
+            if before[0] == make and _same(merged_args, list(before[1])):
                 return old
-        if _same(merged_args, list(args)) and state is None and len(reduced) == 2:
+        if all_in_args and _same(merged_args, list(args)):
             return new
         rest = [self.merged(state), *reduced[3:]] if len(reduced) > 2 else []
         return copy._reconstruct(new, None, make, tuple(merged_args), *rest[:3])  # type: ignore[attr-defined]
@@ -310,6 +314,7 @@ _RULES: tuple[tuple[type, _Rule], ...] = (
     (dict, Merge._dict),
     *((kind, Merge._items) for kind, _ in _CONTAINERS),
     (bytearray, Merge._bytes),
+    (array.array, Merge._bytes),
     (types.CellType, Merge._cell),
     (types.FunctionType, Merge._function),
     (functools._lru_cache_wrapper, Merge._cache),

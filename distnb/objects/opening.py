@@ -43,7 +43,8 @@ class Opener:
         new_classes: Classes that were made.
         held_classes: Classes that were known, each with the state that arrived for it.
         new_memories: Memory that was made.
-        resolved: What references stood for: handles, and objects that live here. They did not arrive.
+        referred: What references stood for: handles, and objects that live here. They did not arrive.
+        parts_used: Parts of packs in which objects came that this pack has the numbers of.
         bound: Names in the namespace that classes were bound to on the way.
         named: What the pack named of this one's methods.
     """
@@ -59,7 +60,8 @@ class Opener:
         self.new_classes: list[type] = []
         self.held_classes: list[tuple[type, dict[str, Any]]] = []
         self.new_memories: list[Memory] = []
-        self.resolved: list[Any] = []
+        self.referred: list[Any] = []
+        self.parts_used: set[int] = set()
         self.bound: list[str] = []
         self.named: dict[str, ByOpener] = {}
         self._in_place = in_place
@@ -124,7 +126,7 @@ class Opener:
     def open_reference(self, token: Any) -> Any:
         """The object that lives elsewhere."""
         found = self._side.references.resolve(token)
-        self.resolved.append(found)
+        self.referred.append(found)
         return found
 
     def open_from_host(self, data: Any, dtype: Any, shape: tuple[int, ...], is_parameter: bool) -> Any:
@@ -234,6 +236,7 @@ class _ByNames:
         return self.opener.named.setdefault(name, ByOpener(name, getattr(self.opener, name)))
 
     def persistent_load(self, pid: Any) -> Any:
+        self.opener.parts_used.add(pid >> OFFSET_BITS)
         return self.opener.find(pid)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import pickletools
 import sys
@@ -60,6 +61,17 @@ class Packed:
         """How many objects the part of each name has."""
         return {name: end - start for name, start, end in zip(self.names, self.starts, self.starts[1:], strict=False)}
 
+    def parts_within(self) -> dict[str, set[int]]:
+        """Return the parts of packs that known objects came in, by the names in whose values they are now."""
+        import numpy
+
+        told = numpy.frombuffer(self.pairs, numpy.int64).reshape(-1, 2)
+        names = numpy.searchsorted(self.starts, told[:, 0], side="right") - 1
+        found: dict[str, set[int]] = {}
+        for name, part in numpy.unique(numpy.stack((names, told[:, 1] >> OFFSET_BITS), axis=1), axis=0).tolist():
+            found.setdefault(self.names[name], set()).add(self.parts[part])
+        return found
+
     def bare(self) -> Packed:
         """Return the pack without its content, for a receiver that has that from another sender."""
         return Packed(serial=self.serial, names=self.names, data=b"", buffers=(), starts=self.starts)
@@ -95,6 +107,10 @@ class Packer(Looker):
         known: Gives the number of an object that the other side has as it is, else None.
         number_of: Gives the number of one that it has, perhaps with other content.
         memories: Memory that is known.
+
+    Attributes:
+        referred: What was sent by reference.
+        parts_used: Parts of packs in which objects came that were sent by their numbers.
     """
 
     def __init__(
@@ -105,11 +121,14 @@ class Packer(Looker):
         memories: Memories,
     ) -> None:
         self.buffers: list[Any] = []
+        self.referred: list[Any] = []
+        self.parts_used: set[int] = set()
         self._number_of = number_of
         self._memories = memories
         if known is not None:
             self.persistent_id = known  # asked for every object: only where there is something to be found
-        super().__init__(side, keep=out_of_band(self.buffers))
+        self.file = io.BytesIO()
+        super().__init__(side, file=self.file, keep=out_of_band(self.buffers))
 
     def place_of(self, obj: Any) -> int:
         """Return the place in the memo of an object that was packed: of such a one a second pickle has nothing else."""
@@ -123,7 +142,10 @@ class Packer(Looker):
 
     def reference(self, obj: Any) -> Any:
         token = self.side.references.token(obj)
-        return None if token is None else (constructors.open_reference, (token,))
+        if token is None:
+            return None
+        self.referred.append(obj)
+        return constructors.open_reference, (token,)
 
     def array(self, array: Any) -> Any:
         if array.dtype.hasobject:
@@ -164,6 +186,9 @@ class Packer(Looker):
 
     def a_class(self, cls: type) -> Any:
         return code.reduce_class(cls, self.side.classes)
+
+    def transform(self, transform: Any) -> Any:
+        return self.instance(transform)
 
     def graph(self, tensor: Any) -> Any:
         """A tensor with a graph of operations behind it, which stays in its process."""

@@ -13,9 +13,11 @@ pairs of numbers tell which object stands for which, and those that are there ar
 from __future__ import annotations
 
 import bisect
+import contextlib
 import gc
+import sys
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,12 +61,17 @@ class _Table:
         packed: The pack.
         roots: The list that each of its values stood in.
         coder: The pickler, or the unpickler: their memos have the places.
+
+    Attributes:
+        wanted: Names, as they are now, of values that the other end has.
+        serials_used: Those of packs that brought objects which this one refers to by number.
     """
 
     def __init__(self, packed: Packed, roots: list[Any], coder: Any) -> None:
         self.serial = packed.serial
         self.names = list(packed.names)
         self.wanted = set(self.names)
+        self.serials_used = {part >> _NAME_BITS for part in coder.parts_used}
         self._starts = packed.starts
         self._parts = [part_of(packed.serial, name) for name in packed.names]
         self._indices = {part: index for index, part in enumerate(self._parts)}
@@ -82,13 +89,14 @@ class _Table:
                 memo = self._coder.memo.copy()
                 if isinstance(self._coder, Packer):
                     memo = dict(memo.values())
-                roots = {id(root) for root in self._roots}
-                end = self._starts[-1]
+                # What is sent by reference has an id, and no number.
+                apart = {id(obj) for obj in (*self._roots, *self._coder.referred)}
                 self._objects = {
                     place: obj
                     for place, obj in memo.items()
-                    if (type(obj) not in ATOMS or type(obj) is Memory) and id(obj) not in roots and place < end
+                    if (type(obj) not in ATOMS or type(obj) is Memory) and id(obj) not in apart
                 }
+                self._drop_own()
             # What arrived for an object that was here is not kept.
             self._coder, self._roots = None, []
         return self._objects
@@ -107,6 +115,35 @@ class _Table:
         """Give out no numbers of these parts: the other end has others for what is in them."""
         self._own.update(self._indices[part] for part in parts if part in self._indices)
         self._numbers = None
+        if self._objects is not None:
+            self._drop_own()
+
+    def _drop_own(self) -> None:
+        if self._own and self._objects is not None:
+            self._objects = {
+                place: obj for place, obj in self._objects.items() if self._index_of(place) not in self._own
+            }
+
+    def drop_unreferenced(self, newer: Sequence[_Table]) -> list[int]:
+        """Drop what nothing else refers to of values that are not wanted any more. Return the parts that it empties.
+
+        This frees memory, and changes nothing: an object that nobody reaches is never sent, and never asked for. What
+        is in a newer table has another number.
+        """
+        idle = {index for index, name in enumerate(self.names) if name not in self.wanted} - self._own
+        places = sorted(place for place in self.objects if self._index_of(place) in idle)
+        self._numbers, left = None, set[int]()
+        for place in places:  # what holds others comes before them
+            if type(self.objects[place]) is Memory:
+                continue  # arrays refer to what is in it
+            key = id(self.objects[place])
+            if _references(self.objects, place) > _REFERENCES_OF_ONE_ALONE and not any(
+                key in table.numbers for table in newer
+            ):
+                left.add(self._index_of(place))
+            else:
+                del self.objects[place]
+        return [self._parts[index] for index in idle - left]
 
     @property
     def numbers(self) -> dict[int, int]:
@@ -114,12 +151,11 @@ class _Table:
         if self._numbers is None:
             bases = [(part << OFFSET_BITS) - start for part, start in zip(self._parts, self._starts, strict=False)]
             with _no_collection():
-                if len(bases) == 1 and not self._own:
+                if len(bases) == 1:
                     self._numbers = {id(obj): bases[0] + place for place, obj in self.objects.items()}
                 else:
-                    found = ((self._index_of(place), place, obj) for place, obj in self.objects.items())
                     self._numbers = {
-                        id(obj): bases[index] + place for index, place, obj in found if index not in self._own
+                        id(obj): bases[self._index_of(place)] + place for place, obj in self.objects.items()
                     }
         return self._numbers
 
@@ -150,6 +186,13 @@ class _Table:
         return bisect.bisect_right(self._starts, place) - 1
 
 
+def _references(objects: dict[int, Any], place: int) -> int:
+    return sys.getrefcount(objects[place])
+
+
+_REFERENCES_OF_ONE_ALONE = _references({0: object()}, 0)
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
     enabled = gc.isenabled()
@@ -174,6 +217,7 @@ class Tracker:
         self._place = place
         self._records: dict[str, _Record] = {}
         self._tables: dict[int, _Table] = {}
+        self._shrunk: set[int] = set()  # serials of tables with values that are not wanted any more, lately
         self._memories = Memories()
 
     def __contains__(self, name: object) -> bool:
@@ -190,10 +234,17 @@ class Tracker:
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def look(self, values: Mapping[str, Any], look: Look | None = None) -> Look:
-        """How values look; noted beside what is in `look`, if that is given."""
+    def look(self, values: Mapping[str, Any], look: Look | None = None, looker: Looker | None = None) -> Look:
+        """Digest values.
+
+        Args:
+            values: By name.
+            look: What the digests are noted beside, if it is given.
+            looker: What pickles them; None for an ordinary one.
+        """
         look = Look() if look is None else look
-        looker: Looker | None = None  # to make one takes as long as to look at a function that was seen before
+        if looker is not None:  # else it is made when one is needed: that takes as long as a function seen before
+            looker.seen = look
         waiting = dict(values)
         while waiting:
             for name, value in waiting.items():
@@ -203,8 +254,7 @@ class Tracker:
                     look.digests[name] = record.digest
                     continue
                 looker = looker or Looker(self.side, look)
-                looker.label, looker.root = label_of(name), value
-                looker.looked_at = value if issubclass(type(value), type) else None
+                looker.begin(name, value)
                 try:
                     look.digests[name] = looker.digest_of(value)
                 except Exception as error:  # whatever pickling it raises  # noqa: BLE001
@@ -225,7 +275,14 @@ class Tracker:
 
     # -- sending -------------------------------------------------------------------------------------------------------
 
-    def pack(self, serial: int, values: Mapping[str, Any], look: Look, lacking: Iterable[str]) -> Packed:
+    def pack(
+        self,
+        serial: int,
+        values: Mapping[str, Any],
+        look: Look,
+        lacking: Iterable[str],
+        held: dict[str, set[str]] | None = None,
+    ) -> Packed:
         """Pack what the other end lacks; from then on it has it.
 
         Args:
@@ -233,20 +290,26 @@ class Tracker:
             values: All that a program reads, or read: what of it is not lacking goes by number.
             look: How they look.
             lacking: Names among them.
+            held: Takes the names with whose values objects within these values came, by the names of these.
         """
         names = list(lacking)
         kept = {name for name in values if name in self._records} - set(names)
         tables = list(self._tables.values())
         sources = [table for table in tables if not kept.isdisjoint(table.wanted)]
-        changed_classes = {id(values[name]) for name in names if issubclass(type(values[name]), type)}
+        of_classes = self._parts_of_classes(
+            {name: values[name] for name in names if issubclass(type(values[name]), type)}
+        )
 
         def known(obj: Any) -> int | None:
             # What leads to it may look as before: of memory another part changed, a class is looked at by itself.
-            if type(obj) is Memory or id(obj) in changed_classes:
+            if type(obj) is Memory or id(obj) in of_classes:
                 return None
             for table in sources:
                 number = table.numbers.get(id(obj))
-                if number is not None and table.name_of(number) in kept & table.wanted:
+                if number is not None and (came_with := table.name_of(number)) in kept & table.wanted:
+                    packer.parts_used.add(number >> OFFSET_BITS)
+                    if held is not None:
+                        held.setdefault(name, set()).add(came_with)
                     return number
             return None
 
@@ -256,7 +319,7 @@ class Tracker:
             name = ""
             try:
                 for name, root in zip(names, roots, strict=True):
-                    packer.label, packer.root = label_of(name), root[0]
+                    packer.begin(name, root[0])
                     packer.dump(root)
                 roots.append([])  # its place is the end
                 packer.dump(roots[-1])
@@ -284,10 +347,24 @@ class Tracker:
             pairs=pairs.tobytes(),
             parts=tuple(parts),
         )
+        if held is not None and pairs:
+            for within, found in packed.parts_within().items():
+                held.setdefault(within, set()).update(self.name_of(part << OFFSET_BITS) for part in found)
         self._add(_Table(packed, roots, packer))
         for name in names:
             self._records[name] = _Record(values[name], look.digests[name], parts_of(values[name]))
         return packed
+
+    def _parts_of_classes(self, classes: Mapping[str, type]) -> set[int]:
+        """Return the `id()` of each class, and of all objects that are its content and no other class's."""
+        found = set(map(id, classes.values()))
+        looker = Looker(self.side)
+        for name, cls in classes.items():
+            with contextlib.suppress(Exception):  # what cannot be pickled is not sent
+                looker.begin(name, cls)
+                looker.digest_of(cls)
+                found |= looker.memo.copy().keys()
+        return found
 
     def pack_loose(self, values: Mapping[str, Any], *, apart: bool = False) -> Packed:
         """Pack values that neither end keeps anything of.
@@ -327,11 +404,21 @@ class Tracker:
         self._keep_tables(table.wanted)
         self._tables[table.serial] = table
 
-    def _keep_tables(self, gone: Iterable[str]) -> None:
-        for each in list(self._tables.values()):
-            each.wanted -= set(gone)
-            if not each.wanted:
-                del self._tables[each.serial]
+    def _keep_tables(self, names: Iterable[str]) -> None:
+        gone = set(names)
+        for each in self._tables.values():
+            if not each.wanted.isdisjoint(gone):
+                each.wanted.difference_update(gone)
+                self._shrunk.add(each.serial)
+        kept: set[int] = set()
+        waiting = [table for table in self._tables.values() if table.wanted]
+        while waiting:
+            table = waiting.pop()
+            if table.serial not in kept:
+                kept.add(table.serial)
+                waiting += [self._tables[serial] for serial in table.serials_used if serial in self._tables]
+        for serial in self._tables.keys() - kept:
+            del self._tables[serial]
 
     # -- receiving -----------------------------------------------------------------------------------------------------
 
@@ -367,7 +454,7 @@ class Tracker:
         values = {name: root[0] for name, root in zip(packed.names, opener.roots, strict=True)}
         common = packed.names if common is None else common
         counterparts = self._counterparts(table, packed)
-        taken = {id(obj): obj for obj in opener.resolved}
+        taken = {id(obj): obj for obj in opener.referred}
         if substitutes:
             places = [(place, number) for place, number in pairs_in(packed) if number in substitutes]
             taken |= {id(table.objects[place]): substitutes[number] for place, number in places}
@@ -397,9 +484,11 @@ class Tracker:
         for place, number in pairs_in(packed):
             if number >> OFFSET_BITS + _NAME_BITS not in self._tables:
                 continue
-            new, old = table.objects.get(place), self.find(number)
-            if new is not None and old is not new and not stands_for_lost(new):
-                found[id(new)] = old
+            new = table.objects.get(place)
+            with contextlib.suppress(KeyError):  # nothing here referred to it any more
+                old = self.find(number)
+                if new is not None and old is not new and not stands_for_lost(new):
+                    found[id(new)] = old
         return found
 
     def copies(self, packed: Packed) -> list[tuple[int, int, Any]]:
@@ -444,6 +533,20 @@ class Tracker:
             # A class does not keep what it came with: it is found again by its id.
             alone = [table.wanted for table in self._tables.values() if all(name[0] == "%" for name in table.wanted)]
             self._drop(set().union(*alone))
+
+    def drop_unreferenced(self) -> list[int]:
+        """Drop what nothing refers to of values that are not wanted any more, and came in one pack with others.
+
+        Returns the parts of packs of which nothing but memory is left: neither end should use their numbers any more.
+        """
+        tables = [self._tables[serial] for serial in self._shrunk if serial in self._tables]
+        self._shrunk.clear()
+        newest_first = sorted(self._tables.values(), key=lambda table: -table.serial)
+        return [
+            part
+            for table in tables
+            for part in table.drop_unreferenced([each for each in newest_first if each.serial > table.serial])
+        ]
 
     def send_again_beside(self, names: Iterable[str]) -> None:
         """What came in one pack with values that are forgotten now keeps these: if they are large, it is sent again."""
@@ -490,6 +593,12 @@ class Tracker:
     def name_of(self, number: int) -> str:
         """The name with whose value an object came."""
         return self._table_of(number).name_of(number)
+
+    def names_within(self, ids: KeysView[int]) -> set[str]:
+        """Return the names with whose values some objects came, which are told by their `id()`."""
+        return {
+            table.name_of(table.numbers[key]) for table in self._tables.values() for key in table.numbers.keys() & ids
+        }
 
 
 def _refused(name: str, value: Any, error: Exception) -> Placeholder:

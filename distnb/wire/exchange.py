@@ -25,6 +25,7 @@ __all__ = [
     "Leaf",
     "Mark",
     "NamedArgument",
+    "RETURNED",
     "Reloads",
     "Request",
     "Snapshot",
@@ -32,6 +33,8 @@ __all__ = [
     "Summary",
     "follow",
     "is_bare",
+    "leaf_name",
+    "name_of_given",
     "former",
 ]
 
@@ -42,6 +45,20 @@ TeamKey = tuple[tuple[int, ...], int]
 def former(name: str, serial: int) -> str:
     """What a value is known by when its name was assigned anew: engine objects may hold it still."""
     return f"{name}#{serial}"
+
+
+RETURNED = "return"
+"""What the result of a call is kept under. No variable can have this name."""
+
+
+def leaf_name(result_name: str, index: int) -> str:
+    """Return what a leaf of a result is kept under. An operation on a handle has one leaf at most."""
+    return result_name if result_name[0] == "@" else f"{result_name}.{index}"
+
+
+def name_of_given(serial: int) -> str:
+    """Return what the result of an operation on a handle is kept under: both sides know data by it."""
+    return f"@{serial}"
 
 
 class NamedArgument(NamedTuple):
@@ -117,13 +134,15 @@ class Snapshot(NamedTuple):
         staying: Other names of the notebook's, which stay bound to what they are bound to.
         imports: Modules by the names that are bound to them.
         sections: Names whose values are compared after the program, whether they are bound or not.
+        most_nbytes: Larger data that it makes stays on the engines.
         pack: What the engines lack of these values.
         plain: Immutable values and handles, by name, that the engines lack.
         arguments: Of a call, with `NamedArgument`s in them; packed unless they are bare.
         fresh: What was sent before is not certain to have arrived: all that is needed is here.
         renamed: What was sent under a name is known by another from now on.
         forget: Names of which the two sides may have something else.
-        unlike_parts: Parts of packs, by number, whose objects have other numbers on other replicas.
+        unlike_parts: Parts of packs, by number, whose objects are not known by their numbers any more: they have others
+            on other replicas, or the notebook has none of them.
         adopt: Objects that are engine objects from now on, by id: told by the name of a value, or for each replica by
             the number that it has given it, or by the id that it has there already.
         release: Ids that the notebook no longer holds.
@@ -140,6 +159,7 @@ class Snapshot(NamedTuple):
     staying: tuple[str, ...] = ()
     imports: Mapping[str, str] = {}
     sections: tuple[str, ...] = ()
+    most_nbytes: int = 0
     pack: Packed | None = None
     plain: Packed | None = None
     arguments: Packed | tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -167,6 +187,7 @@ class Summary(NamedTuple):
         iterates: Whether it is an iterator.
         number: The element of a tensor without dimensions in host memory, which takes no waiting and no room.
         graph: Whether it is a tensor that autograd computed.
+        hashing: Whether it is hashed by its identity, by its value, or not at all.
     """
 
     type: str
@@ -178,6 +199,7 @@ class Summary(NamedTuple):
     iterates: bool = False
     number: float | int | complex | None = None
     graph: bool = False
+    hashing: Literal["identity", "value", "none"] = "identity"
 
 
 class Described(NamedTuple):
@@ -185,9 +207,9 @@ class Described(NamedTuple):
 
     Attributes:
         kind: "plain": an immutable value, among `Result.plain` if not here. "module": `value` is its name; the id
-            serves where the notebook cannot import it. "sent": a function, a class or an object of the notebook's, in
-            the pack; `value` is its number if it has one. "tracked": an object of the notebook's, `value` is its
-            number. "object": one that lives here.
+            serves where the notebook cannot import it. "sent": data or code, in the pack; `value` is its number if the
+            notebook has it, and the id serves where the replicas do not agree. "tracked": an object of the notebook's,
+            `value` is its number. "object": one that lives here.
         digest: Of its content; None where it cannot be told.
         value: The plain value, if it is a scalar.
         identity: The object's id on every replica.
@@ -196,6 +218,8 @@ class Described(NamedTuple):
         reads: Global names that its code reads.
         holds: Names of the notebook's whose objects are within it, and ids of engine objects that are.
         together: The replicas hold parts; what it is as a whole, they read together.
+        why: Why it lives here though it is no device object; "" for a device object, and for data.
+        nbytes: The size of data that is too large to be sent; else 0.
     """
 
     kind: Literal["plain", "sent", "module", "tracked", "object"]
@@ -208,6 +232,8 @@ class Described(NamedTuple):
     reads: tuple[str, ...] = ()
     holds: tuple[str | ObjectId, ...] = ()
     together: bool = False
+    why: str = ""
+    nbytes: int = 0
 
 
 class Leaf:
@@ -232,20 +258,22 @@ class Result(NamedTuple):
         serial: Of the snapshot that it came with.
         names: What each name that it assigned now is.
         deleted: Names that it deleted.
-        changed: Digests of what it changed in place, by the names of the snapshot.
-        pack: These values, and what it assigned of kind "sent".
+        changed: Digests of what it changed in place, by the names of the snapshot; None where that cannot be told.
+        pack: These values, and what it assigned of kind "sent". Not those that hold too many device objects now. Bare,
+            where another replica sends the same, or the notebook has no use for it.
         plain: The plain values that it assigned or returned and that are no scalars, by name.
         fresh: Engine objects that the pack refers to and that have no handle yet.
         handles: Engine objects that it read, described anew.
         imported: Those of the awaited submodules that are there now.
         environment: The parts that it changed; None if none.
         result: Of a call: its structure with `Leaf`s.
+        result_name: What it is kept under.
     """
 
     serial: int
     names: Mapping[str, Described] = {}
     deleted: tuple[str, ...] = ()
-    changed: Mapping[str, bytes] = {}
+    changed: Mapping[str, bytes | None] = {}
     pack: Packed | None = None
     plain: Packed | None = None
     fresh: Mapping[ObjectId, Described] = {}
@@ -253,6 +281,14 @@ class Result(NamedTuple):
     imported: tuple[str, ...] = ()
     environment: Environment | None = None
     result: Any = None
+    result_name: str = RETURNED
+
+    @property
+    def data_given(self) -> dict[str, Described]:
+        """The data that an operation on a handle gave, by the name that both sides know it under."""
+        if self.pack is None or self.result_name not in self.pack.names:
+            return {}
+        return {self.result_name: self.result[0].described}
 
     @property
     def only_returned(self) -> bool:

@@ -30,6 +30,9 @@ class ByValue:
     def token(self, obj: Any) -> Any:
         return None
 
+    def send_by_value(self, parts: Any) -> None:
+        pass
+
     def resolve(self, token: Any) -> Any:
         raise KeyError(token)
 

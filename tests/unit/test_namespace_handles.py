@@ -145,23 +145,36 @@ def test_what_is_changed_alike_stays_shared_though_something_else_is_changed_dif
     assert world.notebook.user_ns["history"] == [[1, 2, 3]]
 
 
-def test_mirrored_list_changed_differently(world: DoubleWorld) -> None:
-    there(world, "xs = [1]\nholder = {'xs': xs}")
+def test_a_list_that_a_replica_made_is_changed_differently(world: DoubleWorld) -> None:
+    there(world, "xs = [1]\nholder = {'xs': xs}\nkeep = [1]")
     ns = world.notebook.user_ns
-    xs = ns["xs"]
-    assert isinstance(xs, RemoteMirrored)
-    there(world, "holder['xs'].append(rid())")
-    assert ns["xs"] is xs
-    assert isinstance(xs, RemotePerReplica)
-    assert xs.values == ([1, 0], [1, 1])
+    assert ns["holder"]["xs"] is ns["xs"]
+    assert ns["xs"] == [1]
+    there(world, "holder['xs'].append(rid())\nkeep.append(2)")
+    assert ns["holder"]["xs"] is ns["xs"]
+    assert isinstance(ns["xs"], RemotePerReplica)
+    assert ns["xs"].values == ([1, 0], [1, 1])
+    assert ns["keep"] == [1, 2]
+
+
+def test_a_handle_follows_what_replicas_do_to_its_object(world: DoubleWorld) -> None:
+    there(world, "import torch\nt = torch.zeros(1)\nholder = {'t': t}")
+    ns = world.notebook.user_ns
+    t = ns["t"]
+    assert isinstance(t, RemoteMirrored)
+    assert ns["holder"]["t"] is t
+    there(world, "holder['t'] += rid()")
+    assert ns["t"] is t
+    assert isinstance(t, RemotePerReplica)
+    assert [float(each) for each in t.values] == [0.0, 1.0]
 
 
 def test_alias_on_one_replica_only(world: DoubleWorld) -> None:
     there(world, "a = [1]\nb = a if rid() else [1]")
     there(world, "b.append(2)")
+    there(world, "n = len(a)")
     ns = world.notebook.user_ns
-    assert ns["a"].values == ([1], [1, 2])
-    assert ns["b"].values == ([1, 2], [1, 2])
+    assert (ns["a"], ns["b"], ns["n"]) == ([1], [1, 2], 1), "on all replicas as on the first"
 
 
 def test_failing_on_one_replica(world: DoubleWorld) -> None:
@@ -208,6 +221,7 @@ def test_handles_are_honest(world: DoubleWorld) -> None:
 
 def test_mirrored_handles_are_computed_with(world: DoubleWorld) -> None:
     here(world, "import torch")
+    world.namespace.most_nbytes = 0  # all data stays
     there(world, "a = torch.tensor([1., 2.])\nx = a.sum()\ntexts = ['a']")
     ns = world.notebook.user_ns
     a, x, texts = ns["a"], ns["x"], ns["texts"]
@@ -330,6 +344,7 @@ def test_iterators_go_on_together(world: DoubleWorld) -> None:
 
 def test_comparisons_are_asked_of_the_replicas(world: DoubleWorld) -> None:
     here(world, "import torch\nhere = [1, 2]")
+    world.namespace.most_nbytes = 0  # all data stays
     there(
         world,
         "both = [1, 2]\nown = [rid()]\nt = torch.arange(3.)\nr = rid()\nclass Model: pass\nm, o = Model(), Model()",
@@ -373,8 +388,11 @@ def test_containers_that_cannot_be_rebuilt_are_shown_as_they_are(world: DoubleWo
         "own = PerReplica.own(rid(), 5 + rid(), 2)\nbox, fixed, loop = [own], Fixed(a=own), [own]\nloop.append(loop)",
     )
     ns = world.notebook.user_ns
-    assert ns["box"].values == ([5], [6])
-    assert ns["fixed"].component(1)["a"].component(1) == 6
+    assert ns["box"][0].values == (5, 6)
+    assert ns["fixed"]["a"] is ns["box"][0]
+    assert ns["loop"][1] is ns["loop"]
+    there(world, "box.append(rid())\nloop.append(rid())")
+    assert ns["box"].values == ([5, 0], [6, 1])
     loop = ns["loop"].component(1)
     assert loop[1] is loop
     assert "PerReplica" in repr(ns["loop"])
@@ -419,7 +437,8 @@ def test_completion(world: DoubleWorld) -> None:
 
 
 def test_freed_with_the_last_handle(world: DoubleWorld) -> None:
-    there(world, "big = [1] * 1000\nkeep = {}")
+    here(world, "import torch")
+    there(world, "big = torch.zeros(1000)\nkeep = torch.zeros(2)")
     count = len(world.namespaces[0].teams)
     here(world, "del big")
     gc.collect()
@@ -427,7 +446,21 @@ def test_freed_with_the_last_handle(world: DoubleWorld) -> None:
     assert len(world.namespaces[0].teams) == count - 1
     assert "big" not in world.engines[0].user_ns
     there(world, "n = len(keep)")
-    assert world.notebook.user_ns["n"] == 0
+    assert world.notebook.user_ns["n"] == 2
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_data_is_freed_with_its_last_name(world: DoubleWorld) -> None:
+    there(world, "class Big: pass\nbig = Big()\nbig.held = [Big()]\nalso = [Big(), big.held[0]]")
+    assert _instances("Big") == 3 * 3, "in the notebook and on two engines"
+    here(world, "del big\nalso.pop(0)")
+    there(world, "n = len(also)\nalso[0].n = n")
+    there(world, "pass")
+    assert _instances("Big") == 3
+    assert world.notebook.user_ns["also"][0].n == 1
+    there(world, "also = None")
+    there(world, "pass")
+    assert _instances("Big") == 0
 
 
 @pytest.mark.usefixtures("few_objects")
@@ -649,7 +682,7 @@ def test_engine_only_objects(world: DoubleWorld) -> None:
     here(world, "items = []")
     there(world, "gen = (i for i in range(5))\nfirst = next(gen)\nitems.append(gen)")
     ns = world.notebook.user_ns
-    assert isinstance(ns["gen"], RemotePerReplica)
+    assert isinstance(ns["gen"], RemoteMirrored)
     assert ns["items"] == [ns["gen"]]
     assert ns["items"][0] is ns["gen"]
     there(world, "second = next(items[0])")
@@ -843,17 +876,17 @@ def test_what_was_changed_differently_in_a_class(world: DoubleWorld) -> None:
 
 
 def test_what_is_gone_is_made_again_by_the_cell_that_calls_functions_of_it(world: DoubleWorld) -> None:
-    there(world, "made = [1]\nother = [2]")
-    here(world, "def total():\n    return sum(made)\ndef both():\n    return sum(made + other)")
+    there(world, "import torch\nmade = torch.ones(1)\nother = torch.ones(1)")
+    here(world, "def total():\n    return float(made)\ndef both():\n    return float(made + other)")
     for name in ("made", "other"):
         state_of_handle(world.notebook.user_ns[name]).gone = {0, 1}
-    there(world, "made = [3]\nfound = total()")
+    there(world, "made = torch.full((1,), 3.0)\nfound = total()")
     assert world.notebook.user_ns["found"] == 3
     with pytest.raises(StaleHandleError, match=r"`other`.*is gone"):
-        there(world, "made = [4]\nfound = both()")
+        there(world, "made = torch.zeros(1)\nfound = both()")
     state_of_handle(world.notebook.user_ns["made"]).gone = {0, 1}
     with pytest.raises(StaleHandleError, match=r"`made`.*is gone"):
-        there(world, "found = made\nmade = [5]")
+        there(world, "found = made\nmade = torch.ones(1)")
 
 
 def test_a_cell_that_may_read_any_name_leaves_out_what_is_gone(world: DoubleWorld) -> None:

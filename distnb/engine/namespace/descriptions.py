@@ -2,65 +2,128 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import reprlib
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 
 from distnb.engine.namespace.engine_objects import EngineObjects
+from distnb.engine.namespace.surveys import ContentSurveyor, DataSurveyor
+from distnb.errors import CannotTravelError
 from distnb.objects.code import is_code
-from distnb.objects.looking import Look, Looker
+from distnb.objects.looking import Look
 from distnb.objects.memory import dense_tensor, is_stored
 from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
 from distnb.values import DistributedValues, structure
-from distnb.wire.exchange import Described, Leaf, Summary
+from distnb.wire.exchange import RETURNED, Described, Leaf, Summary, leaf_name
 from distnb.wire.messages import ObjectId
 
 __all__ = ["Describer", "own_part", "summarise"]
 
 _SHORT_ELEMENTS = 64
 _SHORT_CHARACTERS = 400
+_UNKNOWN = Described("object")
 
 
 class Describer:
     """Describes what a program assigned or returned on one engine; new objects get ids of its snapshot's serial.
 
+    Args:
+        most_nbytes: Larger data stays here.
+
     Attributes:
         plain: Immutable values that are no scalars, by their paths.
-        sent: Functions, classes and the notebook's own objects, which are sent by value.
+        sent: Data and code, which is sent by value, by its paths.
+        look: What is known of them from their digests.
         fresh: Objects that what is sent refers to, and that stay.
     """
 
-    def __init__(self, objects: EngineObjects, serial: int) -> None:
+    def __init__(self, objects: EngineObjects, serial: int, most_nbytes: int) -> None:
         self._objects = objects
         self._serial = serial
+        self._most_nbytes = most_nbytes
         self.plain: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
-        self._numbers: dict[str, int | None] = {}
         self.look = Look()
         self.fresh: dict[ObjectId, Described] = {}
+        self._described: dict[str, Described] = {}  # what the surveys told, by path
+        self._paths: dict[int, str] = {}  # of values that were surveyed, by `id()`
+        objects.references.forget_program()
 
-    def register(self, value: Any, path: str) -> None:
-        """Give a value that was assigned an id; what is to be sent by value is noted."""
-        if issubclass(type(value), types.ModuleType) or is_plain(value):
-            return
-        objects, tracker = self._objects, self._objects.tracker
-        number = tracker.number_of(value)
-        by_value = objects.id_of(value) is None and (number is not None or is_code(value))
-        if by_value:
-            look = tracker.look({path: value})
-            by_value = not look.refused
-        if by_value:
-            self.sent[path] = value
-            self._numbers[path] = number
-            self.look.digests.update(look.digests)
-            self.look.classes.update(look.classes)
-        objects.own((self._serial, path), value, by_value=by_value)
+    @functools.cached_property
+    def surveyor(self) -> DataSurveyor:
+        """What digests data; made when there is some."""
+        return DataSurveyor(self._objects, self._serial, self._most_nbytes)
+
+    def register(self, values: Mapping[str, Any]) -> None:
+        """Choose which values that were assigned are sent, and give ids to all.
+
+        Args:
+            values: By their paths.
+        """
+        objects, data = self._objects, dict[str, Any]()
+        for path, value in values.items():
+            if issubclass(type(value), types.ModuleType) or is_plain(value):
+                continue
+            if objects.id_of(value) is not None or objects.references.stays(value):
+                objects.own((self._serial, path), value)  # before data that holds it is surveyed
+            else:
+                data[path] = value
+        for path, value in data.items():
+            twin = self._paths.setdefault(id(value), path)
+            self._described[path] = self._survey(value, path) if twin == path else self._described[twin]
+            by_value = self._described[path].kind != "object"
+            if self._described[path].kind == "sent":
+                self.sent[path] = value
+                self.look.digests[path] = self._described[path].digest or b""
+            objects.own((self._serial, path), value, by_value=by_value)
+
+    def _survey(self, value: Any, path: str) -> Described:
+        """Return what is known of data before it is sent; of kind "object" if it stays."""
+        objects, surveyor, identity = self._objects, self.surveyor, (self._serial, path)
+        number = objects.tracker.number_of(value)
+        look = Look({name: digest for name, digest in self.look.digests.items() if name[:1] == "%"})
+        objects.tracker.look({path: value}, look, surveyor)
+        code, nbytes, own_id = is_code(value), surveyor.nbytes.get(path, 0), objects.id_of(value)
+        if not look.refused and own_id is None and (code or nbytes <= self._most_nbytes):
+            self.look.digests |= look.digests
+            self.look.classes |= look.classes
+            summary = summarise(value, brief=True)
+            reads, holds = tuple(sorted(look.names)), surveyor.held[path]
+            return Described("sent", look.digests[path], number, identity, summary, reads=reads, holds=holds)
+        described = Described("object", identity=identity)
+        if path in surveyor.errors:
+            if number is not None:
+                described = Described("tracked", value=number)
+            error = surveyor.errors[path]
+            told = str(error) if isinstance(error, CannotTravelError) else f"{type(error).__name__}: {error}"
+            described = described._replace(why=f"it cannot be pickled ({told})")
+        elif own_id is not None:  # it cannot be pickled, or is an instance that holds a device object
+            described = described._replace(why=surveyor.reasons.get(own_id, ""))
+        elif path not in surveyor.made:
+            reads, holds = tuple(sorted(look.names)), surveyor.held[path]
+            described = described._replace(digest=look.digests[path], reads=reads, holds=holds, nbytes=nbytes)
+        else:
+            described = described._replace(nbytes=nbytes)
+        for name in look.digests.keys() - self.look.digests.keys():
+            surveyor.drop(name)
+        return described
+
+    def content_digest(self, value: Any) -> bytes | None:
+        """Return the digest of all that a value is, its tensors included; None if it cannot be pickled."""
+        return ContentSurveyor(self._objects, value, tensors=True).digest_of_root()
+
+    def note_held(self, held: Mapping[str, set[str]]) -> None:
+        """Note which names' objects are within values, by the paths of these, as the pack has told."""
+        for path, names in held.items():
+            if path in self.sent:
+                described = self._described[path]
+                self._described[path] = described._replace(holds=tuple({*described.holds, *names} - {path}))
 
     def value(self, value: Any, path: str, *, brief: bool = False) -> Described:
         """Describe what a name or a result is. A new object is kept under `path`."""
@@ -74,25 +137,25 @@ class Describer:
             self.plain[path] = value
             return Described("plain")
         if path in self.sent:
-            return Described("sent", self.look.digests[path], self._numbers[path], (self._serial, path))
+            return self._described[path]._replace(identity=(self._serial, path))
         tracker = self._objects.tracker
         number = tracker.number_of(value)
         if number is not None and self._objects.id_of(value) is None:
             return Described("tracked", value=number)
-        return self.object(value, self._objects.own((self._serial, path), value), brief=brief)
+        return self.object(value, self._objects.own((self._serial, path), value), brief=brief, surveyed=path)
 
-    def object(self, value: Any, identity: ObjectId, *, brief: bool = False) -> Described:
-        """Describe an object that stays on the engine, behind a handle.
+    def object(self, value: Any, identity: ObjectId, *, brief: bool = False, surveyed: str = "") -> Described:
+        """Describe an object that stays on the engine, behind a handle; under the path `surveyed` it was surveyed.
 
         One that cannot be described affects no other: its summary says why.
         """
         try:
-            return self._object(value, identity, brief=brief)
+            return self._object(value, identity, brief=brief, surveyed=surveyed)
         except Exception as error:  # whatever a user's class or a rare kind of tensor raises  # noqa: BLE001
             text = f"<{type(value).__name__}, which cannot be described: {type(error).__name__}: {error}>"
             return Described("object", identity=identity, summary=Summary(_type_name(type(value)), _shortened(text)))
 
-    def _object(self, value: Any, identity: ObjectId, *, brief: bool) -> Described:
+    def _object(self, value: Any, identity: ObjectId, *, brief: bool, surveyed: str) -> Described:
         mirrored, together = is_mirrored(value), is_read_together(value)
         wrapped = isinstance(value, DistributedValues)
         # The content of a distributed value is not asked for: looking at it would wait for the device.
@@ -101,17 +164,23 @@ class Describer:
         summary = summarise(value, brief=brief or together)
         if summary.number is not None and not wrapped:
             return self._number(value, identity, summary)
-        survey = None if wrapped else Surveyor(self._objects, value, contents=compared)
+        known = self._described.get(surveyed, _UNKNOWN)
+        if known.digest is not None:
+            return known._replace(identity=identity, summary=summary)
+        survey = None if wrapped else ContentSurveyor(self._objects, value, tensors=compared)
+        digest = survey.digest_of_root() if survey is not None else None
         return Described(
             "object",
-            survey.digest if survey is not None and compared else None,
+            digest if compared else None,
             identity=identity,
             summary=summary,
             mirrored=mirrored,
             together=together,
             wrapped=wrapped,
             reads=tuple(sorted(survey.seen.names)) if survey is not None else (),
-            holds=tuple(survey.holds) if survey is not None else (),
+            holds=survey.holds() if survey is not None else (),
+            why=known.why or (self.surveyor.reasons.get(identity, "") if "surveyor" in vars(self) else ""),
+            nbytes=known.nbytes,
         )
 
     def _number(self, value: Any, identity: ObjectId, summary: Summary) -> Described:
@@ -123,15 +192,17 @@ class Describer:
         return Described("object", digest, identity=identity, summary=summary, holds=holds)
 
     def register_fresh(self, value: Any) -> ObjectId:
-        """An object that what is sent refers to, and that stays: the notebook gets a handle."""
-        identity = self._objects.own((self._serial, f"*{len(self.fresh)}"), value)
-        self.fresh[identity] = Described("object", identity=identity)  # it may hold itself
-        self.fresh[identity] = self.object(value, identity, brief=True)
+        """Give an id to an object that what is sent refers to, that stays, and that no survey has met."""
+        made = self.surveyor.made.setdefault("", {})
+        identity = self._objects.own((self._serial, f"*{len(made)}"), value)
+        made[identity] = value
         return identity
 
-    def items(self, values: list[Any]) -> list[Leaf]:
-        """The items of a container, each a leaf whatever it is."""
-        return [Leaf(self.value(item, f"r{index}")) for index, item in enumerate(values)]
+    def describe_fresh(self) -> None:
+        """Describe the objects that got an id from what is sent: the notebook makes handles of them."""
+        for made in self.surveyor.made.values():
+            for identity, value in made.items():
+                self.fresh[identity] = self.object(value, identity, brief=True)
 
     def tree(self, value: Any) -> Any:
         """A result's structure with a `Leaf` for each of its leaves."""
@@ -140,70 +211,16 @@ class Describer:
         try:
             leaves, shape = structure.flatten(value)
         except Exception:  # a container that holds itself, or does as it likes  # noqa: BLE001
-            return Leaf(self.value(value, "r", brief=True))
+            return Leaf(self.value(value, RETURNED, brief=True))
         if len(leaves) == 1 and leaves[0] is value:
-            return Leaf(self.value(value, "r", brief=True))
-        described = [Leaf(self.value(leaf, f"r{index}", brief=True)) for index, leaf in enumerate(leaves)]
+            return Leaf(self.value(value, RETURNED, brief=True))
+        described = [
+            Leaf(self.value(leaf, leaf_name(RETURNED, index), brief=True)) for index, leaf in enumerate(leaves)
+        ]
         try:
             return structure.unflatten(shape, described)
         except Exception:  # a container that checks what it is given  # noqa: BLE001
-            return Leaf(self.value(value, "r", brief=True))
-
-
-class Surveyor(Looker):
-    """What is in an engine's object, told by pickling it; `contents` says whether its tensors' count.
-
-    Attributes:
-        digest: Of the object; None where it cannot be pickled.
-        holds: Names of the notebook's whose objects are within it, and ids of engine objects that are.
-    """
-
-    def __init__(self, objects: EngineObjects, value: Any, *, contents: bool) -> None:
-        tracker = objects.tracker
-        self.digest: bytes | None = None
-        holds: dict[str | ObjectId, None] = {}
-        self.holds = holds
-        self._objects = objects
-        self._root = value
-        self._contents = contents
-
-        def note(obj: Any) -> None:
-            number = tracker.number_of(obj)
-            if number is not None:
-                holds[tracker.name_of(number)] = None
-            elif type(obj) in (list, dict, set) and obj is not value:
-                identity = objects.id_of(obj)
-                if identity is not None:
-                    holds[identity] = None
-
-        if tracker.names or objects.owns_containers:
-            self.persistent_id = note  # asked for every object: only where there is something to be found
-        super().__init__(tracker.side)
-        with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them
-            self.digest = self.digest_of([value])
-
-    def reference(self, obj: Any) -> Any:
-        if obj is self._root:
-            return None
-        identity = self._objects.id_of(obj)
-        if identity is not None:
-            self.holds[identity] = None
-        return super().reference(obj)
-
-    def array(self, array: Any) -> Any:
-        self._note_memory(array.__array_interface__["data"][0])
-        return super().array(array)
-
-    def _note_memory(self, start: int) -> None:
-        tracker = self._objects.tracker
-        number = tracker.number_of_memory(start, 1)
-        if number is not None:
-            self.holds[tracker.name_of(number)] = None
-
-    def tensor(self, tensor: Any) -> Any:
-        if dense_tensor(tensor):
-            self._note_memory(tensor.data_ptr())
-        return super().tensor(tensor) if self._contents else (str, (f"{tensor.dtype}{tuple(tensor.shape)}",))
+            return Leaf(self.value(value, RETURNED, brief=True))
 
 
 def summarise(value: Any, *, brief: bool = False) -> Summary:
@@ -219,10 +236,27 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
         graph = name == "torch.Tensor" and shown.grad_fn is not None
         at_hand = name == "torch.Tensor" and shape == "()" and shown.is_cpu and (graph or not shown.requires_grad)
         number = shown.item() if at_hand and dense_tensor(shown) and is_stored(shown) else None
-        return Summary(name, text, shape, dtype, str(getattr(shown, "device", "cpu")), number=number, graph=graph)
+        return Summary(
+            name,
+            text,
+            shape,
+            dtype,
+            device=str(getattr(shown, "device", "cpu")),
+            number=number,
+            graph=graph,
+            hashing=_hashing(shown),
+        )
+    iterates, hashing = isinstance(shown, Iterator), _hashing(shown)
     if brief:
-        return Summary(name, None, iterates=isinstance(shown, Iterator))
-    return Summary(name, _short_text(shown), attributes=_names(shown), iterates=isinstance(shown, Iterator))
+        return Summary(name, None, iterates=iterates, hashing=hashing)
+    return Summary(name, _short_text(shown), attributes=_names(shown), iterates=iterates, hashing=hashing)
+
+
+def _hashing(value: Any) -> Literal["identity", "value", "none"]:
+    method: Any = type(value).__hash__
+    if method is None:
+        return "none"
+    return "identity" if method is object.__hash__ or isinstance(value, torch.Tensor) else "value"
 
 
 def _shape_text(array: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +21,20 @@ from distnb.objects.modes import Environment, Moment, apply_environment, capture
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
 from distnb.strategies.scope import Origin, register_restored
-from distnb.wire.exchange import HeldArgument, Items, Keywords, Mark, NamedArgument, Result, Snapshot, TeamKey, former
+from distnb.wire.exchange import (
+    RETURNED,
+    HeldArgument,
+    Items,
+    Keywords,
+    Leaf,
+    Mark,
+    NamedArgument,
+    Result,
+    Snapshot,
+    TeamKey,
+    former,
+    name_of_given,
+)
 
 __all__ = ["EngineNamespace"]
 
@@ -106,13 +120,15 @@ class EngineNamespace:
         """Hear what the notebook made of earlier programs: maybe again, where another replica did not hear of it."""
         for identity, what in snapshot.adopt.items():
             if identity in objects.owned:
-                continue
-            if isinstance(what, str):
+                objects.own(identity, objects.owned[identity])  # perhaps it was sent, and the replicas did not agree
+            elif isinstance(what, str):
                 if what in objects.tracker:
                     objects.own(identity, objects.tracker.root(what))
             elif objects.replica in what:
                 given = what[objects.replica]
-                objects.own(identity, objects.tracker.find(given) if isinstance(given, int) else objects.owned[given])
+                with contextlib.suppress(KeyError):  # an engine that was replaced since has nothing of it
+                    found = objects.tracker.find(given) if isinstance(given, int) else objects.owned[given]
+                    objects.own(identity, found)
         if snapshot.unlike_parts:
             objects.tracker.keep_to_oneself(snapshot.unlike_parts)
         for old, new in snapshot.renamed.items():
@@ -123,6 +139,7 @@ class EngineNamespace:
             objects.tracker.clear()
             objects.plain.clear()
         objects.release(snapshot.release)
+        objects.tracker.drop_unreferenced()
 
     def _bind(self, objects: EngineObjects, snapshot: Snapshot) -> None:
         user_ns, tracker, names, pack = self.user_ns, objects.tracker, snapshot.names, snapshot.pack
@@ -201,11 +218,23 @@ class EngineNamespace:
             if type(value) is Placeholder and tracker.number_of(value) is None:
                 value.refuse()
 
-    def finish(self, mark: Mark, result: Callable[[Describer], Any] | None = None) -> Result:
-        """Describe what a program did since `begin`, whether it failed or not; `result` describes that of a call."""
+    def finish(
+        self,
+        mark: Mark,
+        result: Callable[[Describer], Any] | None = None,
+        data: Mapping[str, Any] | None = None,
+        result_name: str = RETURNED,
+    ) -> Result:
+        """Describe what a program did since `begin`, whether it failed or not.
+
+        Args:
+            result: Describes the result of a call.
+            data: Values that go to the notebook as those that the program assigned, by names that are nobody's.
+            result_name: What the result is kept under.
+        """
         snapshot = mark.snapshot
         objects, serial = self.teams.of(snapshot.team), snapshot.serial
-        describer = Describer(objects, serial)
+        describer = Describer(objects, serial, snapshot.most_nbytes)
         assigned = self._assigned(mark.before)
         values = {name: objects.tracker.root(name) for name in snapshot.sections if name in objects.tracker}
         for name in assigned:
@@ -213,10 +242,9 @@ class EngineNamespace:
                 objects.tracker.rename(name, former(name, serial))
                 if name in values:
                     values[former(name, serial)] = values.pop(name)
-        for name in assigned:
-            describer.register(self.user_ns[name], name)
-            if name in describer.sent:
-                objects.plain.pop(name, None)
+        describer.register({name: self.user_ns[name] for name in assigned} | (dict(data) if data else {}))
+        for name in describer.sent:
+            objects.plain.pop(name, None)
         changed, pack = self._pack(objects, serial, values, describer)
         names = {name: describer.value(self.user_ns[name], name) for name in assigned}
         described = result(describer) if result is not None else None
@@ -231,31 +259,40 @@ class EngineNamespace:
         environment = after.since(mark.environment) if after is not mark.environment else None
         self._environment = after
         return Result(
-            serial,
-            names,
-            deleted,
-            changed,
-            pack,
-            plain,
-            describer.fresh,
-            handles,
+            serial=serial,
+            names=names,
+            deleted=deleted,
+            changed=changed,
+            pack=pack,
+            plain=plain,
+            fresh=describer.fresh,
+            handles=handles,
             environment=environment if environment is not None and environment.modes else None,
             result=described,
+            result_name=result_name,
             imported=tuple(name for name in snapshot.awaited if name in sys.modules),
         )
 
     def _pack(
         self, objects: EngineObjects, serial: int, values: dict[str, Any], describer: Describer
-    ) -> tuple[dict[str, bytes], Any]:
-        """What the program changed in place of the notebook's values, and what it assigned that is sent."""
+    ) -> tuple[dict[str, bytes | None], Packed | None]:
+        """Pack what the program changed in place of the notebook's values, and what it assigned that is sent.
+
+        Returns the digests of the former, and the pack.
+        """
         tracker, sent = objects.tracker, describer.sent
         if not values and not sent:
             return {}, None
-        look = tracker.look(values)
+        look = tracker.look(values, looker=describer.surveyor)
         values |= look.classes
         names = tracker.lacking(values, look)
+        changed: dict[str, bytes | None] = {name: look.digests[name] for name in names if name in tracker}
+        for name in describer.surveyor.overfull.intersection(changed):
+            names.remove(name)
+            changed[name] = describer.content_digest(values.pop(name))
+            describer.surveyor.drop(name)
         if not names and not sent:
-            return {}, None
+            return changed, None
         look.digests.update(describer.look.digests)
         for name, cls in describer.look.classes.items():
             if name not in values:
@@ -263,14 +300,20 @@ class EngineNamespace:
                 if name not in tracker:
                     names.append(name)
         objects.references.register = describer.register_fresh
+        held: dict[str, set[str]] = {}
         try:
             every = {**sent, **values}
-            # Code comes first: it may be called to open others.
-            lacking = sorted([*names, *sent], key=lambda name: not is_code(every[name]))
-            pack = tracker.pack(serial << 1 | 1, every, look, lacking)
+            # Code comes first: it may be called to open others. What runs no code when it is opened comes before what
+            # does, and may fail.
+            instances = describer.surveyor.instances
+            lacking = sorted([*names, *sent], key=lambda name: (not is_code(every[name]), bool(instances.get(name))))
+            pack = tracker.pack(serial << 1 | 1, every, look, lacking, held)
         finally:
             objects.references.register = None
-        return {name: look.digests[name] for name in names}, pack
+        describer.note_held(held)
+        describer.describe_fresh()
+        # What all replicas have made alike, one sends; what they have changed tells where they differ.
+        return changed, pack.bare() if objects.replica and not changed else pack
 
     def close_call(self, result: Any) -> Result:
         """Describe the result of a call that `open_call` began, and what else it did."""
@@ -288,6 +331,21 @@ class EngineNamespace:
         mark, self._call = self._call, None
         assert mark is not None
         return self.finish(mark, result)
+
+    def finish_operation(self, values: list[Any], *, brief: bool = False) -> Result:
+        """End what `open_call` began, with what an operation on a handle gave: one value, or none.
+
+        Data goes to the notebook as that which a cell assigns. What that has already is not sent again. Functions stay:
+        they are called where the object is.
+        """
+        mark, self._call = self._call, None
+        assert mark is not None
+        tracker = self.teams.of(mark.snapshot.team).tracker
+        name = name_of_given(mark.snapshot.serial)
+        data = {name: value for value in values if tracker.number_of(value) is None and not is_code(value)}  # noqa: B035
+        return self.finish(
+            mark, lambda describer: [Leaf(describer.value(value, name, brief=brief)) for value in values], data, name
+        )
 
     def pack_error(self, error: BaseException) -> Packed:
         """An exception as a whole, with what it holds; its class is the same in the notebook."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from distnb.objects.code import Classes
 from distnb.objects.looking import Side
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.tracking import Tracker
+from distnb.strategies.device_objects import is_device_object
 from distnb.strategies.scope import is_mirrored
 from distnb.values import DistributedValues, Mirrored, PerReplica, structure
 from distnb.wire.exchange import TeamKey
@@ -38,11 +39,36 @@ class EngineReferences:
 
     Attributes:
         register: Gives an id to an object that is to stay and has none; None while nothing may get one.
+        holders: Instances that hold device objects, by `id()`, as a survey of data has found them.
     """
 
     def __init__(self, objects: EngineObjects) -> None:
         self._objects = objects
         self.register: Callable[[Any], ObjectId] | None = None
+        self.holders: dict[int, Any] = {}
+        self._parts: dict[int, Any] = {}  # of the notebook's own device objects, by `id()`
+
+    def forget_program(self) -> None:
+        """Forget what was found out for an earlier program."""
+        self.holders.clear()
+        self._parts.clear()
+
+    def stays(self, obj: Any) -> bool:
+        """Return whether an object stays here: a device object that is none of the notebook's, or an instance with one.
+
+        The notebook's own tensors go back to it, with their gradients.
+        """
+        if id(obj) in self.holders:
+            return True
+        if not is_device_object(obj):
+            return False
+        if isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
+            return True
+        if id(obj) not in self._parts:
+            if self._objects.tracker.number_of(obj) is None:
+                return True
+            self._parts.update((id(part), part) for part in _device_parts(obj))
+        return is_mirrored(obj)
 
     def look(self, obj: Any) -> Any:
         """What stands for an object that the notebook has a handle of."""
@@ -54,9 +80,17 @@ class EngineReferences:
     def token(self, obj: Any) -> Any:
         """The id of an object that stays here."""
         identity = self._objects.id_of(obj)
-        if identity is None and self.register is not None and _stays(obj):
+        if identity is None and self.register is not None and self.stays(obj):
             identity = self.register(obj)
         return identity
+
+    def send_by_value(self, parts: Any) -> None:
+        """Note tensors that one of the notebook's is pickled as."""
+        if isinstance(parts, tuple):
+            for part in parts:
+                self.send_by_value(part)
+        elif isinstance(parts, torch.Tensor):
+            self._parts[id(parts)] = parts
 
     def resolve(self, token: Any) -> Any:
         """The object that stands by reference in a snapshot."""
@@ -74,11 +108,26 @@ class EngineReferences:
         return (Mirrored if kind_name == "Mirrored" else PerReplica)({objects.replica: component}, objects.size)
 
 
-def _stays(obj: Any) -> bool:
-    """Whether an object belongs to the replicas: what a scope made, what has a graph, datasets and batches."""
-    if isinstance(obj, DistributedValues) or (isinstance(obj, torch.Tensor) and obj.grad_fn is not None):
-        return True
-    return is_mirrored(obj) or type(obj).__module__.startswith("distnb.input")
+def _device_parts(obj: Any) -> list[Any]:
+    """Return the device objects within one: a tensor's gradient, what a module or an optimizer holds."""
+    found, seen, queue = [], {id(obj)}, [obj]
+    for each in queue:  # it grows
+        parts: list[Any] = []
+        if isinstance(each, dict):
+            parts = list(each.values())
+        elif isinstance(each, list | tuple | set):
+            parts = list(each)
+        elif each is obj or is_device_object(each):
+            parts = list(getattr(each, "__dict__", {}).values())
+            if isinstance(each, torch.Tensor) and each.is_leaf:
+                parts.append(each.grad)
+        for part in parts:
+            if id(part) not in seen:
+                seen.add(id(part))
+                queue.append(part)
+                if is_device_object(part):
+                    found.append(part)
+    return found
 
 
 class EngineObjects:
@@ -98,7 +147,8 @@ class EngineObjects:
         self.tracker = Tracker(Side(user_ns, self.references, classes), place)
         self.owned: dict[ObjectId, Any] = {}
         self.plain: dict[str, Any] = {}
-        self._ids: dict[int, ObjectId] = {}
+        self._ids: dict[int, list[ObjectId]] = {}  # of each object that has some, by `id()`, in the order it got them
+        self._containers: set[int] = set()  # those of them that pickling does not ask for
 
     @property
     def size(self) -> int:
@@ -108,11 +158,16 @@ class EngineObjects:
     @property
     def owns_containers(self) -> bool:
         """Whether plain containers are among the objects behind handles: pickling does not ask for those by itself."""
-        return any(type(obj) in (list, dict, set) for obj in self.owned.values())
+        return bool(self._containers)
+
+    def containers_within(self, ids: KeysView[int]) -> list[ObjectId]:
+        """Return the ids of the plain containers among some objects, which are told by their `id()`."""
+        return [self._ids[key][0] for key in self._containers & ids]
 
     def id_of(self, obj: Any) -> ObjectId | None:
         """The id of an object that the notebook has a handle of, or may get one."""
-        return self._ids.get(id(obj))
+        found = self._ids.get(id(obj))
+        return found[0] if found is not None else None
 
     def own(self, identity: ObjectId, obj: Any, *, by_value: bool = False) -> ObjectId:
         """Keep an object under an id. Returns the id that it is known by: the first that it got.
@@ -122,20 +177,24 @@ class EngineObjects:
         """
         self.owned[identity] = obj
         if by_value:
-            return self._ids.get(id(obj), identity)
-        return self._ids.setdefault(id(obj), identity)
+            return self.id_of(obj) or identity
+        known = self._ids.setdefault(id(obj), [])
+        if identity not in known:
+            known.append(identity)
+        if type(obj) in (list, dict, set):
+            self._containers.add(id(obj))
+        return known[0]
 
     def release(self, identities: Iterable[ObjectId]) -> None:
         """The notebook holds no handles of these any more."""
         for identity in identities:
             obj = self.owned.pop(identity, NOT_THERE)
-            if obj is NOT_THERE or self._ids.get(id(obj)) != identity:
-                continue
-            del self._ids[id(obj)]
-            # Under another id it may be held on.
-            other = next((known for known, each in self.owned.items() if each is obj), None)
-            if other is not None:
-                self._ids[id(obj)] = other
+            known = self._ids.get(id(obj), [])
+            if identity in known:
+                known.remove(identity)
+                if not known:  # else it is held on under another id
+                    del self._ids[id(obj)]
+                    self._containers.discard(id(obj))
 
 
 class _Copies:
@@ -146,6 +205,9 @@ class _Copies:
 
     def token(self, obj: Any) -> Any:
         """By value."""
+
+    def send_by_value(self, parts: Any) -> None:
+        """Do nothing: all is."""
 
     def resolve(self, token: Any) -> Any:
         """Nothing was sent by reference."""

@@ -26,7 +26,9 @@ from distnb.wire.messages import Apply, ObjectId
 
 __all__ = ["QUIET", "carry_out"]
 
-QUIET = frozenset({"export", "fetch", "holdings", "import", "inspect", "nbytes", "rename", "summary", "writes"})
+QUIET = frozenset(
+    {"copies", "export", "fetch", "holdings", "import", "inspect", "nbytes", "rename", "summary", "writes"}
+)
 """Operations that run nothing of the user's which could communicate."""
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
@@ -57,11 +59,12 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         told = _PLACES[message.operation](_owned(objects, message.target))
         return namespace.finish_with(lambda describer: told)
     target = follow(_object(objects, message.target), request.path)
-    if message.operation in ("list", "next"):
-        items = list(target) if message.operation == "list" else _next(target)
-        # A batch is a structure of slices, as where the notebook's own cells read a dataset.
-        batch = isinstance(target, DistributedIterator)
-        return namespace.finish_with(lambda describer: describer.tree(items) if batch else describer.items(items))
+    if message.operation == "next":
+        items = _next(target)
+        if isinstance(target, DistributedIterator):
+            # A batch is a structure of slices, as where the notebook's own cells read a dataset.
+            return namespace.finish_with(lambda describer: describer.tree(items))
+        return namespace.finish_operation(items)
     if message.operation in _SUMMARIES:
         summary = _SUMMARIES[message.operation](target)
         return namespace.finish_with(lambda describer: summary)
@@ -69,11 +72,11 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     if message.operation == "get" and isinstance(result, _METHODS) and getattr(result, "__self__", None) is not None:
         # The handle calls it by its path: nothing is kept here for it.
         return namespace.finish_with(
-            lambda describer: Leaf(Described("object", summary=summarise(result), value="method"))
+            lambda describer: [Leaf(Described("object", summary=summarise(result), value="method"))]
         )
     # What is computed is mostly computed with: how it looks is asked when it is shown.
     brief = message.operation == "apply"
-    return namespace.finish_with(lambda describer: Leaf(describer.value(result, "r", brief=brief)))
+    return namespace.finish_operation([result], brief=brief)
 
 
 def _object(objects: EngineObjects, identity: ObjectId) -> Any:
@@ -118,6 +121,7 @@ _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "call": lambda target, args, kwargs: target(*args, **kwargs),
     "check": lambda target, args, kwargs: drift_report(target),
     "get": lambda target, args, kwargs: target,
+    "list": lambda target, args, kwargs: list(target),
     "read": lambda target, args, kwargs: read_together(target),
 }
 _PLACES: dict[str, Callable[[Any], Any]] = {
@@ -145,6 +149,12 @@ def _fetch(namespace: EngineNamespace, objects: EngineObjects, request: Request)
             f"An object of type {shown} cannot be copied to the notebook: {str(error).rstrip('.')}. Work with it in a "
             "distributed cell."
         ) from error
+
+
+def _copies(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> Packed:
+    """Pack copies of several objects as `_fetch` does, with a placeholder for each that cannot be copied."""
+    values = {f"@{place}": own_part(_object(objects, identity)) for place, identity in enumerate(request.targets)}
+    return namespace.teams.copies().pack_loose(values, apart=True)
 
 
 # These can be packed, and not be opened by a process that is in no process group, or did not make their memory.
@@ -181,6 +191,7 @@ def _import(namespace: EngineNamespace, objects: EngineObjects, request: Request
 
 
 _TRANSFERS: dict[str, Callable[[EngineNamespace, EngineObjects, Request], Any]] = {
+    "copies": _copies,
     "export": _export,
     "fetch": _fetch,
     "import": _import,

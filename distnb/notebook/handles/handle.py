@@ -10,7 +10,7 @@ import copy
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn, cast
 
 from distnb.errors import DistributedValueError, StructureError
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _OWN = frozenset({"_components", "_num_replicas", "_global_batch_size", "_kinds"})
-_PROTOCOLS = ("_repr_", "_ipython_")
+_PROTOCOLS = ("_repr_", "_ipython_", "_typ")  # by which IPython and pandas know a class
 
 
 def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any) -> Any:
@@ -63,7 +63,8 @@ class _Remote(DistributedValues):
     @property
     def values(self) -> tuple[Any, ...]:
         state = state_of_handle(self)
-        return tuple(state.operations.fetch_components(self, range(self._num_replicas)).values())
+        found = state.operations.fetch_components(self, range(self._num_replicas))
+        return Components(found.values()).of(self)
 
     @property
     def replica_ids(self) -> tuple[int, ...]:
@@ -118,7 +119,32 @@ class _Remote(DistributedValues):
 
     __eq__ = _compares("eq")
     __ne__ = _compares("ne")
-    __hash__ = object.__hash__  # of the handle: a key that stays what it is while the object changes
+
+    def __hash__(self) -> int:
+        state = state_of_handle(self)
+        kinds = {fact.summary.hashing for fact in state.facts.values() if fact.summary is not None}
+        if state.local:
+            kinds.add("value")
+        if kinds <= {"identity"}:
+            return object.__hash__(self)
+        if kinds == {"value"} and isinstance(self, Mirrored):
+            return hash(self._read())
+        self._refuse("cannot be hashed" if "none" in kinds else "has no hash of its own")
+
+    def _refuse(self, wish: str) -> NoReturn:
+        state = state_of_handle(self)
+        what = f"{state.label[0].upper()}{state.label[1:]} (a {state.type_name} on the replicas)"
+        if state.why:
+            raise DistributedValueError(
+                f"{what} {wish} in the notebook: {state.why}. Work with it in a distributed cell, or in a function "
+                "that strategy.run calls."
+            )
+        if isinstance(self, Mirrored):
+            name = state.label.strip("`")
+            raise DistributedValueError(
+                f"{what} {wish}. Fetch it: strategy.local_results({name if name.isidentifier() else 'value'})[0]."
+            )
+        super()._refuse(wish)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise DistributedValueError(
@@ -134,7 +160,10 @@ class _Remote(DistributedValues):
             return self
         if isinstance(self, Mirrored):
             _check_not_scalar(self, "iterated over")
-            return iter(state_of_handle(self).operations.run(self, "list"))
+            if _has_labels(self) and not hasattr(_class_named(state_of_handle(self).type_name), "columns"):
+                self._refuse("cannot be iterated over, which would lose its labels")
+            items = state_of_handle(self).operations.run(self, "list")
+            return iter(items) if isinstance(items, list) else self._refuse("is too large to be iterated over")
         if _is_dataset(self):
             return cast("Iterator[Any]", _apply(self, iter))
         self._refuse("cannot be iterated")
@@ -198,6 +227,8 @@ class RemoteMirrored(_Remote, Mirrored):
     __ge__ = _compares("ge")
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        if _has_labels(self) or issubclass(_class_named(state_of_handle(self).type_name), Mapping | Set):
+            self._refuse("cannot become an array, which would lose its keys or labels")
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
@@ -219,6 +250,8 @@ class RemoteMirrored(_Remote, Mirrored):
             return OrderedDict, (), None, None, iter(value.items())
         if type(value) is list:
             return type(value), (), None, iter(value)
+        if type(value) in (str, bytes):
+            return type(value), (value,)
         reduced = value.__reduce_ex__(protocol)
         # pickle knows this function, and compares its class with the handle's; the one of protocol 1 does the same.
         return value.__reduce_ex__(1) if getattr(reduced[0], "__name__", "") == "__newobj__" else reduced
@@ -242,12 +275,44 @@ class RemoteMapping(RemoteMirrored):
 
 Mapping.register(RemoteMapping)
 
-HANDLES: tuple[type[DistributedValues], ...] = (RemotePerReplica, RemoteMirrored, RemoteMapping)
+
+class RemoteSequence(RemoteMirrored):
+    """A handle of sequences that are the same on every replica: for functions that take any sequence, as it is one."""
+
+    __slots__ = ()
+
+
+Sequence.register(RemoteSequence)
+
+HANDLES: tuple[type[DistributedValues], ...] = (RemotePerReplica, RemoteMirrored, RemoteMapping, RemoteSequence)
+
+
+class Components(tuple[Any, ...]):
+    """The components of a handle. Of a mapping's handle, `values()` are the mapping's own values."""
+
+    _handle: Any = None
+
+    def of(self, handle: Any) -> Components:
+        """Note whose they are."""
+        self._handle = handle
+        return self
+
+    def __call__(self) -> Any:
+        """Call the object's own method of that name."""
+        return state_of_handle(self._handle).operations.run(self._handle, "call", path=(("a", "values"),))
+
+    def __reduce__(self) -> Any:
+        return tuple, (tuple(self),)
 
 
 def _is_dataset(handle: DistributedValues) -> bool:
     """Whether it is a distributed dataset that a cell made: each replica's own, and read by all together."""
     return state_of_handle(handle).type_name == "distnb.input.dataset.DistributedDataset"
+
+
+def _has_labels(handle: DistributedValues) -> bool:
+    """Return whether a handle is of one of pandas's objects, whose values alone are not all that it is."""
+    return state_of_handle(handle).type_name.partition(".")[0] == "pandas"
 
 
 def _check_not_scalar(handle: DistributedValues, wish: str) -> None:
@@ -283,7 +348,10 @@ def change_kind(handle: DistributedValues, *, mirrored: bool) -> None:
 def _kind_of(state: RemoteState, *, mirrored: bool) -> type[DistributedValues]:
     if not mirrored:
         return RemotePerReplica
-    return RemoteMapping if issubclass(_class_named(state.type_name), Mapping) else RemoteMirrored
+    named = _class_named(state.type_name)
+    if issubclass(named, Mapping):
+        return RemoteMapping
+    return RemoteSequence if issubclass(named, Sequence) and not issubclass(named, str | bytes) else RemoteMirrored
 
 
 class RemoteMethod:

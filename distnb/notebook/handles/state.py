@@ -32,6 +32,7 @@ class RemoteState:
         apart: Components that only the notebook holds, by engine, of engines that have ended and not been replaced.
         as_of: What `operations.changes` was when its summaries were made; -1: they are to be asked for in any case.
         parent: The handle that it was asked of: what this one is given, that one holds, too.
+        given: How many values it has given to the notebook since it was described: it may hold them.
     """
 
     tracked: TrackedObjects
@@ -44,6 +45,7 @@ class RemoteState:
     apart: dict[int, Any] = field(default_factory=dict)
     as_of: int = -1
     parent: weakref.ref[Any] | None = None
+    given: int = 0
 
     @property
     def label(self) -> str:
@@ -95,6 +97,11 @@ class RemoteState:
     def type_name(self) -> str:
         """The class of the object, on the first replica that has one."""
         return next((fact.summary.type for fact in self.facts.values() if fact.summary), "object")
+
+    @property
+    def why(self) -> str:
+        """Why the object is on the engines, though it is no device object; "" if there is no particular reason."""
+        return next((fact.why for fact in self.facts.values() if fact.why), "")
 
     @property
     def together(self) -> bool:

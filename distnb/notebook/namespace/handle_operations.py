@@ -13,7 +13,7 @@ from distnb.notebook.handles.pending import resolve
 from distnb.notebook.namespace.tracked_objects import TrackedObjects
 from distnb.objects.packing import Packed
 from distnb.values import DistributedValues, structure
-from distnb.wire.exchange import Leaf, Request, Result, Summary, TeamKey
+from distnb.wire.exchange import Request, Result, Summary, TeamKey, name_of_given
 from distnb.wire.inspection import Holding, Inspected
 from distnb.wire.messages import ObjectId
 
@@ -74,7 +74,8 @@ class HandleOperations:
         Returns a plain value where they agree on it, else a handle.
         """
         results = self._results(handle, operation, args, kwargs or {}, path)
-        return _derived(handle, self._namespace.take_in_call(state_of_handle(handle).tracked, results))
+        found = self._given(handle, results)
+        return found if operation == "next" else found[0]
 
     def attribute(self, handle: DistributedValues, path: Path) -> Any:
         """An attribute of the object: a plain value, a handle, or a method that is called by its path."""
@@ -83,10 +84,20 @@ class HandleOperations:
             raise AttributeError(_no_object(state))
         results = self._results(handle, "get", (), {}, path)
         first = next(iter(results.values()))
-        if isinstance(first.result, Leaf) and first.result.described.value == "method":
+        if first.result[0].described.value == "method":
             self._namespace.take_in_call(state.tracked, results, with_result=False)
             return RemoteMethod(handle, path)
-        return _derived(handle, self._namespace.take_in_call(state.tracked, results))
+        return self._given(handle, results)[0]
+
+    def _given(self, handle: DistributedValues, results: dict[int, Result]) -> Any:
+        """Take in what an operation gave, as a list of it. The object may hold data that it gave."""
+        state = state_of_handle(handle)
+        found = _derived(handle, self._namespace.take_in_call(state.tracked, results))
+        name = name_of_given(next(iter(results.values())).serial)
+        if name in state.tracked.tracker:
+            state.give((name,))
+            state.given += 1
+        return found
 
     def compare(self, handle: DistributedValues, comparison: str, other: Any) -> Any:
         """Compare the object with another, or with a plain value, on every replica: "eq", "lt", … as in `operator`.
@@ -226,20 +237,20 @@ class HandleOperations:
         found = {replica: state.local[replica] for replica in wanted if replica in state.local}
         found |= {replica: value for replica in wanted if (value := state.known(replica)) is not None}
         remote = [replica for replica in wanted if replica not in found]
-        packs = self.fetch(state.tracked, remote, (state.identity,))
+        packs = self._fetch(state.tracked, "fetch", remote, (state.identity,))
         found.update({replica: state.tracked.tracker.open_loose(pack)["@0"] for replica, pack in packs.items()})
         return {replica: found[replica] for replica in wanted}
 
-    def fetch(
-        self, tracked: TrackedObjects, replicas: Sequence[int], targets: tuple[ObjectId, ...]
+    def _fetch(
+        self, tracked: TrackedObjects, operation: str, replicas: Sequence[int], targets: tuple[ObjectId, ...]
     ) -> dict[int, Packed]:
-        """Packed copies of several objects, as some replicas hold them."""
+        """Fetch packed copies of several objects, as some replicas hold them."""
         if not replicas:
             return {}
         self.before()
         touched = [handle for target in targets if (handle := tracked.handle(target)) is not None]
         snapshot = self._namespace.call_snapshot(tracked, None, touched=touched)
-        return self._transfer(tracked, "fetch", targets[0], Request(snapshot, (), tuple(replicas), targets))
+        return self._transfer(tracked, operation, targets[0], Request(snapshot, (), tuple(replicas), targets))
 
     def _transfer(self, tracked: TrackedObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
         """An operation that has no results."""
@@ -248,9 +259,12 @@ class HandleOperations:
         return answers
 
     def copies(self, states: Sequence[RemoteState], replica: int = 0) -> list[Any]:
-        """Copies of several objects of one team, which share what the objects share."""
+        """Return copies of several objects of one team, which share what the objects share.
+
+        A placeholder stands for one that cannot be copied.
+        """
         tracked = states[0].tracked
-        packs = self.fetch(tracked, (replica,), tuple(state.identity for state in states))
+        packs = self._fetch(tracked, "copies", (replica,), tuple(state.identity for state in states))
         return list(tracked.tracker.open_loose(packs[replica]).values())
 
     # -- a lost engine -----------------------------------------------------------------------------------------------

@@ -2,22 +2,68 @@
 
 from __future__ import annotations
 
-import contextlib
+import collections
+import reprlib
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from distnb.notebook.handles.handle import HANDLES, RemoteState, state_of_handle
 from distnb.notebook.namespace.handle_operations import HandleOperations
 from distnb.notebook.namespace.tracked_objects import MISSING
 from distnb.notebook.namespace.user_names import user_names
 from distnb.objects.code import content_of, names_of_code
+from distnb.objects.placeholder import Placeholder
 from distnb.objects.reads import Reads
 from distnb.values import Mirrored
 
 __all__ = ["LocalCopies"]
 
 _VISITED_AT_MOST = 20_000
+
+
+class _Place(NamedTuple):
+    """Where a handle is, or a tuple that holds one.
+
+    Attributes:
+        container: A namespace, a list, a dict, a cell, a class, a function.
+        key: A name, an index, a key, an attribute.
+        before: The handle, or the tuple.
+        within: The place where the container was found.
+        form: How messages call this place, after what they call that one.
+    """
+
+    container: Any
+    key: Any
+    before: Any
+    within: _Place | None = None
+    form: str = "{key}"
+
+    @property
+    def label(self) -> str:
+        """How messages call it: `cfg['model']`."""
+        outer = self.within.label if self.within is not None else ""
+        key = self.key if "." in self.form or self.within is None else reprlib.repr(self.key)
+        return outer + self.form.format(key=key)
+
+    def get(self) -> Any:
+        """Return what is there now; MISSING if nothing is."""
+        if isinstance(self.container, _BY_ITEM):
+            try:
+                return self.container[self.key]
+            except LookupError:
+                return MISSING
+        return getattr(self.container, self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Put a value there."""
+        if isinstance(self.container, _BY_ITEM):
+            self.container[self.key] = value
+        else:
+            setattr(self.container, self.key, value)
+
+
+_BY_ITEM = (dict, list, collections.deque)
 
 
 class LocalCopies:
@@ -27,32 +73,43 @@ class LocalCopies:
         self._user_ns = user_ns
         self._operations = operations
         self._announce = announce
-        self._places: list[tuple[Any, Any, Any, Any]] = []  # container or namespace, key, handle, copy
-        self._digests: dict[str, bytes] = {}  # of the copies that names hold
+        self._put: list[tuple[_Place, Any]] = []  # with the copy
+        self._copied: dict[int, tuple[Any, Any, bytes, str]] = {}  # by id of a handle: it, its copy, digest and label
 
     def bind(self, reads: Reads) -> tuple[str, ...]:
-        """Bind names, and items of lists and dicts, that are handles of mirrored objects to copies of replica 0's."""
-        found = list(self._handles(reads))
-        handles = {id(handle): handle for _, _, handle in found}
-        for handle in handles.values():
+        """Put copies of replica 0's objects in the places of the mirrored handles that a cell may read.
+
+        Returns the names that hold copies.
+        """
+        places = list(self._places(reads))
+        labels: dict[int, tuple[Any, str]] = {}
+        for place in places:
+            for handle in _handles_in(place.before):
+                labels.setdefault(id(handle), (handle, place.label))
+        for handle, _ in labels.values():
             state_of_handle(handle).check()
         copies: dict[int, Any] = {}
-        for tracked in {state_of_handle(handle).tracked for handle in handles.values()}:
-            group = [each for each in handles.values() if state_of_handle(each).tracked is tracked]
+        for tracked in {state_of_handle(handle).tracked for handle, _ in labels.values()}:
+            group = [each for each, _ in labels.values() if state_of_handle(each).tracked is tracked]
             fetched = self._operations.copies([state_of_handle(handle) for handle in group])
             copies.update(zip(map(id, group), fetched, strict=True))
             for each in group:
                 if state_of_handle(each).together:
                     copies[id(each)] = self._whole(each, copies[id(each)])
-        for container, key, handle in found:
-            container[key] = copy = copies[id(handle)]
-            self._places.append((container, key, handle, copy))
-            if container is self._user_ns:
-                self._digests[key] = _digest(state_of_handle(handle), copy)
-        if self._digests:
-            what = ", ".join(f"`{name}`" for name in self._digests)
+        # What cannot be copied, as an open file, is used where it is, by its handle.
+        copies = {key: copy for key, copy in copies.items() if type(copy) is not Placeholder}
+        places = [place for place in places if any(id(handle) in copies for handle in _handles_in(place.before))]
+        for place in places:
+            made = _with_copies(place.before, copies)
+            place.put(made)
+            self._put.append((place, made))
+        for key, copy in copies.items():
+            handle, label = labels[key]
+            self._copied[key] = handle, copy, _digest(state_of_handle(handle), copy), label
+        if copies:
+            what = ", ".join(f"`{labels[key][1]}`" for key in copies)
             self._announce(f"distnb: this cell runs in the notebook, on a copy of replica 0's {what}.")
-        return tuple(self._digests)
+        return tuple(place.key for place in places if place.container is self._user_ns)
 
     def _whole(self, handle: Any, component: Any) -> Any:
         """Copy what replicas hold in parts, a metric or a sync-on-read variable: with what it is as a whole."""
@@ -63,66 +120,99 @@ class LocalCopies:
         return component
 
     def unbind(self) -> None:
-        """Bind the names to the handles again, those that the cell assigned excepted."""
-        changed = []
-        for container, key, handle, copy in self._places:
-            with contextlib.suppress(LookupError, TypeError):
-                if container[key] is copy:
-                    container[key] = handle
-                    if container is self._user_ns and _digest(state_of_handle(handle), copy) != self._digests[key]:
-                        changed.append(f"`{key}`")
+        """Put the handles back, where the cell has put nothing else."""
+        back: set[int] = set()
+        for place, made in self._put:
+            if place.get() is made:
+                place.put(place.before)
+                back.update(map(id, _handles_in(place.before)))
+        changed = [
+            f"`{label}`"
+            for key, (handle, copy, digest, label) in self._copied.items()
+            if key in back and _digest(state_of_handle(handle), copy) != digest
+        ]
         if changed:
             self._announce(
                 f"distnb: the cell changed its copy of {', '.join(changed)}; the replicas' own is as it was. To keep "
                 "such a change, assign the object to a name of its own in the cell."
             )
 
-    def _handles(self, reads: Reads) -> Iterator[tuple[Any, Any, Any]]:
-        """Places that hold handles of mirrored objects: (container, key, handle); the namespace is one container."""
-        waiting = sorted(user_names(self._user_ns) if reads.dynamic else reads.names)
-        for name in waiting:  # it grows
-            value = self._user_ns.get(name, MISSING)
-            if type(value) in HANDLES:
-                if isinstance(value, Mirrored):
-                    yield self._user_ns, name, value
-                    more = {each for fact in state_of_handle(value).facts.values() for each in fact.reads}
-                    waiting += sorted(more.difference(waiting))
+    def _places(self, reads: Reads) -> Iterator[_Place]:
+        """Find the places of mirrored handles that the cell may reach: names, and what their values hold."""
+        known: set[str] = set()
+        queue: list[_Place] = []
+        seen: set[int] = {id(self._user_ns)}
+
+        def read_also(names: Iterable[str]) -> None:
+            for name in sorted(set(names) - known):
+                known.add(name)
+                if name in self._user_ns:
+                    queue.append(_Place(self._user_ns, name, self._user_ns[name]))
+
+        read_also(user_names(self._user_ns) if reads.dynamic else reads.names)
+        for place in queue:  # it grows
+            value = place.before
+            if handles := _handles_in(value):
+                yield place
+                facts = [fact for each in handles for fact in state_of_handle(each).facts.values()]
+                read_also(name for fact in facts for name in fact.reads)
+            if id(value) in seen or len(seen) > _VISITED_AT_MOST:
                 continue
-            for obj in _reachable(value):
-                if isinstance(obj, types.FunctionType) and obj.__globals__ is self._user_ns:
-                    waiting += sorted(names_of_code(obj.__code__).names.difference(waiting))
-                elif type(obj) in (list, dict) and obj is not self._user_ns:
-                    for key, held in list(obj.items() if type(obj) is dict else enumerate(obj)):
-                        if isinstance(held, HANDLES) and isinstance(held, Mirrored):
-                            yield obj, key, held
+            seen.add(id(value))
+            if isinstance(value, types.FunctionType) and value.__globals__ is self._user_ns:
+                read_also(names_of_code(value.__code__).names)
+            queue.extend(_parts(value, place))
 
 
-def _reachable(value: Any) -> Iterator[Any]:
-    """What a value holds, itself included."""
-    queue, seen = [value], {id(value)}
-    for obj in queue:  # it grows
-        yield obj
-        for part in _parts(obj) if len(seen) < _VISITED_AT_MOST else ():
-            if id(part) not in seen:
-                seen.add(id(part))
-                queue.append(part)
+def _handles_in(value: Any) -> list[Any]:
+    """Return the mirrored handles that a value is, or holds as a tuple does."""
+    if isinstance(value, HANDLES):
+        return [value] if isinstance(value, Mirrored) else []
+    if isinstance(value, tuple):
+        return [handle for part in value for handle in _handles_in(part)]
+    return []
 
 
-def _parts(obj: Any) -> list[Any]:
-    if isinstance(obj, types.FunctionType):
-        return [*map(content_of, obj.__closure__ or ()), *(obj.__defaults__ or ())]
+def _with_copies(value: Any, copies: Mapping[int, Any]) -> Any:
+    """Return a copy for a handle; a tuple with copies for one with handles."""
+    if id(value) in copies:
+        return copies[id(value)]
+    if not isinstance(value, tuple) or not _handles_in(value):
+        return value
+    return tuple.__new__(type(value), [_with_copies(part, copies) for part in value])
+
+
+def _parts(obj: Any, within: _Place) -> Iterator[_Place]:
+    """Find the places within an object that was found somewhere."""
     if isinstance(obj, (str, bytes, int, float, types.ModuleType, type(None), *HANDLES)):
-        return []
-    if isinstance(obj, type):
-        return [*vars(obj).values(), *obj.__bases__]
-    if isinstance(obj, dict):
-        return list(obj.values())
-    if isinstance(obj, list | tuple | set | frozenset):
-        return list(obj)
-    if isinstance(obj, types.MethodType):
-        return [obj.__func__, obj.__self__]
-    attributes = getattr(obj, "__dict__", None)
-    return list(attributes.values()) if isinstance(attributes, dict) else []
+        return
+    attributes: Any = getattr(obj, "__dict__", None)
+    if isinstance(obj, dict | list | collections.deque):
+        for key, value in obj.items() if isinstance(obj, dict) else enumerate(obj):
+            yield _Place(obj, key, value, within, "[{key}]")
+    elif isinstance(obj, tuple | set | frozenset):
+        for index, part in enumerate(obj):
+            form = "[{key}]" if isinstance(obj, tuple) else ""
+            yield from _parts(part, _Place(obj, index, part, within, form))
+    elif isinstance(obj, types.FunctionType):
+        for cell in obj.__closure__ or ():
+            yield _Place(cell, "cell_contents", content_of(cell), within, "")
+        yield _Place(obj, "__defaults__", obj.__defaults__, within, "")
+    elif isinstance(obj, types.MethodType):
+        yield from _parts(obj.__func__, within)
+        yield from _parts(obj.__self__, within)
+    elif isinstance(obj, type):
+        for name, value in attributes.items():
+            if not name.startswith("__"):
+                yield _Place(obj, name, value, within, ".{key}")
+        for base in obj.__bases__:
+            if base is not object:
+                yield from _parts(base, within)
+    elif isinstance(attributes, dict):
+        for name, value in attributes.items():
+            yield _Place(attributes, name, value, within, ".{key}")
+        if type(obj).__module__ == "__main__":
+            yield from _parts(type(obj), within)
 
 
 def _digest(state: RemoteState, copy: Any) -> bytes:

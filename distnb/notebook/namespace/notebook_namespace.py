@@ -28,6 +28,7 @@ from distnb.objects.modes import capture_environment
 from distnb.objects.packing import Packed
 from distnb.objects.plain import is_plain
 from distnb.objects.reads import names_read
+from distnb.options import DATA_LIMIT_NBYTES
 from distnb.topology import Team
 from distnb.values import DistributedValues
 from distnb.wire.exchange import HeldArgument, Items, Keywords, NamedArgument, Result, Snapshot, is_bare
@@ -36,6 +37,7 @@ from distnb.wire.messages import ObjectId
 __all__ = ["NotebookNamespace"]
 
 _LARGE_NBYTES = 50 << 20
+_MOST_GIVEN = 16  # values that an object gave, until it is asked which of them it holds
 
 
 class NotebookNamespace:
@@ -47,12 +49,14 @@ class NotebookNamespace:
         announce: Where notices go; they are printed unless told otherwise.
 
     Attributes:
+        most_nbytes: Larger data stays on the engines.
         batch: What an iteration over a distributed dataset gave last. As an argument of a call, its lists and dicts are
             made anew on the replicas, and are not looked at.
     """
 
     def __init__(self, user_ns: dict[str, Any], perform: Perform, announce: Callable[[str], None] = print) -> None:
         self.user_ns = user_ns
+        self.most_nbytes = DATA_LIMIT_NBYTES
         self.batch: Any = None
         self.operations = HandleOperations(self, perform)
         self._announce = announce
@@ -113,7 +117,9 @@ class NotebookNamespace:
             needs.look_behind(handle)
         if arguments is not None:
             arguments = _Arguments(tracked, needs, self.user_ns, self.batch, asked=bool(touched)).replaced(arguments)
-        return self._snapshot(tracked, needs, arguments, cell=False)
+        # An object may have given away what it no longer holds: it is asked now and then.
+        crowded = [state_of_handle(each).identity for each in touched if state_of_handle(each).given > _MOST_GIVEN]
+        return self._snapshot(tracked, needs, arguments, cell=False, described=crowded)
 
     def may_be_changed(self, team: Team) -> bool:
         """Whether a call under way may change an object of the notebook's in place."""
@@ -152,7 +158,7 @@ class NotebookNamespace:
         snapshot = tracked.outstanding.get(next(iter(results.values())).serial)
         if snapshot is None:  # since it was sent, both sides have forgotten the numbers of objects
             results = {replica: one._replace(changed={}, pack=None) for replica, one in results.items()}
-        incoming = Results(tracked, self.user_ns, self.operations, results, self._announce, changes)
+        incoming = Results(tracked, self.user_ns, self.operations, results, self._announce, changes, self.most_nbytes)
         try:
             incoming.take_in()
             result = incoming.result() if with_result else None
@@ -163,6 +169,8 @@ class NotebookNamespace:
             else:
                 tracked.doubt()
             raise
+        finally:
+            tracked.make_handle = None  # it holds what has arrived
         if snapshot is not None:
             tracked.outstanding.pop(snapshot.serial, None)
         if len(results) < tracked.size:
@@ -207,17 +215,36 @@ class NotebookNamespace:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _snapshot(
-        self, tracked: TrackedObjects, needs: Needs, arguments: Any, *, cell: bool, assigned: Collection[str] = ()
+        self,
+        tracked: TrackedObjects,
+        needs: Needs,
+        arguments: Any,
+        *,
+        cell: bool,
+        assigned: Collection[str] = (),
+        described: Sequence[ObjectId] = (),
     ) -> Snapshot:
         needs.collect()
+        if cell:
+            handles = (each for each in needs.plain.values() if type(each) in HANDLES)
+            described = tuple(
+                dict.fromkeys((*(state_of_handle(each).identity for each in handles), *tracked.references.met))
+            )
         try:
-            return self._make_snapshot(tracked, needs, arguments, cell=cell, assigned=assigned)
+            return self._make_snapshot(tracked, needs, arguments, cell=cell, assigned=assigned, described=described)
         except BaseException:  # the user's interrupt, or what the user's own code raises as it is pickled
             tracked.doubt()
             raise
 
     def _make_snapshot(
-        self, tracked: TrackedObjects, needs: Needs, arguments: Any, *, cell: bool, assigned: Collection[str]
+        self,
+        tracked: TrackedObjects,
+        needs: Needs,
+        arguments: Any,
+        *,
+        cell: bool,
+        assigned: Collection[str],
+        described: Sequence[ObjectId],
     ) -> Snapshot:
         serial = next(self._serials)
         tracker = tracked.tracker
@@ -250,31 +277,32 @@ class NotebookNamespace:
         if environment is not tracked.environment:
             changed = environment.since(tracked.environment)
             tracked.environment = environment
-        read = {state_of_handle(value).identity for value in needs.plain.values() if type(value) in HANDLES}
         snapshot = Snapshot(
-            tracked.key,
-            serial,
-            names if bind else None,
-            staying,
-            needs.imports,
-            tuple(sections),
-            pack,
-            tracker.pack_loose(plain) if plain else None,
-            arguments if is_bare(arguments) else tracker.pack_loose({"@": arguments}),
-            tracked.fresh,
-            dict(tracked.renamed),
-            tuple(tracked.forget),
-            tuple(tracked.unlike_parts),
-            dict(tracked.adopt),
-            tracked.take_released() if tracked.released else (),
-            (*read, *(set(tracked.references.met) - read)) if cell else (),
-            changed if changed is not None and changed.modes else None,
-            self._sources(tracked, needs),
-            self._reloads(tracked, needs) if cell or bind or code_changed else {},
+            team=tracked.key,
+            serial=serial,
+            names=names if bind else None,
+            staying=staying,
+            imports=needs.imports,
+            sections=tuple(sections),
+            most_nbytes=self.most_nbytes,
+            pack=pack,
+            plain=tracker.pack_loose(plain) if plain else None,
+            arguments=arguments if is_bare(arguments) else tracker.pack_loose({"@": arguments}),
+            fresh=tracked.fresh,
+            renamed=dict(tracked.renamed),
+            forget=tuple(tracked.forget),
+            unlike_parts=tuple(tracked.unlike_parts),
+            adopt=dict(tracked.adopt),
+            release=tracked.take_released() if tracked.released else (),
+            handles=tuple(described),
+            environment=changed if changed is not None and changed.modes else None,
+            sources=self._sources(tracked, needs),
+            modules=self._reloads(tracked, needs) if cell or bind or code_changed else {},
             awaited=tuple(name for name in sorted(needs.look.attributes) if "." in name and name not in sys.modules),
         )
         tracked.forget.clear()
         tracked.unlike_parts.clear()
+        tracked.drop_unreferenced()  # they hear of it later than of this pack, which may refer to memory of it
         tracked.adopt.clear()
         tracked.renamed.clear()
         tracked.fresh = False

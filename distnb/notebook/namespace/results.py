@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distnb.notebook.handles.handle import HANDLES, RemoteState, change_kind, make_handle, state_of_handle
 from distnb.notebook.namespace.differences import differing
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
+from distnb.notebook.output.wording import human_bytes
 from distnb.objects.code import is_code
 from distnb.objects.modes import Environment, apply_environment
 from distnb.objects.packing import Packed
@@ -17,13 +18,15 @@ from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import same
 from distnb.objects.tracking import part_of
 from distnb.values import Mirrored, structure
-from distnb.wire.exchange import Described, Leaf, Result, former
+from distnb.wire.exchange import Described, Leaf, Result, former, leaf_name
 from distnb.wire.messages import ObjectId
 
 if TYPE_CHECKING:
     from distnb.notebook.namespace.handle_operations import HandleOperations
 
 __all__ = ["Results"]
+
+_CHANGED = "was changed differently by the replicas"
 
 
 class Results:
@@ -32,6 +35,7 @@ class Results:
     Args:
         results: By replica; those that died or were cut off have none.
         changes: What `operations.changes` was when it was sent; None for what it is now.
+        most_nbytes: Larger data has stayed on the engines.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Results:
         results: Mapping[int, Result],
         announce: Callable[[str], None],
         changes: int | None = None,
+        most_nbytes: int = 0,
     ) -> None:
         self._tracked = tracked
         self._user_ns = user_ns
@@ -49,12 +54,14 @@ class Results:
         self._results = dict(sorted(results.items()))
         self._announce = announce
         self._changes = operations.changes if changes is None else changes
+        self._most_nbytes = most_nbytes
         self._first = next(iter(self._results.values()))
         self._serial = self._first.serial
         self._sent: dict[str, Any] = {}
         self._different: dict[int, Any] = {}
         self._plain: dict[int, dict[str, Any]] = {}
         self._failed: dict[str, Exception] = {}
+        self._objects: dict[int, dict[ObjectId | None, str]] = {}  # names of engine objects, by replica and id
         self._returned: list[Described] = []
 
     def take_in(self) -> None:
@@ -100,14 +107,17 @@ class Results:
         """The result of a call, regrouped: a plain value where all replicas agree on it, else a handle."""
         trees = {replica: results.result for replica, results in self._results.items()}
         first = next(iter(trees.values()))
+        path = self._first.result_name
         if all(isinstance(tree, Leaf) for tree in trees.values()):
-            return self._combine_leaves(trees, "r")
+            return self._combine_leaves(trees, path)
         specs = {replica: structure.structure_of(tree) for replica, tree in trees.items()}
         if len(set(specs.values())) > 1:
             raise structure.unlike_structures(specs)
         leaves = {replica: structure.flatten(tree)[0] for replica, tree in trees.items()}
         rows = enumerate(zip(*leaves.values(), strict=True))
-        combined = [self._combine_leaves(dict(zip(leaves, row, strict=True)), f"r{index}") for index, row in rows]
+        combined = [
+            self._combine_leaves(dict(zip(leaves, row, strict=True)), leaf_name(path, index)) for index, row in rows
+        ]
         return structure.unflatten(structure.flatten(first)[1], combined)
 
     def _combine_leaves(self, leaves: Mapping[int, Leaf], path: str) -> Any:
@@ -122,9 +132,14 @@ class Results:
         every, tracker = list(self._results.values()), self._tracked.tracker
         names = {name for results in every for name in results.changed}
         alike = {name for name in names if len({results.changed.get(name) for results in every}) == 1}
+        sent = {name for results in every if results.pack is not None for name in results.pack.names}
+        for name in names - sent:
+            self._handles_by_name((name,), "now holds too many tensors, or other objects that stay on the replicas")
+        names, alike = names & sent, alike & sent
         substitutes = self._different
         if unlike := names - alike:
-            packs = {replica: results.pack for replica, results in self._results.items() if results.pack is not None}
+            every_pack = {replica: results.pack for replica, results in self._results.items()}
+            packs = {replica: pack for replica, pack in every_pack.items() if pack is not None and pack.data}
             if len(packs) == len(every):
                 substitutes |= self._handles_for(differing(tracker, packs))
             if not substitutes:
@@ -186,16 +201,16 @@ class Results:
             found[number] = self._handle_of_different(identity, self._tracked.tracker.find(number))
         return found
 
-    def _handles_by_name(self, names: Iterable[str]) -> None:
+    def _handles_by_name(self, names: Iterable[str], what_happened: str = _CHANGED) -> None:
         """Handles for whole values, where their differences cannot be told."""
         for name in names:
             identity = (self._serial, f"#{name}")
             self._tracked.adopt[identity] = name
             if name in self._tracked.tracker:
-                self._handle_of_different(identity, self._tracked.tracker.root(name))
+                self._handle_of_different(identity, self._tracked.tracker.root(name), what_happened)
             self._forget((name,))
 
-    def _handle_of_different(self, identity: ObjectId, old: Any) -> Any:
+    def _handle_of_different(self, identity: ObjectId, old: Any, what_happened: str = _CHANGED) -> Any:
         names = [name for name, value in self._user_ns.items() if value is old and not name.startswith("_")]
         facts = {replica: Described("object", identity=identity) for replica in self._results}
         handle = self._handle(identity, facts, name=names[0] if names else "", mirrored=False)
@@ -205,8 +220,8 @@ class Results:
             self._tracked.bound.assign(name, handle)
         what = f"`{names[0]}`" if names else f"A {type(old).__qualname__} in the notebook"
         self._announce(
-            f"distnb: {what} was changed differently by the replicas. It is now a PerReplica handle of what each of "
-            "them has; strategy.local_results gives the components."
+            f"distnb: {what} {what_happened}. It is now a PerReplica handle of what each of them has; "
+            "strategy.local_results gives the components."
         )
         return handle
 
@@ -223,8 +238,9 @@ class Results:
     def _agreed_sent(self) -> set[str]:
         """Names of what all replicas sent alike."""
         agreed = set()
-        for name, described in self._first.names.items():
-            told = [results.names.get(name) for results in self._results.values()]
+        every = [{**results.names, **results.data_given} for results in self._results.values()]
+        for name, described in every[0].items():
+            told = [named.get(name) for named in every]
             digests = [one.digest for one in told if one is not None and one.kind == "sent"]
             if described.kind == "sent" and len(digests) == len(told) and len(set(digests)) == 1:
                 agreed.add(name)
@@ -250,6 +266,13 @@ class Results:
         every = self._results.items()
         described = {replica: results.names[name] for replica, results in every if name in results.names}
         value = self._combine(name, described, name)
+        nbytes = max(one.nbytes for one in described.values())
+        if nbytes and name != "_":
+            self._announce(
+                f"distnb: `{name}` ({human_bytes(nbytes)}) stays on the replicas, as all data larger than "
+                f"{human_bytes(self._most_nbytes)}, and is a handle here. Fetch it: strategy.local_results({name})[0]. "
+                "%distnb start --data-limit SIZE changes the limit."
+            )
         self._tracked.bound.assign(name, value)
         shell = self._user_ns.get("get_ipython") if name == "_" else None
         if callable(shell) and shell() is not None:
@@ -272,12 +295,12 @@ class Results:
                     return importlib.import_module(first.value)
                 except Exception as error:  # whatever its code raises  # noqa: BLE001
                     return self._stand_in(name or first.value, path, described, error)
-            elif first.kind == "sent" and name in self._sent:
-                return self._sent[name]
+            elif first.kind == "sent" and path in self._sent:
+                return self._sent[path]
             elif first.kind == "sent" and first.value in self._different:
                 return self._different[first.value]
             elif first.kind == "sent" and len({one.digest for one in described.values()}) == 1:
-                return self._stand_in(name, path, described, self._failed.get(name))
+                return self._stand_in(name, path, described, self._failed.get(path))
             elif first.kind == "tracked" and len({one.value for one in described.values()}) == 1:
                 with contextlib.suppress(KeyError):  # what it was sent with has been forgotten just now
                     return self._tracked.tracker.find(first.value)
@@ -305,7 +328,10 @@ class Results:
         }
         facts = {replica: one for replica, one in described.items() if one.kind != "plain"}
         before = self._user_ns.get(name, MISSING) if name else MISSING
-        identity, others = (self._serial, path), [replica for replica in self._results if replica not in described]
+        identity: ObjectId = (self._serial, path)
+        if any(one.kind == "sent" for one in facts.values()):
+            self._tracked.adopt[identity] = dict.fromkeys(facts, identity)  # it stays after all
+        others = [replica for replica in self._results if replica not in described]
         if isinstance(before, HANDLES):
             old = state_of_handle(before)
             if old.tracked is self._tracked:  # replicas that did not assign the name have what it was
@@ -324,8 +350,12 @@ class Results:
         identity = (identities.pop() if len(identities) == 1 else None) or (self._serial, path)
         found = self._tracked.handle(identity)
         if found is None:
-            digest = next(iter(described.values())).digest or b"a module"
-            facts = dict.fromkeys(described, Described("object", digest, identity=identity))
+            self._tracked.adopt[identity] = dict.fromkeys(described, identity)
+            why = "" if error is None else f"it cannot be opened in the notebook ({type(error).__name__}: {error})"
+            facts = {
+                replica: one._replace(kind="object", digest=one.digest or b"a module", identity=identity, why=why)
+                for replica, one in described.items()
+            }
             found = self._handle(identity, facts, name=name)
             state_of_handle(found).as_of = -1
         if error is not None:
@@ -353,13 +383,16 @@ class Results:
         return handle
 
     def _fresh_handle(self, identity: ObjectId) -> Any:
-        """A handle for an engine object that something which arrived refers to."""
-        facts = {}
+        """Make a handle for an engine object that something which arrived refers to; it may have a name as well."""
+        unknown = Described("object", identity=identity)
+        facts, names = {}, {}
         for replica, one in self._results.items():
-            # What a scope made keeps its kind, whether its name or what refers to it is bound first.
-            named = (each for each in one.names.values() if each.mirrored and each.identity == identity)
-            facts[replica] = one.fresh.get(identity) or next(named, Described("object", identity=identity))
-        return self._handle(identity, facts)
+            if replica not in self._objects:
+                named = {each.identity: name for name, each in one.names.items() if each.kind == "object"}
+                self._objects[replica] = named
+            name = names[replica] = self._objects[replica].get(identity, "")
+            facts[replica] = one.names[name] if name else one.fresh.get(identity, unknown)
+        return self._handle(identity, facts, name=next(iter(names.values())))
 
     def release(self) -> None:
         """Let the engines free what the program made and nobody holds here; at the end."""
@@ -386,6 +419,7 @@ class Results:
             every = self._results.items()
             facts = {replica: results.handles[identity] for replica, results in every if identity in results.handles}
             state.facts.update(facts)
+            state.given = 0
             state.as_of = self._changes
             # Of components that differed, what is left when an engine has ended is not what all have.
             known = len(state.facts) == self._tracked.size and (isinstance(handle, Mirrored) or not state.gone)

@@ -73,6 +73,9 @@ class NotebookReferences:
             return "refused", str(error), type(error).__name__
         return word, state.identity, state.local, "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
 
+    def send_by_value(self, parts: Any) -> None:
+        """Do nothing: all tensors are sent by value."""
+
     def resolve(self, token: Any) -> Any:
         """The handle of an engine object that something which arrived refers to."""
         found = self._tracked.handle(token)
@@ -204,8 +207,15 @@ class TrackedObjects:
         """What was sent under these names is not needed any more; the engines are told with the next snapshot."""
         gone = set(names)
         self.tracker.forget(gone)
+        self.drop_unreferenced()
         self.tracker.send_again_beside(gone)
         self.forget |= gone
+
+    def drop_unreferenced(self) -> None:
+        """Free what nobody refers to of values that are not needed any more; the engines are told."""
+        parts = self.tracker.drop_unreferenced()
+        self.tracker.keep_to_oneself(parts)
+        self.unlike_parts.update(parts)
 
     def take_released(self) -> tuple[ObjectId, ...]:
         """Ids of handles that are gone since it was last asked."""

@@ -1,0 +1,265 @@
+"""Surveys of an engine's values: what is in them, told by pickling them, before anything is sent.
+
+A survey of data tells its digest, in which a device object counts by the id that the notebook calls it by: of a dict
+that holds a loss, replicas agree on all but the loss. A survey of an object that stays tells the digest of its content.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import types
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from distnb.engine.namespace.engine_objects import EngineObjects
+from distnb.errors import CannotTravelError
+from distnb.objects.code import is_code
+from distnb.objects.looking import Look, Looker, content
+from distnb.objects.memory import dense_tensor
+from distnb.objects.merging import ATOMS
+from distnb.wire.messages import ObjectId
+
+__all__ = ["MOST_DEVICE_OBJECTS", "ContentSurveyor", "DataSurveyor"]
+
+MOST_DEVICE_OBJECTS = 1000
+"""How many device objects a container may hold; one that holds more stays as a whole."""
+
+_MOST_PARTS = 50_000  # of a value whose instances are asked what they hold
+
+
+class _Surveyor(Looker):
+    """Notes the notebook's objects, and those that have ids, within a value."""
+
+    def __init__(self, objects: EngineObjects, look: Look) -> None:
+        self._objects = objects
+        self._holds: dict[str | ObjectId, None] = {}
+        super().__init__(objects.tracker.side, look)
+
+    def holds(self) -> tuple[str | ObjectId, ...]:
+        """Return names whose objects are within the value that was digested last, and ids of engine objects."""
+        tracker, objects = self._objects.tracker, self._objects
+        found = dict(self._holds)
+        if tracker.names or objects.owns_containers:
+            within = self.memo.copy().keys()
+            found |= dict.fromkeys((*tracker.names_within(within), *objects.containers_within(within)))
+        return tuple(found)
+
+    def array(self, array: Any) -> Any:
+        self._note_memory(array.__array_interface__["data"][0], array.nbytes)
+        return super().array(array)
+
+    def tensor(self, tensor: Any) -> Any:
+        if dense_tensor(tensor):
+            self._note_memory(tensor.data_ptr(), 0)
+        return super().tensor(tensor)
+
+    def _note_memory(self, start: int, nbytes: int) -> None:
+        tracker = self._objects.tracker
+        number = tracker.number_of_memory(start, 1)
+        if number is not None:
+            self._holds[tracker.name_of(number)] = None
+            self.digested.nbytes -= nbytes  # the notebook has it
+
+    def reference(self, obj: Any) -> Any:
+        identity = self._objects.id_of(obj)
+        if identity is not None:
+            self._holds[identity] = None
+        return super().reference(obj)
+
+
+class ContentSurveyor(_Surveyor):
+    """Digests the content of an object that stays; `tensors` says whether that of its tensors counts."""
+
+    def __init__(self, objects: EngineObjects, value: Any, *, tensors: bool) -> None:
+        self._root = value
+        self._tensors = tensors
+        super().__init__(objects, Look())
+
+    def digest_of_root(self) -> bytes | None:
+        """Return the object's digest; None if it cannot be pickled."""
+        with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them
+            return self.digest_of([self._root])
+        return None
+
+    def holds(self) -> tuple[str | ObjectId, ...]:
+        own = self._objects.id_of(self._root)
+        return tuple(each for each in super().holds() if each != own)
+
+    def reference(self, obj: Any) -> Any:
+        return None if obj is self._root else super().reference(obj)
+
+    def tensor(self, tensor: Any) -> Any:
+        if self._tensors:
+            return super().tensor(tensor)
+        if dense_tensor(tensor):
+            self._note_memory(tensor.data_ptr(), 0)
+        return content, (f"{tensor.dtype}{tuple(tensor.shape)}",)
+
+
+class DataSurveyor(_Surveyor):
+    """Digests data, and gives ids to the device objects within.
+
+    An instance that holds a device object is one itself: its methods need what is on the devices. Containers are not.
+
+    Args:
+        serial: Of the program, by which new ids are made.
+        most_nbytes: Larger data stays.
+
+    Attributes:
+        made: The objects that got ids, in order, by the name in whose value they were found.
+        reasons: Why an object stays that is no device object, by its id.
+        errors: What digesting a value raised, by its name.
+        overfull: Names of values with more device objects than may come home in one.
+        instances: How many objects each value has that only their classes know how to pickle, by name.
+        nbytes: How much of each value the notebook lacks, by name.
+        held: What of the notebook's is in each value, as far as it is known yet, by name.
+    """
+
+    def __init__(self, objects: EngineObjects, serial: int, most_nbytes: int) -> None:
+        self._serial = serial
+        self._most_nbytes = most_nbytes
+        self._name = ""
+        self.instances: dict[str, int] = {}
+        self.made: dict[str, dict[ObjectId, Any]] = {}
+        self.reasons: dict[ObjectId, str] = {}
+        self.errors: dict[str, Exception] = {}
+        self.overfull: set[str] = set()
+        self.nbytes: dict[str, int] = {}
+        self.held: dict[str, tuple[str | ObjectId, ...]] = {}
+        super().__init__(objects, Look())
+
+    def begin(self, name: str, value: Any) -> None:
+        super().begin(name, value)
+        self._name = name
+
+    def digest_of(self, value: Any) -> bytes:
+        name = self._name
+        try:
+            digest = self._digest(value)
+            if self.instances[name] and (self.made.get(name) or any(type(each) is tuple for each in self._holds)):
+                holders = self._holders(value)
+                if holders:
+                    self.drop(name)
+                    self._objects.references.holders |= holders
+                    digest = self._digest(value)
+        except Exception as error:
+            self.errors[name] = error
+            raise
+        self.nbytes[name] = self.digested.nbytes
+        # What the pack tells is not asked for here.
+        self.held[name] = self.holds() if self.digested.nbytes > self._most_nbytes else tuple(self._holds)
+        return digest
+
+    def _digest(self, value: Any) -> bytes:
+        self.instances[self._name] = 0
+        self._holds.clear()
+        return super().digest_of(value)
+
+    def drop(self, name: str) -> None:
+        """Take back the ids of what was found in a value, which is not sent."""
+        self._objects.release(self.made.pop(name, ()))
+
+    def reference(self, obj: Any) -> Any:
+        if self._objects.id_of(obj) is None and self._objects.references.stays(obj):
+            return self._own(obj)
+        return super().reference(obj)
+
+    def other(self, obj: Any) -> Any:
+        self.instances[self._name] += 1
+        return super().other(obj)
+
+    def refused(self, obj: Any, error: Exception | None) -> Any:
+        found = self._own(obj)
+        identity = self._objects.id_of(obj)
+        assert identity is not None
+        why = f"{type(error).__name__}: {error}" if error is not None else "it belongs to its process"
+        self.reasons[identity] = f"a {type(obj).__qualname__} cannot be pickled ({why})"
+        return found
+
+    def _own(self, obj: Any) -> Any:
+        made = self.made.setdefault(self._name, {})
+        if len(made) == MOST_DEVICE_OBJECTS:
+            self.overfull.add(self._name)
+            raise CannotTravelError(f"it holds more than {MOST_DEVICE_OBJECTS:,} objects that stay on the replicas")
+        identity = self._objects.own((self._serial, f"{self._name}*{len(made)}"), obj)
+        made[identity] = obj
+        return content, (identity,)
+
+    # -- instances that hold device objects ----------------------------------------------------------------------------
+
+    def _holders(self, value: Any) -> dict[int, Any]:
+        """Return the instances in a value that hold a device object, by their `id()`."""
+        holders: dict[int, list[int]] = {}  # of each object, by `id()`, what holds it
+        seen: dict[int, Any] = {id(value): value}  # it grows as it is walked through
+        found: list[int] = []
+        queue = [value]
+        for obj in queue:
+            if self._objects.id_of(obj) is not None or self._objects.references.stays(obj):
+                found.append(id(obj))
+                continue
+            for part in self._parts(obj, is_root=obj is value):
+                if type(part) in ATOMS:
+                    continue
+                holders.setdefault(id(part), []).append(id(obj))
+                if id(part) not in seen:
+                    seen[id(part)] = part
+                    queue.append(part)
+            if len(queue) > _MOST_PARTS:
+                raise CannotTravelError(f"it holds device objects, and more than {_MOST_PARTS:,} parts")
+        above: dict[int, Any] = {}
+        for key in found:  # it grows
+            for holder in holders.get(key, ()):
+                if holder not in above and self._objects.tracker.number_of(seen[holder]) is None:
+                    above[holder] = seen[holder]
+                    found.append(holder)
+        return {key: obj for key, obj in above.items() if not (is_container(type(obj)) or _is_open(obj))}
+
+    def _parts(self, obj: Any, *, is_root: bool) -> Iterable[Any]:
+        """Return what an object is pickled as: the items of a container, the state of an instance."""
+        kind = type(obj)
+        if kind is dict:
+            return chain(obj, obj.values())
+        if kind in (list, tuple, set, frozenset):
+            return tuple(obj)
+        if issubclass(kind, type | types.CodeType) and not is_root:
+            return ()  # a class is digested by itself
+        try:
+            reduced: Any = self.reducer_override(obj)
+            if reduced is NotImplemented:
+                reducer: Any = self.dispatch_table.get(kind)
+                reduced = reducer(obj) if reducer is not None else obj.__reduce_ex__(5)
+            if type(reduced) is not tuple:
+                return ()
+            return [part for each in reduced for part in (tuple(each) if isinstance(each, Iterator) else (each,))]
+        except Exception:  # whatever a user's class raises  # noqa: BLE001
+            return ()
+
+
+def _is_open(obj: Any) -> bool:
+    """Return whether an object may hold handles in the notebook, though it is no container: code, and what it is of."""
+    return isinstance(obj, types.CellType | types.CodeType) or is_code(obj)
+
+
+_CONTAINERS: tuple[type, ...] = (dict, list, tuple, set, frozenset, collections.deque)
+_PLAIN_CONTAINERS = frozenset({*_CONTAINERS, collections.OrderedDict, collections.defaultdict, collections.Counter})
+
+
+def is_container(kind: type) -> bool:
+    """Return whether a class is one of Python's containers, or is opened as one, without code of its own.
+
+    Such a container may hold handles in the notebook. A dataclass is none, and neither is a class with a constructor.
+    """
+    if kind in _PLAIN_CONTAINERS:
+        return True
+    base = next((each for each in _CONTAINERS if issubclass(kind, each)), None)
+    if base is None or dataclasses.is_dataclass(kind):
+        return False
+    if hasattr(kind, "_fields") and base is tuple:
+        makers = [each for each in kind.__mro__ if "__new__" in vars(each)]
+        return vars(makers[0]).get("_fields") is not None and makers[0].__bases__ == (tuple,)
+    known = next(each for each in kind.__mro__ if each in _PLAIN_CONTAINERS)
+    methods = ("__new__", "__reduce__", "__reduce_ex__", "__setstate__", "__setitem__", "append", "extend")
+    return all(getattr(kind, name, None) == getattr(known, name, None) for name in methods)

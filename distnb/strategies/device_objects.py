@@ -1,0 +1,58 @@
+"""Device objects: what belongs to a replica's devices, and stays on the engines. All else is data.
+
+Data that is equal on all replicas comes home to the notebook after a cell; of a device object the notebook gets a
+handle. A room whose objects belong to devices registers their types; that of another library is loaded with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from distnb.values import DistributedValues
+
+__all__ = ["is_device_object", "register_device_types"]
+
+_types: list[type] = [
+    torch.Tensor,
+    torch.UntypedStorage,
+    torch.TypedStorage,
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+    RemovableHandle,  # it undoes something to a module
+    DistributedValues,
+]
+if torch.distributed.is_available():
+    _types.append(torch.distributed.ProcessGroup)
+
+_LIBRARIES = {"keras": "distnb.keras.device_types"}
+"""What registers the types of another library, once that is loaded."""
+
+_DATASETS = "distnb.input."
+_verdicts: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+
+
+def register_device_types(*types: type) -> None:
+    """Have instances of these classes stay on the engines."""
+    _types.extend(types)
+    _verdicts.clear()
+
+
+def is_device_object(obj: Any) -> bool:
+    """Return whether an object belongs to a replica's devices: a tensor, a module, an optimizer, a dataset."""
+    kind = type(obj)
+    verdict = _verdicts.get(kind)
+    if verdict is None:
+        for library in [name for name in _LIBRARIES if name in sys.modules]:
+            with contextlib.suppress(ImportError):  # a version of it that distnb does not know
+                importlib.import_module(_LIBRARIES.pop(library))
+        verdict = _verdicts[kind] = issubclass(kind, tuple(_types)) or kind.__module__.startswith(_DATASETS)
+    return verdict or (kind is torch.Generator and obj.device.type != "cpu")
