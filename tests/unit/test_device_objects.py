@@ -260,6 +260,17 @@ def test_sizes_as_they_are_given() -> None:
             nbytes_of(size)  # type: ignore[arg-type]
 
 
+def test_data_of_the_notebook_stays_data_when_one_replica_gives_it_another_name(world: DoubleWorld) -> None:
+    here(world, "rows = [1]\ndef scaled(x): return 2 * x")
+    there(world, "made = [2]\nif rid() == 0: log, best, kept = rows, scaled, made")
+    there(world, "config = {'rows': rows, 'made': made, 'f': scaled}\nagain = rows\nrows.append(3)")
+    ns = world.notebook.user_ns
+    assert type(ns["log"]) is type(ns["best"]) is type(ns["kept"]) is RemotePerReplica
+    assert ns["again"] is ns["config"]["rows"] is ns["rows"]
+    assert ns["config"] == {"rows": [1, 3], "made": [2], "f": ns["scaled"]}
+    assert ns["log"].component(0) == [1, 3]
+
+
 # -- in a default cell -------------------------------------------------------------------------------------------------
 
 

@@ -133,8 +133,10 @@ def test_an_object_is_freed_with_its_handle_though_its_name_stays(world: DoubleW
 
 
 HIDING = """
-class Box:
+import torch
+class Box(torch.nn.Module):
     def __init__(self, function=None):
+        super().__init__()
         self.function = function
     def __reduce__(self):
         return Box, ()

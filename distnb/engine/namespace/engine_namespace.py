@@ -120,7 +120,9 @@ class EngineNamespace:
         """Hear what the notebook made of earlier programs: maybe again, where another replica did not hear of it."""
         for identity, what in snapshot.adopt.items():
             if identity in objects.owned:
-                objects.own(identity, objects.owned[identity])  # perhaps it was sent, and the replicas did not agree
+                # Perhaps it was sent, and the replicas did not agree. The notebook's own stays the notebook's.
+                found = objects.owned[identity]
+                objects.own(identity, found, by_value=objects.tracker.number_of(found) is not None)
             elif isinstance(what, str):
                 if what in objects.tracker:
                     objects.own(identity, objects.tracker.root(what))
