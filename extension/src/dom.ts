@@ -61,8 +61,8 @@ function human(nbytes: number): string {
 }
 
 const SVG = 'http://www.w3.org/2000/svg';
-/** Told apart by the colour-blind (Okabe and Ito), on light and dark; dashes tell them apart without colour. */
-const COLORS = ['#0072b2', '#e69f00', '#009e73', '#cc79a7', '#56b4e9', '#d55e00', '#999999', '#b8a900'];
+/** The live view's: a replica has one colour everywhere. Dashes tell lines apart without colour. */
+const COLORS = ['#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#999933', '#808080'];
 const [WIDTH, HEIGHT] = [220, 44];
 
 export function curve(name: string, lines: ILine[]): HTMLElement {

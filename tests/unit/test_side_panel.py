@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import socket
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from distnb.cluster.local import terminal_socket
 from distnb.cluster.local.terminal_socket import TerminalSocket, ask, running
 from distnb.errors import NoClusterError
 from distnb.notebook.engines import EngineStatus
+from distnb.notebook.views.chart_model import COLORS
 from distnb.notebook.views.live_model import LiveModel
 from distnb.topology import Device, Team
 from distnb.widgets.panel.side_panel import SidePanel
@@ -192,3 +194,9 @@ def test_other_users_sockets_are_neither_asked_nor_answered(directory: Path, mon
     assert not ask(path, "stacks")
     directory.chmod(0o755)
     assert running() == []
+
+
+def test_a_replica_has_the_color_that_it_has_in_the_live_view() -> None:
+    drawn = (Path(__file__).parents[2] / "extension/src/dom.ts").read_text(encoding="utf-8")
+    (colors,) = re.findall(r"COLORS = \[(.*)\];", drawn)
+    assert tuple(re.findall("#[0-9a-f]{6}", colors)) == COLORS
