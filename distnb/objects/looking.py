@@ -23,7 +23,7 @@ import cloudpickle
 import xxhash
 
 from distnb.errors import CannotTravelError
-from distnb.objects import code, constructors
+from distnb.objects import code, constructors, keras_archives
 from distnb.objects.constructors import ByOpener
 from distnb.objects.hidden_functions import functions_within, hides_parts
 from distnb.objects.mapped_files import file_of, window_of
@@ -430,6 +430,8 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
         return lambda pickler, obj: pickler.module(obj)
     if any(issubclass(kind, each) for each in _pickled_without_state()):
         return lambda pickler, obj: pickler.by_state(obj)
+    if keras_archives.is_archived(kind):
+        return lambda pickler, obj: keras_archives.without_time(pickler.instance(obj))
     widget = getattr(sys.modules.get("ipywidgets"), "Widget", None)
     if widget is not None and issubclass(kind, widget):
         return lambda pickler, obj: pickler.refused(obj, None)  # whole: it closes itself by the comm that it lacks

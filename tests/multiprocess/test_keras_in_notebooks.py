@@ -124,6 +124,15 @@ def test_metrics_in_cells_count_every_replica(cells: Notebook) -> None:
     cells.run("%%distribute mirrored\nmean.reset_state()\nassert float(mean.result()) == 0.0")
 
 
+def test_a_model_of_the_notebook_that_replicas_pickle_at_different_times_stays_itself(cells: Notebook) -> None:
+    cells.run("plain = keras.Sequential([keras.layers.Dense(1)])")
+    ran = cells.run(
+        "%%distribute mirrored\nimport time\nname = plain.name\ntime.sleep(1.1 * distnb.replica_id())", timeout_s=60
+    )
+    assert "changed differently" not in ran.stdout + ran.stderr
+    assert cells.value("type(plain).__name__ == 'Sequential' and plain.name == name") is True
+
+
 def test_ordinary_cells_save_and_restore_a_model(cells: Notebook, tmp_path: Path) -> None:
     """With its optimizer; and one that is built by its first batch is one model on all replicas from the start."""
     cells.run("strategy = distnb.MirroredStrategy()" + TRAINING, timeout_s=90)
