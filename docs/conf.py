@@ -67,8 +67,9 @@ def fold_solutions(app: Sphinx, page: str, source: list[str]) -> None:
         solution, code = "solution" in cell["metadata"].get("tags", ()), cell["cell_type"] == "code"
         if solution and code:
             text = folded.pop()
-            parts = ["".join(text["source"]), f"```python\n{''.join(cell['source'])}\n```"]
-            text["source"] = "\n\n".join(["<details><summary>Solution</summary>", *parts, "</details>"])
+            why = "".join(text["source"]).removeprefix("**Solution.**").strip()
+            what = f"```python\n{''.join(cell['source'])}\n```"
+            text["source"] = f"<details><summary>Solution</summary>\n\n{why}\n\n{what}\n\n</details>"
             cell = text
         folded.append(cell)
     notebook["cells"] = folded
