@@ -137,9 +137,9 @@ gpu:
 	@rm -rf $(GPU_SITE)
 	@$(PYTHON) -m pip --disable-pip-version-check install -qq --no-index --no-deps --no-compile --target $(GPU_SITE) $(WHEELS)/*.whl
 	@export PYTHONPATH="$(CURDIR)/$(GPU_SITE):$(CURDIR)"; failed=; \
-	timeout 240 $(PYTHON) -m benchmarks.gpu $(ARGS) || failed="$$failed the table"; \
-	timeout 330 $(PYTHON) -m pytest -q -p no:cacheprovider -n 4 --dist loadfile tests/gpu || failed="$$failed tests/gpu"; \
-	[ -z "$$failed" ] || { echo "Failed:$$failed" >&2; exit 1; }
+	timeout 240 $(PYTHON) -m benchmarks.gpu $(ARGS) || failed="$$failed the table ($$?)"; \
+	timeout 330 $(PYTHON) -m pytest -q -p no:cacheprovider -n 4 --dist loadfile tests/gpu || failed="$$failed tests/gpu ($$?)"; \
+	[ -z "$$failed" ] || { echo "Failed, with its exit status (124: it took too long):$$failed" >&2; exit 1; }
 
 # Only who changes extension/ needs this, and npm: the built files are in the repository.
 extension: $(VENV)/.made-lab
