@@ -82,7 +82,7 @@ class VariableAggregation(_Named):
 
 
 DATA_LIMIT_NBYTES = 64_000_000
-"""Larger data stays on the engines, unless another limit is given when they are started."""
+"""The default size above which data stays on the engines."""
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate(_UNITS) if power}
@@ -90,7 +90,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]?i?)B?")
 
 
 def nbytes_of(size: int | str) -> int:
-    """Return a size in bytes, which may be given as text.
+    """Return a size in bytes, given as a number or as text.
 
     Raises:
         OptionError: It is no size. (It is a ValueError.)

@@ -1,4 +1,4 @@
-"""The types of Keras's objects that hold variables, and stay on the engines. Keras pickles some of them as files."""
+"""Registration of Keras's classes that hold variables: their instances stay on the engines."""
 
 import keras
 

@@ -82,7 +82,7 @@ def fill_tensor(tensor: Any, state: tuple[bool, Any, dict[str, Any]]) -> None:
 
 
 def reduce_generator(generator: Any) -> Any:
-    """Return how to pickle a torch generator: with its state as bytes, which are no tensor of the user's."""
+    """Reduce a torch generator with its state as bytes, since a tensor would count as one of the user's."""
     import torch
 
     state = generator.get_state().numpy().tobytes()

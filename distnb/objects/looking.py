@@ -47,7 +47,11 @@ class References(Protocol):
         """What stands for an object in a digest: a tuple; None for one whose content counts."""
 
     def send_by_value(self, parts: Any) -> None:
-        """Have tensors sent by value, as parts of one that is: they are in a structure of tuples."""
+        """Send these tensors by value, as the parts of a tensor that is sent by value.
+
+        Args:
+            parts: A structure of tuples and tensors.
+        """
 
     def resolve(self, token: Any) -> Any:
         """The object, on this side, that a token of the other side stands for."""
@@ -136,7 +140,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file or self.digested, protocol=5, buffer_callback=keep or self.digested.keep)
 
     def begin(self, name: str, value: Any) -> None:
-        """Begin with the value of a name."""
+        """Begin to pickle the value of a name."""
         self.label, self.root = label_of(name), value
         self.looked_at = value if issubclass(type(value), type) else None
 
@@ -302,7 +306,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
         return self.other(obj) if self.side.copying else (copyreg.__newobj__, (type(obj),), vars(obj))  # type: ignore[attr-defined]
 
     def transform(self, transform: Any) -> Any:
-        """A matplotlib transform, which knows others by their addresses: those of equal figures differ."""
+        """Reduce a matplotlib transform without the addresses of others, which differ between equal figures."""
         state = transform.__getstate__()
         parents = list(state.pop("_parents").values())
         return content, (type(transform),), (state, parents)  # they hold one another
@@ -329,7 +333,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class DigestedPickle:
-    """A file for a pickle of which only the digest is kept, however large it is.
+    """A file that digests the pickle written to it and keeps nothing.
 
     Attributes:
         nbytes: The pickle's size so far, with its buffers.
@@ -341,18 +345,18 @@ class DigestedPickle:
         self._buffers: list[bytes] = []
 
     def begin(self) -> None:
-        """Begin with another pickle."""
+        """Begin another pickle."""
         self.nbytes = 0
         self._hasher.reset()
         self._buffers.clear()
 
     def write(self, data: Any) -> None:
-        """Take a part of the pickle."""
+        """Digest a part of the pickle."""
         self.nbytes += len(data)
         self._hasher.update(data)
 
     def keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take a buffer, which then is not in the pickle."""
+        """Digest a buffer, and leave it out of the pickle."""
         raw = buffer.raw()
         self.nbytes += raw.nbytes
         self._buffers.append(xxhash.xxh3_128_digest(raw))

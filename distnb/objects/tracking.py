@@ -125,7 +125,7 @@ class _Table:
             }
 
     def drop_unreferenced(self, newer: Sequence[_Table]) -> list[int]:
-        """Drop what nothing else refers to of values that are not wanted any more. Return the parts that it empties.
+        """Drop the unreferenced objects of values that are no longer wanted. Return the parts that this empties.
 
         This frees memory, and changes nothing: an object that nobody reaches is never sent, and never asked for. What
         is in a newer table has another number.
@@ -329,15 +329,7 @@ class Tracker:
                 if name in look.refused:
                     raise
                 look.refused[name] = _refused(name, values[name], error)
-        pairs, parts = array("Q"), dict[int, int]()
-        if tables:
-            with _no_collection():
-                memo = packer.memo.copy()
-                for each in tables:
-                    for key in each.numbers.keys() & memo.keys():
-                        part, offset = divmod(each.numbers[key], 1 << OFFSET_BITS)
-                        pairs.extend((memo[key][0], parts.setdefault(part, len(parts)) << OFFSET_BITS | offset))
-                del memo
+        pairs, parts = _pairs(packer, tables)
         packed = Packed(
             serial=serial,
             names=tuple(names),
@@ -345,7 +337,7 @@ class Tracker:
             buffers=tuple(packer.buffers),
             starts=starts,
             pairs=pairs.tobytes(),
-            parts=tuple(parts),
+            parts=parts,
         )
         if held is not None and pairs:
             for within, found in packed.parts_within().items():
@@ -356,7 +348,7 @@ class Tracker:
         return packed
 
     def _parts_of_classes(self, classes: Mapping[str, type]) -> set[int]:
-        """Return the `id()` of each class, and of all objects that are its content and no other class's."""
+        """Return the `id()`s of classes and of all objects within them."""
         found = set(map(id, classes.values()))
         looker = Looker(self.side)
         for name, cls in classes.items():
@@ -535,7 +527,7 @@ class Tracker:
             self._drop(set().union(*alone))
 
     def drop_unreferenced(self) -> list[int]:
-        """Drop what nothing refers to of values that are not wanted any more, and came in one pack with others.
+        """Drop the unreferenced objects of values that are no longer wanted, but came in one pack with others.
 
         Returns the parts of packs of which nothing but memory is left: neither end should use their numbers any more.
         """
@@ -595,10 +587,27 @@ class Tracker:
         return self._table_of(number).name_of(number)
 
     def names_within(self, ids: KeysView[int]) -> set[str]:
-        """Return the names with whose values some objects came, which are told by their `id()`."""
+        """Return the names with whose values the objects with these `id()`s came."""
         return {
             table.name_of(table.numbers[key]) for table in self._tables.values() for key in table.numbers.keys() & ids
         }
+
+
+def _pairs(packer: Packer, tables: Sequence[_Table]) -> tuple[array[int], tuple[int, ...]]:
+    """Return the pairs (place now, number before) of objects in a pack that earlier packs have brought.
+
+    The earlier number is an index into the second result, the numbers of the parts of packs, and a place.
+    """
+    pairs, parts = array("Q"), dict[int, int]()
+    if tables:
+        with _no_collection():
+            memo = packer.memo.copy()
+            for each in tables:
+                for key in each.numbers.keys() & memo.keys():
+                    part, offset = divmod(each.numbers[key], 1 << OFFSET_BITS)
+                    pairs.extend((memo[key][0], parts.setdefault(part, len(parts)) << OFFSET_BITS | offset))
+            del memo
+    return pairs, tuple(parts)
 
 
 def _refused(name: str, value: Any, error: Exception) -> Placeholder:

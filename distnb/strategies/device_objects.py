@@ -1,7 +1,7 @@
-"""Device objects: what belongs to a replica's devices, and stays on the engines. All else is data.
+"""Device objects, which belong to a replica's devices and stay on the engines. All else is data.
 
-Data that is equal on all replicas comes home to the notebook after a cell; of a device object the notebook gets a
-handle. A room whose objects belong to devices registers their types; that of another library is loaded with it.
+After a cell, data that is equal on all replicas comes home to the notebook, which gets handles of the device objects.
+A room whose objects belong to devices registers their classes. A library's classes are registered once it is loaded.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if torch.distributed.is_available():
     _types.append(torch.distributed.ProcessGroup)
 
 _LIBRARIES = {"keras": "distnb.keras.device_types"}
-"""What registers the types of another library, once that is loaded."""
+"""The modules that register the classes of other libraries, by the library."""
 
 _DATASETS = "distnb.input."
 _verdicts: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def register_device_types(*types: type) -> None:
-    """Have instances of these classes stay on the engines."""
+    """Keep instances of these classes on the engines."""
     _types.extend(types)
     _verdicts.clear()
 

@@ -48,16 +48,16 @@ def former(name: str, serial: int) -> str:
 
 
 RETURNED = "return"
-"""What the result of a call is kept under. No variable can have this name."""
+"""The name of a call's result on the engines. No variable can have it."""
 
 
 def leaf_name(result_name: str, index: int) -> str:
-    """Return what a leaf of a result is kept under. An operation on a handle has one leaf at most."""
+    """Return the name of a leaf of a result. An operation on a handle has at most one leaf."""
     return result_name if result_name[0] == "@" else f"{result_name}.{index}"
 
 
 def name_of_given(serial: int) -> str:
-    """Return what the result of an operation on a handle is kept under: both sides know data by it."""
+    """Return the name of the result of an operation on a handle: both sides know data by it."""
     return f"@{serial}"
 
 

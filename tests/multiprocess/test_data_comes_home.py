@@ -1,4 +1,4 @@
-"""Data that replicas assign is the notebook's own data: of every kind, in every kind of cell, changed on either side."""
+"""Data of every kind that replicas assign, in every kind of cell, changed on either side."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_data_of_every_kind(notebook: Notebook) -> None:
 
 
 def test_data_that_differs_or_is_on_one_replica_only(notebook: Notebook) -> None:
-    """It is a handle of each replica's own, which fetches the whole of it, and works in the next cells."""
+    """The name is a handle, which fetches each replica's whole value and works in the next cells."""
     differing = (
         _all("d{n} = [{made}, replica]") + "\nif not replica:\n    " + _all("o{n} = {made}; ").replace("\n", "\n    ")
     )

@@ -57,11 +57,11 @@ class Describer:
 
     @functools.cached_property
     def surveyor(self) -> DataSurveyor:
-        """What digests data; made when there is some."""
+        """The surveyor of this program's data, created for the first value."""
         return DataSurveyor(self._objects, self._serial, self._most_nbytes)
 
     def register(self, values: Mapping[str, Any]) -> None:
-        """Choose which values that were assigned are sent, and give ids to all.
+        """Choose which of the assigned values are sent, and give an id to each.
 
         Args:
             values: By their paths.
@@ -84,7 +84,7 @@ class Describer:
             objects.own((self._serial, path), value, by_value=by_value)
 
     def _survey(self, value: Any, path: str) -> Described:
-        """Return what is known of data before it is sent; of kind "object" if it stays."""
+        """Describe data before it is sent, or as kind "object" if it stays."""
         objects, surveyor, identity = self._objects, self.surveyor, (self._serial, path)
         number = objects.tracker.number_of(value)
         look = Look({name: digest for name, digest in self.look.digests.items() if name[:1] == "%"})
@@ -115,11 +115,15 @@ class Describer:
         return described
 
     def content_digest(self, value: Any) -> bytes | None:
-        """Return the digest of all that a value is, its tensors included; None if it cannot be pickled."""
+        """Return the digest of a value including its tensors, or None if it cannot be pickled."""
         return ContentSurveyor(self._objects, value, tensors=True).digest_of_root()
 
     def note_held(self, held: Mapping[str, set[str]]) -> None:
-        """Note which names' objects are within values, by the paths of these, as the pack has told."""
+        """Note which other names' objects the packed values hold.
+
+        Args:
+            held: These names, by the path of the value that holds them.
+        """
         for path, names in held.items():
             if path in self.sent:
                 described = self._described[path]
@@ -145,9 +149,12 @@ class Describer:
         return self.object(value, self._objects.own((self._serial, path), value), brief=brief, surveyed=path)
 
     def object(self, value: Any, identity: ObjectId, *, brief: bool = False, surveyed: str = "") -> Described:
-        """Describe an object that stays on the engine, behind a handle; under the path `surveyed` it was surveyed.
+        """Describe an object that stays on the engine, behind a handle.
 
-        One that cannot be described affects no other: its summary says why.
+        An object that cannot be described affects no other: its summary says why.
+
+        Args:
+            surveyed: The path under which it was surveyed, if it was.
         """
         try:
             return self._object(value, identity, brief=brief, surveyed=surveyed)
@@ -192,14 +199,14 @@ class Describer:
         return Described("object", digest, identity=identity, summary=summary, holds=holds)
 
     def register_fresh(self, value: Any) -> ObjectId:
-        """Give an id to an object that what is sent refers to, that stays, and that no survey has met."""
+        """Give an id to an object that stays, that sent data refers to, and that no survey has met."""
         made = self.surveyor.made.setdefault("", {})
         identity = self._objects.own((self._serial, f"*{len(made)}"), value)
         made[identity] = value
         return identity
 
     def describe_fresh(self) -> None:
-        """Describe the objects that got an id from what is sent: the notebook makes handles of them."""
+        """Describe the objects within sent data that got an id, for the notebook's handles of them."""
         for made in self.surveyor.made.values():
             for identity, value in made.items():
                 self.fresh[identity] = self.object(value, identity, brief=True)

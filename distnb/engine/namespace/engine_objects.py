@@ -49,14 +49,15 @@ class EngineReferences:
         self._parts: dict[int, Any] = {}  # of the notebook's own device objects, by `id()`
 
     def forget_program(self) -> None:
-        """Forget what was found out for an earlier program."""
+        """Clear the findings of the previous program."""
         self.holders.clear()
         self._parts.clear()
 
     def stays(self, obj: Any) -> bool:
-        """Return whether an object stays here: a device object that is none of the notebook's, or an instance with one.
+        """Return whether an object stays on the engine.
 
-        The notebook's own tensors go back to it, with their gradients.
+        A device object stays, and so does an instance that holds one. The notebook's own tensors go back to it, with
+        their gradients.
         """
         if id(obj) in self.holders:
             return True
@@ -85,7 +86,7 @@ class EngineReferences:
         return identity
 
     def send_by_value(self, parts: Any) -> None:
-        """Note tensors that one of the notebook's is pickled as."""
+        """Note the tensors that a tensor of the notebook's consists of (the indices and values of a sparse one)."""
         if isinstance(parts, tuple):
             for part in parts:
                 self.send_by_value(part)
@@ -109,7 +110,7 @@ class EngineReferences:
 
 
 def _device_parts(obj: Any) -> list[Any]:
-    """Return the device objects within one: a tensor's gradient, what a module or an optimizer holds."""
+    """Return the device objects within another: a tensor's gradient, the parts of a module or an optimizer."""
     found, seen, queue = [], {id(obj)}, [obj]
     for each in queue:  # it grows
         parts: list[Any] = []
@@ -161,7 +162,7 @@ class EngineObjects:
         return bool(self._containers)
 
     def containers_within(self, ids: KeysView[int]) -> list[ObjectId]:
-        """Return the ids of the plain containers among some objects, which are told by their `id()`."""
+        """Return the ids of the plain containers among the objects with these `id()`s."""
         return [self._ids[key][0] for key in self._containers & ids]
 
     def id_of(self, obj: Any) -> ObjectId | None:
@@ -207,7 +208,7 @@ class _Copies:
         """By value."""
 
     def send_by_value(self, parts: Any) -> None:
-        """Do nothing: all is."""
+        """Do nothing: a copy has no references."""
 
     def resolve(self, token: Any) -> Any:
         """Nothing was sent by reference."""

@@ -1,7 +1,7 @@
-"""Surveys of an engine's values: what is in them, told by pickling them, before anything is sent.
+"""Surveys of an engine's values: their digests and contents, found by pickling, before anything is sent.
 
-A survey of data tells its digest, in which a device object counts by the id that the notebook calls it by: of a dict
-that holds a loss, replicas agree on all but the loss. A survey of an object that stays tells the digest of its content.
+In the digest of data a device object counts by its id, which is the same on every replica. A dict that holds a loss is
+therefore equal on all replicas, although the losses differ. An object that stays is digested with its content.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from distnb.wire.messages import ObjectId
 __all__ = ["MOST_DEVICE_OBJECTS", "ContentSurveyor", "DataSurveyor"]
 
 MOST_DEVICE_OBJECTS = 1000
-"""How many device objects a container may hold; one that holds more stays as a whole."""
+"""The most device objects that a container may bring home as handles. A container with more stays as a whole."""
 
 _MOST_PARTS = 50_000  # of a value whose instances are asked what they hold
 
 
 class _Surveyor(Looker):
-    """Notes the notebook's objects, and those that have ids, within a value."""
+    """A pickler for digests that notes the notebook's objects, and objects with ids, within a value."""
 
     def __init__(self, objects: EngineObjects, look: Look) -> None:
         self._objects = objects
@@ -39,7 +39,7 @@ class _Surveyor(Looker):
         super().__init__(objects.tracker.side, look)
 
     def holds(self) -> tuple[str | ObjectId, ...]:
-        """Return names whose objects are within the value that was digested last, and ids of engine objects."""
+        """Return the names and engine object ids of what the most recently digested value holds."""
         tracker, objects = self._objects.tracker, self._objects
         found = dict(self._holds)
         if tracker.names or objects.owns_containers:
@@ -71,7 +71,12 @@ class _Surveyor(Looker):
 
 
 class ContentSurveyor(_Surveyor):
-    """Digests the content of an object that stays; `tensors` says whether that of its tensors counts."""
+    """A surveyor of an object that stays.
+
+    Args:
+        value: The object.
+        tensors: Whether the elements of its tensors count; otherwise only their shape and dtype do.
+    """
 
     def __init__(self, objects: EngineObjects, value: Any, *, tensors: bool) -> None:
         self._root = value
@@ -79,7 +84,7 @@ class ContentSurveyor(_Surveyor):
         super().__init__(objects, Look())
 
     def digest_of_root(self) -> bytes | None:
-        """Return the object's digest; None if it cannot be pickled."""
+        """Return the object's digest, or None if it cannot be pickled."""
         with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them
             return self.digest_of([self._root])
         return None
@@ -100,9 +105,10 @@ class ContentSurveyor(_Surveyor):
 
 
 class DataSurveyor(_Surveyor):
-    """Digests data, and gives ids to the device objects within.
+    """A surveyor of data, which gives ids to the device objects within.
 
-    An instance that holds a device object is one itself: its methods need what is on the devices. Containers are not.
+    An instance that holds a device object counts as a device object, because its methods need the device. A container
+    does not.
 
     Args:
         serial: Of the program, by which new ids are made.
@@ -159,7 +165,7 @@ class DataSurveyor(_Surveyor):
         return super().digest_of(value)
 
     def drop(self, name: str) -> None:
-        """Take back the ids of what was found in a value, which is not sent."""
+        """Release the ids of the device objects within a value that is not sent."""
         self._objects.release(self.made.pop(name, ()))
 
     def reference(self, obj: Any) -> Any:
@@ -218,7 +224,7 @@ class DataSurveyor(_Surveyor):
         return {key: obj for key, obj in above.items() if not (is_container(type(obj)) or _is_open(obj))}
 
     def _parts(self, obj: Any, *, is_root: bool) -> Iterable[Any]:
-        """Return what an object is pickled as: the items of a container, the state of an instance."""
+        """Return the parts that an object is pickled as: the items of a container, the state of an instance."""
         kind = type(obj)
         if kind is dict:
             return chain(obj, obj.values())
@@ -239,7 +245,7 @@ class DataSurveyor(_Surveyor):
 
 
 def _is_open(obj: Any) -> bool:
-    """Return whether an object may hold handles in the notebook, though it is no container: code, and what it is of."""
+    """Return whether an object is code or a part of code: like a container, it may hold handles in the notebook."""
     return isinstance(obj, types.CellType | types.CodeType) or is_code(obj)
 
 
@@ -248,9 +254,9 @@ _PLAIN_CONTAINERS = frozenset({*_CONTAINERS, collections.OrderedDict, collection
 
 
 def is_container(kind: type) -> bool:
-    """Return whether a class is one of Python's containers, or is opened as one, without code of its own.
+    """Return whether a class is one of Python's containers, or a subclass that is unpickled without code of its own.
 
-    Such a container may hold handles in the notebook. A dataclass is none, and neither is a class with a constructor.
+    Such a container may hold handles in the notebook. A dataclass may not, nor may a class with a constructor.
     """
     if kind in _PLAIN_CONTAINERS:
         return True

@@ -277,7 +277,7 @@ Mapping.register(RemoteMapping)
 
 
 class RemoteSequence(RemoteMirrored):
-    """A handle of sequences that are the same on every replica: for functions that take any sequence, as it is one."""
+    """A handle of equal sequences, which `match` and functions that ask for a `Sequence` take for one."""
 
     __slots__ = ()
 
@@ -288,12 +288,12 @@ HANDLES: tuple[type[DistributedValues], ...] = (RemotePerReplica, RemoteMirrored
 
 
 class Components(tuple[Any, ...]):
-    """The components of a handle. Of a mapping's handle, `values()` are the mapping's own values."""
+    """The components of a handle, as `handle.values`. On a mapping's handle, `values()` calls the mapping's method."""
 
     _handle: Any = None
 
     def of(self, handle: Any) -> Components:
-        """Note whose they are."""
+        """Bind the components to their handle."""
         self._handle = handle
         return self
 
@@ -311,7 +311,7 @@ def _is_dataset(handle: DistributedValues) -> bool:
 
 
 def _has_labels(handle: DistributedValues) -> bool:
-    """Return whether a handle is of one of pandas's objects, whose values alone are not all that it is."""
+    """Return whether a handle stands for a pandas object, which is more than its values: it has labels."""
     return state_of_handle(handle).type_name.partition(".")[0] == "pandas"
 
 

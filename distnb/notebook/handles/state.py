@@ -100,7 +100,7 @@ class RemoteState:
 
     @property
     def why(self) -> str:
-        """Why the object is on the engines, though it is no device object; "" if there is no particular reason."""
+        """The reason why the object stays although it is no device object; "" if there is none."""
         return next((fact.why for fact in self.facts.values() if fact.why), "")
 
     @property

@@ -22,8 +22,8 @@ __all__ = ["LocalCopies"]
 _VISITED_AT_MOST = 20_000
 
 
-class _Place(NamedTuple):
-    """Where a handle is, or a tuple that holds one.
+class _HandlePlace(NamedTuple):
+    """A place of a handle, or of a tuple that holds one.
 
     Attributes:
         container: A namespace, a list, a dict, a cell, a class, a function.
@@ -36,18 +36,18 @@ class _Place(NamedTuple):
     container: Any
     key: Any
     before: Any
-    within: _Place | None = None
+    within: _HandlePlace | None = None
     form: str = "{key}"
 
     @property
     def label(self) -> str:
-        """How messages call it: `cfg['model']`."""
+        """The place in messages: `cfg['model']`."""
         outer = self.within.label if self.within is not None else ""
         key = self.key if "." in self.form or self.within is None else reprlib.repr(self.key)
         return outer + self.form.format(key=key)
 
     def get(self) -> Any:
-        """Return what is there now; MISSING if nothing is."""
+        """Return the current value of the place, or MISSING."""
         if isinstance(self.container, _BY_ITEM):
             try:
                 return self.container[self.key]
@@ -56,7 +56,7 @@ class _Place(NamedTuple):
         return getattr(self.container, self.key, MISSING)
 
     def put(self, value: Any) -> None:
-        """Put a value there."""
+        """Put a value into the place."""
         if isinstance(self.container, _BY_ITEM):
             self.container[self.key] = value
         else:
@@ -73,7 +73,7 @@ class LocalCopies:
         self._user_ns = user_ns
         self._operations = operations
         self._announce = announce
-        self._put: list[tuple[_Place, Any]] = []  # with the copy
+        self._put: list[tuple[_HandlePlace, Any]] = []  # with the copy
         self._copied: dict[int, tuple[Any, Any, bytes, str]] = {}  # by id of a handle: it, its copy, digest and label
 
     def bind(self, reads: Reads) -> tuple[str, ...]:
@@ -137,17 +137,17 @@ class LocalCopies:
                 "such a change, assign the object to a name of its own in the cell."
             )
 
-    def _places(self, reads: Reads) -> Iterator[_Place]:
-        """Find the places of mirrored handles that the cell may reach: names, and what their values hold."""
+    def _places(self, reads: Reads) -> Iterator[_HandlePlace]:
+        """Yield the places of the mirrored handles that the cell may reach by names, and within the names' values."""
         known: set[str] = set()
-        queue: list[_Place] = []
+        queue: list[_HandlePlace] = []
         seen: set[int] = {id(self._user_ns)}
 
         def read_also(names: Iterable[str]) -> None:
             for name in sorted(set(names) - known):
                 known.add(name)
                 if name in self._user_ns:
-                    queue.append(_Place(self._user_ns, name, self._user_ns[name]))
+                    queue.append(_HandlePlace(self._user_ns, name, self._user_ns[name]))
 
         read_also(user_names(self._user_ns) if reads.dynamic else reads.names)
         for place in queue:  # it grows
@@ -165,7 +165,7 @@ class LocalCopies:
 
 
 def _handles_in(value: Any) -> list[Any]:
-    """Return the mirrored handles that a value is, or holds as a tuple does."""
+    """Return the value itself if it is a mirrored handle, or the mirrored handles within a tuple."""
     if isinstance(value, HANDLES):
         return [value] if isinstance(value, Mirrored) else []
     if isinstance(value, tuple):
@@ -174,7 +174,7 @@ def _handles_in(value: Any) -> list[Any]:
 
 
 def _with_copies(value: Any, copies: Mapping[int, Any]) -> Any:
-    """Return a copy for a handle; a tuple with copies for one with handles."""
+    """Return the copy of a handle, or a tuple in which copies replace the handles."""
     if id(value) in copies:
         return copies[id(value)]
     if not isinstance(value, tuple) or not _handles_in(value):
@@ -182,35 +182,35 @@ def _with_copies(value: Any, copies: Mapping[int, Any]) -> Any:
     return tuple.__new__(type(value), [_with_copies(part, copies) for part in value])
 
 
-def _parts(obj: Any, within: _Place) -> Iterator[_Place]:
-    """Find the places within an object that was found somewhere."""
+def _parts(obj: Any, within: _HandlePlace) -> Iterator[_HandlePlace]:
+    """Yield the places within an object."""
     if isinstance(obj, (str, bytes, int, float, types.ModuleType, type(None), *HANDLES)):
         return
     attributes: Any = getattr(obj, "__dict__", None)
     if isinstance(obj, dict | list | collections.deque):
         for key, value in obj.items() if isinstance(obj, dict) else enumerate(obj):
-            yield _Place(obj, key, value, within, "[{key}]")
+            yield _HandlePlace(obj, key, value, within, "[{key}]")
     elif isinstance(obj, tuple | set | frozenset):
         for index, part in enumerate(obj):
             form = "[{key}]" if isinstance(obj, tuple) else ""
-            yield from _parts(part, _Place(obj, index, part, within, form))
+            yield from _parts(part, _HandlePlace(obj, index, part, within, form))
     elif isinstance(obj, types.FunctionType):
         for cell in obj.__closure__ or ():
-            yield _Place(cell, "cell_contents", content_of(cell), within, "")
-        yield _Place(obj, "__defaults__", obj.__defaults__, within, "")
+            yield _HandlePlace(cell, "cell_contents", content_of(cell), within, "")
+        yield _HandlePlace(obj, "__defaults__", obj.__defaults__, within, "")
     elif isinstance(obj, types.MethodType):
         yield from _parts(obj.__func__, within)
         yield from _parts(obj.__self__, within)
     elif isinstance(obj, type):
         for name, value in attributes.items():
             if not name.startswith("__"):
-                yield _Place(obj, name, value, within, ".{key}")
+                yield _HandlePlace(obj, name, value, within, ".{key}")
         for base in obj.__bases__:
             if base is not object:
                 yield from _parts(base, within)
     elif isinstance(attributes, dict):
         for name, value in attributes.items():
-            yield _Place(attributes, name, value, within, ".{key}")
+            yield _HandlePlace(attributes, name, value, within, ".{key}")
         if type(obj).__module__ == "__main__":
             yield from _parts(type(obj), within)
 

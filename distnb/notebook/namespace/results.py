@@ -383,7 +383,7 @@ class Results:
         return handle
 
     def _fresh_handle(self, identity: ObjectId) -> Any:
-        """Make a handle for an engine object that something which arrived refers to; it may have a name as well."""
+        """Make a handle for an engine object within data that has arrived. The object may have a name as well."""
         unknown = Described("object", identity=identity)
         facts, names = {}, {}
         for replica, one in self._results.items():

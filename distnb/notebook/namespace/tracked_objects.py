@@ -212,7 +212,7 @@ class TrackedObjects:
         self.forget |= gone
 
     def drop_unreferenced(self) -> None:
-        """Free what nobody refers to of values that are not needed any more; the engines are told."""
+        """Free the unreferenced objects of values that are no longer needed, here and on the engines."""
         parts = self.tracker.drop_unreferenced()
         self.tracker.keep_to_oneself(parts)
         self.unlike_parts.update(parts)
