@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import tempfile
 import zipfile
 from json import JSONDecodeError
+from pathlib import Path
 from pickle import UnpicklingError
 
 from distnb.runtime.this_process import this_process
@@ -24,13 +27,20 @@ def explain(error: BaseException) -> None:
     process = this_process.replica
     if process is None or process.size == 1:
         return
-    met = _met_another(error)
-    if not met:
+    if met := _met_another(error):
+        met += (
+            " Let one replica write while the others wait: distnb.on_chief(write)(path). Or put it into an ordinary "
+            "cell, outside the scope."
+        )
+    elif process.rank and isinstance(error, FileNotFoundError) and _is_temporary(error.filename):
+        met = (
+            "each has a temporary folder of its own, while replica 0 alone writes what callbacks and model.save write. "
+            "Make the folder in an ordinary cell, outside the scope; or give all replicas the same: "
+            "strategy.broadcast(tempfile.mkdtemp())."
+        )
+    else:
         return
-    note = (
-        f"All {process.size} replicas run this code, in strategy.scope() too, and {met} Let one replica write while "
-        "the others wait: distnb.on_chief(write)(path). Or put it into an ordinary cell, outside the scope."
-    )
+    note = f"All {process.size} replicas run this code, in strategy.scope() too, and {met}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
@@ -50,3 +60,12 @@ def _met_another(error: BaseException) -> str:
 
 def _is_there(path: object) -> bool:
     return isinstance(path, (str, bytes, os.PathLike)) and os.path.exists(path)
+
+
+def _is_temporary(path: object) -> bool:
+    """Return whether a path is in a folder that `tempfile.mkdtemp()` has named."""
+    if not isinstance(path, (str, os.PathLike)):
+        return False
+    root, made = Path(tempfile.gettempdir()), Path(path).absolute()
+    parts = made.relative_to(root).parts if made.is_relative_to(root) else ()
+    return len(parts) > 1 and re.fullmatch(r"tmp\w{8}", parts[0]) is not None

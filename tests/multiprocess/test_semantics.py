@@ -483,6 +483,15 @@ def test_local_results_values_and_broadcast() -> None:
             made_in_the_scope()
         except FileExistsError as raised:
             result["in the scope"] = raised.__notes__
+
+        import tempfile
+        own = tempfile.TemporaryDirectory()
+        try:
+            with strategy.scope():
+                open(own.name + "/log.csv")
+        except FileNotFoundError as raised:
+            result["in a folder of its own"] = getattr(raised, "__notes__", [])
+        own.cleanup()
         result["alone"] = error(without_the_chief, RuntimeError)
         """,
         3,
@@ -505,6 +514,9 @@ def test_local_results_values_and_broadcast() -> None:
         assert "File exists" in found["twice"]
         assert "not in list" in found["of its own"]
         assert "Replica 0 must call it, too" in found["alone"] or rank == 0
+        assert any("strategy.broadcast(tempfile.mkdtemp())" in note for note in found["in a folder of its own"]) == (
+            rank > 0
+        )
     in_the_scope = [one.result["in the scope"] for one in ended if "in the scope" in one.result]
     assert len(in_the_scope) == 2, "one made it"
     assert all("All 3 replicas run this code" in notes[0] for notes in in_the_scope)
