@@ -303,6 +303,12 @@ def test_changes_on_the_coordinator_reach_the_workers(strategy: Any, servers: In
         model.load_state_dict({"weight": torch.full((1, 2), value), "bias": torch.zeros(1)})
         strategy.runtime.access.send_changes()
         assert worker.run(packer, 1, lambda: model(x).item()) == 2 * value
+    for change in (lambda value: value + 1, lambda value: value.add_(1)):
+        state = {name: change(value) for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        strategy.runtime.access.send_changes()
+        assert worker.run(packer, 1, lambda: model(x).item()) == model(x).item()
+    assert model(x).item() == 10, "two weights of 4, and a bias of 2"
     model.eval()
     assert worker.run(packer, 2, lambda: model.training) is False
     model.train()
