@@ -15,11 +15,13 @@ __all__ = ["TESTED", "private_names"]
 
 TESTED: Final = {
     "IPython": ("9", "9"),
+    "accelerate": ("1.2", "1"),
     "cloudpickle": ("3", "3.1"),
     "keras": ("3.15", "3.16"),
     "ipykernel": ("6.31", "7"),
     "torch": ("2.11", "2.15"),
     "torchmetrics": ("1.4", "1"),
+    "transformers": ("4.46", "5"),
 }
 """The first and the last version that distnb is tested with, by library. A last version "9" stands for every 9.x."""
 

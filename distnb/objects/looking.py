@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import cloudpickle
 import xxhash
 
+from distnb.compat import accelerate_internals, transformers_internals
 from distnb.errors import CannotTravelError
 from distnb.objects import code, constructors, keras_archives
 from distnb.objects.constructors import ByOpener
@@ -30,6 +31,7 @@ from distnb.objects.mapped_files import file_of, window_of
 from distnb.objects.memory import Memory, bytes_of, dense_tensor, is_stored
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, label_of, refusal
 from distnb.objects.plain import is_importable
+from distnb.objects.world_bound import is_training_arguments, is_world_bound
 
 __all__ = ["INLINE_NBYTES", "Look", "Looker", "References", "Side", "content", "on_accelerator"]
 
@@ -298,6 +300,10 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
             return constructors.open_exception, (type(obj), obj.args), obj.__dict__ or None
         return self.other(obj)
 
+    def world_bound(self, obj: Any) -> Any:
+        """Reduce an object that knows the processes it was made in: to be digested, like any other."""
+        return self.instance(obj)
+
     def by_state(self, obj: Any) -> Any:
         """An object with all its attributes, whatever its class says; in a copy, as its class says."""
         reference = self.reference(obj)
@@ -320,7 +326,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
             for function in functions_within(obj, self.side.user_ns, self._reached):
                 self.seen.into(function)
         try:
-            return obj.__reduce_ex__(5)
+            return accelerate_internals.without_mark(obj.__reduce_ex__(5))
         except Exception as error:  # whatever a user's class raises  # noqa: BLE001
             return self.refused(obj, error)
 
@@ -436,6 +442,10 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
         return lambda pickler, obj: pickler.by_state(obj)
     if keras_archives.is_archived(kind):
         return lambda pickler, obj: keras_archives.without_time(pickler.instance(obj))
+    if is_world_bound(kind):
+        return lambda pickler, obj: pickler.world_bound(obj)
+    if is_training_arguments(kind):
+        return lambda pickler, obj: pickler.reference(obj) or transformers_internals.reduce_arguments(obj)
     widget = getattr(sys.modules.get("ipywidgets"), "Widget", None)
     if widget is not None and issubclass(kind, widget):
         return lambda pickler, obj: pickler.refused(obj, None)  # whole: it closes itself by the comm that it lacks

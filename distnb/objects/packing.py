@@ -24,12 +24,14 @@ from distnb.objects.memory import (
     is_stored,
     tensor_window,
 )
-from distnb.objects.placeholder import Placeholder, refusal
+from distnb.objects.placeholder import Placeholder, cure_for, refusal
 
 __all__ = ["OFFSET_BITS", "Packed", "Packer", "out_of_band"]
 
 OFFSET_BITS = 32
 """How many low bits of an object's number are its place within a part of a pack; the others are the part's number."""
+
+_KNOWS_PROCESSES = "it knows only the processes that there were when it was made"
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,14 @@ class Packer(Looker):
         cure = "pass on tensor.detach(), or compute it inside the distributed cell"
         why = "it has a graph of operations behind it, which stays in its process"
         return Placeholder, (refusal(self.label, self.root, tensor, cure, why),)
+
+    def world_bound(self, obj: Any) -> Any:
+        if self.side.copying:
+            return self.instance(obj)  # to be looked at
+        reference = self.reference(obj)
+        if reference is not None:
+            return reference
+        return Placeholder, (refusal(self.label, self.root, obj, cure_for(obj), _KNOWS_PROCESSES),)
 
     def storage(self, storage: Any) -> Any:
         import torch

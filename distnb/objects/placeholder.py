@@ -53,7 +53,8 @@ def label_of(name: str) -> str:
 def refusal(label: str, value: Any, culprit: Any, cure: str, why: object = None) -> str:
     """Why a value cannot be sent: what in it (the culprit: itself, or what it holds), why, and the cure."""
     kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
-    held = f"{'is' if culprit is value else 'holds'} a {kind}"
+    article = "an" if kind[0] in "AEIOUaeiou" else "a"
+    held = f"{'is' if culprit is value else 'holds'} {article} {kind}"
     reason = "" if why is None else f" ({type(why).__name__}: {why})" if isinstance(why, Exception) else f" ({why})"
     return f"{label or 'A value'} cannot be sent: it {held}{reason}. The cure: {cure}."
 

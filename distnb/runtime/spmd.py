@@ -104,7 +104,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
     else:
         contexts.entries().clear()  # a program that was ended from without may have left some
         contexts.execute(None)
-    foreign_libraries.begin_program()
+    foreign_libraries.begin_program(group.size, rank)
     if process.team is not team:
         process.team, process.workers = team, _numbered(team.hosts or ("",) * team.size)
     process.rank, process.device, process.group = rank, device, group

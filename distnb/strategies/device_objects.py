@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from distnb.objects.world_bound import is_world_bound
 from distnb.values import DistributedValues
 
 __all__ = ["is_device_object", "register_device_types"]
@@ -47,12 +48,13 @@ def register_device_types(*types: type) -> None:
 
 
 def is_device_object(obj: Any) -> bool:
-    """Return whether an object belongs to a replica's devices: a tensor, a module, an optimizer, a dataset."""
+    """Return whether an object belongs to a replica's devices: a tensor, a module, a trainer, a dataset."""
     kind = type(obj)
     verdict = _verdicts.get(kind)
     if verdict is None:
         for library in [name for name in _LIBRARIES if name in sys.modules]:
             with contextlib.suppress(ImportError):  # a version of it that distnb does not know
                 importlib.import_module(_LIBRARIES.pop(library))
-        verdict = _verdicts[kind] = issubclass(kind, tuple(_types)) or kind.__module__.startswith(_DATASETS)
+        known = issubclass(kind, tuple(_types)) or kind.__module__.startswith(_DATASETS)
+        verdict = _verdicts[kind] = known or is_world_bound(kind)
     return verdict or (kind is torch.Generator and obj.device.type != "cpu")

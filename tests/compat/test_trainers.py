@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.compat.bound_classes import names_missing
 from tests.kernel import Notebook, lines_of_each
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,3 +62,29 @@ def test_an_interrupted_fit_ends_on_every_replica_and_the_next_works(lightning: 
     assert len(bars) == 1, "a bar is drawn over itself, however many lines it has"
     assert "Epoch 1/1" in bars[0]
     assert "Epoch" not in str(lines_of_each(ran.stdout)[1])
+
+
+def test_trainers_that_the_notebook_made_for_its_one_process_are_refused(lightning: Notebook) -> None:
+    lightning.run(
+        "from lightning_fabric import Fabric\nfabric = Fabric(accelerator='cpu')\nset_up = fabric.setup(torch.nn.Linear(1, 1))\n"
+        "trainer = pl.Trainer(accelerator='cpu', logger=False, enable_checkpointing=False)"
+    )
+    for name, kind in (
+        ("trainer", "pytorch_lightning.trainer.trainer.Trainer"),
+        ("fabric", "lightning_fabric.fabric.Fabric"),
+        ("set_up", "lightning_fabric.wrappers._FabricModule"),
+    ):
+        used = lightning.try_run(f"%%distribute mirrored\n{name}.world_size")
+        assert used.error_name == "CannotTravelError"
+        assert f"`{name}` cannot be sent: it is a {kind} (it knows only the processes" in used.error_text
+    assert lightning.value(names_missing("lightning_internals", without="lightning")) == []
+
+
+def test_lightning_logs_on_the_first_replica_of_each_program(lightning: Notebook) -> None:
+    lightning.run("import distnb\nboth, second = distnb.MirroredStrategy(), distnb.MirroredStrategy(['cpu:1'])")
+    lightning.run("from pytorch_lightning.utilities.rank_zero import rank_zero_only")
+    lightning.run(FIT.format(0.0))
+    lightning.run("%%distribute second\nrank = rank_zero_only.rank")
+    assert lightning.value("rank") == 0, "a replica alone is the first one, whichever it was before"
+    lightning.run("%%distribute both\nrank = rank_zero_only.rank")
+    assert lightning.value("list(both.local_results(rank))") == [0, 1]

@@ -6,6 +6,7 @@ import importlib
 import sys
 from typing import Any
 
+from distnb.compat import accelerate_internals, lightning_internals
 from distnb.variables.variable import Variable
 
 __all__ = ["begin_program", "is_shared", "prepare", "restore_shared", "strategy_of_shared", "variable_in"]
@@ -31,8 +32,14 @@ def _computes_with_torch(library: Any) -> bool:
     return getattr(backend, "backend", lambda: None)() == "torch"
 
 
-def begin_program() -> None:
-    """Undo what an earlier program told Keras of replicas of its own, which would share out what later ones train."""
+def begin_program(size: int, rank: int) -> None:
+    """Undo what libraries keep of an earlier program's processes.
+
+    Keras would share out what later programs train. Accelerate and Lightning would go on with as many processes as
+    there were, and with another rank.
+    """
+    accelerate_internals.renew(size, rank)
+    lightning_internals.renew(rank)
     own: Any = getattr(sys.modules.get("keras"), "distribution", None)
     if own is not None and own.distribution() is not None:
         own.set_distribution(None)

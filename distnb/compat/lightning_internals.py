@@ -1,0 +1,29 @@
+"""Names of Lightning: its objects that know the processes, and the rank it keeps. Importing this loads no Lightning."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+__all__ = ["BOUND", "renew"]
+
+BOUND: Final = {
+    ("lightning.fabric.fabric", "Fabric"),
+    ("lightning.fabric.wrappers", "_FabricDataLoader"),
+    ("lightning.fabric.wrappers", "_FabricModule"),
+    ("lightning.fabric.wrappers", "_FabricOptimizer"),
+    ("lightning.pytorch.trainer.trainer", "Trainer"),
+    ("lightning_fabric.fabric", "Fabric"),
+    ("lightning_fabric.wrappers", "_FabricDataLoader"),
+    ("lightning_fabric.wrappers", "_FabricModule"),
+    ("lightning_fabric.wrappers", "_FabricOptimizer"),
+    ("pytorch_lightning.trainer.trainer", "Trainer"),
+}
+"""Classes whose instances know how many processes there were when they were made: (module, name)."""
+
+
+def renew(rank: int) -> None:
+    """Have Lightning know the rank in the program that begins: it logs and saves on rank 0 only."""
+    loaded: Any = sys.modules.get("lightning_utilities.core.rank_zero")
+    if loaded is not None and getattr(loaded.rank_zero_only, "rank", None) is not None:
+        loaded.rank_zero_only.rank = rank
