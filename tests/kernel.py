@@ -260,7 +260,8 @@ class Shared:
         if self._current is None:
             return
         try:
-            self._current.run("%reset -f", timeout_s=30)
+            # Processes that multiprocessing spawns look for the name, which IPython takes away, too.
+            self._current.run("%reset -f\n__spec__ = None", timeout_s=30)
             self._current.run(
                 f"import os, torch\nos.chdir({os.getcwd()!r})\nos.environ.clear()\n"
                 f"os.environ.update({self._environment!r})\ntorch.set_default_dtype(torch.float32)\ndel os, torch"
