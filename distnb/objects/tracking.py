@@ -492,8 +492,18 @@ class Tracker:
         objects = table.objects
         opener.close()
         return [
-            (number, table.number_at(place), objects[place]) for place, number in pairs_in(packed) if place in objects
+            (number, table.number_at(place), objects[place])
+            for place, number in pairs_in(packed)
+            if place in objects and self._has(number)
         ]
+
+    def _has(self, number: int) -> bool:
+        """Return whether a number leads to an object here. An object that came again is found by its newer number."""
+        try:
+            self.find(number)
+        except KeyError:
+            return False
+        return True
 
     def find(self, number: int) -> Any:
         """The object of a number."""

@@ -271,6 +271,20 @@ def test_data_of_the_notebook_stays_data_when_one_replica_gives_it_another_name(
     assert ns["log"].component(0) == [1, 3]
 
 
+def test_a_list_of_records_with_tensors_is_changed_here_and_then_differently_there(world: DoubleWorld) -> None:
+    there(
+        world,
+        "def record(step): return {'step': step, 'loss': torch.ones(3) * step, 'tags': ['a']}\n"
+        "log = [record(step) for step in range(3)]",
+    )
+    here(world, "log[0]['tags'].append('b')")
+    there(world, "log.append({'step': rid(), 'tags': []})")
+    assert [(each[0]["tags"], each[3]["step"]) for each in world.notebook.user_ns["log"].values] == [
+        (["a", "b"], 0),
+        (["a", "b"], 1),
+    ]
+
+
 # -- in a default cell -------------------------------------------------------------------------------------------------
 
 
