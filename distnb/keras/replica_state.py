@@ -100,6 +100,13 @@ def variable_in(value: Any) -> Any:
     return compat.tensor_of(value) if isinstance(value, keras.Variable) else None
 
 
+def tensors_in(value: Any) -> list[Any]:
+    """Return the tensors that a variable or an optimizer of Keras holds; none of any other object."""
+    if isinstance(value, keras.Variable):
+        return [compat.tensor_of(value)]
+    return [compat.tensor_of(each) for each in value.variables] if isinstance(value, keras.optimizers.Optimizer) else []
+
+
 def _is_of_a_user(variable: Any) -> bool:
     """Return whether no layer, optimizer or generator of Keras has made a variable: theirs have a path."""
     return "/" not in variable.path

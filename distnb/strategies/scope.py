@@ -34,14 +34,14 @@ _MADE = (torch.Tensor, torch.nn.Module)
 def is_mirrored(value: Any) -> bool:
     """Whether an object was made in the scope of a strategy of several replicas, so that its replicas are kept equal.
 
-    Of a module or an optimizer every trainable parameter must be. What is one value only when it is read (see
+    Of a module or an optimizer, Keras's too, every trainable parameter must be. What is one value only when it is read (see
     `is_read_together`) counts as well.
     """
     if _is_metric(value):
         return value.distributed_available_fn is metric_binding.aggregates_here
     if is_read_together(value) or foreign_libraries.is_shared(value):
         return True
-    parameters = parameters_of(value)
+    parameters = parameters_of(value) or foreign_libraries.tensors_in(value)
     if not parameters:
         process = this_process.replica
         return isinstance(value, torch.nn.Module) and process is not None and process.strategy_of(value) is not None

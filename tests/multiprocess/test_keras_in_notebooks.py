@@ -97,6 +97,9 @@ def test_ordinary_cells_fit_what_functions_and_strategies_make(cells: Notebook) 
         assert ran.error_name == "ContextError", call
         assert "in the body of `with strategy.scope():`" in ran.error_text
     cells.run(f"with strategy.scope():\n    again = {call}\nassert again.count_params() == model.count_params() == 14")
+    cells.run(f"def build():\n    with strategy.scope():\n        built = {call}\n    return built\nbuilt = build()")
+    ran = cells.run("%%distribute default\nalone = build()", timeout_s=60)
+    assert "get_ipython" not in ran.stdout + ran.stderr, "what the block's function asks of the shell is not the cell's"
 
 
 def test_metrics_in_cells_count_every_replica(cells: Notebook) -> None:
@@ -221,6 +224,9 @@ def test_replicas_that_have_counted_their_layers_differently(cells: Notebook) ->
     )
     cells.run("first, second = distnb.MirroredStrategy().local_results(names)")
     assert cells.value("first[0][-15:] != second[0][-15:]") is True, "the counts differ"
+    cells.run("kernel, optimizer = model.layers[0].kernel, model.optimizer")
+    kinds = cells.value("[isinstance(each, distnb.Mirrored) for each in (kernel, optimizer)]")
+    assert kinds == [True, True], "their names differ, and no more"
 
 
 def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: Path) -> None:

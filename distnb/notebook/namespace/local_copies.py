@@ -183,8 +183,10 @@ def _with_copies(value: Any, copies: Mapping[int, Any]) -> Any:
 
 
 def _parts(obj: Any, within: _HandlePlace) -> Iterator[_HandlePlace]:
-    """Yield the places within an object."""
+    """Yield the places within an object. The shell, which holds everything, is no part of what a cell reads."""
     if isinstance(obj, (str, bytes, int, float, types.ModuleType, type(None), *HANDLES)):
+        return
+    if type(obj).__module__.startswith(("IPython.", "ipykernel.")):
         return
     attributes: Any = getattr(obj, "__dict__", None)
     if isinstance(obj, dict | list | collections.deque):

@@ -9,7 +9,7 @@ from typing import Any
 from distnb.compat import accelerate_internals, lightning_internals
 from distnb.variables.variable import Variable
 
-__all__ = ["begin_program", "is_shared", "prepare", "restore_shared", "strategy_of_shared", "variable_in"]
+__all__ = ["begin_program", "is_shared", "prepare", "restore_shared", "strategy_of_shared", "tensors_in", "variable_in"]
 
 _KEEPERS = {"keras": "distnb.keras.replica_state"}
 _prepared: dict[str, Any] = {}
@@ -65,6 +65,11 @@ def variable_in(value: Any) -> Variable | None:
         return value
     held = (keeper.variable_in(value) for keeper in _prepared.values())
     return next((each for each in held if isinstance(each, Variable)), None)
+
+
+def tensors_in(value: Any) -> list[Any]:
+    """Return the tensors of another library's variable, or optimizer; none of any other object."""
+    return [tensor for keeper in _prepared.values() for tensor in keeper.tensors_in(value)]
 
 
 def restore_shared(value: Any, strategy: Any) -> bool:
