@@ -34,8 +34,8 @@ _MADE = (torch.Tensor, torch.nn.Module)
 def is_mirrored(value: Any) -> bool:
     """Whether an object was made in the scope of a strategy of several replicas, so that its replicas are kept equal.
 
-    Of a module or an optimizer, Keras's too, every trainable parameter must be. What is one value only when it is read (see
-    `is_read_together`) counts as well.
+    Of a module or an optimizer, Keras's too, every trainable parameter must be. What is one value only when it is read
+    (see `is_read_together`) counts as well.
     """
     if _is_metric(value):
         return value.distributed_available_fn is metric_binding.aggregates_here
