@@ -285,6 +285,21 @@ def test_a_list_of_records_with_tensors_is_changed_here_and_then_differently_the
     ]
 
 
+def test_data_deep_within_a_handle_is_changed(world: DoubleWorld) -> None:
+    there(world, "deep = [rid(), [rid(), [rid(), {'tags': [1]}]]]")
+    here(world, "deep[1][1][1]['tags'].append(5)")
+    there(world, "tags = deep[1][1][1]['tags']")
+    assert world.notebook.user_ns["tags"] == [1, 5]
+
+
+def test_equal_records_in_a_list_that_replicas_changed_differently(world: DoubleWorld) -> None:
+    there(world, "log = {'rows': [{'loss': torch.ones(3), 'tags': [1]}]}\nother = {'rows': [{'loss': torch.ones(3)}]}")
+    there(world, "log['rows'].append(rid())")
+    here(world, "log['rows'][0]['tags'].append(2)")
+    there(world, "tags = log['rows'][0]['tags']")
+    assert world.notebook.user_ns["tags"] == [1, 2]
+
+
 # -- in a default cell -------------------------------------------------------------------------------------------------
 
 

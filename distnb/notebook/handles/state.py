@@ -31,7 +31,8 @@ class RemoteState:
         gone: Engines that held a component and have ended since.
         apart: Components that only the notebook holds, by engine, of engines that have ended and not been replaced.
         as_of: What `operations.changes` was when its summaries were made; -1: they are to be asked for in any case.
-        parent: The handle that it was asked of: what this one is given, that one holds, too.
+        ancestors: The handles that it was asked of, nearest first: they hold, too, what this one is given. Each is
+            referred to by itself, since those between may be gone (`a` of `a[0][1][2]`).
         given: How many values it has given to the notebook since it was described: it may hold them.
     """
 
@@ -44,7 +45,7 @@ class RemoteState:
     gone: set[int] = field(default_factory=set)
     apart: dict[int, Any] = field(default_factory=dict)
     as_of: int = -1
-    parent: weakref.ref[Any] | None = None
+    ancestors: tuple[weakref.ref[Any], ...] = ()
     given: int = 0
 
     @property
@@ -61,13 +62,12 @@ class RemoteState:
     def give(self, names: Iterable[str]) -> None:
         """The object may hold from now on what the notebook has under these names."""
         given = tuple(names)
-        for replica, fact in self.facts.items():
-            more = tuple(name for name in given if name not in fact.holds)
-            if more:
-                self.facts[replica] = fact._replace(holds=fact.holds + more)
-        parent = self.parent() if self.parent is not None else None
-        if parent is not None:
-            state_of_handle(parent).give(given)
+        alive = [handle for each in self.ancestors if (handle := each()) is not None]
+        for state in (self, *map(state_of_handle, alive)):
+            for replica, fact in state.facts.items():
+                more = tuple(name for name in given if name not in fact.holds)
+                if more:
+                    state.facts[replica] = fact._replace(holds=fact.holds + more)
 
     def known(self, replica: int, *, detached: bool = False) -> Any:
         """A copy of a replica's component, if the notebook has heard what it is; else None.

@@ -297,6 +297,6 @@ def _no_object(state: RemoteState) -> str:
 def _derived(handle: DistributedValues, result: Any) -> Any:
     """The result of an operation on a handle; handles in it remember whose parts they are."""
     for part in result if type(result) in (list, tuple) else (result,):
-        if type(part) in HANDLES and part is not handle and state_of_handle(part).parent is None:
-            state_of_handle(part).parent = weakref.ref(handle)
+        if type(part) in HANDLES and part is not handle and not state_of_handle(part).ancestors:
+            state_of_handle(part).ancestors = (weakref.ref(handle), *state_of_handle(handle).ancestors)
     return result

@@ -329,8 +329,10 @@ class Results:
         facts = {replica: one for replica, one in described.items() if one.kind != "plain"}
         before = self._user_ns.get(name, MISSING) if name else MISSING
         identity: ObjectId = (self._serial, path)
-        if any(one.kind == "sent" for one in facts.values()):
-            self._tracked.adopt[identity] = dict.fromkeys(facts, identity)  # it stays after all
+        if any(one.kind in ("sent", "tracked") for one in facts.values()):  # it stays after all
+            self._tracked.adopt[identity] = {
+                replica: one.value if one.kind == "tracked" else identity for replica, one in facts.items()
+            }
         others = [replica for replica in self._results if replica not in described]
         if isinstance(before, HANDLES):
             old = state_of_handle(before)
