@@ -178,8 +178,8 @@ def _globals_of(function: types.FunctionType, user_ns: dict[str, Any]) -> dict[s
 def function_state(function: types.FunctionType) -> dict[str, Any]:
     """All of a function but its code, closure and globals."""
     return {
-        "__name__": function.__name__,
-        "__qualname__": function.__qualname__,
+        "__name__": _shared(function.__name__, function.__code__.co_name),
+        "__qualname__": _shared(function.__qualname__, function.__code__.co_qualname),
         "__defaults__": function.__defaults__,
         "__kwdefaults__": function.__kwdefaults__,
         "__annotations__": annotations_of(function),
@@ -187,6 +187,11 @@ def function_state(function: types.FunctionType) -> dict[str, Any]:
         "__module__": _one_string(function.__module__),
         "__dict__": function.__dict__,
     }
+
+
+def _shared(name: str, in_code: str) -> str:
+    """Return a function's name as the string that its code has: the digest tells which strings are one object."""
+    return in_code if name == in_code else name
 
 
 def annotations_of(value: Any) -> dict[str, Any]:
@@ -317,6 +322,12 @@ def class_state(cls: type) -> dict[str, Any]:
     if not _OF_LAZY_ANNOTATIONS.isdisjoint(vars(cls)):
         state = {name: value for name, value in state.items() if name not in _OF_LAZY_ANNOTATIONS}
         state["__annotations__"] = annotations_of(cls)
+    if not state.get("__annotations__", True):
+        del state["__annotations__"]  # a class without annotations has an empty dict after they were read
+    if (
+        "__static_attributes__" in state
+    ):  # since Python 3.13: names that are also in the methods' code, which interns them
+        state["__static_attributes__"] = tuple(map(_one_string, state["__static_attributes__"]))
     if "__slots__" in state:
         del state["__slots__"]
         state = {name: value for name, value in state.items() if type(value) is not types.MemberDescriptorType}

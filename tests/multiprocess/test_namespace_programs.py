@@ -182,6 +182,8 @@ def test_classes_that_a_smaller_team_was_sent_too_are_what_they_were(world: Worl
         world.session.run_cell("right = Sub().of_the_base", spec, filename="<cell>")
         assert world.ns["right"] is True
         assert world.ns["Sub"] is made, "no handle of classes that differ"
+    world.session.run_cell("import distnb\nif distnb.replica_id():\n    Sub.__annotations__", SPEC, filename="<cell>")
+    assert world.ns["Sub"] is made, "whoever reads the annotations changes nothing"
 
 
 def test_an_error_of_a_class_of_ones_own(world: World) -> None:
