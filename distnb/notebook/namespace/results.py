@@ -302,8 +302,11 @@ class Results:
             elif first.kind == "sent" and len({one.digest for one in described.values()}) == 1:
                 return self._stand_in(name, path, described, self._failed.get(path))
             elif first.kind == "tracked" and len({one.value for one in described.values()}) == 1:
-                with contextlib.suppress(KeyError):  # what it was sent with has been forgotten just now
-                    return self._tracked.tracker.find(first.value)
+                tracker = self._tracked.tracker
+                with contextlib.suppress(KeyError):
+                    # Otherwise it was sent with a value that has been forgotten: changes here would not be sent.
+                    if tracker.name_of(first.value) in tracker:
+                        return tracker.find(first.value)
             elif (
                 first.kind == "object"
                 and first.identity is not None
