@@ -52,7 +52,8 @@ class _Surveyor(Looker):
         return super().array(array)
 
     def tensor(self, tensor: Any) -> Any:
-        if dense_tensor(tensor):
+        # A tensor with a number of its own is found among the pickled objects.
+        if self._objects.tracker.number_of(tensor) is None and dense_tensor(tensor):
             self._note_memory(tensor.data_ptr(), 0)
         return super().tensor(tensor)
 
