@@ -23,7 +23,7 @@ _clusters: dict[str, Cluster] = {}
 def _listener() -> str:
     """The name of a socket in the abstract namespace, to which stand-in agents tell their cluster and engine."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    name = f"distnb-test-{uuid.uuid4().hex}"
+    name = f"stand-in-agents-{uuid.uuid4().hex}"
     listener.bind(f"\0{name}")
 
     def hear() -> None:

@@ -235,7 +235,7 @@ def test_a_notebook_on_accelerators() -> None:
         notebook.run("import distnb\nstrategy = distnb.CentralStorageStrategy()", timeout_s=60)
         notebook.run(f"%%distribute central_storage\nimport torch, distnb\n{_TRAIN}{_CELL}", timeout_s=180)
         assert notebook.value("where") == "tpu:0"
-        close(notebook.value("strategy.local_results(found)[1]"), alone("adam"))
+        close(notebook.value("found"), alone("adam"))
         before = notebook.value("model.state_dict()['weight'].numpy().tolist()")
         failed = notebook.try_run("%%distribute central_storage\nstrategy.run(step, args=(True,))\n")
         assert (failed.error_name, failed.error_text) == ("ValueError", "before the step")

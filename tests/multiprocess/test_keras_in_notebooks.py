@@ -261,6 +261,19 @@ def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: 
     assert cells.value("np.allclose(losses, whole[2:], atol=1e-6)") is True
 
 
+def test_models_that_share_layers_on_a_new_engine(cells: Notebook) -> None:
+    """Keras's pickles make copies: those of the larger model are kept in sync, whatever becomes of the others."""
+    cells.run("strategy = distnb.MirroredStrategy()" + TRAINING, timeout_s=90)
+    cells.run("with strategy.scope():\n    again = keras.Model(model.inputs, model.outputs)")
+    killed = "%%distribute mirrored\nimport signal\nif distnb.replica_id():\n    os.kill(os.getpid(), signal.SIGKILL)"
+    assert cells.try_run(killed, timeout_s=60).error_name == "EngineDied"
+    cells.run("%distnb restart --missing", timeout_s=60)
+    for _ in range(2):
+        trained = "%%distribute mirrored\nmodel.fit(X, Y, batch_size=16, verbose=0)\nstrategy.assert_in_sync(model)"
+        cells.run(f"{trained}\nimport gc\n_ = gc.collect()", timeout_s=60)
+        cells.run("again = None")
+
+
 NESTED = """
 def make_loss():
     def loss(true, predicted):

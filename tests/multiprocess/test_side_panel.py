@@ -151,6 +151,8 @@ def test_engines_are_ended_and_started_from_a_page_while_cells_run() -> None:
         ran = notebook.finish(cell, HANG)
         assert ran.error_name == "KeyboardInterrupt", ran
         next(each for each in page.snapshots() if each["engines"] is None and not each["doing"])
-        assert terminal(notebook, "stacks").returncode == 1
+        assert (
+            f"process {notebook.pid} in " not in terminal(notebook, "stacks").stdout
+        )  # others may run on this machine
         assert notebook.run("print(6 * 7)").stdout == "42\n"
         assert page._client.comm_info(target_name="distnb", reply=True, timeout=30)["content"]["comms"]

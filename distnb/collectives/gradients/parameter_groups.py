@@ -184,6 +184,10 @@ class ParameterGroup:
         reference = weakref.ref(parameter, gone)
         mirrors[identity] = Mirror(self._sync, self, place)
         self.references += [_nothing] * (place + 1 - len(self.references))
+        earlier = self.references[place]()
+        if earlier is not None:  # a copy that came from another replica before, and is still held somewhere
+            mirrors.pop(id(earlier), None)
+            self._alive -= 1
         self.references[place] = reference
         self.layout_version += 1
         self._alive += 1
@@ -202,9 +206,8 @@ class ParameterGroup:
 
     def begin_pass(self) -> None:
         """Hold the parameters, move existing gradients out of the pass's way, and see what has changed since."""
-        params: list[Any] = [reference() for reference in self.references]
-        if self._alive != len(params):
-            params = [_GONE if parameter is None else parameter for parameter in params]
+        found = [reference() for reference in self.references]
+        params: list[Any] = [_GONE if parameter is None else parameter for parameter in found]
         self.params = params
         self.aside = {place: gradient for place, p in enumerate(params) if (gradient := p.grad) is not None}
         for place in self.aside:
@@ -213,7 +216,7 @@ class ParameterGroup:
             # Not those that the user has set to None since, or to a gradient that is aggregated.
             self.local = {place for place in self.local & self.aside.keys() if self.aside[place] not in AGGREGATED}
         state = [(parameter.requires_grad, parameter.dtype, type(parameter)) for parameter in params]
-        if self._alive != len(params):
+        if any(parameter is None for parameter in found):
             state = [(known if p is _GONE else new) for p, new, known in zip_longest(params, state, self._state)]
         if state != self._state:  # frozen, thawed, cast, materialised
             self._state = state

@@ -247,7 +247,9 @@ class Registration:
             self._made.own([*root.modules(), *(part for adopter in adopters_of(root) for part in adopter.parts(root))])
         names = {id(parameter): f".{name}" for root in roots for name, parameter in _named(root)}
         keys: dict[Identity, _GroupKey] = {}
-        for value, places in values:
+        # Keras's pickles copy a layer with each model that holds it. The last copy of a parameter is kept in sync: that
+        # of the larger model.
+        for value, places in sorted(values, key=lambda each: len(each[1])):
             for parameter, place in zip(parameters_of(value), places, strict=True):
                 if isinstance(parameter, Variable):
                     self._made_variables = max(self._made_variables, parameter.number)
