@@ -107,9 +107,7 @@ class Checkpoint:
 
         return self._write(target, wait)
 
-    def _write(
-        self, target: Callable[[], Path], wait: bool, old: Sequence[Path] = (), *, keep_lock: bool = False
-    ) -> str:
+    def _write(self, target: Callable[[], Path], wait: bool, old: Sequence[Path] = ()) -> str:
         """Save to the path that `target` gives, and delete `old` ones when the checkpoint is there; on the chief."""
         if contexts.in_replica():
             raise ContextError(
@@ -122,8 +120,6 @@ class Checkpoint:
             self._finish()
             path = target()
             path.parent.mkdir(parents=True, exist_ok=True)
-            if keep_lock:
-                folder_locks.keep(path)
             lock = folder_locks.saving(path)
             with ExitStack() as locked:
                 locked.enter_context(lock)

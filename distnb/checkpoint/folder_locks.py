@@ -73,10 +73,18 @@ def saving(target: Path) -> Iterator[None]:
             _release_unused(path)
 
 
-def keep(target: Path) -> None:
-    """Keep the lock for a checkpoint's name until `release_kept`, or the process's end. Raises as `saving`."""
+def keep(target: Path) -> bool:
+    """Keep the lock for a checkpoint's name until `release_kept`, or the process's end.
+
+    Returns:
+        Whether it was not kept yet: other programs may have saved before.
+
+    Raises:
+        CheckpointError: Another program has it.
+    """
     with _held(_path_of(target)) as lock:
-        lock.kept = True
+        is_new, lock.kept = not lock.kept, True
+        return is_new
 
 
 def release_kept(target: Path | None = None) -> None:

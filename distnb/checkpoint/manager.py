@@ -80,6 +80,13 @@ class CheckpointManager:
                     files.remove_unfinished(Path(self.directory), self._name)
         return list(files.numbered(Path(self.directory), self._name))
 
+    def _joined(self) -> list[int]:
+        """Take the folder's lock, and return the numbers that there are: others may have saved before this program."""
+        self.checkpoint._finish()
+        Path(self.directory).mkdir(parents=True, exist_ok=True)
+        is_new = folder_locks.keep(self._path(0))
+        return list(files.numbered(Path(self.directory), self._name)) if is_new else self._numbers
+
     def _path(self, number: int) -> Path:
         return Path(self.directory, f"{self._name}-{number}")
 
@@ -108,6 +115,7 @@ class CheckpointManager:
             CheckpointError: Another program saves into the directory.
             OSError: As the file system has it.
         """
+        self._numbers = on_chief(self._joined)
         last = self._numbers[-1] if self._numbers else 0
         number = last + 1 if checkpoint_number is None else int(checkpoint_number)
         if number < 0:
@@ -116,7 +124,7 @@ class CheckpointManager:
         old = numbers[: -self._max_to_keep] if self._max_to_keep is not None else []
         doomed = [each for each in old if not self._keep_every or each % self._keep_every]
         removed = [self._path(each) for each in doomed]
-        path = self.checkpoint._write(lambda: self._path(number), wait, removed, keep_lock=True)
+        path = self.checkpoint._write(lambda: self._path(number), wait, removed)
         self._numbers = [each for each in numbers if each not in doomed]
         return path
 

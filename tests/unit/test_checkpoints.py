@@ -509,6 +509,15 @@ def test_two_programs_do_not_save_into_one_folder(tmp_path: Path, monkeypatch: p
     assert sorted(os.listdir(tmp_path)) == ["ckpt-1", "ckpt-2", "other"]
 
 
+def test_checkpoints_that_another_program_saved_meanwhile_are_counted(tmp_path: Path) -> None:
+    """As where a thread of one program still writes when the next one makes its manager."""
+    objects = distnb.Checkpoint(value=torch.ones(1))
+    early, late = (distnb.CheckpointManager(objects, tmp_path / "both") for _ in range(2))
+    assert late.save().endswith("ckpt-1")
+    folder_locks.release_kept()
+    assert [early.save()[-6:], early.save()[-6:]] == ["ckpt-2", "ckpt-3"]
+
+
 def test_a_thread_that_writes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, write = threading.Event(), files._write_tensors
 
