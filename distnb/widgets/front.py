@@ -258,9 +258,10 @@ class Front:
             self._wake.clear()
             while True:
                 with self._lock:
+                    self._guarded(self._adopt_thread)  # before anything is shown: what comes first is shown at once
                     self._drain()
                     for _, view in self._cells:
-                        self._guarded(self._tick, view)
+                        self._guarded(view.tick, time.monotonic())
                     self._guarded(self._widgets.send, time.monotonic())
                     if time.monotonic() >= self._next_events:
                         self._next_events = time.monotonic() + _EVENTS_S
@@ -269,10 +270,10 @@ class Front:
                         break
                 time.sleep(_TICK_S)
 
-    def _tick(self, view: CellView) -> None:
-        if isinstance(view.publisher, NotebookPublisher):
+    def _adopt_thread(self) -> None:
+        view = self._current
+        if view is not None and isinstance(view.publisher, NotebookPublisher):
             view.publisher.adopt_thread()
-        view.tick(time.monotonic())
 
     def _drain(self) -> None:
         now = time.monotonic()
