@@ -1,0 +1,57 @@
+"""To which cell the thread that shows things leads what replicas write."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distnb.topology import Device, Team
+from distnb.widgets import front as front_module
+from distnb.widgets.front import Front
+from distnb.widgets.publisher import NotebookPublisher
+from distnb.wire.messages import Output, Status
+from tests.processes import wait_until
+
+TEAM = Team((0,), (Device("cpu", 0),), 1, "", 0)
+
+
+class _Publisher(NotebookPublisher):
+    """Notes what was written, and whether the thread that wrote had been told that it is this cell's."""
+
+    def __init__(self) -> None:
+        self.current, self.cell_id = True, ""
+        self.adopted: set[int] = set()
+        self.written: list[tuple[str, bool]] = []
+
+    def adopt_thread(self) -> None:
+        self.adopted.add(threading.get_ident())
+
+    def write(self, stream: str, text: str) -> None:
+        self.written.append((text, threading.get_ident() in self.adopted))
+
+    def display(self, *args: Any, **options: Any) -> None: ...
+
+    def area(self, lines: tuple[str, ...]) -> None: ...
+
+
+def test_what_comes_first_is_shown_in_its_own_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    publishers: list[_Publisher] = []
+
+    def publisher_for(_shell: Any) -> _Publisher:
+        publishers.append(_Publisher())
+        return publishers[-1]
+
+    monkeypatch.setattr(front_module, "publisher_for", publisher_for)
+    front: Any = Front(SimpleNamespace())  # type: ignore[arg-type]
+    front.mode = "off"
+    for number in (1, 2):
+        front.begin_cell(number)
+        with front._lock:  # so that the thread finds all at once: what a program wrote is shown when it has ended
+            front._take(Status(number, "started", TEAM))
+            front._take(Output(0, number, 0, "stdout", "first\n"))
+            front._take(Status(number, "ended", TEAM))
+        wait_until(lambda: bool(publishers[-1].written), timeout_s=10)
+        assert publishers[-1].written[0] == ("first\n", True)
