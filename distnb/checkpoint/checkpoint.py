@@ -107,13 +107,16 @@ class Checkpoint:
 
         return self._write(target, wait)
 
-    def _write(self, target: Callable[[], Path], wait: bool, old: Sequence[Path] = ()) -> str:
-        """Save to the path that `target` gives, and delete `old` ones when the checkpoint is there; on the chief."""
+    def _require_all_replicas(self) -> None:
         if contexts.in_replica():
             raise ContextError(
                 "A Checkpoint was to be saved in a replica context, inside a function that strategy.run called. Save "
                 "it after strategy.run."
             )
+
+    def _write(self, target: Callable[[], Path], wait: bool, old: Sequence[Path] = ()) -> str:
+        """Save to the path that `target` gives, and delete `old` ones when the checkpoint is there; on the chief."""
+        self._require_all_replicas()
         states = {name: state_of(value, name) for name, value in self._objects.items()}
 
         def begin() -> str:

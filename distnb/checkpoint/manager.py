@@ -115,6 +115,7 @@ class CheckpointManager:
             CheckpointError: Another program saves into the directory.
             OSError: As the file system has it.
         """
+        self.checkpoint._require_all_replicas()  # before the replicas meet
         self._numbers = on_chief(self._joined)
         last = self._numbers[-1] if self._numbers else 0
         number = last + 1 if checkpoint_number is None else int(checkpoint_number)

@@ -93,6 +93,12 @@ if {way!r} != "default":
         result["refused"] = False
     except RuntimeError as error:
         result["refused"] = "replica context" in str(error)
+    managed = os.path.join({folder!r}, {way!r} + "-managed")
+    try:
+        strategy.run(distnb.CheckpointManager(training.checkpoint, managed).save)
+        result["refused"] = False
+    except RuntimeError as error:
+        result["refused"] &= "replica context" in str(error) and not os.path.exists(managed)
     strategy.run(lambda: training.checkpoint.restore(path))  # allowed
     for name, other in others_of(training):
         before = training.state()
