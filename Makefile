@@ -4,7 +4,7 @@
 #   make demo     2 CPU engines (or one per GPU) run notebooks/quickstart.ipynb for real
 #   make lab      JupyterLab on the quickstart
 #   make docs     the documentation site, build/docs/index.html
-#   make test     linters, types, import contracts, and the tests, notebooks and browser tests: what CI runs
+#   make test     linters, prose, types, import contracts, and the tests, notebooks and browser tests: what CI runs
 #   make soak     the tests that take long: random walks, stress, many seeds, every number of replicas
 #   make bench    the benchmarks against their peers (see benchmarks/)
 #   make gpu      where there is a GPU, without network: a table of timings beside plain torch, and tests/gpu; it installs
@@ -34,7 +34,7 @@ LOWEST := $(VENV)/lowest
 WORKERS ?= 3
 INSTALL := $(PIP) install -qq -c constraints.txt
 
-.PHONY: help demo lab docs test check lint types imports tests soak bench gpu gpu-wheels extension hooks clean
+.PHONY: help demo lab docs test check lint style types imports tests soak bench gpu gpu-wheels extension hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -83,11 +83,14 @@ test:
 	@SECONDS=0; $(MAKE) --no-print-directory check; checks=$$SECONDS; SECONDS=0; $(MAKE) --no-print-directory tests; \
 	echo "checks: $$checks s, tests: $$SECONDS s"
 
-check: lint imports types
+check: lint style imports types
 
 lint: $(VENV)/.made-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+style: $(VENV)/.made-test
+	$(BIN)/python -m tests.style
 
 types: $(VENV)/.made-test
 	$(BIN)/mypy

@@ -98,7 +98,7 @@ def find_public_name(
 
 
 def setup(app: Sphinx) -> None:
-    """What Sphinx calls."""
+    """Connect the handlers to the events of Sphinx."""
     app.connect("source-read", take_in_new_pages)
     app.connect("source-read", fold_solutions)
     app.connect("autodoc-process-docstring", keep_first_sentence, priority=400)  # before napoleon

@@ -77,7 +77,7 @@ def _execute(notebook: nbformat.NotebookNode) -> list[dict[str, float]]:
 
 
 def _print(client: NotebookClient, expression: str) -> str:
-    """What `print(expression)` writes in the notebook's kernel, by a cell that is taken away again."""
+    """Return what `print(expression)` writes in the notebook's kernel. The cell that does so is removed again."""
     cells = client.nb.cells
     cells.append(nbformat.v4.new_code_cell(f"print({expression})"))
     try:

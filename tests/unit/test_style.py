@@ -1,0 +1,51 @@
+"""The checks of docstrings and comments find what they are for, and the finished rooms pass them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import style
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""What a module does."""',
+        'def f():\n    """Whether it is so."""',
+        'async def f():\n    """Where it lies."""',
+        'class C:\n    """Stands for another object."""',
+        'class C:\n    """Return the number."""',
+        'class C:\n    @property\n    def p(self):\n        """Whether it is ready."""',
+        'class C:\n    @functools.cached_property\n    def p(self):\n        """Return the number."""',
+        'class C:\n    a: int\n    """The engines that were told."""',
+        "x = 1  # Nor has it engines.",
+        'def f():\n    """Send the program.\n\n    The engines hear of it.\n    """',
+    ],
+)
+def test_a_fault_is_found(source: str) -> None:
+    assert style.faults_in(source)
+
+
+def test_a_fault_names_its_line_and_a_cure() -> None:
+    [(line, text, cure)] = style.faults_in('def f():\n    """Send it.\n\n    The group of the day.\n    """')
+    assert (line, text) == (4, "The group of the day.")
+    assert "current" in cure
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Messages between notebook and engines."""',
+        'def f():\n    """Return whether the engine is alive."""',
+        'def f():\n    """Have every replica agree on a file."""',
+        'class C:\n    """A pending call."""\n\n    @property\n    def p(self):\n        """True if the call has ended."""',
+        'def f():\n    """Call `tell` of the file object.\n\n    >>> file.tell()\n    """',
+    ],
+)
+def test_plain_sentences_pass(source: str) -> None:
+    assert style.faults_in(source) == []
+
+
+def test_finished_rooms_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    status = style.main()
+    assert status == 0, capsys.readouterr().out
