@@ -29,7 +29,7 @@ from benchmarks.harness import Target, compare, report, timed
 from distnb.cluster.connection import Keys, make_keys
 from distnb.objects.memory import bytes_of
 from distnb.runtime.servers.client import Servers
-from distnb.runtime.servers.messages import Address, Create, MakeOptimizer, Pull, Shard, Step
+from distnb.runtime.servers.server_messages import Address, Create, MakeOptimizer, Pull, Shard, StepOptimizer
 from distnb.runtime.servers.service import Service
 
 OURS, CURVE, IPC, TCP, MEMCPY = "distnb", "distnb, TCP with CURVE", "ZMQ ipc", "ZMQ tcp", "memcpy"
@@ -126,7 +126,7 @@ class Ours(Client):
 
     def push(self) -> None:
         self._changes += 1
-        self.ask(Step(0, self._gradients, ({"lr": RATE},), {}, (0, self._changes)))
+        self.ask(StepOptimizer(0, self._gradients, ({"lr": RATE},), {}, (0, self._changes)))
 
     def ping(self) -> None:
         self.ask(Pull({SMALL: -1}))

@@ -30,7 +30,7 @@ from distnb.coordinator.runner import Runner
 from distnb.errors import ServerLost
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess
-from distnb.runtime.servers.messages import Answer, Request
+from distnb.runtime.servers.server_messages import ServerReply, ServerRequest
 from distnb.runtime.servers.store import ShardStore
 from distnb.runtime.this_process import this_process
 from distnb.wire.messages import NO_FENCE, ErrorReport, Fence, Reply, RunClosure
@@ -67,7 +67,7 @@ class Connections:
             if server in self._world.gone:
                 raise ServerLost(f"Parameter server {server} is lost.")
             waiting[server] = number = next(self._numbers)
-            request = pickle.dumps(Request(number, fence, tuple(operations)))
+            request = pickle.dumps(ServerRequest(number, fence, tuple(operations)))
             self._world.to_servers.setdefault((self._client, server), deque()).append(request)
         if presses == 2:
             raise KeyboardInterrupt
@@ -95,7 +95,7 @@ class SimulatedWorker:
         self.program: int | None = None
         self.stopped = self.killed = False
         self.waiting: dict[int, int] = {}  # by server: the request whose answer it waits for
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, ServerReply] = {}
         self.error: str | None = None
         self._access = ServerAccess(Connections(world, (index, process)), is_worker=True)  # type: ignore[arg-type]
         self._access.next_is_here = lambda: bool(self.inbox)
@@ -207,7 +207,7 @@ class SimulatedCluster:
         self._of_servers = ThreadPoolExecutor(1)  # in which no scope is open
         self._press_in: int | None = None
         self._waiting: dict[int, int] = {}
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, ServerReply] = {}
         self._by_program: dict[int, SimulatedWorker] = {}
         self.link = _Link(self, workers)
         for index in range(workers):
@@ -276,7 +276,7 @@ class SimulatedCluster:
             if self._by_program.pop(program, None) is not None:  # of two that tell of its end, the first
                 self.link.hear(event)
 
-    def answers(self, client: Any, waiting: dict[int, int]) -> dict[int, Answer]:
+    def answers(self, client: Any, waiting: dict[int, int]) -> dict[int, ServerReply]:
         """Wait for answers, by server; on the thread of who asked."""
         if client is None:
             self._waiting, self._answers = waiting, {}
@@ -292,7 +292,7 @@ class SimulatedCluster:
                 worker.waiting = {}
                 return worker.answers
 
-    def _refuse_gone(self, waiting: Mapping[int, int], answers: Mapping[int, Answer]) -> None:
+    def _refuse_gone(self, waiting: Mapping[int, int], answers: Mapping[int, ServerReply]) -> None:
         for server in waiting:
             if server in self.gone and server not in answers:
                 raise ServerLost(f"Parameter server {server} has ended.")

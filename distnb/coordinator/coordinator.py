@@ -27,7 +27,7 @@ from distnb.coordinator.link import (
     WorkerLost,
     WorkerUp,
 )
-from distnb.coordinator.packer import PackedClosure, Packer
+from distnb.coordinator.packer import ClosurePacker, PackedClosure
 from distnb.coordinator.per_worker import (
     MakeDataset,
     MakeValue,
@@ -37,7 +37,7 @@ from distnb.coordinator.per_worker import (
     takes_context,
 )
 from distnb.coordinator.pickling import open_value
-from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Send, TakeBack, TellNobodyRuns
+from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Reclaim, Send, TellNobodyRuns
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.coordinator.sent import Sent
 from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
@@ -136,7 +136,7 @@ class ClusterCoordinator:
         self._queue = ClosureQueue(_DEPTH if self._link.replicas_per_worker == 1 else 1)
         runtime = roles.coordinating(strategy)
         runtime.access.fence = _fence
-        self._packer = Packer(roles.models, runtime.access)
+        self._packer = ClosurePacker(roles.models, runtime.access)
         self._closures: dict[int, _Closure] = {}
         self._programs: dict[int, tuple[int, int]] = {}  # by number: the closure, and the worker
         self._sent: dict[int, Sent] = {}  # by worker
@@ -638,7 +638,7 @@ class ClusterCoordinator:
                 value.spoil(ClosureCancelled(text if text.endswith(".") else f"{text}."), "cancelled")
             elif isinstance(order, Interrupt):
                 self._link.interrupt(self._closures[order.closure].program)
-            elif isinstance(order, TakeBack):
+            elif isinstance(order, Reclaim):
                 self._link.take_back(order.worker, self._closures[order.closure].program)
             elif isinstance(order, TellNobodyRuns):
                 print(f"distnb: {self._nobody()}", file=sys.stderr)

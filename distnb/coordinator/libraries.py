@@ -11,10 +11,10 @@ import torch
 
 from distnb.runtime.scopes import counted_metrics, metric_binding
 
-__all__ = ["Described", "Library", "libraries", "library_of", "parts_of"]
+__all__ = ["Library", "ResourceDescription", "libraries", "library_of", "parts_of"]
 
 
-class Described(NamedTuple):
+class ResourceDescription(NamedTuple):
     """A resource.
 
     Attributes:
@@ -41,7 +41,7 @@ class Library(ABC):
         """How an object is pickled, as `__reduce__` gives it; None: as ever."""
         return None
 
-    def described(self, obj: Any) -> Described | None:
+    def described(self, obj: Any) -> ResourceDescription | None:
         """What an object is that is a resource, and no module."""
         return None
 

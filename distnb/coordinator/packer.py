@@ -21,7 +21,7 @@ import xxhash
 
 from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.coordinator.per_worker import PerWorkerValues
-from distnb.coordinator.pickling import ClosurePickler, Packed, dump
+from distnb.coordinator.pickling import ClosurePickler, PickledParts, dump
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.coordinator.runner import (
     OpenOptimizer,
@@ -38,7 +38,7 @@ from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.server_variable import ServerVariable
 
-__all__ = ["PackedClosure", "Packer"]
+__all__ = ["ClosurePacker", "PackedClosure"]
 
 _numbers = itertools.count(1)  # a worker may serve several coordinators
 _FUNCTIONS = 256  # that are remembered, to be known when they are scheduled again
@@ -70,12 +70,12 @@ class PackedClosure(NamedTuple):
 
 
 class _Known(NamedTuple):
-    packed: Packed
+    packed: PickledParts
     needs: Mapping[int, Any]
     settings: Mapping[int, Any]
 
 
-class Packer:
+class ClosurePacker:
     """Packs closures by value, and knows the resources that they refer to.
 
     Args:
@@ -127,8 +127,8 @@ class Packer:
             else:
                 arguments, needs, settings, inputs = _NO_ARGUMENTS, found.needs, found.settings, found.inputs
             every = self._with_needs(needs, settings)
-            own = shown.buffers if isinstance(shown, Packed) else ()
-            named = shown.data if isinstance(shown, Packed) else shown
+            own = shown.buffers if isinstance(shown, PickledParts) else ()
+            named = shown.data if isinstance(shown, PickledParts) else shown
             data = pickle.dumps((named, arguments.data, settings), protocol=5)
         buffers = (*own, *arguments.buffers)
         return PackedClosure(
@@ -144,7 +144,7 @@ class Packer:
             self._modes = self._modes if modes == self._modes else modes
         return self._modes
 
-    def definition(self, number: int) -> Packed:
+    def definition(self, number: int) -> PickledParts:
         """What a worker is sent that lacks a resource."""
         return self._known[number].packed
 
@@ -167,7 +167,7 @@ class Packer:
             if found is not None:
                 self._forget(id(obj), found[1])
 
-    def _function(self, function: Callable[..., Any]) -> tuple[int | Packed, Any]:
+    def _function(self, function: Callable[..., Any]) -> tuple[int | PickledParts, Any]:
         """A function; its number, if it has been met before: then it is a resource, which workers are sent once."""
         packed, found = dump(function, "The function", self)
         digest = xxhash.xxh3_128(packed.data)
@@ -265,7 +265,7 @@ class Packer:
         else:
             number, identity = next(_numbers), id(obj)
             self._objects[identity] = (weakref.ref(obj, lambda _: self._forget(identity, number)), number)
-            self._known[number] = _Known(Packed(b""), {}, {})  # it may refer to itself
+            self._known[number] = _Known(PickledParts(b""), {}, {})  # it may refer to itself
             packed, within = dump(describe(), f"A {type(obj).__name__}", self, root=obj)
             if within.inputs:
                 raise CannotTravelError(
@@ -294,4 +294,4 @@ def _itself(obj: Any) -> Any:
     return obj
 
 
-_NO_ARGUMENTS = Packed(pickle.dumps(((), {}), protocol=5))
+_NO_ARGUMENTS = PickledParts(pickle.dumps(((), {}), protocol=5))

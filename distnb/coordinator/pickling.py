@@ -18,13 +18,13 @@ from distnb.objects.memory import bytes_of
 from distnb.objects.packing import out_of_band
 
 if TYPE_CHECKING:
-    from distnb.coordinator.packer import Packer
+    from distnb.coordinator.packer import ClosurePacker
     from distnb.coordinator.remote_values import RemoteValue
 
-__all__ = ["ClosurePickler", "Packed", "dump", "open_value", "open_packed"]
+__all__ = ["ClosurePickler", "PickledParts", "dump", "open_packed", "open_value"]
 
 
-class Packed(NamedTuple):
+class PickledParts(NamedTuple):
     """A pickle, and the buffers beside it."""
 
     data: bytes
@@ -64,7 +64,7 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
         inputs: Results of other closures.
     """
 
-    def __init__(self, file: io.BytesIO, buffers: list[Any], packer: Packer | None, root: Any = None) -> None:
+    def __init__(self, file: io.BytesIO, buffers: list[Any], packer: ClosurePacker | None, root: Any = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=out_of_band(buffers))
         self.needs: dict[int, Any] = {}
         self.settings: dict[int, Any] = {}
@@ -103,7 +103,9 @@ def _described_with(root: Any) -> Iterator[Any]:
             yield part
 
 
-def dump(value: Any, what: str, packer: Packer | None = None, root: Any = None) -> tuple[Packed, ClosurePickler]:
+def dump(
+    value: Any, what: str, packer: ClosurePacker | None = None, root: Any = None
+) -> tuple[PickledParts, ClosurePickler]:
     """Pickle a value, and tell what was met in it.
 
     Args:
@@ -126,14 +128,14 @@ def dump(value: Any, what: str, packer: Packer | None = None, root: Any = None) 
             "themselves: coordinator.create_per_worker_value(fn)."
         ) from error
     # A buffer is the caller's memory, which may change while the closure waits.
-    return Packed(file.getvalue(), tuple(bytearray(each) for each in buffers)), pickler
+    return PickledParts(file.getvalue(), tuple(bytearray(each) for each in buffers)), pickler
 
 
-def open_packed(packed: Packed) -> Any:
+def open_packed(packed: PickledParts) -> Any:
     """What `dump` was given."""
     return pickle.loads(packed.data, buffers=packed.buffers)
 
 
 def open_value(value: Any) -> Any:
     """What `ClosureResult.value` stands for."""
-    return open_packed(value) if type(value) is Packed else value
+    return open_packed(value) if type(value) is PickledParts else value

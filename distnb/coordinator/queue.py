@@ -19,8 +19,8 @@ __all__ = [
     "Counts",
     "Interrupt",
     "Order",
+    "Reclaim",
     "Send",
-    "TakeBack",
     "TellNobodyRuns",
     "WorkerState",
 ]
@@ -35,7 +35,7 @@ class Send(NamedTuple):
     worker: int
 
 
-class TakeBack(NamedTuple):
+class Reclaim(NamedTuple):
     """Ask a worker for a closure that it has not begun: another worker has nothing to do."""
 
     closure: int
@@ -59,7 +59,7 @@ class TellNobodyRuns(NamedTuple):
     """Closures wait, and there is no worker to run them."""
 
 
-Order = Send | TakeBack | Interrupt | Cancel | TellNobodyRuns
+Order = Send | Reclaim | Interrupt | Cancel | TellNobodyRuns
 
 
 class Counts(NamedTuple):
@@ -301,7 +301,7 @@ class ClosureQueue:
         for worker, current in self._workers.items() if self._depth > 1 else ():
             if any(current is each for each in self._behind()) and now >= current.began + _PATIENCE_S:
                 current.asked_back = current.closures[-1]
-                orders.append(TakeBack(current.closures[-1], worker))
+                orders.append(Reclaim(current.closures[-1], worker))
         return orders
 
     def _behind(self) -> Iterator[_Worker]:

@@ -77,7 +77,7 @@ class RemoteValue:
 
     def _repr_html_(self) -> str | None:
         # What draws stands above, and is loaded when there is something to draw.
-        return import_module("distnb.widgets.values.showing").result_html(self) if self.state == "done" else None
+        return import_module("distnb.widgets.value_views.showing").result_html(self) if self.state == "done" else None
 
     def __repr__(self) -> str:
         return f"<RemoteValue of {self.name}: {self.state}>"

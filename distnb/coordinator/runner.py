@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from distnb.coordinator.libraries import libraries, library_of, parts_of
-from distnb.coordinator.pickling import Packed, dump, open_packed, open_value
+from distnb.coordinator.pickling import PickledParts, dump, open_packed, open_value
 from distnb.errors import EndOfDataset
 from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ClosureRun, ServerAccess
-from distnb.runtime.servers.placement import Stored
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
+from distnb.runtime.servers.shard_placement import Stored
 from distnb.values.structure import map_structure
 from distnb.wire.messages import RunClosure
 
@@ -83,7 +83,7 @@ class Runner:
         self._new_models: list[torch.nn.Module] = []
         on_cpu = access.device.type == "cpu"  # torch's mode for new tensors would only cost time there
         self._placed: AbstractContextManager[Any] = contextlib.nullcontext() if on_cpu else access.device
-        self._packed: dict[int, Packed] = {}
+        self._packed: dict[int, PickledParts] = {}
         self._resources: dict[int, Any] = {}
         self._reaches: dict[int, _Reach] = {}
         self._inputs: dict[int, Any] = {}

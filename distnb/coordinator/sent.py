@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distnb.coordinator.link import ClusterLink
-from distnb.coordinator.packer import PackedClosure, Packer
+from distnb.coordinator.packer import ClosurePacker, PackedClosure
 from distnb.objects.modes import Environment
 
 __all__ = ["Sent"]
@@ -15,7 +15,11 @@ __all__ = ["Sent"]
 
 @dataclass
 class Sent:
-    """What a worker has been sent: the resources that it knows; of `Packer.forgotten` and `Packer.sources` so many."""
+    """The resources that a worker knows.
+
+    `forgotten` and `sources` are the numbers of entries of `ClosurePacker.forgotten` and `ClosurePacker.sources` that
+    were sent to it.
+    """
 
     known: set[int] = field(default_factory=set)
     forgotten: int = 0
@@ -24,7 +28,7 @@ class Sent:
     modes: Environment | None = None
 
     def more(
-        self, packed: PackedClosure, packer: Packer, link: ClusterLink, seed: Callable[[], int]
+        self, packed: PackedClosure, packer: ClosurePacker, link: ClusterLink, seed: Callable[[], int]
     ) -> tuple[Any, ...]:
         """What its next `RunClosure` has to carry, from `definitions` on; noted as sent."""
         definitions: tuple[tuple[int, Any], ...] = ()

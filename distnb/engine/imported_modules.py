@@ -10,10 +10,10 @@ from typing import Any
 
 from distnb.wire.exchange import Reloads
 
-__all__ = ["Modules"]
+__all__ = ["ModuleReloader"]
 
 
-class Modules:
+class ModuleReloader:
     """What became of local modules in the notebook, as far as this engine has followed."""
 
     def __init__(self) -> None:

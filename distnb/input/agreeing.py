@@ -18,7 +18,7 @@ from distnb import activity
 from distnb.errors import ProgramError, StructureError
 from distnb.input.batch_placement import BatchPlacement
 from distnb.input.cutting import map_parts
-from distnb.input.dealing import Place
+from distnb.input.dealing import ReplicaInput
 from distnb.input.reading import Batch, Reader, may_be_empty, nothing_of
 from distnb.values.distributed import PerReplica
 
@@ -96,7 +96,7 @@ class _NextBatch(NamedTuple):
 class OwnData:
     """One iteration of replicas that read pipelines of their own."""
 
-    def __init__(self, reader: Reader, place: Place, placement: BatchPlacement, agree: Agree) -> None:
+    def __init__(self, reader: Reader, place: ReplicaInput, placement: BatchPlacement, agree: Agree) -> None:
         assert place.turns is not None
         self._reader = reader
         self._place = place

@@ -12,7 +12,7 @@ from distnb import activity
 from distnb.errors import ProgramError
 from distnb.input.agreeing import Agree, OwnData, SameData
 from distnb.input.batch_placement import placement_for
-from distnb.input.dealing import Place
+from distnb.input.dealing import ReplicaInput
 from distnb.input.draws import Drawing, ReplicaDraws, capture, on_host, restore, set_state, state_of
 from distnb.input.optional import AskedIterator
 from distnb.input.progress import VERSION, Progress, checked_state, pipelines_of
@@ -47,7 +47,7 @@ class DistributedDataset(Iterable[Any]):
     """
 
     def __init__(
-        self, source: Source, place: Place, options: InputOptions, drawing: Drawing, agree: Agree | None
+        self, source: Source, place: ReplicaInput, options: InputOptions, drawing: Drawing, agree: Agree | None
     ) -> None:
         self._source = source
         self._place = place
@@ -117,7 +117,7 @@ class DistributedDataset(Iterable[Any]):
             raise TypeError(f"The number of batches of this dataset is not known beforehand: {error}") from None
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ReplicaInput:
         """Which replica reads, and which part of each batch is its."""
         return self._place
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from distnb.input.cutting import slice_bounds
 from distnb.topology import Device
 
-__all__ = ["Dealer", "Place", "Portion", "Turns"]
+__all__ = ["Dealer", "Portion", "ReplicaInput", "Turns"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Place:
+class ReplicaInput:
     """Which replica reads, of how many, and where it wants its batches.
 
     Attributes:
@@ -89,7 +89,7 @@ class Dealer(ABC):
     nobody refers to what reads, and an object of its own, with a way back, would be a cycle.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ReplicaInput) -> None:
         self._place = place
         self._ready: deque[Portion] = deque()
         self._group: list[Portion] = []

@@ -8,7 +8,7 @@ from typing import Any
 from distnb.errors import ProgramError
 from distnb.input.agreeing import Agree
 from distnb.input.dataset import DistributedDataset
-from distnb.input.dealing import Place, Turns
+from distnb.input.dealing import ReplicaInput, Turns
 from distnb.input.draws import Drawing, on_host
 from distnb.input.sharding import part_of, policy_for
 from distnb.input.sources.base import Shared
@@ -69,7 +69,7 @@ def distribute(
         # Workers read global batches of their own.
         dataset = part_of(dataset, policy, own.pipeline, own.pipelines)
         turns = own if own.pipelines > 1 else None
-    place = Place(num_replicas, replica_id, device, _target(device, options), turns)
+    place = ReplicaInput(num_replicas, replica_id, device, _target(device, options), turns)
     return _made(dataset, batch_size, place, options, Drawing(shared_randomness, place), agree)
 
 
@@ -97,7 +97,9 @@ def distribute_from_function(
     options = options or InputOptions()
     alone = options.replication_mode is InputReplicationMode.PER_REPLICA
     turns = _turns(range(num_replicas) if alone else workers or [0] * num_replicas, replica_id, 1)
-    place = Place(num_replicas, replica_id, device, _target(device, options), turns if num_replicas > 1 else None)
+    place = ReplicaInput(
+        num_replicas, replica_id, device, _target(device, options), turns if num_replicas > 1 else None
+    )
     drawing = Drawing(shared_randomness, place)
     drawing.begin()
     with drawing(), on_host(device):
@@ -112,7 +114,12 @@ def distribute_from_function(
 
 
 def _made(
-    dataset: Any, batch_size: int | None, place: Place, options: InputOptions, drawing: Drawing, agree: Agree | None
+    dataset: Any,
+    batch_size: int | None,
+    place: ReplicaInput,
+    options: InputOptions,
+    drawing: Drawing,
+    agree: Agree | None,
 ) -> DistributedDataset:
     source = source_of(dataset, batch_size, place, options, drawing)
     return DistributedDataset(source, place, options, drawing, agree)

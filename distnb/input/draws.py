@@ -22,7 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from distnb.input.dealing import Place
+from distnb.input.dealing import ReplicaInput
 from distnb.input.sources.base import Shared
 from distnb.topology import Device
 
@@ -129,7 +129,7 @@ class Drawing:
     each begins a stream of its own with a number that is drawn from the shared one.
     """
 
-    def __init__(self, shared: Shared, place: Place) -> None:
+    def __init__(self, shared: Shared, place: ReplicaInput) -> None:
         self.shared = shared
         self._pipeline = place.turns.pipeline if place.turns is not None and place.several_pipelines else None
         self._own: ReplicaDraws | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distnb.errors import OptionError
 
 if TYPE_CHECKING:
-    from distnb.input.dealing import Place
+    from distnb.input.dealing import ReplicaInput
 
 __all__ = ["VERSION", "Progress", "checked_state", "pipelines_of"]
 
@@ -47,7 +47,7 @@ class Progress:
         Progress.latest = self
 
 
-def pipelines_of(place: Place) -> list[int]:
+def pipelines_of(place: ReplicaInput) -> list[int]:
     """What must be the same where the state is loaded: nothing, where all replicas read the same data."""
     turns = place.turns
     if turns is None or not place.several_pipelines:
@@ -55,7 +55,7 @@ def pipelines_of(place: Place) -> list[int]:
     return [turns.pipelines, turns.pipeline, turns.takers, turns.pieces]
 
 
-def checked_state(state: Any, place: Place) -> dict[str, Any]:
+def checked_state(state: Any, place: ReplicaInput) -> dict[str, Any]:
     """A state that was given to a dataset. Raises OptionError for none, and for that of another pipeline of several."""
     if not isinstance(state, Mapping) or not set(state) >= _KEYS or state["version"] != VERSION:
         raise OptionError(

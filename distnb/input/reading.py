@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from distnb.errors import StructureError
 from distnb.input.batch_placement import BatchPlacement
 from distnb.input.cutting import cut, map_leaves, map_parts
-from distnb.input.dealing import Place
+from distnb.input.dealing import ReplicaInput
 from distnb.input.sources.base import Load
 from distnb.values.distributed import PerReplica
 
@@ -37,7 +37,7 @@ class Reader:
     It reads `depth` batches ahead, so that copies to the device overlap with the caller's work.
     """
 
-    def __init__(self, loads: Iterator[Load], place: Place, placement: BatchPlacement, depth: int) -> None:
+    def __init__(self, loads: Iterator[Load], place: ReplicaInput, placement: BatchPlacement, depth: int) -> None:
         self._loads: Any = loads
         self._place = place
         self._placement = placement

@@ -5,9 +5,9 @@ is shared out: each replica computes its rows, and the outputs are brought toget
 they are, are those of the whole batch, and equal on all replicas. Nothing here is imported before Keras is.
 """
 
-from distnb.keras.compat import check_backend
 from distnb.keras.data import DatasetCreator
 from distnb.keras.epoch_dots import EpochDots
+from distnb.keras.keras_internals import check_backend
 from distnb.keras.tensorboard import TensorBoard
 
 check_backend()

@@ -32,7 +32,7 @@ _METADATA = "training_metadata.json"
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainingPosition:
     """Where a training was when it was saved.
 
     Attributes:
@@ -74,7 +74,7 @@ class Resuming:
     def __init__(self, model: Any, callbacks: Iterable[Any]) -> None:
         self.to_skip = 0
         self._model = model
-        self._from: Place | None = None
+        self._from: TrainingPosition | None = None
         self._backup = _Backup(model)
         backups = [each for each in callbacks if isinstance(each, keras.callbacks.BackupAndRestore)]
         self._is_on = bool(backups)
@@ -117,7 +117,7 @@ class Resuming:
             )
         self._backup.epoch, self._backup.batches = epoch + 1, 0
 
-    def _take_up(self, place: Place) -> None:
+    def _take_up(self, place: TrainingPosition) -> None:
         place.take_up(self._model)
         self._from = None
 
@@ -136,7 +136,7 @@ class _Backup:
         self._model = model
         self.epoch = self.batches = 0
         self.began: Mapping[str, Any] = {}
-        self.found: Place | None = None
+        self.found: TrainingPosition | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -150,7 +150,7 @@ class _Backup:
         unfinished = path.with_name(f"unfinished.{path.name}")
         self._model.save_weights(unfinished, overwrite=True)
         states = [each.value.tolist() for each in _no_weights(self._model)]
-        place = Place(self.epoch, self.batches, self.began, draws.capture(streams.shared), states)
+        place = TrainingPosition(self.epoch, self.batches, self.began, draws.capture(streams.shared), states)
         with h5py.File(unfinished, "a") as file:
             file.create_dataset(_PLACE, data=json.dumps(trees.encode(vars(place))[0]))
         with unfinished.open("rb") as written:
@@ -165,7 +165,7 @@ class _Backup:
             told = file[_PLACE][()].decode() if _PLACE in file else None
         if told is None:
             return
-        self.found = Place(**trees.decode(json.loads(told), {}))
+        self.found = TrainingPosition(**trees.decode(json.loads(told), {}))
         # Keras reads the epoch from there, which a kill may have left half written, or not written yet.
         metadata = path.with_name(_METADATA)
         metadata.write_text(json.dumps({"epoch": self.found.epoch, "batch": self.found.batches}))

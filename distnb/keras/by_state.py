@@ -13,10 +13,10 @@ from typing import Any
 import keras
 import torch
 
-from distnb.coordinator.libraries import Described, Library
+from distnb.coordinator.libraries import Library, ResourceDescription
 from distnb.coordinator.runner import current_worker
 from distnb.errors import OptionError
-from distnb.keras import compat
+from distnb.keras import keras_internals
 from distnb.keras.server_optimizer import RemoteApply, described, set_options
 
 __all__ = ["HERE", "METHODS", "READS", "OfKeras"]
@@ -26,8 +26,8 @@ HERE = ("predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 METHODS = (
     "fit",
     "evaluate",
-    compat.SYMBOLIC_BUILD,
-    compat.METRICS_RESULT,
+    keras_internals.SYMBOLIC_BUILD,
+    keras_internals.METRICS_RESULT,
     "make_train_function",
     "make_test_function",
 )
@@ -42,21 +42,21 @@ class OfKeras(Library):
     def parts(self, root: Any) -> Iterable[Any]:
         if not isinstance(root, keras.layers.Layer):
             return ()
-        return [part for layer in compat.parts(root) for part in layer.modules()]
+        return [part for layer in keras_internals.parts(root) for part in layer.modules()]
 
     def reduced(self, obj: Any) -> Any:
-        if isinstance(obj, compat.Saveable):
+        if isinstance(obj, keras_internals.Saveable):
             return _new, (type(obj),), _state_of(obj)
         if isinstance(obj, keras.random.SeedGenerator):
             return _new, (type(obj),), vars(obj), None, None, _set_seeds
-        if isinstance(obj, compat.Tracker):
+        if isinstance(obj, keras_internals.Tracker):
             return _new, (type(obj),), vars(obj), None, None, _set_tracker
-        if isinstance(obj, compat.Tracked):
+        if isinstance(obj, keras_internals.Tracked):
             items = (iter(obj), None) if isinstance(obj, list) else (None, iter(obj.items()))
             return _new_tracked, (type(obj),), None, *items
         return None
 
-    def described(self, obj: Any) -> Described | None:
+    def described(self, obj: Any) -> ResourceDescription | None:
         return described(obj) if isinstance(obj, keras.optimizers.Optimizer) else None
 
     def set(self, resource: Any, settings: Any) -> bool:
@@ -89,13 +89,13 @@ class OfKeras(Library):
 
 def _own_values(metric: Any) -> dict[int, torch.Tensor]:
     """Of a metric's variables, those that no metric within it has: these are counted by themselves."""
-    for each in compat.own_variables(metric):
+    for each in keras_internals.own_variables(metric):
         if each.aggregation != "sum":
             raise OptionError(
                 f"The metric {metric.name} has a variable {each.name} with aggregation={each.aggregation!r}. What "
                 "workers have counted is summed: a metric of a ParameterServerStrategy has variables of 'sum' alone."
             )
-    return {place: each.value.detach() for place, each in enumerate(compat.own_variables(metric))}
+    return {place: each.value.detach() for place, each in enumerate(keras_internals.own_variables(metric))}
 
 
 def _state_of(obj: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _state_of(obj: Any) -> dict[str, Any]:
         state.pop("history", None)
         # A closure of several steps calls the function of one step several times, all that Keras has with torch.
         state.update(train_function=None, test_function=None, predict_function=None, steps_per_execution=1)
-    return compat.in_graph_order(state)
+    return keras_internals.in_graph_order(state)
 
 
 def _new(cls: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from distnb.errors import CollectiveError
 from distnb.input.progress import Progress
-from distnb.keras import compat
+from distnb.keras import keras_internals
 from distnb.keras.backups import Resuming
 from distnb.keras.data import SameBatches
 from distnb.keras.shared_errors import raise_together
@@ -203,7 +203,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         if self._is_chief:
             here = self._variables()
             changed = {name: value.detach().cpu() for name, value in here.items() if before.get(name) != _state(value)}
-            epoch, failed = compat.initial_epoch(self.model), self._error is not None
+            epoch, failed = keras_internals.initial_epoch(self.model), self._error is not None
             told = changed, bool(self.model.stop_training), epoch, logs, failed
         changed, self.model.stop_training, epoch, told_logs, failed = broadcast_tree(self._group, told, 0)
         if self._is_chief:
@@ -211,7 +211,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         if logs is not None:
             logs.clear()
             logs.update(told_logs)
-        compat.set_initial_epoch(self.model, epoch)
+        keras_internals.set_initial_epoch(self.model, epoch)
         here = self._variables()
         with torch.no_grad():
             for name, value in changed.items():
@@ -231,7 +231,7 @@ def _contents(callback: Any) -> dict[str, bytes]:
     """
     contents = {}
     for name, value in vars(callback).items():
-        of_each = name in ("_model", "params") or isinstance(value, (torch.nn.Module, compat.Saveable))
+        of_each = name in ("_model", "params") or isinstance(value, (torch.nn.Module, keras_internals.Saveable))
         if not of_each:
             try:
                 contents[name] = cloudpickle.dumps(value)

@@ -17,7 +17,7 @@ from distnb.collectives.digests import digest
 from distnb.collectives.group.interface import Group
 from distnb.errors import CannotTravelError, OptionError, StructureError
 from distnb.input.dataset import DistributedDataset
-from distnb.keras import compat
+from distnb.keras import keras_internals
 from distnb.objects.placeholder import Placeholder
 from distnb.options import InputContext, InputOptions
 from distnb.values.distributed import PerReplica
@@ -26,7 +26,7 @@ from distnb.values.structure import has_distributed, map_structure
 __all__ = ["DatasetCreator", "SameBatches", "as_tensor", "take_data"]
 
 
-class _Batches(compat.DataAdapter):  # type: ignore[misc]
+class _Batches(keras_internals.DataAdapter):  # type: ignore[misc]
     """Batches as Keras's loops take them: an iterable, which begins anew in each epoch."""
 
     def get_torch_dataloader(self) -> Any:

@@ -14,7 +14,7 @@ from distnb.collectives.group.eager import always_eager
 from distnb.collectives.group.interface import Group
 from distnb.collectives.verify import callsite
 from distnb.errors import GradientError, StructureError
-from distnb.keras import compat
+from distnb.keras import keras_internals
 from distnb.runtime import contexts
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import flatten, map_structure
@@ -114,7 +114,7 @@ class SharedForward:
         def own(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != whole:
                 return leaf
-            return compat.with_mask_of(leaf[first:last], leaf, first, last)
+            return keras_internals.with_mask_of(leaf[first:last], leaf, first, last)
 
         return map_structure(own, args), map_structure(own, kwargs)
 
@@ -143,10 +143,10 @@ class SharedForward:
                     f"{list(leaf.shape)}. Each replica computes some rows: every output needs one row for each."
                 )
             gathered = _Gather.apply(process.group, parts, leaf[: end - begin])  # type: ignore[no-untyped-call]
-            mask = compat.mask_of(leaf)
+            mask = keras_internals.mask_of(leaf)
             if mask is not None:
                 mask = _gathered(process.group, parts, mask[: end - begin])
-            return compat.set_mask(gathered, mask)
+            return keras_internals.set_mask(gathered, mask)
 
         return map_structure(together, output)
 

@@ -15,7 +15,7 @@ from distnb.accelerators import torch_device
 from distnb.collectives.gradients.mean_loss import losses_are_global
 from distnb.collectives.group.eager import always_eager
 from distnb.errors import ContextError, OptionError
-from distnb.keras import compat
+from distnb.keras import keras_internals
 from distnb.keras.callbacks import Together
 from distnb.keras.data import SameBatches, take_data
 from distnb.keras.forward import SharedForward
@@ -58,7 +58,7 @@ def beside(model: Any) -> list[Any]:
 
 def parts(model: Any) -> list[Any]:
     """The layers in a model, many of which are no modules of its own to torch."""
-    return compat.parts(model)
+    return keras_internals.parts(model)
 
 
 def _first(strategy: Any, model: Any, name: str, names: Sequence[str]) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ class ModelOnReplicas:
         self._model = model
         self._forward = SharedForward()
         self._callbacks: Together | None = None
-        compat.keep_ddp_away(model)
+        keras_internals.keep_ddp_away(model)
         for name in _METHODS:
             setattr(model, name, self._on_replicas(getattr(model, name)))
         for name in _SAVES:
@@ -91,7 +91,7 @@ class ModelOnReplicas:
         for kind, name in zip(_FUNCTIONS, _MAKERS, strict=True):
             setattr(model, name, self._made_with(getattr(model, name), f"{kind}_function"))
         self._added: list[torch.Tensor] = []
-        compat.additional_losses(model, self._weigh)
+        keras_internals.additional_losses(model, self._weigh)
         model.compute_loss = self._complete(model.compute_loss)
 
     # What fit and its kin do ------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class ModelOnReplicas:
                     result = plain(*args, **kwargs)
                 except Exception as failure:  # noqa: BLE001  # raised below, on all replicas
                     error = failure
-            loaded = [*map(compat.tensor_of, self._model.variables), *beside(self._model)]
+            loaded = [*map(keras_internals.tensor_of, self._model.variables), *beside(self._model)]
             make_equal(group, [(f"model.{plain.__name__}", each.detach()) for each in loaded])
             failed = torch.tensor([error is not None], device=torch_device(group.device))
             group.broadcast(failed, 0)
@@ -198,8 +198,8 @@ class ModelOnReplicas:
             self._share_randomness()
             self._forward.begin()
             plain = getattr(self._model, name)
-            if not isinstance(plain, _Step):
-                setattr(self._model, name, _Step(self, plain, trains=name == "train_function"))
+            if not isinstance(plain, _ReplicatedStep):
+                setattr(self._model, name, _ReplicatedStep(self, plain, trains=name == "train_function"))
             return result
 
         return made
@@ -215,7 +215,7 @@ class ModelOnReplicas:
         model = self._model
         self._forward.watch([model])
         if type(model).train_step is not keras.Model.train_step or type(model).test_step is not keras.Model.test_step:
-            self._forward.watch(compat.own_layers(model))  # it may call them one by one
+            self._forward.watch(keras_internals.own_layers(model))  # it may call them one by one
         before = [(each, each.value._version) for each in model.non_trainable_variables]
         result: Any = None
 
@@ -319,7 +319,7 @@ def _refuse_other_distribution(method: str) -> None:
         )
 
 
-class _Step:
+class _ReplicatedStep:
     """A model's `train_function`, or its kin, on all replicas."""
 
     def __init__(self, owner: ModelOnReplicas, plain: Callable[[Any], Any], *, trains: bool) -> None:

@@ -18,7 +18,7 @@ from distnb.coordinator.coordinator import ClusterCoordinator
 from distnb.coordinator.libraries import libraries
 from distnb.coordinator.per_worker import PerWorkerDataset, is_function
 from distnb.errors import OptionError
-from distnb.keras import compat
+from distnb.keras import keras_internals
 from distnb.keras.by_state import HERE, METHODS, READS, OfKeras
 from distnb.keras.data import DatasetCreator, as_tensor
 from distnb.keras.server_optimizer import make_remote
@@ -55,7 +55,7 @@ def _steps(model: Any, _optimizer: Any, data: Any, count: int, kind: str) -> dic
 
 def _look_up(embedding: Any, inputs: Any) -> Any:
     """What Embedding's own `call` gives, of rows that are read alone."""
-    table = compat.tensor_of(compat.table_of(embedding))
+    table = keras_internals.tensor_of(keras_internals.table_of(embedding))
     rows = torch.nn.functional.embedding(keras.ops.cast(inputs, "int64"), table)
     return keras.ops.cast(rows, embedding.compute_dtype)
 
@@ -121,12 +121,12 @@ class ModelOnServers:
         self._coordinator = ClusterCoordinator(strategy)
         self._ahead = _AHEAD * len(this_process.cluster_link().workers)  # type: ignore[misc]
         self._loops: list[_Loop] = []
-        compat.keep_ddp_away(model)
+        keras_internals.keep_ddp_away(model)
         own: dict[str, Callable[..., Any]] = {
             "fit": self._fit,
             "evaluate": self._evaluate,
-            compat.SYMBOLIC_BUILD: self._build,
-            compat.METRICS_RESULT: self._end,
+            keras_internals.SYMBOLIC_BUILD: self._build,
+            keras_internals.METRICS_RESULT: self._end,
             "make_train_function": functools.partial(self._make, "train"),
             "make_test_function": functools.partial(self._make, "test"),
             **dict.fromkeys(READS, self._read),
@@ -142,21 +142,21 @@ class ModelOnServers:
         """Keras makes what it has not made yet: it is the servers' from now on."""
         plain(*args, **kwargs)
         self._registration.take(self._model)
-        for layer in compat.plain_embeddings(self._model):
-            variable = compat.table_of(layer)
-            if not isinstance(compat.tensor_of(variable), ServerVariable):
-                compat.put_tensor(variable, self._registration.as_table(compat.tensor_of(variable)))
+        for layer in keras_internals.plain_embeddings(self._model):
+            variable = keras_internals.table_of(layer)
+            if not isinstance(keras_internals.tensor_of(variable), ServerVariable):
+                keras_internals.put_tensor(variable, self._registration.as_table(keras_internals.tensor_of(variable)))
                 vars(layer)["call"] = functools.partial(_look_up, layer)
-        compat.track_anew((self._model, *compat.own_layers(self._model)))
+        keras_internals.track_anew((self._model, *keras_internals.own_layers(self._model)))
         if self._model.optimizer is not None:
             make_remote(self._model.optimizer)
 
     def _build_for(self, source: Any) -> None:
         """Have the model built, for batches that workers will make: one is made here, if that takes one."""
         batch = None
-        if not compat.is_built(self._model):
+        if not keras_internals.is_built(self._model):
             batch = keras.tree.map_structure(as_tensor, next(iter(source.maker.make_for_worker(0))), none_is_leaf=False)
-        compat.build(self._model, batch)
+        keras_internals.build(self._model, batch)
 
     def _shown(self, data: Any) -> Any:
         """What Keras's loop is to read: the data themselves, or what stands for those that workers make."""

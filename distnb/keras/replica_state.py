@@ -18,7 +18,7 @@ import torch
 
 from distnb.collectives.digests import digest
 from distnb.errors import ContextError, OptionError
-from distnb.keras import compat, scope_checks
+from distnb.keras import keras_internals, scope_checks
 from distnb.options import VariableAggregation, VariableSynchronization
 from distnb.runtime import contexts
 from distnb.runtime.reduction.gathering import broadcast_tree
@@ -35,7 +35,7 @@ __all__ = ["bind", "install", "restore", "variable_in"]
 def install() -> None:
     """Have Keras's variables and metrics know of replicas from now on. Idempotent."""
     _wrap(keras.Variable, "_initialize", _initialize)
-    _wrap(keras.Variable, compat.ASSIGN, _assign)
+    _wrap(keras.Variable, keras_internals.ASSIGN, _assign)
     _wrap(keras.Variable, "assign_add", functools.partial(_add, 1))
     _wrap(keras.Variable, "assign_sub", functools.partial(_add, -1))
     _wrap(keras.Variable, "__repr__", _shown)
@@ -69,15 +69,15 @@ def _making_strategy() -> Any:
 def _initialize(plain: Callable[..., None], variable: Any, value: Any) -> None:
     plain(value)
     strategy = _making_strategy()
-    if strategy is None or compat.tensor_of(variable).is_meta:
+    if strategy is None or keras_internals.tensor_of(variable).is_meta:
         return
     vars(variable)["_distnb_made_in_replica"] = contexts.in_replica()
     settings = _settings_of(variable)
     if settings is not None:
-        component = compat.tensor_of(variable).detach()
+        component = keras_internals.tensor_of(variable).detach()
         # The parts of a metric are there at once, alike on all replicas: nothing has to be made equal.
         made = (make if settings.on_read else create)(component, settings, strategy)
-        compat.put_tensor(variable, made)
+        keras_internals.put_tensor(variable, made)
 
 
 def _settings_of(variable: Any) -> Settings | None:
@@ -97,14 +97,18 @@ def _settings_of(variable: Any) -> Settings | None:
 
 def variable_in(value: Any) -> Any:
     """Return the tensor that a variable of Keras holds; None of any other object."""
-    return compat.tensor_of(value) if isinstance(value, keras.Variable) else None
+    return keras_internals.tensor_of(value) if isinstance(value, keras.Variable) else None
 
 
 def tensors_in(value: Any) -> list[Any]:
     """Return the tensors that a variable or an optimizer of Keras holds; none of any other object."""
     if isinstance(value, keras.Variable):
-        return [compat.tensor_of(value)]
-    return [compat.tensor_of(each) for each in value.variables] if isinstance(value, keras.optimizers.Optimizer) else []
+        return [keras_internals.tensor_of(value)]
+    return (
+        [keras_internals.tensor_of(each) for each in value.variables]
+        if isinstance(value, keras.optimizers.Optimizer)
+        else []
+    )
 
 
 def _is_of_a_user(variable: Any) -> bool:
@@ -116,16 +120,16 @@ def _reading_of(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the getter of a variable's value, which for parts gives a plain tensor: whole, or this replica's part."""
 
     def value(variable: Any) -> Any:
-        stored = compat.tensor_of(variable)
-        if type(stored) is not SyncOnReadVariable or compat.in_stateless_scope():
+        stored = keras_internals.tensor_of(variable)
+        if type(stored) is not SyncOnReadVariable or keras_internals.in_stateless_scope():
             return plain(variable)
-        return compat.cast_as_layers_do(variable, stored.content())
+        return keras_internals.cast_as_layers_do(variable, stored.content())
 
     return value
 
 
 def _assign(plain: Callable[..., None], variable: Any, value: Any) -> None:
-    stored = compat.tensor_of(variable)
+    stored = keras_internals.tensor_of(variable)
     if type(stored) in (Variable, SyncOnReadVariable):
         stored.assign(value)
         return
@@ -136,8 +140,8 @@ def _assign(plain: Callable[..., None], variable: Any, value: Any) -> None:
 
 
 def _add(sign: int, plain: Callable[..., Any], variable: Any, value: Any) -> Any:
-    stored = compat.tensor_of(variable)
-    if type(stored) is not Variable or compat.in_stateless_scope():
+    stored = keras_internals.tensor_of(variable)
+    if type(stored) is not Variable or keras_internals.in_stateless_scope():
         return plain(value)
     value = keras.ops.convert_to_tensor(value, dtype=variable.dtype)
     (stored.assign_add if sign > 0 else stored.assign_sub)(value)
@@ -150,7 +154,7 @@ def _check_assigned(variable: Any, value: Any) -> None:
     assert process is not None
     if variable.synchronization != "on_read" and not _is_of_a_user(variable):
         return  # weights, which gradients change alike; statistics, which are averaged; seeds, which are drawn alike
-    is_ours = process.strategy_of(compat.tensor_of(variable)) is not None
+    is_ours = process.strategy_of(keras_internals.tensor_of(variable)) is not None
     if not is_ours and not vars(variable).get("_distnb_made_in_replica", False):
         raise ContextError(
             f"The Keras variable {variable.path!r} was made outside strategy.scope() and is assigned to in a function "
@@ -166,7 +170,7 @@ def _check_assigned(variable: Any, value: Any) -> None:
 
 
 def _shown(plain: Callable[..., str], variable: Any) -> str:
-    stored = compat.tensor_of(variable)
+    stored = keras_internals.tensor_of(variable)
     if not isinstance(stored, SyncOnReadVariable):
         return plain()
     # Never communicates: what is shown is shown on some replicas only, too.
@@ -204,9 +208,9 @@ def restore(metric: Any, strategy: Any) -> bool:
     bind(metric, strategy)
     for variable in metric.variables:
         settings = _settings_of(variable)
-        stored = compat.tensor_of(variable)
+        stored = keras_internals.tensor_of(variable)
         if settings is not None and not isinstance(stored, SyncOnReadVariable):
-            compat.put_tensor(variable, make(torch.zeros_like(stored), settings, strategy))
+            keras_internals.put_tensor(variable, make(torch.zeros_like(stored), settings, strategy))
     return True
 
 
@@ -222,13 +226,13 @@ def _updating(metric: Any) -> Callable[..., Any]:
     @functools.wraps(plain)
     def update_state(*args: Any, **kwargs: Any) -> Any:
         process, execution = this_process.replica, contexts.execution()
-        if process is None or not _is_shared_out() or compat.in_stateless_scope():
+        if process is None or not _is_shared_out() or keras_internals.in_stateless_scope():
             return plain(*args, **kwargs)
         if execution is not None or contexts.in_replica():
             if (execution is None or execution.counts) and not without_rows(args, kwargs):
                 return plain(*args, **kwargs)
             for variable in metric.variables:
-                if isinstance(stored := compat.tensor_of(variable), SyncOnReadVariable):
+                if isinstance(stored := keras_internals.tensor_of(variable), SyncOnReadVariable):
                     stored.prepare()  # as on the replicas that count something
             return None
         if not has_distributed((args, kwargs)):
@@ -250,11 +254,11 @@ def _reading(metric: Any) -> Callable[..., Any]:
     @functools.wraps(plain)
     def result(*args: Any, **kwargs: Any) -> Any:
         process = this_process.replica
-        if compat.in_stateless_scope():
+        if keras_internals.in_stateless_scope():
             return plain(*args, **kwargs)
         if process is None or not _is_shared_out():
             return keras.tree.map_structure(_value, plain(*args, **kwargs), none_is_leaf=False)
-        parts = [each for each in metric.variables if isinstance(compat.tensor_of(each), SyncOnReadVariable)]
+        parts = [each for each in metric.variables if isinstance(keras_internals.tensor_of(each), SyncOnReadVariable)]
         # Some metrics make their variables when they see the first rows, which this replica may not have got yet.
         of_replicas = process.group.all_gather_object([_part_of(each) for each in parts])
         most = max(map(len, of_replicas))
@@ -270,12 +274,12 @@ def _reading(metric: Any) -> Callable[..., Any]:
 
 
 def _part_of(variable: Any) -> Any:
-    return component_of(compat.tensor_of(variable)).cpu()
+    return component_of(keras_internals.tensor_of(variable)).cpu()
 
 
 def _combined(variable: Any, parts: Sequence[Any]) -> Any:
     """Combine the replicas' parts of a variable, as it says."""
-    stored = compat.tensor_of(variable)
+    stored = keras_internals.tensor_of(variable)
     how = stored.aggregation
     if how is VariableAggregation.NONE:
         return stored.aggregate("result")  # raises, and tells the cure

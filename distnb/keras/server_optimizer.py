@@ -12,12 +12,12 @@ import cloudpickle
 import keras
 import torch
 
-from distnb.coordinator.libraries import Described
+from distnb.coordinator.libraries import ResourceDescription
 from distnb.errors import CannotTravelError, ContextError, OptionError
-from distnb.keras import compat
+from distnb.keras import keras_internals
 from distnb.runtime.servers import remote_optimizer
-from distnb.runtime.servers.messages import Gradient, SetOptimizer, Shard, Step
-from distnb.runtime.servers.placement import Stored
+from distnb.runtime.servers.server_messages import Gradient, SetOptimizer, Shard, StepOptimizer
+from distnb.runtime.servers.shard_placement import Stored
 from distnb.runtime.this_process import this_process
 
 __all__ = ["RemoteApply", "described", "make_remote", "set_options"]
@@ -54,7 +54,7 @@ class OnServer:
         with keras.device("cpu"):
             self._variables = {each: _wrapped(each, kind) for kind, each in shown}
             variables = list(self._variables.values())
-            compat.fix_decays(
+            keras_internals.fix_decays(
                 self._optimizer, {id(each): kind.decays for each, (kind, _) in zip(variables, shown, strict=True)}
             )
             kept = _built(self._optimizer, variables)
@@ -73,7 +73,7 @@ class OnServer:
 
 def _wrapped(parameter: torch.nn.Parameter, kind: _Variable) -> Any:
     variable = keras.Variable(parameter, dtype=str(parameter.dtype).removeprefix("torch."), name=kind.name)
-    compat.put_tensor(variable, parameter)
+    keras_internals.put_tensor(variable, parameter)
     variable.constraint = kind.constraint
     return variable
 
@@ -129,14 +129,16 @@ def _built(optimizer: Any, variables: list[Any]) -> dict[int, dict[str, Any]]:
 
 def _of_all(optimizer: Any, kept: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """What an optimizer keeps for all variables together: how often it has stepped, and other numbers."""
-    counted = {id(each) for own in kept.values() for each in own.values()} | {id(compat.learning_rate_of(optimizer))}
-    rest = [each for each in compat.optimizer_variables(optimizer) if id(each) not in counted]
+    counted = {id(each) for own in kept.values() for each in own.values()} | {
+        id(keras_internals.learning_rate_of(optimizer))
+    }
+    rest = [each for each in keras_internals.optimizer_variables(optimizer) if id(each) not in counted]
     if any(tuple(each.shape) for each in rest):
         raise OptionError(
             f"{type(optimizer).__name__} keeps something for several variables together, and with a "
             "ParameterServerStrategy each server has its own. Use an optimizer such as Adam, RMSprop or SGD."
         )
-    steps = compat.iterations_of(optimizer)
+    steps = keras_internals.iterations_of(optimizer)
     others = [each for each in rest if each is not steps]
     return {_ITERATION: steps, **{f"of all {place}": each for place, each in enumerate(others)}}
 
@@ -145,7 +147,7 @@ def _of_all(optimizer: Any, kept: Mapping[int, Mapping[str, Any]]) -> dict[str, 
 
 
 @dataclass(frozen=True)
-class _Remote:
+class _KerasServerSide:
     """What an optimizer is to the servers.
 
     Attributes:
@@ -169,7 +171,7 @@ class RemoteApply:
     `variables` are asked for; numbers such as the learning rate go with each step.
     """
 
-    _remote: _Remote
+    _remote: _KerasServerSide
     _seen: list[int]
     _trained: list[Any]
 
@@ -179,11 +181,11 @@ class RemoteApply:
         variables = self._trained if trainable_variables is None else list(trainable_variables)
         if not len(grads):
             return
-        found, variables = compat.without_missing(own, list(grads), variables)
+        found, variables = keras_internals.without_missing(own, list(grads), variables)
         if own.loss_scale_factor is not None:
             found = [each / own.loss_scale_factor for each in found]
         if any(getattr(own, name) for name in ("clipnorm", "global_clipnorm", "clipvalue")):
-            found = compat.clip(own, [each.to_dense() for each in found])
+            found = keras_internals.clip(own, [each.to_dense() for each in found])
         servers = this_process.servers
         known = {stored.number for stored in self._remote.stored}
         gradients: dict[int, dict[Shard, Gradient]] = {}
@@ -198,7 +200,10 @@ class RemoteApply:
                 gradients.setdefault(part.server, {})[shard] = piece
         options = (_options(self), *({} for _ in self._remote.stored[1:]))
         servers.step(
-            {each: Step(self._remote.number, mine, options, servers.versions(mine)) for each, mine in gradients.items()}
+            {
+                each: StepOptimizer(self._remote.number, mine, options, servers.versions(mine))
+                for each, mine in gradients.items()
+            }
         )
 
     @property
@@ -210,7 +215,7 @@ class RemoteApply:
     @property
     def learning_rate(self) -> Any:
         """It, or what its schedule says now."""
-        if not isinstance(compat.learning_rate_of(self), keras.Variable):
+        if not isinstance(keras_internals.learning_rate_of(self), keras.Variable):
             _ = self.variables
         return super().learning_rate  # type: ignore[misc]
 
@@ -221,7 +226,7 @@ class RemoteApply:
     @property
     def variables(self) -> list[Any]:
         """What it keeps, as it is on the servers now."""
-        own = compat.optimizer_variables(self)
+        own = keras_internals.optimizer_variables(self)
         if this_process.servers.is_worker:
             return own
         self.send_changes()
@@ -232,13 +237,13 @@ class RemoteApply:
             for name, where in (*self._remote.places[place].items(), *self._remote.places[-1].items()):
                 own[where].assign(remote_optimizer.joined(stored, [part[name] for part in parts]))
         # A step without gradients for some server's variables is none there.
-        compat.iterations_of(self).assign(max(int(each[_ITERATION]) for each in kept.values()))
+        keras_internals.iterations_of(self).assign(max(int(each[_ITERATION]) for each in kept.values()))
         self._note()
         return own
 
     def send_changes(self) -> None:
         """Tell the servers what was assigned to its variables here, by a callback, or from a file."""
-        own = compat.optimizer_variables(self)
+        own = keras_internals.optimizer_variables(self)
         if self._seen == _versions(own, self):
             return
         states: dict[int, dict[Shard, Any]] = {server: {} for server in self._remote.servers}
@@ -249,7 +254,7 @@ class RemoteApply:
                     name: remote_optimizer.piece_of_state(stored, part, own[where].value)
                     for name, where in names.items()
                 }
-        steps = int(compat.iterations_of(self).value)
+        steps = int(keras_internals.iterations_of(self).value)
         this_process.servers.set_optimizer_states(
             {server: SetOptimizer(self._remote.number, state, steps) for server, state in states.items()}
         )
@@ -263,12 +268,12 @@ class RemoteApply:
             this_process.servers.send_changes()
 
     def _note(self) -> None:
-        vars(self)["_seen"] = _versions(compat.optimizer_variables(self), self)
+        vars(self)["_seen"] = _versions(keras_internals.optimizer_variables(self), self)
 
 
 def _versions(variables: Sequence[Any], optimizer: Any) -> list[int]:
     """torch's counts of changes in place; the learning rate goes with each step."""
-    rate = compat.learning_rate_of(optimizer)
+    rate = keras_internals.learning_rate_of(optimizer)
     return [each.value._version for each in variables if each is not rate]
 
 
@@ -276,7 +281,7 @@ def _options(optimizer: Any) -> dict[str, Any]:
     """The numbers that callbacks may change."""
     found = {name: each for name, each in vars(optimizer).items() if name[0] != "_" and type(each) in _PLAIN}
     found = {name: each for name, each in found.items() if name not in _ON_WORKERS and name != "built"}
-    rate = compat.learning_rate_of(optimizer)
+    rate = keras_internals.learning_rate_of(optimizer)
     return {**found, "learning_rate": float(rate.value)} if isinstance(rate, keras.Variable) else found
 
 
@@ -300,7 +305,7 @@ def make_remote(optimizer: Any) -> None:
         return
     _check(optimizer)
     servers = this_process.servers
-    trained = compat.trained_variables(optimizer)
+    trained = keras_internals.trained_variables(optimizer)
     stored = [servers.stored_of(each.value) for each in trained]
     if not all(stored):
         lost = next(each.path for each, its in zip(trained, stored, strict=True) if its is None)
@@ -318,13 +323,13 @@ def make_remote(optimizer: Any) -> None:
     config = _config(optimizer)
     twin = cls.from_config(config)
     kept = _built(twin, trained)
-    places = {id(each): place for place, each in enumerate(compat.optimizer_variables(twin))}
+    places = {id(each): place for place, each in enumerate(keras_internals.optimizer_variables(twin))}
     named: dict[int, dict[str, int]] = {
         place: {name: places[id(made)] for name, made in kept[id(each)].items()} for place, each in enumerate(trained)
     }
     named[-1] = {name: places[id(made)] for name, made in _of_all(twin, kept).items()}
-    kinds = [_Variable(each.name, each.constraint, compat.decays(optimizer, each)) for each in trained]
-    remote = _Remote(next(_numbers), tuple(stored), named)
+    kinds = [_Variable(each.name, each.constraint, keras_internals.decays(optimizer, each)) for each in trained]
+    remote = _KerasServerSide(next(_numbers), tuple(stored), named)
     factory = cloudpickle.dumps(functools.partial(OnServer, cls, config, kinds))
     servers.make_optimizer(remote.number, factory, tuple((each,) for each in remote.stored))
     optimizer.__class__ = _remote_class(cls)
@@ -350,7 +355,7 @@ def _check(optimizer: Any) -> None:
 
 def _config(optimizer: Any) -> dict[str, Any]:
     """What `from_config` takes; a schedule is the object itself, whatever its class."""
-    rate = compat.learning_rate_of(optimizer)
+    rate = keras_internals.learning_rate_of(optimizer)
     config = optimizer.get_config()
     return config if isinstance(rate, keras.Variable) else {**config, "learning_rate": rate}
 
@@ -363,7 +368,7 @@ class _Opener(NamedTuple):
 
     cls: Callable[..., Any]
     config: dict[str, Any]
-    remote: _Remote
+    remote: _KerasServerSide
     trained: list[Any]
 
     def make_for_worker(self, _worker: int) -> Any:
@@ -375,7 +380,7 @@ class _Opener(NamedTuple):
         return optimizer
 
 
-def described(optimizer: Any) -> Described:
+def described(optimizer: Any) -> ResourceDescription:
     """An optimizer in a scheduled function.
 
     Raises:
@@ -390,7 +395,7 @@ def described(optimizer: Any) -> Described:
         make_remote(optimizer)
     optimizer.send_changes()
     shown: Any = optimizer
-    return Described(
+    return ResourceDescription(
         lambda: _Opener(type(shown).of, _config(shown), shown._remote, shown._trained), _options(optimizer)
     )
 

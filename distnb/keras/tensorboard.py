@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from distnb.errors import OptionError
-from distnb.watching.event_files import event_writer
+from distnb.watching.tensorboard_writer import event_writer
 
 __all__ = ["TensorBoard"]
 

@@ -23,7 +23,7 @@ from distnb.magics.cell_history import HEADER
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose as sessions
-from distnb.notebook import placement
+from distnb.notebook import value_placement
 from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.notebook.reports import stacks_text
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
@@ -36,7 +36,7 @@ from distnb.topology import PS, WORKER, Task
 from distnb.widgets import exports
 from distnb.widgets.publisher import publisher_for
 from distnb.widgets.timeline import timeline
-from distnb.widgets.values.devices import devices_html, devices_text
+from distnb.widgets.value_views.devices_html import devices_html, devices_text
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -156,7 +156,7 @@ class ClusterMagic:
         """`%distnb devices`."""
         gpus = [f"cuda:{index}" for index in range(available_gpus())]
         there = gpus + [f"tpu:{index}" for index in range(tpu_chips.chips())] or ["cpu:0"]
-        model = placement.devices_model(self._shell.user_ns, there)
+        model = value_placement.devices_model(self._shell.user_ns, there)
         self._shell.display_pub.publish({"text/plain": devices_text(model), "text/html": devices_html(model)})
 
     def stacks(self, found: Namespace) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from typing import Any
 
-from distnb.objects.memory import Memory
+from distnb.objects.memory import MemoryBlock
 from distnb.objects.placeholder import Placeholder
 
 __all__ = ["ByOpener"]
@@ -37,7 +37,7 @@ fill_class = ByOpener("fill_class")
 make_type_variable = ByOpener("make_type_variable")
 
 
-def open_array(memory: Memory, dtype: Any, shape: Any, strides: Any, offset: int, writeable: bool) -> Any:
+def open_array(memory: MemoryBlock, dtype: Any, shape: Any, strides: Any, offset: int, writeable: bool) -> Any:
     """An array on some memory."""
     import numpy
 
@@ -49,7 +49,7 @@ def open_array(memory: Memory, dtype: Any, shape: Any, strides: Any, offset: int
     return array
 
 
-def open_tensor(memory: Memory, dtype: Any, shape: Any, stride: Any, offset: int, kind: type) -> Any:
+def open_tensor(memory: MemoryBlock, dtype: Any, shape: Any, stride: Any, offset: int, kind: type) -> Any:
     """A tensor on some memory; its gradient and attributes follow as state."""
     import torch
 
@@ -63,7 +63,7 @@ def open_tensor(memory: Memory, dtype: Any, shape: Any, stride: Any, offset: int
     return tensor if kind is torch.Tensor else kind(tensor, requires_grad=False)
 
 
-def open_storage(memory: Memory, dtype: Any) -> Any:
+def open_storage(memory: MemoryBlock, dtype: Any) -> Any:
     """The storage that tensors on some memory have; with a dtype one of `tensor.storage()`."""
     from distnb.compat.torch_internals import typed_storage
 

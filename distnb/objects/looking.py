@@ -28,7 +28,7 @@ from distnb.objects import code, constructors, keras_archives
 from distnb.objects.constructors import ByOpener
 from distnb.objects.hidden_functions import functions_within, hides_parts
 from distnb.objects.mapped_files import file_of, window_of
-from distnb.objects.memory import Memory, bytes_of, dense_tensor, is_stored
+from distnb.objects.memory import MemoryBlock, bytes_of, dense_tensor, is_stored
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, label_of, refusal
 from distnb.objects.plain import is_importable
 from distnb.objects.world_bound import is_training_arguments, is_world_bound
@@ -483,7 +483,7 @@ _RULES: dict[type, Callable[[Any, Any], Any]] = {
     ),
     typing.TypeVar: lambda pickler, obj: code.reduce_type_variable(obj, pickler.side.classes),
     weakref.ref: lambda pickler, obj: (weakref.ref, (obj(),)),
-    Memory: lambda pickler, obj: pickler.memory(obj),
+    MemoryBlock: lambda pickler, obj: pickler.memory(obj),
     ByOpener: lambda pickler, obj: obj.name,
     Placeholder: lambda pickler, obj: obj.__reduce__(),
 }

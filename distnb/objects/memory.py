@@ -13,8 +13,8 @@ import weakref
 from typing import Any
 
 __all__ = [
-    "Memories",
-    "Memory",
+    "MemoryBlock",
+    "MemoryBlocks",
     "array_window",
     "buffer_at",
     "bytes_of",
@@ -29,7 +29,7 @@ _LARGER_BY_FAR = 4
 _FEW = 100
 
 
-class Memory:
+class MemoryBlock:
     """A block of this process's host memory.
 
     Args:
@@ -52,9 +52,9 @@ class Memory:
         self.digest: bytes | None = None
 
     @staticmethod
-    def of_storage(storage: Any) -> Memory:
+    def of_storage(storage: Any) -> MemoryBlock:
         """Return all of the storage of some tensors."""
-        return Memory(_bytes_on(storage), storage.data_ptr(), storage.nbytes(), storage)
+        return MemoryBlock(_bytes_on(storage), storage.data_ptr(), storage.nbytes(), storage)
 
     @property
     def is_resizable(self) -> bool:
@@ -106,7 +106,7 @@ class Memory:
         return True
 
     @staticmethod
-    def filled(data: Any, *, resizable: bool = False) -> Memory:
+    def filled(data: Any, *, resizable: bool = False) -> MemoryBlock:
         """Make new memory with the bytes of a buffer that nobody else writes to.
 
         Large memory is that of the buffer, which processes of a machine share until they write to it. torch can only
@@ -118,13 +118,13 @@ class Memory:
         torch = sys.modules.get("torch")
         if torch is None:
             owner: Any = numpy.frombuffer(bytearray(view) if view.readonly or view.nbytes == 0 else view, numpy.uint8)
-            return Memory(owner, owner.ctypes.data, owner.nbytes)
+            return MemoryBlock(owner, owner.ctypes.data, owner.nbytes)
         if view.nbytes > (_COPIED_NBYTES if resizable else _SMALL_NBYTES) and not view.readonly:
             owner = torch.frombuffer(view, dtype=torch.uint8)
         else:
             owner = torch.empty(view.nbytes, dtype=torch.uint8, device="cpu")
             memoryview(bytes_of(owner)).cast("B")[:] = view.cast("B")
-        return Memory(owner, owner.data_ptr(), view.nbytes, owner.untyped_storage())
+        return MemoryBlock(owner, owner.data_ptr(), view.nbytes, owner.untyped_storage())
 
 
 def _is_tensor(owner: Any) -> bool:
@@ -160,16 +160,16 @@ def bytes_of(tensor: Any) -> Any:
     return buffer_at(tensor.data_ptr(), tensor.nbytes, tensor)
 
 
-class Memories:
+class MemoryBlocks:
     """The blocks that are known, in the order of their addresses. Who knows one by its number keeps it."""
 
     def __init__(self) -> None:
-        self._known: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[int, MemoryBlock] = weakref.WeakValueDictionary()
         self._starts: list[int] = []
         # A storage stays what it is when torch resizes it, and its address does not.
-        self._storages: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
+        self._storages: weakref.WeakValueDictionary[int, MemoryBlock] = weakref.WeakValueDictionary()
 
-    def add(self, memory: Memory) -> None:
+    def add(self, memory: MemoryBlock) -> None:
         """Let a block be found."""
         if memory.storage is not None:
             self._storages[_identity(memory.storage)] = memory
@@ -180,7 +180,7 @@ class Memories:
                 bisect.insort(self._starts, memory.start)
             self._known[memory.start] = memory
 
-    def of(self, start: int, nbytes: int) -> Memory | None:
+    def of(self, start: int, nbytes: int) -> MemoryBlock | None:
         """A known block that holds some bytes."""
         place = bisect.bisect_right(self._starts, start)
         while place:
@@ -194,7 +194,7 @@ class Memories:
             return found if start + nbytes <= found.start + found.nbytes else None
         return None
 
-    def of_storage(self, storage: Any) -> Memory | None:
+    def of_storage(self, storage: Any) -> MemoryBlock | None:
         """The block that is known to be all of a storage."""
         found = self._storages.get(_identity(storage))
         if found is not None:
@@ -241,7 +241,7 @@ def _extent(tensor: Any) -> int:
     return int(tensor.element_size() * (1 + steps))
 
 
-def array_window(array: Any, memories: Memories) -> tuple[Memory, int]:
+def array_window(array: Any, memories: MemoryBlocks) -> tuple[MemoryBlock, int]:
     """The block that an array lies in, and the offset in bytes of its first element."""
     import numpy
     from numpy.lib.array_utils import byte_bounds
@@ -261,12 +261,12 @@ def array_window(array: Any, memories: Memories) -> tuple[Memory, int]:
     flat = root.transpose(numpy.argsort([-abs(stride) for stride in root.strides], kind="stable"))
     if not flat.flags.c_contiguous or root.dtype.itemsize == 0:
         copy = numpy.ascontiguousarray(array)
-        memory = Memory(_as_bytes(copy), copy.ctypes.data, copy.nbytes)
+        memory = MemoryBlock(_as_bytes(copy), copy.ctypes.data, copy.nbytes)
         return memory, -1  # nothing can share it: its own copy, in C order
     block, lowest = _as_bytes(flat), flat.__array_interface__["data"][0]
     if root.nbytes > max(_SMALL_NBYTES, _LARGER_BY_FAR * (end - start)):  # not all of it for a small part
         block, lowest = block[start - lowest : end - lowest], start
-    memory = Memory(block, lowest, block.nbytes)
+    memory = MemoryBlock(block, lowest, block.nbytes)
     memories.add(memory)
     return memory, first - memory.start
 
@@ -277,7 +277,7 @@ def _as_bytes(array: Any) -> Any:
     return array.reshape(-1).view(numpy.uint8) if array.nbytes else numpy.empty(0, numpy.uint8)
 
 
-def tensor_window(tensor: Any, memories: Memories) -> tuple[Memory, int]:
+def tensor_window(tensor: Any, memories: MemoryBlocks) -> tuple[MemoryBlock, int]:
     """The block that a dense tensor lies in, and the offset in bytes of its first element.
 
     The block is empty if the storage is: see `is_stored`.
@@ -286,7 +286,7 @@ def tensor_window(tensor: Any, memories: Memories) -> tuple[Memory, int]:
 
     first, extent = tensor.data_ptr(), _extent(tensor)
     if not extent:
-        return Memory(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0), 0
+        return MemoryBlock(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0), 0
     storage = tensor.untyped_storage()
     known = memories.of_storage(storage)
     if known is not None:
@@ -294,9 +294,9 @@ def tensor_window(tensor: Any, memories: Memories) -> tuple[Memory, int]:
     known = memories.of(first, extent)
     if known is not None:
         return known, first - known.start
-    memory = Memory.of_storage(storage)
+    memory = MemoryBlock.of_storage(storage)
     if memory.nbytes > max(_SMALL_NBYTES, _LARGER_BY_FAR * extent):
         begin = first - memory.start
-        memory = Memory(memory.owner[begin : begin + extent], first, extent)
+        memory = MemoryBlock(memory.owner[begin : begin + extent], first, extent)
     memories.add(memory)
     return memory, first - memory.start

@@ -24,7 +24,7 @@ import cloudpickle
 from distnb.objects import code
 from distnb.objects.constructors import ByOpener
 from distnb.objects.mapped_files import is_same_window
-from distnb.objects.memory import Memory, is_stored
+from distnb.objects.memory import MemoryBlock, is_stored
 from distnb.objects.placeholder import Placeholder
 
 __all__ = ["ATOMS", "Merge"]
@@ -44,7 +44,7 @@ ATOMS: frozenset[type] = frozenset(
         types.CodeType,
         types.ModuleType,
         ByOpener,
-        Memory,
+        MemoryBlock,
     }
 )
 """Types whose objects hold nothing that could have a counterpart."""

@@ -19,7 +19,7 @@ from distnb.errors import CannotTravelError
 from distnb.objects import code
 from distnb.objects.constructors import ByOpener, open_storage
 from distnb.objects.looking import Side
-from distnb.objects.memory import Memory
+from distnb.objects.memory import MemoryBlock
 from distnb.objects.packing import OFFSET_BITS, Packed
 from distnb.objects.placeholder import Placeholder, label_of
 
@@ -59,7 +59,7 @@ class Opener:
         self.failed: dict[str, Exception] = {}
         self.new_classes: list[type] = []
         self.held_classes: list[tuple[type, dict[str, Any]]] = []
-        self.new_memories: list[Memory] = []
+        self.new_memories: list[MemoryBlock] = []
         self.referred: list[Any] = []
         self.parts_used: set[int] = set()
         self.bound: list[str] = []
@@ -131,30 +131,30 @@ class Opener:
 
     def open_from_host(self, data: Any, dtype: Any, shape: tuple[int, ...], is_parameter: bool) -> Any:
         """A tensor that was on an accelerator, on this side's."""
-        tensor = Memory.filled(data).tensor().view(dtype).reshape(shape).to(self._place)
+        tensor = MemoryBlock.filled(data).tensor().view(dtype).reshape(shape).to(self._place)
         return sys.modules["torch"].nn.Parameter(tensor, False) if is_parameter else tensor
 
     def open_storage_from_host(self, data: Any, dtype: Any) -> Any:
         """A storage that was on an accelerator, on this side's."""
-        tensor = Memory.filled(data).tensor().to(self._place)
-        return open_storage(Memory(tensor, 0, tensor.nbytes), dtype)
+        tensor = MemoryBlock.filled(data).tensor().to(self._place)
+        return open_storage(MemoryBlock(tensor, 0, tensor.nbytes), dtype)
 
-    def open_memory(self, data: Any, resizable: bool) -> Memory:
+    def open_memory(self, data: Any, resizable: bool) -> MemoryBlock:
         """New memory."""
-        memory = Memory.filled(data, resizable=resizable)
+        memory = MemoryBlock.filled(data, resizable=resizable)
         self.new_memories.append(memory)
         return memory
 
-    def update_memory(self, number: int, data: Any, resizable: bool) -> Memory:
+    def update_memory(self, number: int, data: Any, resizable: bool) -> MemoryBlock:
         """Known memory, with other content unless data is None."""
-        known: Memory = self.find(number)
+        known: MemoryBlock = self.find(number)
         known.follow()
         if not known.is_there(known.start):
             if data is None:
                 raise CannotTravelError("torch has resized the storage here that held it")
             return self.open_memory(data, resizable)
         if not self._writes:
-            return Memory.filled(bytes(known.buffer()) if data is None else data, resizable=resizable)
+            return MemoryBlock.filled(bytes(known.buffer()) if data is None else data, resizable=resizable)
         if data is None or known.write(data):
             return known
         return self.open_memory(data, resizable)

@@ -16,8 +16,8 @@ from distnb.objects import code, constructors
 from distnb.objects.looking import INLINE_NBYTES, Looker, Side, on_accelerator
 from distnb.objects.mapped_files import file_of, identity_of, open_mapped_file, open_mapped_view, window_of
 from distnb.objects.memory import (
-    Memories,
-    Memory,
+    MemoryBlock,
+    MemoryBlocks,
     array_window,
     bytes_of,
     dense_tensor,
@@ -120,7 +120,7 @@ class Packer(Looker):
         side: Side,
         known: Callable[[Any], int | None] | None,
         number_of: Callable[[Any], int | None],
-        memories: Memories,
+        memories: MemoryBlocks,
     ) -> None:
         self.buffers: list[Any] = []
         self.referred: list[Any] = []
@@ -180,7 +180,7 @@ class Packer(Looker):
             memory, offset = tensor_window(tensor, self._memories)
             size = tensor.element_size()
             if offset % size:
-                memory, offset = tensor_window(tensor.detach().clone(), Memories())
+                memory, offset = tensor_window(tensor.detach().clone(), MemoryBlocks())
             window = (memory, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset // size)
             made = constructors.open_tensor, (*window, type(tensor))
         state = (tensor.requires_grad, tensor.grad if tensor.is_leaf else None, tensor.__dict__ or None)
@@ -222,11 +222,11 @@ class Packer(Looker):
             return constructors.open_storage_from_host, (shown, dtype)
         memory = self._memories.of_storage(plain)
         if memory is None:
-            memory = Memory.of_storage(plain)
+            memory = MemoryBlock.of_storage(plain)
             self._memories.add(memory)
         return constructors.open_storage, (memory, dtype)
 
-    def memory(self, memory: Memory) -> Any:
+    def memory(self, memory: MemoryBlock) -> Any:
         """The bytes, unless the other side has them."""
         data, resizable = memory.buffer(), memory.is_resizable
         number = self._number_of(memory)

@@ -26,7 +26,7 @@ import xxhash
 
 from distnb.objects.code import parts_of
 from distnb.objects.looking import Look, Looker, Side
-from distnb.objects.memory import Memories, Memory
+from distnb.objects.memory import MemoryBlock, MemoryBlocks
 from distnb.objects.merging import ATOMS, Merge
 from distnb.objects.opening import Opener, pairs_in, stands_for_lost
 from distnb.objects.packing import OFFSET_BITS, Packed, Packer
@@ -94,7 +94,7 @@ class _Table:
                 self._objects = {
                     place: obj
                     for place, obj in memo.items()
-                    if (type(obj) not in ATOMS or type(obj) is Memory) and id(obj) not in apart
+                    if (type(obj) not in ATOMS or type(obj) is MemoryBlock) and id(obj) not in apart
                 }
                 self._drop_own()
             # What arrived for an object that was here is not kept.
@@ -134,7 +134,7 @@ class _Table:
         places = sorted(place for place in self.objects if self._index_of(place) in idle)
         self._numbers, left = None, set[int]()
         for place in places:  # what holds others comes before them
-            if type(self.objects[place]) is Memory:
+            if type(self.objects[place]) is MemoryBlock:
                 continue  # arrays refer to what is in it
             key = id(self.objects[place])
             if _references(self.objects, place) > _REFERENCES_OF_ONE_ALONE and not any(
@@ -173,7 +173,7 @@ class _Table:
         """How much more memory came with names whose values are not wanted any more than with those that are."""
         found = 0
         for place, obj in self.objects.items():
-            if type(obj) is Memory:
+            if type(obj) is MemoryBlock:
                 found += -obj.nbytes if self.names[self._index_of(place)] in self.wanted else obj.nbytes
         return found
 
@@ -218,7 +218,7 @@ class Tracker:
         self._records: dict[str, _Record] = {}
         self._tables: dict[int, _Table] = {}
         self._shrunk: set[int] = set()  # serials of tables with values that are not wanted any more, lately
-        self._memories = Memories()
+        self._memories = MemoryBlocks()
 
     def __contains__(self, name: object) -> bool:
         return name in self._records
@@ -302,7 +302,7 @@ class Tracker:
 
         def known(obj: Any) -> int | None:
             # What leads to it may look as before: of memory another part changed, a class is looked at by itself.
-            if type(obj) is Memory or id(obj) in of_classes:
+            if type(obj) is MemoryBlock or id(obj) in of_classes:
                 return None
             for table in sources:
                 number = table.numbers.get(id(obj))
@@ -367,7 +367,7 @@ class Tracker:
         """
         values = dict(values)
         while True:
-            packer, name = Packer(self.side, None, lambda obj: None, Memories()), ""
+            packer, name = Packer(self.side, None, lambda obj: None, MemoryBlocks()), ""
             try:
                 for name, value in values.items():
                     packer.label, packer.root = (label_of(name), value) if apart else ("", None)

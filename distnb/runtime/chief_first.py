@@ -22,11 +22,11 @@ _calls: Counter[str] = Counter()
 _place = ""
 
 
-class _PerThread(threading.local):
+class _ChiefCall(threading.local):
     acting = False
 
 
-_here = _PerThread()
+_here = _ChiefCall()
 
 
 def chief_first(name: str, do: Callable[[], T]) -> T | None:

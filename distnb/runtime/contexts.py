@@ -44,7 +44,7 @@ class Execution(NamedTuple):
     counts: bool = True
 
 
-class _PerThread(threading.local):
+class _ThreadContext(threading.local):
     def __init__(self) -> None:
         self.execution: Execution | None = None
         self.stack: list[tuple[Any, ReplicaContext | None]] = []
@@ -52,7 +52,7 @@ class _PerThread(threading.local):
         self.in_default_run = False
 
 
-_here = _PerThread()
+_here = _ThreadContext()
 
 _CURES = {
     "run": "call the function directly: it runs on every replica already",

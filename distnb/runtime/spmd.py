@@ -20,12 +20,12 @@ from distnb.runtime.randomness import streams
 from distnb.runtime.replica import Spmd
 from distnb.runtime.scopes import foreign_libraries, sync_batch_norm
 from distnb.runtime.scopes.made_objects import CHANGES
-from distnb.runtime.scopes.registration import Place
+from distnb.runtime.scopes.registration import ParameterKey
 from distnb.runtime.this_process import this_process
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.topology import Device, Team
 
-__all__ = ["SpmdProcess", "register_restored", "enter", "join_from_env"]
+__all__ = ["SpmdProcess", "enter", "join_from_env", "register_restored"]
 
 
 class SpmdProcess:
@@ -90,7 +90,7 @@ class SpmdProcess:
 
 
 # A new engine gets its objects before it joins a group, and gradients are kept in sync within one.
-_restored: dict[Any, list[tuple[Any, Sequence[Place | None]]]] = {}
+_restored: dict[Any, list[tuple[Any, Sequence[ParameterKey | None]]]] = {}
 
 
 def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
@@ -119,7 +119,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
     return process
 
 
-def register_restored(strategy: Owner, value: Any, places: Sequence[Place | None]) -> None:
+def register_restored(strategy: Owner, value: Any, places: Sequence[ParameterKey | None]) -> None:
     """Keep in sync, from the next program on, what was made in a strategy's scope and copied here from a replica."""
     _restored.setdefault(strategy, []).append((value, places))
 

@@ -17,8 +17,8 @@ from distnb.input.progress import Progress
 
 __all__ = [
     "Axis",
-    "Place",
     "Reading",
+    "StepPosition",
     "calling",
     "epochs_begun",
     "examples",
@@ -36,7 +36,7 @@ steps = 0
 examples = 0
 """Examples in this replica's slices of the batches given to `run`."""
 
-Place = tuple[int, int]
+StepPosition = tuple[int, int]
 """Of a value that is told: the training step, and the number of the call of `run` that tells it, 0 outside."""
 
 
@@ -78,7 +78,7 @@ class _Calling:
 calling = _Calling()
 
 
-def place() -> Place:
+def place() -> StepPosition:
     """Where a value that is told now belongs: in a function that `run` calls, to the step under way."""
     return (steps + 1, _call) if _call else (steps, 0)
 
@@ -116,7 +116,7 @@ class Axis:
         self._step = self._call = self._repeats = 0
         self._told: set[str] = set()
 
-    def put(self, place: Place, names: Collection[str]) -> int:
+    def put(self, place: StepPosition, names: Collection[str]) -> int:
         """Where values of these names stand that were told at a place; it never goes back."""
         step, call = place
         if step > self._step:

@@ -13,7 +13,7 @@ from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from distnb.runtime.servers.placement import PlacedShard
+    from distnb.runtime.servers.shard_placement import PlacedShard
 
 __all__ = ["ParameterServerStrategy"]
 

@@ -11,7 +11,7 @@ from distnb.options import StrategySpec, VariableAggregation
 from distnb.runtime import spmd
 from distnb.runtime.consistency import sync_check
 from distnb.runtime.scopes import foreign_libraries, metric_binding
-from distnb.runtime.scopes.registration import Place, parameters_of
+from distnb.runtime.scopes.registration import ParameterKey, parameters_of
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import resolve
 from distnb.variables.variable import SyncOnReadVariable
@@ -79,7 +79,7 @@ def drift_report(value: Any) -> str:
     return sync_check.drift_report(this_process.replica.group, value)
 
 
-Origin = tuple[StrategySpec, list[Place | None]]
+Origin = tuple[StrategySpec, list[ParameterKey | None]]
 """The strategy in whose scope something was made, and what all replicas call its parameters."""
 
 

@@ -126,7 +126,7 @@ class DistributedValues:
 
     def _repr_html_(self) -> str:
         # What draws stands above all that has values, and is loaded when there is something to draw.
-        return str(import_module("distnb.widgets.values.showing").as_html(self))
+        return str(import_module("distnb.widgets.value_views.showing").as_html(self))
 
     def _show(self, replica_id: int) -> str:
         if replica_id in self._components:

@@ -130,7 +130,7 @@ class TextProgress:
         self._written: float | None = None
         self._is_new = False
 
-    def __call__(self, point: Point, place: step_count.Place, run: str = "") -> None:
+    def __call__(self, point: Point, place: step_count.StepPosition, run: str = "") -> None:
         """Take a point; it is written if enough time has passed since the last."""
         now, (step, call) = self._clock(), place
         if run != self._run:
@@ -163,7 +163,7 @@ def _shown(value: Any) -> str:
 _progress = TextProgress()
 
 
-def _terminal(point: Point, place: step_count.Place, run: str) -> None:
+def _terminal(point: Point, place: step_count.StepPosition, run: str) -> None:
     """In a script only one process writes: replica 0."""
     process = this_process.replica  # none in a script that has used no strategy yet
     rank = process.rank if process is not None else int(os.environ.get("RANK", "0"))

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from distnb.runtime.this_process import this_process
-from distnb.wire.inspection import PLACEMENT
+from distnb.wire.value_facts import PLACEMENT
 
 __all__ = ["visualize"]
 
@@ -39,4 +39,4 @@ def visualize(value: Any) -> None:
         told = report(value)
         this_process.publish({PLACEMENT: told, "text/plain": repr(told["replicas"])})
     else:
-        import_module("distnb.widgets.values.showing").visualize(value)
+        import_module("distnb.widgets.value_views.showing").visualize(value)

@@ -12,8 +12,8 @@ from distnb.notebook.views.live_model import LiveModel, Told
 from distnb.notebook.views.runs import History
 from distnb.topology import Team
 from distnb.widgets.coordinator_watch import CoordinatorWatch
+from distnb.widgets.live_views import LiveView
 from distnb.widgets.publisher import Publisher
-from distnb.widgets.views import LiveView
 from distnb.wire.messages import Asks, Died, Display, GoesOn, Live, Output, ProgramEnded, Status, TelemetrySample
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from distnb.topology import WORKER
 from distnb.watching import live
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.coordinator_watch import CoordinatorWatch
+from distnb.widgets.live_views import LiveView, PictureView, TextView
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
 from distnb.widgets.replica_widgets import ReplicaWidgets
-from distnb.widgets.views import LiveView, PictureView, TextView
 from distnb.wire.messages import Asks, Died, Display, Output, ProgramEnded, Status, TelemetrySample, WidgetChange
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Front:
         if isinstance(event, Status | ProgramEnded | Died):
             self.on_news()
 
-    def live(self, point: live.Point, place: step_count.Place, run: str) -> None:
+    def live(self, point: live.Point, place: step_count.StepPosition, run: str) -> None:
         """A call of `distnb.live` in this process."""
         view = self._current
         if view is not None:

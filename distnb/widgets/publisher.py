@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distnb.notebook.output.displays import Area, Clear, Instruction, Show, Write
-from distnb.widgets.values.showing import drawn
+from distnb.notebook.output.displays import Area, Clear, Instruction, Show, WriteText
+from distnb.widgets.value_views.showing import drawn
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -37,7 +37,7 @@ class Publisher(ABC):
     def apply(self, instructions: list[Instruction]) -> None:
         """Carry out instructions in order."""
         for each in instructions:
-            if isinstance(each, Write):
+            if isinstance(each, WriteText):
                 self.latest = (self.latest + each.text)[-_LATEST_CHARACTERS:]
                 self.write(each.stream, each.text)
             elif isinstance(each, Show):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.output.displays import WIDGET_VIEW
-from distnb.widgets.values.showing import drawn
+from distnb.widgets.value_views.showing import drawn
 from distnb.wire.messages import Display, Output, WidgetChange
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import traitlets
 from distnb.notebook.views.chart_model import Chart, charts
 from distnb.notebook.views.curves import Line, Point
 from distnb.widgets.content import head_text, live_html, picture_bundle
-from distnb.widgets.views import LiveView
+from distnb.widgets.live_views import LiveView
 
 __all__ = ["LiveWidget", "WidgetView"]
 

@@ -28,7 +28,7 @@ from distnb.cluster.connection import Keys, make_keys
 from distnb.errors import MessageError, ServerLost, StructureError
 from distnb.runtime.servers import client as clients
 from distnb.runtime.servers.client import Servers
-from distnb.runtime.servers.messages import Address, Create, Describe, MakeOptimizer, Pull, PullRows, Write
+from distnb.runtime.servers.server_messages import Address, Create, Describe, MakeOptimizer, Pull, PullRows, WriteShard
 from distnb.runtime.servers.service import Service
 from distnb.wire import recycled_memory, unix_socket
 from distnb.wire.codec import encode
@@ -60,15 +60,15 @@ import json, os, sys
 import torch
 from distnb.cluster.connection import Keys
 from distnb.runtime.servers.client import Servers
-from distnb.runtime.servers.messages import Address, Step, Write
+from distnb.runtime.servers.server_messages import Address, StepOptimizer, WriteShard
 
 told = json.loads(os.environ["TOLD"])
 servers = Servers({0: Address(*told["address"])}, told["number"], Keys(*told["keys"]))
 gradient = torch.full((told["size"],), -1.0)
 for n in range(told["count"]):
     token = (told["number"], 2 * n)
-    servers.exchange({0: [Write((0, 0), "assign_add", 1.0, token=token)]})
-    servers.exchange({0: [Step(0, {(0, 0): gradient}, ({},), {}, (token[0], token[1] + 1))]})
+    servers.exchange({0: [WriteShard((0, 0), "assign_add", 1.0, token=token)]})
+    servers.exchange({0: [StepOptimizer(0, {(0, 0): gradient}, ({},), {}, (token[0], token[1] + 1))]})
 """
 
 
@@ -206,7 +206,7 @@ def test_an_error_is_raised_at_the_client_and_says_whose_it_is(cluster: Cluster)
     addresses = {server: cluster.serve()[0] for server in (0, 1)}
     with closing(Servers(addresses, 5, cluster.keys)) as servers:
         servers.exchange({server: make(2) for server in addresses})
-        wrong = Write(W, "assign", torch.ones(3))
+        wrong = WriteShard(W, "assign", torch.ones(3))
         with pytest.raises(StructureError, match="shape") as caught:
             servers.exchange({0: [Describe()], 1: [wrong]})
         assert caught.value.__notes__ == ["It was raised by parameter server 1."]
@@ -227,7 +227,7 @@ class _Unreadable:
 def test_a_request_that_cannot_be_read_is_an_error_and_no_end(cluster: Cluster) -> None:
     with closing(Servers({0: cluster.serve()[0]}, 5, cluster.keys)) as servers:
         with pytest.raises(MessageError, match="no number"):
-            servers.exchange({0: [Write(W, "assign", _Unreadable())]})
+            servers.exchange({0: [WriteShard(W, "assign", _Unreadable())]})
         assert servers.exchange({0: [Describe()]}) == {0: ((),)}
 
 
@@ -237,7 +237,7 @@ def test_threads_of_one_client_take_turns(cluster: Cluster) -> None:
 
         def add() -> None:
             for _ in range(100):
-                servers.exchange({0: [Write(W, "assign_add", 1.0)]})
+                servers.exchange({0: [WriteShard(W, "assign_add", 1.0)]})
 
         threads = [threading.Thread(target=add) for _ in range(3)]
         for thread in threads:
@@ -286,7 +286,7 @@ def test_a_server_that_is_killed_ends_exchanges_until_another_takes_its_place(tm
         with frozen(process):
             thread = meanwhile(process.kill)
             with pytest.raises(ServerLost, match=r"server 0 has ended\. .*last checkpoint"):
-                servers.exchange({0: [Describe()], 1: [Write(W, "assign", 2.0)]})
+                servers.exchange({0: [Describe()], 1: [WriteShard(W, "assign", 2.0)]})
             thread.join()
         with pytest.raises(ServerLost):
             servers.exchange({0: [Describe()]})
@@ -328,7 +328,7 @@ def test_who_waits_can_be_interrupted_and_asks_again(cluster: Cluster) -> None:
             for _ in range(3):
                 thread = meanwhile(lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
                 with pytest.raises(KeyboardInterrupt):
-                    servers.exchange({0: [Write(W, "assign_add", 1.0, token=(1, 0)), Pull({W: -1})]})
+                    servers.exchange({0: [WriteShard(W, "assign_add", 1.0, token=(1, 0)), Pull({W: -1})]})
                 thread.join()
         assert servers.exchange({0: [Describe()]})[0][0][0].updates == 1  # and no late answer is taken for it
 
@@ -370,7 +370,7 @@ def test_an_interrupt_at_any_moment_leaves_a_client_that_works(service: tuple[Se
         while not ran_through:
             moment += 1
             trace, interrupted = interrupting(files, moment)
-            change = Write(W, "assign_add", torch.ones(100_000), token=(1, moment))
+            change = WriteShard(W, "assign_add", torch.ones(100_000), token=(1, moment))
             before = sys.gettrace()
             sys._getframe().f_trace_opcodes = True  # Python 3.12 reports opcodes only if one frame asks before settrace
             sys.settrace(trace)
@@ -419,7 +419,7 @@ def test_a_stranger_of_another_host_gets_nothing() -> None:
             ended = threading.Timer(0.5, each.lost, (0, "no answer came"))
             ended.start()
             with closing(each), pytest.raises(ServerLost, match="no answer came"):
-                each.exchange({0: [Write(W, "assign", 7.0)]})
+                each.exchange({0: [WriteShard(W, "assign", 7.0)]})
         assert not dealer.poll(0)
         plain.destroy(linger=0)
         assert torch.equal(value(servers), torch.zeros(3))

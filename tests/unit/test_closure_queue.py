@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Send, TakeBack, TellNobodyRuns
+from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Reclaim, Send, TellNobodyRuns
 
 
 def test_closures_go_to_the_worker_that_has_least_in_the_order_in_which_they_were_scheduled() -> None:
@@ -96,7 +96,7 @@ def test_a_worker_with_nothing_to_do_gets_what_waits_behind_a_long_closure() -> 
     assert queue.ended(1, 1, "done", 0.001) == []
     deadline = queue.next_deadline()
     assert deadline is not None
-    assert queue.tick(deadline) == [TakeBack(2, 0)]
+    assert queue.tick(deadline) == [Reclaim(2, 0)]
     assert queue.next_deadline() is None
     assert queue.given_back(0, 2, deadline) == [Send(2, 1)]
     assert queue.counts.retried == 0
@@ -122,7 +122,7 @@ def test_every_closure_ends_exactly_once_whatever_happens(seed: int) -> None:
             elif isinstance(order, Cancel):
                 assert order.closure not in ended
                 ended[order.closure] = "cancelled"
-            elif isinstance(order, Interrupt | TakeBack):
+            elif isinstance(order, Interrupt | Reclaim):
                 assert order.closure in there[order.worker]
                 asked.add((order.worker, order.closure))
 

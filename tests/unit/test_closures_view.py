@@ -15,14 +15,14 @@ from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
 from distnb.notebook.views.closures_model import ClosuresModel, largest, runs_text, server_texts
 from distnb.notebook.views.live_model import LiveModel
 from distnb.runtime import step_count
-from distnb.runtime.servers.placement import PlacedShard
+from distnb.runtime.servers.shard_placement import PlacedShard
 from distnb.runtime.this_process import this_process
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, picture_bundle, plain_summary, worker_table
 from distnb.widgets.coordinator_watch import CoordinatorWatch
+from distnb.widgets.live_views import PictureView
 from distnb.widgets.publisher import Publisher
 from distnb.widgets.queue_picture import queue_picture
-from distnb.widgets.views import PictureView
 from distnb.wire.messages import Live, Output, TelemetrySample, Waiting
 
 IDLE, LOST = WorkerStatus(0, "idle", done=10), WorkerStatus(1, "lost", done=14, how="was killed by SIGKILL")

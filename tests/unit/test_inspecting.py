@@ -20,7 +20,7 @@ from distnb.runtime.inspection.inspecting import inspect
 from distnb.runtime.inspection.statistics import digest_of, norms, statistics_of
 from distnb.topology import Device
 from distnb.values import PerReplica
-from distnb.wire.inspection import BINS, Holding
+from distnb.wire.value_facts import BINS, Holding
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])

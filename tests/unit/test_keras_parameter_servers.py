@@ -633,7 +633,7 @@ def test_of_embeddings_only_rows_are_read_and_sent(strategy: Any, servers: InHou
     model.fit(lambda: data, steps_per_epoch=6, verbose=0)
     read = sum(len(each.rows) for _, each in servers.sent if type(each).__name__ == "PullRows")
     assert read == sum(len(np.unique(x)) for x, _ in data)
-    steps = [each for _, each in servers.sent if type(each).__name__ == "Step"]
+    steps = [each for _, each in servers.sent if type(each).__name__ == "StepOptimizer"]
     sent = [value for each in steps for value in each.gradients.values() if hasattr(value, "rows")]
     assert bool(sent) is (clipnorm is None), "what is clipped is sent whole"
     same(model, plain)

@@ -21,9 +21,9 @@ from distnb.values import PerReplica
 from distnb.watching.live import TextProgress, live
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, picture_bundle, plain_summary, replica_table
+from distnb.widgets.live_views import TextView
 from distnb.widgets.picture import nice_ticks, pictures, short_name
 from distnb.widgets.publisher import TerminalPublisher
-from distnb.widgets.views import TextView
 from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
 
 TEAM = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)

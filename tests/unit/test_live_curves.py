@@ -14,7 +14,7 @@ from distnb.errors import OptionError
 from distnb.input.progress import Progress
 from distnb.notebook import compose
 from distnb.notebook.views.chart_model import charts
-from distnb.notebook.views.curves import Curve, Line, Record, apart, mean_points
+from distnb.notebook.views.curves import Curve, Line, ValueHistory, apart, mean_points
 from distnb.notebook.views.event_files import EventFiles
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.notebook.views.live_model import LiveModel, Told
@@ -54,7 +54,7 @@ def sampled(steps: int, now: float, **more: Any) -> tuple[TelemetrySample, float
 
 
 def test_a_record_keeps_all_and_of_very_much_every_second_or_fourth() -> None:
-    record = Record(most=8)
+    record = ValueHistory(most=8)
     for number in range(8):
         record.add(number, number * 0.5, 0.0)
     assert [step for step, *_ in record.since(0)] == list(range(8))

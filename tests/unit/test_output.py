@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distnb.notebook.output.displays import Area, Clear, Show, Write
+from distnb.notebook.output.displays import Area, Clear, Show, WriteText
 from distnb.notebook.output.output_merger import HOLD_S, OutputMerger
 from distnb.wire.messages import Display, Output
 
@@ -21,14 +21,14 @@ def png(replica: int, content: str, **keywords: Any) -> Display:
 
 
 def text_of(instructions: list[Any], stream: str = "stdout") -> str:
-    return "".join(each.text for each in instructions if isinstance(each, Write) and each.stream == stream)
+    return "".join(each.text for each in instructions if isinstance(each, WriteText) and each.stream == stream)
 
 
 def test_equal_lines_are_shown_once_and_marked() -> None:
     merger = OutputMerger(4, "m")
     for replica in range(4):
         merger.feed(out(replica, "epoch 1\n"), 0.01 * replica)
-    assert merger.collect(0.03) == [Write("stdout", "[0-3] epoch 1\n")]
+    assert merger.collect(0.03) == [WriteText("stdout", "[0-3] epoch 1\n")]
     assert merger.idle
 
 
@@ -36,7 +36,7 @@ def test_a_line_waits_for_its_doubles_but_not_long() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(out(0, "hello\n"), 0.0)
     assert merger.collect(HOLD_S - 0.01) == []
-    assert merger.collect(HOLD_S) == [Write("stdout", "[0] hello\n")]
+    assert merger.collect(HOLD_S) == [WriteText("stdout", "[0] hello\n")]
     merger.feed(out(1, "hello\n"), HOLD_S + 0.01)
     assert text_of(merger.collect(1.0)) == "[1] hello\n"
 
@@ -127,9 +127,9 @@ def test_streams_stay_apart_and_in_order() -> None:
         merger.feed(out(replica, "careful\n", "stderr"), 0.0)
         merger.feed(out(replica, "b\n"), 0.0)
     assert merger.collect(0.0) == [
-        Write("stdout", "[0-1] a\n"),
-        Write("stderr", "[0-1] careful\n"),
-        Write("stdout", "[0-1] b\n"),
+        WriteText("stdout", "[0-1] a\n"),
+        WriteText("stderr", "[0-1] careful\n"),
+        WriteText("stdout", "[0-1] b\n"),
     ]
 
 
@@ -140,7 +140,7 @@ def test_partial_lines_show_in_the_area_and_end_as_lines() -> None:
     assert merger.collect(0.5) == [Area(("[0] ...",))]
     merger.feed(out(0, "done\n"), 0.6)
     final = merger.collect(0.9)
-    assert final == [Write("stdout", "[0] ...done\n"), Area(())]
+    assert final == [WriteText("stdout", "[0] ...done\n"), Area(())]
 
 
 def test_progress_bars_one_line_per_replica() -> None:
@@ -345,7 +345,7 @@ def test_widgets_are_shown_one_below_the_other_with_marks() -> None:
         }
         merger.feed(Display(replica, 1, replica, data), 0.0)
     shown = merger.collect(1.0)
-    assert [each.text if isinstance(each, Write) else each.bundle.data[view]["model_id"] for each in shown] == [
+    assert [each.text if isinstance(each, WriteText) else each.bundle.data[view]["model_id"] for each in shown] == [
         "[0]\n",
         "0",
         "[1]\n",
@@ -359,8 +359,8 @@ def test_other_rich_displays_once_or_marked() -> None:
         merger.feed(Display(replica, 1, replica, {"text/latex": "$x$", "text/plain": "x"}), 0.0)
     merger.feed(Display(1, 1, 1, {"text/latex": "$y$", "text/plain": "y"}), 0.0)
     instructions = merger.collect(1.0)
-    assert [type(each) for each in instructions] == [Show, Write, Show]
-    assert instructions[1] == Write("stdout", "[1]\n")
+    assert [type(each) for each in instructions] == [Show, WriteText, Show]
+    assert instructions[1] == WriteText("stdout", "[1]\n")
 
 
 @pytest.mark.parametrize("seed", range(20))

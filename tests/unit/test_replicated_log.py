@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from distnb.collectives.verify import signature
-from distnb.collectives.verify.collective_log import Record
+from distnb.collectives.verify.collective_log import CollectiveRecord
 from distnb.collectives.verify.replicated_log import ReplicatedLog
 from distnb.collectives.verify.verifier import Verifier
 from distnb.errors import CollectiveMismatchError
@@ -30,7 +30,7 @@ class Told(HashStore):
         super().set(key, value)  # type: ignore[arg-type]
 
 
-def all_reduce() -> Callable[..., Record]:
+def all_reduce() -> Callable[..., CollectiveRecord]:
     """A collective of a library's: its own frame is left out of where it was called."""
     names: dict[str, Any] = {"signature": signature, "KEY": KEY}
     exec(compile("def all_reduce(*given, **settings):\n    return signature.record(KEY)", "<string>", "exec"), names)

@@ -128,7 +128,7 @@ def test_a_change_of_a_part_loses_nothing_that_workers_change_meanwhile(servers:
     def busy(requests: Any, fence: Any = None) -> Any:
         """Before each write of the coordinator a worker adds one."""
         nonlocal number
-        writes = [each for its in requests.values() for each in its if type(each).__name__ == "Write"]
+        writes = [each for its in requests.values() for each in its if type(each).__name__ == "WriteShard"]
         if writes and number < 30:
             number += 1
             servers.exchange = plain  # type: ignore[method-assign]

@@ -15,13 +15,13 @@ from torch import nn
 
 import distnb
 from distnb.checkpoint.states import object_states as states
-from distnb.coordinator.packer import Packer
+from distnb.coordinator.packer import ClosurePacker
 from distnb.coordinator.pickling import open_value
 from distnb.coordinator.runner import Runner
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess
-from distnb.runtime.servers.messages import Describe, Request
+from distnb.runtime.servers.server_messages import Describe, ServerRequest
 from distnb.runtime.servers.store import ShardStore
 from distnb.runtime.this_process import this_process
 from distnb.wire.messages import NO_FENCE, Fence, RunClosure
@@ -41,7 +41,7 @@ class InHouse:
         found = {}
         for server, operations in requests.items():
             self.sent += [(server, each) for each in operations]
-            request = pickle.loads(pickle.dumps(Request(1, fence, tuple(operations))))
+            request = pickle.loads(pickle.dumps(ServerRequest(1, fence, tuple(operations))))
             answer = self._thread.submit(self.stores[server].handle, request).result()
             if answer.error is not None:
                 raise answer.error
@@ -65,7 +65,7 @@ class Worker:
         self.runner = Runner(self.access, index)
         self.known: set[int] = set()
 
-    def run(self, packer: Packer, number: int, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self, packer: ClosurePacker, number: int, function: Any, *args: Any, **kwargs: Any) -> Any:
         closure = packer.pack(function, args, kwargs)
         definitions = tuple((each, packer.definition(each)) for each in closure.needs if each not in self.known)
         forget = tuple(each for each in self.known if not packer.knows(each))
@@ -103,9 +103,9 @@ def strategy(servers: InHouse) -> Any:
     return distnb.ParameterServerStrategy()
 
 
-def packer_of(strategy: Any) -> Packer:
+def packer_of(strategy: Any) -> ClosurePacker:
     registration = strategy.runtime.registration
-    return Packer(lambda: registration.roots, registration.access)
+    return ClosurePacker(lambda: registration.roots, registration.access)
 
 
 def test_variables_are_dealt_out_in_turn(strategy: Any) -> None:
@@ -334,7 +334,7 @@ def test_no_trace_is_left_of_lambdas_that_differ(strategy: Any, servers: InHouse
 
 def test_the_memory_of_what_is_gone_is_freed(strategy: Any, servers: InHouse) -> None:
     def held() -> int:
-        return sum(len(store.handle(Request(1, Fence(), (Describe(),))).results[0]) for store in servers.stores)
+        return sum(len(store.handle(ServerRequest(1, Fence(), (Describe(),))).results[0]) for store in servers.stores)
 
     with strategy.scope():
         kept = distnb.Variable(1.0)
@@ -491,7 +491,7 @@ def test_to_read_on_the_coordinator_changes_nothing(strategy: Any, servers: InHo
             read()
             servers.sent.clear()
             worker.run(packer, number, lambda: count.assign_add(torch.ones(3)) is None)
-            written = [each.method for _, each in servers.sent if type(each).__name__ == "Write"]
+            written = [each.method for _, each in servers.sent if type(each).__name__ == "WriteShard"]
             assert written == ["assign_add"] if number > 1 else ["assign", "assign_add"]
         assert count.read_value().tolist() == [number] * 3, "the same closure changes it once"
 

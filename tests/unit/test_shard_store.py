@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from distnb.errors import ClosureCancelled, DistributedValueError, OptionError, StaleHandleError, StructureError
-from distnb.runtime.servers.messages import (
-    Answer,
+from distnb.runtime.servers.server_messages import (
     Create,
     Describe,
     Drop,
@@ -19,13 +18,14 @@ from distnb.runtime.servers.messages import (
     MakeOptimizer,
     Pull,
     PullRows,
-    Request,
     RowsGradient,
+    ServerReply,
+    ServerRequest,
     SetOptimizer,
     ShardInfo,
-    Step,
     StepDone,
-    Write,
+    StepOptimizer,
+    WriteShard,
 )
 from distnb.runtime.servers.store import ShardStore
 from distnb.wire.messages import NO_FENCE, Fence
@@ -39,8 +39,8 @@ def store() -> ShardStore:
     return ShardStore(first_version=FIRST)
 
 
-def answer(store: ShardStore, *operations: Any, fence: Fence = NO_FENCE) -> Answer:
-    return store.handle(Request(7, fence, operations))
+def answer(store: ShardStore, *operations: Any, fence: Fence = NO_FENCE) -> ServerReply:
+    return store.handle(ServerRequest(7, fence, operations))
 
 
 def ask(store: ShardStore, *operations: Any, fence: Fence = NO_FENCE) -> Any:
@@ -83,7 +83,7 @@ def test_a_shard_is_made_of_a_copy_and_pulled_by_those_who_have_another_version(
     zeros = value(store, B)
     assert zeros.dtype is torch.bfloat16
     assert torch.equal(zeros, torch.zeros(3, dtype=torch.bfloat16))
-    ask(store, Write(W, "assign_add", 1.0))
+    ask(store, WriteShard(W, "assign_add", 1.0))
     assert list(ask(store, Pull({W: FIRST, B: FIRST}))) == [W]
     assert ask(store, Pull({W: FIRST + 1})) == {}
 
@@ -93,7 +93,7 @@ def test_a_shard_that_is_made_again_is_another(store: ShardStore) -> None:
     assert ask(store, Create(W, "w", torch.zeros(5))) == FIRST + 1
     assert value(store, W).shape == (5,)
     with pytest.raises(StaleHandleError, match="no optimizer 0"):
-        ask(store, Step(0, {W: torch.ones(5)}, ({},), {}))
+        ask(store, StepOptimizer(0, {W: torch.ones(5)}, ({},), {}))
 
 
 def test_only_rows_that_are_asked_for_are_pulled(store: ShardStore) -> None:
@@ -112,7 +112,7 @@ def test_what_is_dropped_is_gone_and_its_optimizer_goes_with_its_last_shard(stor
     ask(store, Drop((W, (99, 0))))
     with pytest.raises(StaleHandleError, match=r"no shard \(0, 0\).*last checkpoint"):
         ask(store, Pull({W: -1}))
-    assert ask(store, Step(0, {B: torch.ones(2)}, ({}, {}), {})).applied
+    assert ask(store, StepOptimizer(0, {B: torch.ones(2)}, ({}, {}), {})).applied
     assert list(ask(store, GetOptimizer(0))["state"]) == [B]
     ask(store, Drop((B,)))
     with pytest.raises(StaleHandleError, match="no optimizer 0"):
@@ -122,7 +122,7 @@ def test_what_is_dropped_is_gone_and_its_optimizer_goes_with_its_last_shard(stor
 def test_what_there_is_is_described(store: ShardStore) -> None:
     assert ask(store, Describe()) == ()
     ask(store, Create(W, "w", torch.ones(2, 3)), Create(B, "b/part_1", None, (4,), torch.int64, trainable=False))
-    ask(store, Write(W, "assign", 2.0), Write(W, "assign", 2.0))
+    ask(store, WriteShard(W, "assign", 2.0), WriteShard(W, "assign", 2.0))
     assert ask(store, Describe()) == (
         ShardInfo(W, "w", (2, 3), torch.float32, 24, FIRST + 2, 2),
         ShardInfo(B, "b/part_1", (4,), torch.int64, 32, FIRST, 0),
@@ -148,31 +148,31 @@ def test_what_there_is_is_described(store: ShardStore) -> None:
 )
 def test_every_way_to_change_a_shard(store: ShardStore, method: str, given: Any, rows: Any, expected: Any) -> None:
     ask(store, Create(W, "w", torch.tensor([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])))
-    assert ask(store, Write(W, method, given, rows)) == FIRST + 1
+    assert ask(store, WriteShard(W, method, given, rows)) == FIRST + 1
     assert torch.equal(value(store, W), torch.tensor(expected, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
     ("asked", "error", "match"),
     [
-        (Write(W, "assign", torch.ones(3, 3)), StructureError, "shape"),
-        (Write(W, "assign", "text"), DistributedValueError, "must be a number"),
-        (Write(W, "assign_rows", torch.ones(2, 2), 2), OptionError, "rows 2 to 3 are not in its 3"),
-        (Write(W, "scatter_add", torch.ones(1, 2), [3]), OptionError, "0 to 2"),
-        (Write(W, "assign_mul", 2.0), OptionError, "no method 'assign_mul'"),
-        (Write((9, 9), "assign", 2.0), StaleHandleError, "no shard"),
+        (WriteShard(W, "assign", torch.ones(3, 3)), StructureError, "shape"),
+        (WriteShard(W, "assign", "text"), DistributedValueError, "must be a number"),
+        (WriteShard(W, "assign_rows", torch.ones(2, 2), 2), OptionError, "rows 2 to 3 are not in its 3"),
+        (WriteShard(W, "scatter_add", torch.ones(1, 2), [3]), OptionError, "0 to 2"),
+        (WriteShard(W, "assign_mul", 2.0), OptionError, "no method 'assign_mul'"),
+        (WriteShard((9, 9), "assign", 2.0), StaleHandleError, "no shard"),
     ],
 )
 def test_a_change_that_cannot_be_changes_nothing_and_leaves_its_token(
-    store: ShardStore, asked: Write, error: type[Exception], match: str
+    store: ShardStore, asked: WriteShard, error: type[Exception], match: str
 ) -> None:
     ask(store, Create(W, "variable", torch.ones(3, 2)))
-    given = answer(store, Write(W, "assign", 5.0), asked._replace(token=(3, 0)), Write(W, "assign", 6.0))
+    given = answer(store, WriteShard(W, "assign", 5.0), asked._replace(token=(3, 0)), WriteShard(W, "assign", 6.0))
     assert given.results == (FIRST + 1,)
     with pytest.raises(error, match=match):
         raise given.error or AssertionError
     assert torch.equal(value(store, W), torch.full((3, 2), 5.0))
-    assert ask(store, Write(W, "assign_add", 1.0, token=(3, 0))) == FIRST + 2  # the token was not used
+    assert ask(store, WriteShard(W, "assign_add", 1.0, token=(3, 0))) == FIRST + 2  # the token was not used
 
 
 # -- exactly once ------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_a_change_that_cannot_be_changes_nothing_and_leaves_its_token(
 
 def test_a_change_that_was_made_is_acknowledged_and_not_made_again(store: ShardStore) -> None:
     ask(store, Create(W, "w", torch.zeros(1)), MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0), ((W,),)))
-    add, step = Write(W, "assign_add", 1.0, token=(5, 0)), Step(0, {W: -torch.ones(1)}, ({},), {}, (5, 1))
+    add, step = WriteShard(W, "assign_add", 1.0, token=(5, 0)), StepOptimizer(0, {W: -torch.ones(1)}, ({},), {}, (5, 1))
     for _ in range(2):
         assert ask(store, add) == FIRST + 1
     assert ask(store, step) == StepDone({W: FIRST + 2}, 0, applied=True)
@@ -199,13 +199,18 @@ def test_a_change_that_was_made_is_acknowledged_and_not_made_again(store: ShardS
 
 def test_a_late_change_of_a_closure_that_has_ended_is_refused(store: ShardStore) -> None:
     ask(store, Create(W, "w", torch.zeros(1)), MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0), ((W,),)))
-    add = Write(W, "assign_add", 1.0, token=(5, 0))
+    add = WriteShard(W, "assign_add", 1.0, token=(5, 0))
     ask(store, add, add._replace(token=(7, 0)), add._replace(token=(8, 0)))
     ask(store, Describe(), fence=Fence(6, (8,)))
     assert store._applied == {7: {0}}, "no more than needed is kept"
     ask(store, Describe(), fence=Fence(2))  # of a client that knows less
     ask(store, add._replace(token=(7, 0)))
-    late = [add, add._replace(token=(5, 1)), add._replace(token=(8, 1)), Step(0, {W: torch.ones(1)}, ({},), {}, (8, 2))]
+    late = [
+        add,
+        add._replace(token=(5, 1)),
+        add._replace(token=(8, 1)),
+        StepOptimizer(0, {W: torch.ones(1)}, ({},), {}, (8, 2)),
+    ]
     for each in late:
         with pytest.raises(ClosureCancelled, match="refused a change of a function that has ended"):
             ask(store, each)
@@ -219,10 +224,10 @@ def test_a_late_change_of_a_closure_that_has_ended_is_refused(store: ShardStore)
 
 def test_a_value_is_written_if_nothing_has_changed_since_it_was_computed(store: ShardStore) -> None:
     ask(store, Create(W, "w", torch.zeros(2)))
-    assert ask(store, Write(W, "assign", 5.0, seen=FIRST)) == FIRST + 1
-    assert ask(store, Write(W, "assign", 7.0, seen=FIRST)) is None
+    assert ask(store, WriteShard(W, "assign", 5.0, seen=FIRST)) == FIRST + 1
+    assert ask(store, WriteShard(W, "assign", 7.0, seen=FIRST)) is None
     assert value(store, W).tolist() == [5, 5]
-    again = Write(W, "assign", 9.0, token=(1, 0), seen=FIRST)
+    again = WriteShard(W, "assign", 9.0, token=(1, 0), seen=FIRST)
     assert ask(store, again) is None, "its token is not used"
     again = again._replace(seen=FIRST + 1)
     assert [ask(store, again), ask(store, again)] == [FIRST + 2, FIRST + 2], "the second time it is one that was made"
@@ -266,7 +271,7 @@ def test_steps_are_plain_torchs_to_the_bit_also_from_a_state_that_was_saved(
             gradients[B] = torch.randn(3)
         plain[0].grad, plain[1].grad = gradients[W].clone(), gradients[B].clone() if B in gradients else None
         reference.step()
-        ask(store, Step(0, gradients, told, {}))
+        ask(store, StepOptimizer(0, gradients, told, {}))
         assert torch.equal(value(store, W), plain[0])
         assert torch.equal(value(store, B), plain[1])
     state = ask(store, GetOptimizer(0))
@@ -299,7 +304,9 @@ def test_sparse_gradients_stay_sparse(store: ShardStore, make: Any, options: dic
         whole = gradient.clone()
         table.weight.grad = gradient.coalesce()
         reference.step()
-        ask(store, Step(0, {TABLE: RowsGradient(whole._indices()[0], whole._values(), sparse=True)}, ({},), {}))
+        ask(
+            store, StepOptimizer(0, {TABLE: RowsGradient(whole._indices()[0], whole._values(), sparse=True)}, ({},), {})
+        )
         assert torch.equal(value(store, TABLE), table.weight)
 
 
@@ -311,16 +318,16 @@ def test_rows_become_dense_for_an_optimizer_that_takes_no_others(store: ShardSto
     ask(store, Create(TABLE, "t", before), MakeOptimizer(0, packed(torch.optim.Adam), ((TABLE,),)))
     rows = RowsGradient(torch.tensor([5, 5]), gradient, sparse=True)
     with pytest.raises(RuntimeError, match="sparse gradients"):
-        ask(store, Step(0, {TABLE: rows}, ({},), {}, (1, 0)))
-    assert ask(store, Step(0, {TABLE: rows._replace(sparse=False)}, ({},), {}, (1, 0))).applied
+        ask(store, StepOptimizer(0, {TABLE: rows}, ({},), {}, (1, 0)))
+    assert ask(store, StepOptimizer(0, {TABLE: rows._replace(sparse=False)}, ({},), {}, (1, 0))).applied
     assert torch.equal(value(store, TABLE), plain)
 
 
 def test_only_those_with_gradients_are_stepped_on_and_gradients_do_not_stay(store: ShardStore) -> None:
     ask(store, Create(W, "w", torch.ones(2)), Create(B, "b", torch.ones(2)))
     ask(store, MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0, momentum=0.9), ((W, B), ())))
-    assert list(ask(store, Step(0, {W: torch.ones(2)}, ({}, {}), {})).versions) == [W]
-    ask(store, Step(0, {B: torch.ones(2)}, ({}, {}), {}))
+    assert list(ask(store, StepOptimizer(0, {W: torch.ones(2)}, ({}, {}), {})).versions) == [W]
+    ask(store, StepOptimizer(0, {B: torch.ones(2)}, ({}, {}), {}))
     assert torch.equal(value(store, W), torch.zeros(2))
     assert version(store, W) == FIRST + 1
 
@@ -328,37 +335,45 @@ def test_only_those_with_gradients_are_stepped_on_and_gradients_do_not_stay(stor
 def test_staleness_is_the_most_changes_since_the_gradients_were_computed(store: ShardStore) -> None:
     ask(store, Create(W, "w", torch.ones(2)), Create(B, "b", torch.ones(2)))
     ask(store, MakeOptimizer(0, packed(torch.optim.SGD), ((W, B),)))
-    ask(store, *[Write(B, "assign", 1.0)] * 3, Write(W, "assign", 1.0))
+    ask(store, *[WriteShard(B, "assign", 1.0)] * 3, WriteShard(W, "assign", 1.0))
     both = {W: torch.ones(2), B: torch.ones(2)}
-    done = ask(store, Step(0, both, ({},), {W: FIRST, B: FIRST}))
+    done = ask(store, StepOptimizer(0, both, ({},), {W: FIRST, B: FIRST}))
     assert done == StepDone({W: FIRST + 2, B: FIRST + 4}, 3, applied=True)
-    assert ask(store, Step(0, both, ({},), done.versions)).staleness == 0
+    assert ask(store, StepOptimizer(0, both, ({},), done.versions)).staleness == 0
 
 
 @pytest.mark.parametrize(
     ("step", "error", "match"),
     [
-        (Step(0, {W: torch.ones(3)}, ({"lr": 9.0},), {}), StructureError, r"takes torch.float32 of shape \[2\]"),
-        (Step(0, {W: torch.ones(2).double()}, ({"lr": 9.0},), {}), StructureError, "is torch.float64"),
-        (Step(0, {W: torch.ones(2)}, ({}, {}), {}), StructureError, "has 1 groups .* options of 2"),
-        (Step(0, {W: torch.ones(2), B: torch.ones(2)}, ({"lr": 9.0},), {}), StaleHandleError, r"no parameter \(1, 0\)"),
-        (Step(1, {W: torch.ones(2)}, ({},), {}), StaleHandleError, "no optimizer 1"),
         (
-            Step(0, {W: RowsGradient(torch.tensor([2]), torch.ones(1), sparse=True)}, ({"lr": 9.0},), {}),
+            StepOptimizer(0, {W: torch.ones(3)}, ({"lr": 9.0},), {}),
+            StructureError,
+            r"takes torch.float32 of shape \[2\]",
+        ),
+        (StepOptimizer(0, {W: torch.ones(2).double()}, ({"lr": 9.0},), {}), StructureError, "is torch.float64"),
+        (StepOptimizer(0, {W: torch.ones(2)}, ({}, {}), {}), StructureError, "has 1 groups .* options of 2"),
+        (
+            StepOptimizer(0, {W: torch.ones(2), B: torch.ones(2)}, ({"lr": 9.0},), {}),
+            StaleHandleError,
+            r"no parameter \(1, 0\)",
+        ),
+        (StepOptimizer(1, {W: torch.ones(2)}, ({},), {}), StaleHandleError, "no optimizer 1"),
+        (
+            StepOptimizer(0, {W: RowsGradient(torch.tensor([2]), torch.ones(1), sparse=True)}, ({"lr": 9.0},), {}),
             StructureError,
             "names rows that are not in its 2",
         ),
     ],
 )
 def test_a_step_that_does_not_fit_changes_nothing(
-    store: ShardStore, step: Step, error: type[Exception], match: str
+    store: ShardStore, step: StepOptimizer, error: type[Exception], match: str
 ) -> None:
     ask(store, Create(W, "w", torch.ones(2)), Create(B, "b", torch.ones(2)))
     ask(store, MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0), ((W,),)))
     with pytest.raises(error, match=match):
         ask(store, step._replace(token=(1, 1)))
     assert version(store, W) == FIRST
-    assert ask(store, Step(0, {W: torch.ones(2)}, ({},), {}, (1, 1))).applied
+    assert ask(store, StepOptimizer(0, {W: torch.ones(2)}, ({},), {}, (1, 1))).applied
     assert torch.equal(value(store, W), torch.zeros(2))  # with the learning rate that it had
 
 
@@ -374,7 +389,7 @@ def test_half_a_step_is_seen_and_its_token_unused(store: ShardStore) -> None:
     ask(store, Create(W, "w", torch.ones(3)), Create(B, "b", torch.ones(2)))
     ask(store, MakeOptimizer(0, packed(Breaks), ((W, B),)))
     with pytest.raises(FloatingPointError):
-        ask(store, Step(0, {W: torch.ones(3), B: torch.ones(2)}, ({},), {}, (1, 1)))
+        ask(store, StepOptimizer(0, {W: torch.ones(3), B: torch.ones(2)}, ({},), {}, (1, 1)))
     assert not store._was_applied((1, 1))
     assert torch.equal(value(store, W), torch.zeros(3))
     assert (version(store, W), version(store, B)) == (FIRST + 1, FIRST + 1)
@@ -390,9 +405,9 @@ def test_an_optimizer_that_computes_gradients_itself_is_refused_when_it_is_made(
 
 def test_a_state_can_be_taken_back(store: ShardStore) -> None:
     ask(store, Create(W, "w", torch.ones(2)), MakeOptimizer(0, packed(torch.optim.Adam), ((W,),)))
-    ask(store, Step(0, {W: torch.ones(2)}, ({},), {}))
+    ask(store, StepOptimizer(0, {W: torch.ones(2)}, ({},), {}))
     ask(store, SetOptimizer(0, {W: {}}, 0))
     assert ask(store, GetOptimizer(0)) == {"state": {}, "steps": 0}
-    assert ask(store, Step(0, {W: torch.ones(2)}, ({},), {})).applied
+    assert ask(store, StepOptimizer(0, {W: torch.ones(2)}, ({},), {})).applied
     with pytest.raises(StaleHandleError, match="no parameter"):
         ask(store, SetOptimizer(0, {B: {}}, 0))

@@ -15,14 +15,14 @@ from distnb.notebook.views.placement_model import PlacementModel
 from distnb.notebook.views.value_model import ValueModel
 from distnb.runtime.inspection.inspecting import inspect
 from distnb.values import Mirrored, PerReplica
-from distnb.widgets.values.devices import devices_html, devices_text
-from distnb.widgets.values.placement import placement_html, placement_text
-from distnb.widgets.values.placement_picture import placement_svg
-from distnb.widgets.values.showing import drawn
-from distnb.widgets.values.value_html import value_html
-from distnb.widgets.values.value_text import value_text
-from distnb.wire.inspection import PLACEMENT, VALUE, Bounds, Holding, Inspected
+from distnb.widgets.value_views.devices_html import devices_html, devices_text
+from distnb.widgets.value_views.placement_html import placement_html, placement_text
+from distnb.widgets.value_views.placement_picture import placement_svg
+from distnb.widgets.value_views.showing import drawn
+from distnb.widgets.value_views.value_html import value_html
+from distnb.widgets.value_views.value_text import value_text
 from distnb.wire.messages import Display, MemoryUse
+from distnb.wire.value_facts import PLACEMENT, VALUE, Bounds, Holding, Inspected
 
 RED = "#ef4444"
 

@@ -7,18 +7,18 @@ import warnings
 import pytest
 
 from distnb import activity
-from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, Record
+from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, CollectiveRecord
 from distnb.collectives.verify.regions import PositionTracker, Regions
 from distnb.collectives.verify.verifier import Verifier
 from distnb.errors import CollectiveMismatchError
 
 
-def record(operation: str, line: int = 1, chain: str = "", text: str = "", chain_text: str = "") -> Record:
+def record(operation: str, line: int = 1, chain: str = "", text: str = "", chain_text: str = "") -> CollectiveRecord:
     def digest(text: str) -> bytes:
         return hash(text).to_bytes(8, "little", signed=True)
 
     parts = [operation, f"line {line}", f"line {line}{chain}", text, text + chain_text]
-    return Record(b"".join(map(digest, parts)), operation, f"cell, line {line}")
+    return CollectiveRecord(b"".join(map(digest, parts)), operation, f"cell, line {line}")
 
 
 def replicas(size: int = 2) -> list[Verifier]:
@@ -291,7 +291,7 @@ def test_what_one_finds_all_learn():
 
 def test_long_texts_are_cut():
     log = CollectiveLog(bytearray(CollectiveLog.nbytes(2)), 0, 2)
-    long = Record(bytes(KEY_NBYTES), "x" * 1000, "y" * 1000)
+    long = CollectiveRecord(bytes(KEY_NBYTES), "x" * 1000, "y" * 1000)
     log.write(1, long, 5)
     found = log.read(0, 1)
     assert found is not None

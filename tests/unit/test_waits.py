@@ -9,8 +9,8 @@ from distnb.notebook.views.waits_model import WaitsModel
 from distnb.topology import Device, Team
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import live_html, picture_bundle
+from distnb.widgets.live_views import PictureView
 from distnb.widgets.publisher import Publisher
-from distnb.widgets.views import PictureView
 from distnb.wire.messages import Asks, GoesOn, ProgramEnded, Status, TelemetrySample, Waiting
 
 REDUCE = "group.all_reduce(float32[10], sum)"

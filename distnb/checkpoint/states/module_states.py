@@ -13,10 +13,10 @@ from distnb.checkpoint.states import keras_states
 from distnb.checkpoint.states.base import Kind, TensorOutline, described, listed, misfit_of_tensor
 from distnb.compat import torch_internals
 
-__all__ = ["Modules"]
+__all__ = ["TorchModules"]
 
 
-class Modules(Kind):
+class TorchModules(Kind):
     """Modules: the names in the state and in the module are the same, and so are shapes."""
 
     def covers(self, value: Any) -> bool:

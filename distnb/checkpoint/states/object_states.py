@@ -14,7 +14,7 @@ from distnb.checkpoint.states.base import Kind, copied, described, listed, outli
 from distnb.checkpoint.states.dataset_states import Datasets
 from distnb.checkpoint.states.keras_states import KerasObjects
 from distnb.checkpoint.states.metric_states import Metrics
-from distnb.checkpoint.states.module_states import Modules
+from distnb.checkpoint.states.module_states import TorchModules
 from distnb.checkpoint.states.optimizer_states import Optimizers
 from distnb.checkpoint.states.other_states import OtherObjects, has_state
 from distnb.checkpoint.states.tensor_states import Tensors
@@ -56,7 +56,7 @@ _KINDS: tuple[Kind, ...] = (
     Datasets(),
     KerasObjects(),
     Metrics(),
-    Modules(),
+    TorchModules(),
     Optimizers(),
     Tensors(),
     OtherObjects(),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from distnb import activity
 from distnb.collectives.group.backends import Backends
 from distnb.collectives.shared_memory.shared_sum import SharedSum
-from distnb.collectives.verify.collective_log import Record, Wait
+from distnb.collectives.verify.collective_log import CollectiveRecord, CollectiveWait
 from distnb.collectives.verify.deadlock import DeadlockDetector
 from distnb.collectives.verify.verifier import Superseded, Verifier
 from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
@@ -177,7 +177,7 @@ class Communicator:
 
     # -- operations --------------------------------------------------------------------------------------------------
 
-    def post(self, record: Record, limit_s: float | None = None) -> int:
+    def post(self, record: CollectiveRecord, limit_s: float | None = None) -> int:
         """Number a collective that is about to be entered, and compare it with what others called.
 
         `posting` is held, until it is entered.
@@ -308,7 +308,7 @@ class Communicator:
             if (deadlocks := self._whole_deadlocks) is not None:
                 names = tuple(group.replicas[rank] for rank in absent())
                 what = f"the first collective of the process group of replicas {list(group.replicas)}"
-                deadlocks.wait(Wait(group.meeting, 0, names, what))
+                deadlocks.wait(CollectiveWait(group.meeting, 0, names, what))
         except CollectiveMismatchError as error:
             if whole is not None:
                 whole.fail(error, mendable=True, told=True)
@@ -358,7 +358,9 @@ class Communicator:
         if (deadlocks := self._whole_deadlocks) is None:
             return
         try:
-            deadlocks.wait(Wait(self.group.label, number, tuple(verifier.absent(number)), verifier.describe(number)))
+            deadlocks.wait(
+                CollectiveWait(self.group.label, number, tuple(verifier.absent(number)), verifier.describe(number))
+            )
         except CollectiveMismatchError as error:
             if self.group.parent is not None:
                 self.group.parent.communicator.fail(error, mendable=True, told=True)

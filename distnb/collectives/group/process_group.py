@@ -26,7 +26,7 @@ from distnb.collectives.group.eager import methods_always_eager
 from distnb.collectives.group.work import DeviceWork, HostWork, Message, Staging, positive_seconds
 from distnb.collectives.shared_memory.shared_sum import SharedWork
 from distnb.collectives.verify import callsite, signature
-from distnb.collectives.verify.collective_log import Record
+from distnb.collectives.verify.collective_log import CollectiveRecord
 from distnb.collectives.verify.regions import PositionTracker, Regions
 from distnb.collectives.verify.signature import Key, of_tensors
 from distnb.collectives.verify.verifier import Superseded
@@ -336,7 +336,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # -- how operations begin ----------------------------------------------------------------------------------------
 
     def _enter(
-        self, record: Record, limit_s: float | None, begin: Callable[[Communicator, Backends, Arrival], _T]
+        self, record: CollectiveRecord, limit_s: float | None, begin: Callable[[Communicator, Backends, Arrival], _T]
     ) -> tuple[Communicator, int, _T]:
         """Post a collective, and begin it. Returns what it is done with, its number, and what `begin` returned."""
         while True:

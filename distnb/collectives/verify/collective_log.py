@@ -21,11 +21,11 @@ __all__ = [
     "RING",
     "SLOT_NBYTES",
     "CollectiveLog",
+    "CollectiveRecord",
+    "CollectiveWait",
     "Departure",
     "Phase",
     "Position",
-    "Record",
-    "Wait",
     "create_memory",
     "open_memory",
 ]
@@ -60,7 +60,7 @@ Phase = Literal["idle", "running", "ended", "failed"]
 _PHASES: Final[tuple[Phase, ...]] = ("idle", "running", "ended", "failed")
 
 
-class Wait(NamedTuple):
+class CollectiveWait(NamedTuple):
     """What a replica waits in: which collective of which group, for which replicas, and a text for people."""
 
     group: str
@@ -108,7 +108,7 @@ class Departure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
+class CollectiveRecord:
     """One collective as one replica called it.
 
     Attributes:
@@ -183,7 +183,7 @@ class CollectiveLog:
     def _slot(replica: int, number: int) -> int:
         return replica * _PART_NBYTES + HEADER_NBYTES + number % RING * SLOT_NBYTES
 
-    def write(self, number: int, record: Record, program: int, position: Position = Position()) -> None:  # noqa: B008
+    def write(self, number: int, record: CollectiveRecord, program: int, position: Position = Position()) -> None:  # noqa: B008
         """Post this replica's collective of that number (numbers begin with 1)."""
         at = self._slot(self.me, number)
         content = record.key + _NUMBER.pack(program) + _POSITION.pack(*position) + record.stored
@@ -195,7 +195,7 @@ class CollectiveLog:
         """Say that this replica's newest collective is that one."""
         _NUMBER.pack_into(self.memory, self._mine + 16, number)
 
-    def read(self, replica: int, number: int) -> tuple[Record, int] | None:
+    def read(self, replica: int, number: int) -> tuple[CollectiveRecord, int] | None:
         """A replica's collective of that number with its program; None if not posted yet, or no more remembered."""
         at = self._slot(replica, number)
         slot = bytes(self.memory[at : at + SLOT_NBYTES])
@@ -203,7 +203,7 @@ class CollectiveLog:
             return None
         program, length = _NUMBER.unpack_from(slot, _KEY_END)[0], _NUMBER.unpack_from(slot, _TEXT_AT - 8)[0]
         operation, _, place = slot[_TEXT_AT : _TEXT_AT + length].decode(errors="replace").partition("\0")
-        return Record(slot[8:_KEY_END], operation, place), program
+        return CollectiveRecord(slot[8:_KEY_END], operation, place), program
 
     def position(self, replica: int, number: int) -> Position:
         """Where a replica was as it called its collective of that number, which must be remembered."""
@@ -262,16 +262,16 @@ class CollectiveLog:
         before, batches = _DATA_END.unpack_from(self.memory, replica * _PART_NBYTES + _DATA_END_AT)
         return int(batches) if before == number else None
 
-    def set_wait(self, wait: Wait | None) -> None:
+    def set_wait(self, wait: CollectiveWait | None) -> None:
         """Say what this replica waits in, or that it does not wait."""
         told = "" if wait is None else "\0".join([wait.group, str(wait.number), *map(str, wait.absent), wait.text])
         self._set_text(_WAIT_AT, told.encode()[:_WAIT_NBYTES])
 
-    def wait_of(self, replica: int) -> Wait | None:
+    def wait_of(self, replica: int) -> CollectiveWait | None:
         """What a replica says that it waits in."""
         group, *numbers = self._text_of(replica, _WAIT_AT).split("\0")
         try:
-            return Wait(group, int(numbers[0]), tuple(map(int, numbers[1:-1])), numbers[-1])
+            return CollectiveWait(group, int(numbers[0]), tuple(map(int, numbers[1:-1])), numbers[-1])
         except (IndexError, ValueError):
             return None  # none, or it is being written
 

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import Final
 
-from distnb.collectives.verify.collective_log import CollectiveLog, Wait
+from distnb.collectives.verify.collective_log import CollectiveLog, CollectiveWait
 from distnb.errors import CollectiveMismatchError
 
 __all__ = ["DeadlockDetector"]
@@ -26,7 +26,7 @@ class DeadlockDetector:
         self._log = log
         self._thread: int | None = None
         self._several_threads = False
-        self._cycle: dict[int, Wait] = {}
+        self._cycle: dict[int, CollectiveWait] = {}
         self._since = 0.0
 
     def issued(self) -> None:
@@ -47,7 +47,7 @@ class DeadlockDetector:
             self._log.tell_soon()
         self._cycle = {}
 
-    def wait(self, wait: Wait) -> None:
+    def wait(self, wait: CollectiveWait) -> None:
         """This replica waits, in a collective or to connect a group. Called every 100 ms or so.
 
         Raises:
@@ -68,7 +68,7 @@ class DeadlockDetector:
                 "Every replica must call the collectives of all groups that it is in in the same order."
             )
 
-    def _find_cycle(self) -> dict[int, Wait]:
+    def _find_cycle(self) -> dict[int, CollectiveWait]:
         """The waits by which this replica waits for itself; empty if it does not.
 
         In one group nobody waits for who is further than himself. A cycle there is of news that are overtaken, or that

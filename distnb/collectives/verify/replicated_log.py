@@ -13,7 +13,14 @@ from __future__ import annotations
 import struct
 import threading
 
-from distnb.collectives.verify.collective_log import HEADER_NBYTES, RING, SLOT_NBYTES, CollectiveLog, Position, Record
+from distnb.collectives.verify.collective_log import (
+    HEADER_NBYTES,
+    RING,
+    SLOT_NBYTES,
+    CollectiveLog,
+    CollectiveRecord,
+    Position,
+)
 from distnb.compat.c10d_internals import Store
 
 __all__ = ["ReplicatedLog"]
@@ -43,7 +50,7 @@ class ReplicatedLog(CollectiveLog):
     def acknowledged(self, replica: int) -> int:
         return self._acknowledged[replica]
 
-    def write(self, number: int, record: Record, program: int, position: Position = Position()) -> None:  # noqa: B008
+    def write(self, number: int, record: CollectiveRecord, program: int, position: Position = Position()) -> None:  # noqa: B008
         super().write(number, record, program, position)
         if number <= self.last(self.me):  # taken back: others may have read the first word of it
             self._rewritten = number

@@ -9,7 +9,7 @@ import torch
 
 from distnb.collectives.digests import digest_of_text
 from distnb.collectives.verify import callsite
-from distnb.collectives.verify.collective_log import Record
+from distnb.collectives.verify.collective_log import CollectiveRecord
 
 __all__ = ["Key", "of_tensors", "record"]
 
@@ -17,7 +17,7 @@ Key = tuple[Any, ...]
 """(operation, number of the reduce op or None, root or None, kind of device, shape, dtype, shape, dtype, …)."""
 
 _OPS = {0: "sum", 1: "avg", 2: "product", 3: "min", 4: "max", 5: "band", 6: "bor", 7: "bxor", 8: "premul_sum"}
-_records: dict[tuple[Key, bytes], Record] = {}
+_records: dict[tuple[Key, bytes], CollectiveRecord] = {}
 _MANY = 10_000
 _SHOWN = 3
 
@@ -34,7 +34,7 @@ def of_tensors(operation: str, op: int | None, root: int | str | None, tensors: 
     return tuple(parts)
 
 
-def record(key: Key) -> Record:
+def record(key: Key) -> CollectiveRecord:
     """The record of a collective with this signature, called from where the user's innermost frame is."""
     site = callsite.current()
     known = _records.get((key, site.identity))
@@ -43,7 +43,7 @@ def record(key: Key) -> Record:
     if len(_records) > _MANY:  # shapes that never repeat
         _records.clear()
     signature = digest_of_text(repr(key)).to_bytes(8, "little")
-    made = _records[key, site.identity] = Record(signature + site.identity, describe(key), site.place)
+    made = _records[key, site.identity] = CollectiveRecord(signature + site.identity, describe(key), site.place)
     return made
 
 

@@ -13,7 +13,14 @@ from typing import Final, NoReturn
 
 from distnb import activity
 from distnb.collectives.verify import callsite
-from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, Departure, Position, Record
+from distnb.collectives.verify.collective_log import (
+    KEY_NBYTES,
+    RING,
+    CollectiveLog,
+    CollectiveRecord,
+    Departure,
+    Position,
+)
 from distnb.collectives.verify.regions import PositionTracker, Regions
 from distnb.errors import CollectiveError, CollectiveMismatchError
 
@@ -93,7 +100,7 @@ class Verifier:
         self._visits: dict[tuple[int, int, int, bytes], int] = {}
         self._warned: set[tuple[bytes, bytes]] = set()
 
-    def post(self, record: Record) -> int:
+    def post(self, record: CollectiveRecord) -> int:
         """Number and post a collective that this replica is about to enter, and compare it.
 
         Raises:
@@ -161,7 +168,7 @@ class Verifier:
                 return False
         return True
 
-    def must_agree(self, record: Record) -> bool:
+    def must_agree(self, record: CollectiveRecord) -> bool:
         """Whether everyone must have told the same before this replica enters.
 
         That is so after an error, since others may wait somewhere else, and once for each call where memory is not
@@ -192,7 +199,7 @@ class Verifier:
             record, program = posted
             reason = f"{record.operation}, which failed with {type(error).__name__}"
             position = self.log.position(self.log.me, number)
-            self.log.write(number, Record(bytes(KEY_NBYTES), reason[:120], record.place), program, position)
+            self.log.write(number, CollectiveRecord(bytes(KEY_NBYTES), reason[:120], record.place), program, position)
             self._positions.refused = True
 
     # -- programs --------------------------------------------------------------------------------------------------
@@ -348,7 +355,9 @@ class Verifier:
             raise Superseded(CollectiveError(self._left_text(self.log.me, rank, number)))
         self._positions.disturbed = max((self.breaks, number), self._positions.disturbed)
 
-    def _compare(self, number: int, mine: tuple[Record, int], rank: int, other: tuple[Record, int]) -> None:
+    def _compare(
+        self, number: int, mine: tuple[CollectiveRecord, int], rank: int, other: tuple[CollectiveRecord, int]
+    ) -> None:
         self._compare_positions(number, rank)
         if mine[0].signature != other[0].signature:
             if self._excused and number < self.number:
@@ -361,7 +370,7 @@ class Verifier:
             self._compare_order(number, mine[0], rank, other[0])
             self._warn_of_texts(mine[0], rank, other[0])
 
-    def _compare_order(self, number: int, mine: Record, rank: int, other: Record) -> None:
+    def _compare_order(self, number: int, mine: CollectiveRecord, rank: int, other: CollectiveRecord) -> None:
         """Two replicas are at different places with equal collectives.
 
         That is fine if each place belongs to one of them (`if rank == 0: … else: …`). A place that both visit, but
@@ -380,7 +389,7 @@ class Verifier:
             for record, who in ((mine, me), (other, rank)):
                 self._visits.setdefault((rank, who, what, record.key[head] + record.key[part]), number)
 
-    def _warn_of_texts(self, mine: Record, rank: int, other: Record) -> None:
+    def _warn_of_texts(self, mine: CollectiveRecord, rank: int, other: CollectiveRecord) -> None:
         """Say once, of two lines that say different things, that they were one collective."""
         if self.log.me != 0 or mine.line_text == other.line_text:
             return  # of any two replicas that differ, one differs from replica 0
@@ -401,7 +410,7 @@ class Verifier:
     def _name(self, rank: int) -> str:
         return f"replica {self._replicas[rank]}"
 
-    def _raise(self, number: int, rank: int, mine: Record, other: Record, what: str) -> NoReturn:
+    def _raise(self, number: int, rank: int, mine: CollectiveRecord, other: CollectiveRecord, what: str) -> NoReturn:
         both = sorted([(self.log.me, mine, rank), (rank, other, self.log.me)])
         ends = [self._data_end(one, another, number) for one, _, another in both]
         told = "; ".join(
@@ -418,7 +427,7 @@ class Verifier:
             return ""
         return f"has no more batches (its data ended after {batches}), and"
 
-    def _raise_swapped(self, here: int, number: int, there: int, earlier: int, record: Record) -> NoReturn:
+    def _raise_swapped(self, here: int, number: int, there: int, earlier: int, record: CollectiveRecord) -> NoReturn:
         first, second = sorted([(self._replicas[here], number), (self._replicas[there], earlier)])
         raise CollectiveMismatchError(
             f"The replicas called their collectives in a different order: {record.operation} at {record.place} was "
@@ -438,7 +447,7 @@ class Verifier:
         )
 
 
-def _did(record: Record) -> str:
+def _did(record: CollectiveRecord) -> str:
     """What a replica did, for people."""
     if record.operation.startswith(_RETURNED):
         return f"has returned from the function of strategy.run at {record.place}"

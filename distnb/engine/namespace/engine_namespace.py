@@ -12,7 +12,7 @@ import torch
 
 from distnb.engine.cell_sources import remember_source
 from distnb.engine.guard import spared
-from distnb.engine.imported_modules import Modules
+from distnb.engine.imported_modules import ModuleReloader
 from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
 from distnb.objects.code import is_code
@@ -73,7 +73,7 @@ class EngineNamespace:
         self._engine = engine
         self._reserved = frozenset(reserved)
         self._environment: Environment | None = None
-        self._modules = Modules()
+        self._modules = ModuleReloader()
         self._arguments: Any = None
         self._call: Mark | None = None
         self._moment: Moment = "end"

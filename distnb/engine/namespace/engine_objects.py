@@ -18,7 +18,7 @@ from distnb.values import DistributedValues, Mirrored, PerReplica, structure
 from distnb.wire.exchange import TeamKey
 from distnb.wire.messages import ObjectId
 
-__all__ = ["NOT_THERE", "EngineReferences", "ObjectsOfTeams", "EngineObjects"]
+__all__ = ["NOT_THERE", "EngineObjects", "EngineReferences", "ObjectsOfTeams"]
 
 
 class _NotThere:
@@ -201,7 +201,7 @@ class EngineObjects:
                     self._containers.discard(id(obj))
 
 
-class _Copies:
+class _NoReferences:
     """Nothing stays: what is copied is copied whole."""
 
     def look(self, obj: Any) -> Any:
@@ -238,7 +238,7 @@ class ObjectsOfTeams:
 
     def copies(self) -> Tracker:
         """What packs objects whole, for the notebook or for another engine, whatever team they are of."""
-        return Tracker(Side(self.user_ns, _Copies(), self._classes, copying=True), "cpu")
+        return Tracker(Side(self.user_ns, _NoReferences(), self._classes, copying=True), "cpu")
 
     def program_begins(self, serial: int) -> None:
         """Classes that are sent for the first time are called by the program that made them: on each replica alike."""

@@ -21,8 +21,8 @@ from distnb.runtime.this_process import this_process
 from distnb.strategies.scope import drift_report, is_mirrored, origin_of, read_together
 from distnb.values import DistributedValues
 from distnb.wire.exchange import Described, Leaf, Request, Summary, follow
-from distnb.wire.inspection import Inspected
 from distnb.wire.messages import Apply, ObjectId
+from distnb.wire.value_facts import Inspected
 
 __all__ = ["QUIET", "carry_out"]
 

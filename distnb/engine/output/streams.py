@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from IPython.core.displaypub import DisplayPublisher
 
-from distnb.wire.inspection import PLACEMENT, VALUE
 from distnb.wire.messages import Display, Output
+from distnb.wire.value_facts import PLACEMENT, VALUE
 
 if TYPE_CHECKING:
     from distnb.engine.control import Control

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from distnb.input.cutting import count_examples, map_leaves
-from distnb.input.dealing import Dealer, Place
+from distnb.input.dealing import Dealer, ReplicaInput
 from distnb.input.sources.base import Load, Source
 
 __all__ = ["ArraySource"]
@@ -24,7 +24,7 @@ class ArraySource(Source):
 
     quiet = True
 
-    def __init__(self, data: Any, batch_size: int, place: Place) -> None:
+    def __init__(self, data: Any, batch_size: int, place: ReplicaInput) -> None:
         self._examples = count_examples(data)
         self.data = data
         self._columns = map_leaves(data, self._examples, _column)
@@ -53,7 +53,7 @@ class ArraySource(Source):
 class _Ranges(Dealer):
     """Batches of so many examples, each as the range of their numbers."""
 
-    def __init__(self, examples: int, size: int, place: Place) -> None:
+    def __init__(self, examples: int, size: int, place: ReplicaInput) -> None:
         super().__init__(place)
         self._left = iter([range(first, min(first + size, examples)) for first in range(0, examples, size)])
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from distnb.errors import ProgramError, StructureError
 from distnb.input.cutting import count_examples
-from distnb.input.dealing import Dealer, Place
+from distnb.input.dealing import Dealer, ReplicaInput
 from distnb.input.draws import on_host
 from distnb.input.sources.base import Load
 from distnb.input.sources.feeding import Feeding
@@ -35,7 +35,7 @@ class Batches(Dealer, Iterator[Load]):
     def __init__(
         self,
         iterator: Iterator[Any],
-        place: Place,
+        place: ReplicaInput,
         around: Callable[[], AbstractContextManager[Any]],
         *,
         feeding: Feeding | None = None,

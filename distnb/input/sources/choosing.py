@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from distnb.errors import OptionError, ProgramError, StructureError
 from distnb.input.cutting import count_examples
-from distnb.input.dealing import Place
+from distnb.input.dealing import ReplicaInput
 from distnb.input.draws import Drawing
 from distnb.input.sources.arrays import ArraySource
 from distnb.input.sources.base import Source
@@ -23,7 +23,9 @@ from distnb.options import InputOptions
 __all__ = ["check_batched", "source_of"]
 
 
-def source_of(dataset: Any, batch_size: int | None, place: Place, options: InputOptions, drawing: Drawing) -> Source:
+def source_of(
+    dataset: Any, batch_size: int | None, place: ReplicaInput, options: InputOptions, drawing: Drawing
+) -> Source:
     """What reads this kind of dataset. Arguments and errors are those of `distribute`."""
     if batch_size is not None:
         dataset = _batched(dataset, _checked(batch_size), place)
@@ -69,7 +71,7 @@ def _checked(batch_size: int) -> int:
     return int(batch_size)
 
 
-def _batched(dataset: Any, batch_size: int, place: Place) -> DataLoader[Any] | Source:
+def _batched(dataset: Any, batch_size: int, place: ReplicaInput) -> DataLoader[Any] | Source:
     """Data that is not batched yet, with a batch size."""
     if isinstance(dataset, DataLoader):
         raise OptionError(
@@ -100,7 +102,7 @@ def _is_list_of_fields(dataset: Any) -> bool:
         return False
 
 
-def _check_uncut(loader: DataLoader[Any], place: Place) -> None:
+def _check_uncut(loader: DataLoader[Any], place: ReplicaInput) -> None:
     """Refuse what cuts itself by rank: it would be cut twice."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     for candidate in (sampler, loader.batch_sampler):

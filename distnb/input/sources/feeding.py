@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from distnb.input.dealing import Dealer, Place, Portion
+from distnb.input.dealing import Dealer, Portion, ReplicaInput
 from distnb.input.draws import Drawing
 
 __all__ = ["Feed", "Feeding"]
@@ -23,7 +23,7 @@ class Feed:
         latest: The latest iteration.
     """
 
-    def __init__(self, batches: Iterable[Any], place: Place, drawing: Drawing, sliced: bool) -> None:
+    def __init__(self, batches: Iterable[Any], place: ReplicaInput, drawing: Drawing, sliced: bool) -> None:
         self._batches = batches
         self._place = place
         self._drawing = drawing
@@ -48,7 +48,7 @@ class Feeding(Dealer, Iterator[Any]):
         asked: What was asked for and has not come yet, in order, each with the digest of all indices so far.
     """
 
-    def __init__(self, batches: Iterator[Any], place: Place, drawing: Drawing, sliced: bool, skip: int) -> None:
+    def __init__(self, batches: Iterator[Any], place: ReplicaInput, drawing: Drawing, sliced: bool, skip: int) -> None:
         super().__init__(place if sliced else replace(place, num_replicas=1, replica_id=0, turns=None))
         self._batches = batches
         self._drawing = drawing

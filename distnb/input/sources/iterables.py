@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from distnb.errors import ProgramError
-from distnb.input.dealing import Place
+from distnb.input.dealing import ReplicaInput
 from distnb.input.draws import Drawing
 from distnb.input.sources.base import Load, Source
 from distnb.input.sources.batches import Batches
@@ -19,7 +19,9 @@ class IterableSource(Source):
 
     iterable = True
 
-    def __init__(self, batches: Iterable[Any] | Callable[[], Iterable[Any]], place: Place, drawing: Drawing) -> None:
+    def __init__(
+        self, batches: Iterable[Any] | Callable[[], Iterable[Any]], place: ReplicaInput, drawing: Drawing
+    ) -> None:
         self.data = batches
         self._place = place
         self._drawing = drawing

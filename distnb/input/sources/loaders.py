@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
 
 from distnb.compat import loader_internals
-from distnb.input.dealing import Place
+from distnb.input.dealing import ReplicaInput
 from distnb.input.draws import Drawing, ReplicaDraws, WorkerSeeds, draws_at_start_only, fold
 from distnb.input.sources.base import Load, Source
 from distnb.input.sources.batches import Batches
@@ -44,7 +44,7 @@ class LoaderSource(Source):
     machinery (seeds, persistent workers, pinning, time-outs) acts as it does for the user's loader.
     """
 
-    def __init__(self, loader: DataLoader[Any], place: Place, options: InputOptions, drawing: Drawing) -> None:
+    def __init__(self, loader: DataLoader[Any], place: ReplicaInput, options: InputOptions, drawing: Drawing) -> None:
         self.data = loader
         self._place = place
         self._drawing = drawing
@@ -159,7 +159,7 @@ def _apart(feeding: Feeding, draws: ReplicaDraws) -> Callable[[], AbstractContex
     return around
 
 
-def _collates_slices(loader: DataLoader[Any], place: Place, options: InputOptions) -> bool:
+def _collates_slices(loader: DataLoader[Any], place: ReplicaInput, options: InputOptions) -> bool:
     """Whether the collate function sees a replica's slice only.
 
     Torch's own treats examples one by one, so the slice's batch is the batch's slice. One that pads to the longest

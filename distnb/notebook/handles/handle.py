@@ -53,7 +53,7 @@ def _reads(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda handle: convert(handle._read())
 
 
-class _Remote(DistributedValues):
+class _Handle(DistributedValues):
     """What both kinds of handles do. It adds no slots, so that a handle can change its kind in place."""
 
     __slots__ = ()
@@ -183,7 +183,7 @@ class _Remote(DistributedValues):
         return items[0]
 
 
-class RemotePerReplica(_Remote, PerReplica):
+class RemotePerReplica(_Handle, PerReplica):
     """A handle of objects that differ, or may differ, from replica to replica."""
 
     __slots__ = ()
@@ -200,7 +200,7 @@ class RemotePerReplica(_Remote, PerReplica):
         return PerReplica([value.item() for value in self.values])
 
 
-class RemoteMirrored(_Remote, Mirrored):
+class RemoteMirrored(_Handle, Mirrored):
     """A handle of objects that are the same on every replica."""
 
     __slots__ = ()

@@ -14,8 +14,8 @@ from distnb.notebook.namespace.tracked_objects import TrackedObjects
 from distnb.objects.packing import Packed
 from distnb.values import DistributedValues, structure
 from distnb.wire.exchange import Request, Result, Summary, TeamKey, name_of_given
-from distnb.wire.inspection import Holding, Inspected
 from distnb.wire.messages import ObjectId
+from distnb.wire.value_facts import Holding, Inspected
 
 if TYPE_CHECKING:
     from distnb.notebook.namespace.notebook_namespace import NotebookNamespace

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distnb.notebook.output.wording import mark
-from distnb.wire.inspection import PLACEMENT, VALUE
+from distnb.wire.value_facts import PLACEMENT, VALUE
 
 __all__ = [
     "WIDGET_VIEW",
@@ -20,7 +20,7 @@ __all__ = [
     "Instruction",
     "Show",
     "Stream",
-    "Write",
+    "WriteText",
     "combine",
     "is_figure",
     "plain_text",
@@ -58,7 +58,7 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Write:
+class WriteText:
     """An instruction: print text on a stream."""
 
     stream: Stream
@@ -88,7 +88,7 @@ class Clear:
     wait: bool
 
 
-Instruction = Write | Show | Area | Clear
+Instruction = WriteText | Show | Area | Clear
 
 
 def is_figure(data: Mapping[str, Any]) -> bool:

@@ -18,13 +18,13 @@ from distnb.notebook.output.displays import (
     Instruction,
     Show,
     Stream,
-    Write,
+    WriteText,
     combine,
     is_figure,
     plain_text,
 )
 from distnb.notebook.output.screen import Screen
-from distnb.notebook.output.weave import Step, Weave
+from distnb.notebook.output.weave import Weave, WovenStep
 from distnb.notebook.output.wording import mark
 from distnb.wire.messages import Display, Output
 
@@ -54,7 +54,7 @@ class _Slot:
     dirty: bool = True
 
 
-_Entry = Step[str | _Slot | Bundle]
+_Entry = WovenStep[str | _Slot | Bundle]
 """A step of the merged sequence: a text, a place for a named display, or another rich display."""
 
 
@@ -315,7 +315,7 @@ class OutputMerger:
 
 def _print(out: list[Instruction], stream: Stream, text: str) -> None:
     last = out[-1] if out else None
-    if isinstance(last, Write) and last.stream == stream:
-        out[-1] = Write(stream, last.text + text)
+    if isinstance(last, WriteText) and last.stream == stream:
+        out[-1] = WriteText(stream, last.text + text)
     else:
-        out.append(Write(stream, text))
+        out.append(WriteText(stream, text))

@@ -6,13 +6,13 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Step", "Weave"]
+__all__ = ["Weave", "WovenStep"]
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Step(Generic[T]):
+class WovenStep(Generic[T]):
     """One step of one or several replicas; of the latter, `since` is when it was first heard of."""
 
     key: tuple[str, str]
@@ -35,7 +35,7 @@ class Weave(Generic[T]):
     def __init__(self, total: int, hold_s: float) -> None:
         self.active = set(range(total))
         self._hold = hold_s
-        self._queues: dict[int, deque[Step[T]]] = {replica: deque() for replica in range(total)}
+        self._queues: dict[int, deque[WovenStep[T]]] = {replica: deque() for replica in range(total)}
 
     @property
     def empty(self) -> bool:
@@ -44,9 +44,9 @@ class Weave(Generic[T]):
 
     def add(self, key: tuple[str, str], replica: int, content: T, now: float) -> None:
         """A replica took a step."""
-        self._queues[replica].append(Step(key, content, now, {replica}))
+        self._queues[replica].append(WovenStep(key, content, now, {replica}))
 
-    def release(self, now: float, *, final: bool = False) -> list[Step[T]]:
+    def release(self, now: float, *, final: bool = False) -> list[WovenStep[T]]:
         """The steps that need not, or must not, wait any longer, in an order that depends on no replica's speed."""
         woven = self._woven()
         overdue = [place for place, step in enumerate(woven) if final or now - step.since >= self._hold]
@@ -58,7 +58,7 @@ class Weave(Generic[T]):
                 self._queues[replica].popleft()
         return woven[:count]
 
-    def _woven(self) -> list[Step[T]]:
+    def _woven(self) -> list[WovenStep[T]]:
         """All steps in an order that suits every replica: none is taken while another replica will come to it, too."""
         queues = {replica: deque(queue) for replica, queue in self._queues.items() if queue}
         left = {replica: Counter(step.key for step in queue) for replica, queue in queues.items()}
@@ -73,7 +73,7 @@ class Weave(Generic[T]):
             key = next((key for key in here if len(heads[key]) == holders[key]), next(iter(queues.values()))[0].key)
             who = heads.pop(key)
             steps = [queues[replica].popleft() for replica in sorted(who)]
-            woven.append(Step(key, steps[0].content, min(step.since for step in steps), who))
+            woven.append(WovenStep(key, steps[0].content, min(step.since for step in steps), who))
             for replica in who:
                 left[replica][key] -= 1
                 holders[key] -= not left[replica][key]

@@ -10,7 +10,7 @@ from distnb.notebook.output.wording import human_bytes
 
 if TYPE_CHECKING:
     from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
-    from distnb.runtime.servers.placement import PlacedShard
+    from distnb.runtime.servers.shard_placement import PlacedShard
     from distnb.runtime.step_count import Reading
 
 __all__ = ["ClosuresModel", "largest", "runs_text", "server_texts"]

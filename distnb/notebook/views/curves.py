@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from distnb.notebook.output.wording import ranges, short_number
 
-__all__ = ["MOST_KEPT", "MOST_LINES", "MOST_POINTS", "Curve", "Line", "Point", "Record", "apart", "mean_points"]
+__all__ = ["MOST_KEPT", "MOST_LINES", "MOST_POINTS", "Curve", "Line", "Point", "ValueHistory", "apart", "mean_points"]
 
 MOST_POINTS = 1_000
 """A line is drawn by at most this many points: then neighbours are joined, with their least and greatest value."""
@@ -35,7 +35,7 @@ _SAMPLES = 25
 _FAR = 4.0
 
 
-class Record:
+class ValueHistory:
     """All values of a line, with their steps and times; of very many, every second or fourth or …, from the first on.
 
     Attributes:
@@ -95,7 +95,7 @@ class Line:
         self._count = 0  # of values, in the last point
         self.points: list[Point] = []
         self.width = 1
-        self.record = Record()
+        self.record = ValueHistory()
         self.least: Extreme | None = None
         self.greatest: Extreme | None = None
         self.bad: Extreme | None = None

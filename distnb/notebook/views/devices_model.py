@@ -13,7 +13,7 @@ from distnb.notebook.output.wording import human_bytes
 if TYPE_CHECKING:
     from distnb.wire.messages import MemoryUse
 
-__all__ = ["DeviceRow", "DevicesModel", "Memory"]
+__all__ = ["DeviceRow", "DevicesModel", "MemoryPool"]
 
 _MOST_NAMES = 4
 
@@ -34,7 +34,7 @@ class _Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryPool:
     """A memory, in bytes.
 
     Attributes:
@@ -89,13 +89,13 @@ class DevicesModel:
     """All devices, and all memories."""
 
     devices: tuple[DeviceRow, ...]
-    memories: tuple[Memory, ...]
+    memories: tuple[MemoryPool, ...]
 
     @classmethod
     def of_nobody(cls, devices: Iterable[str]) -> DevicesModel:
         """Devices of this machine that no engine uses."""
         memory = psutil.virtual_memory()
-        host = Memory("this machine", {}, int(memory.available), int(memory.total))
+        host = MemoryPool("this machine", {}, int(memory.available), int(memory.total))
         return cls(tuple(DeviceRow(device) for device in devices), (host,))
 
     @classmethod
@@ -143,7 +143,7 @@ def _summed(rows: Iterable[_Engine], held: Mapping[int, Mapping[str, int]]) -> d
     return found
 
 
-def _hosts(rows: Iterable[_Engine], memory: Mapping[int, MemoryUse], names: Mapping[int, str]) -> list[Memory]:
+def _hosts(rows: Iterable[_Engine], memory: Mapping[int, MemoryUse], names: Mapping[int, str]) -> list[MemoryPool]:
     """The memory of each machine, and what engines take of it."""
     hosts: dict[str, list[_Engine]] = {}
     for row in rows:
@@ -153,18 +153,18 @@ def _hosts(rows: Iterable[_Engine], memory: Mapping[int, MemoryUse], names: Mapp
     for host, there in hosts.items():
         told = memory[there[0].engine]
         used = {names[row.engine]: memory[row.engine].rss for row in there}
-        found.append(Memory(f"memory of {host}", used, told.host_free, told.host_total))
+        found.append(MemoryPool(f"memory of {host}", used, told.host_free, told.host_total))
     return found
 
 
 def _accelerators(
     users: Mapping[str, Iterable[_Engine]], memory: Mapping[int, MemoryUse], names: Mapping[int, str]
-) -> list[Memory]:
+) -> list[MemoryPool]:
     found = []
     for device, rows in users.items():
         told = {names[row.engine]: memory[row.engine] for row in rows if row.engine in memory}
         latest = next((each for each in told.values() if each.device_total is not None), None)
         if latest is not None and latest.device_total is not None and latest.device_free is not None:
             used = {name: each.allocated or 0 for name, each in told.items()}
-            found.append(Memory(device, used, latest.device_free, latest.device_total))
+            found.append(MemoryPool(device, used, latest.device_free, latest.device_total))
     return found

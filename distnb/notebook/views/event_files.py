@@ -11,7 +11,7 @@ from typing import Any
 
 from distnb.notebook.views.curves import Line
 from distnb.notebook.views.runs import Run
-from distnb.watching.event_files import event_writer
+from distnb.watching.tensorboard_writer import event_writer
 
 __all__ = ["EventFiles"]
 

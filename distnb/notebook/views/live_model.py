@@ -34,7 +34,7 @@ class Told:
     """
 
     point: Mapping[str, Any]
-    place: step_count.Place
+    place: step_count.StepPosition
     run: str = ""
     seconds: float = 0.0
     epochs: tuple[tuple[int, int], ...] = ()
@@ -212,7 +212,7 @@ class LiveModel:
         self,
         run_name: str,
         teller: int,
-        place: step_count.Place,
+        place: step_count.StepPosition,
         components: Mapping[int, Mapping[str, float]],
         seconds: float,
     ) -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from distnb.notebook.output.wording import ranges
 from distnb.notebook.views.value_model import replicas_text
-from distnb.wire.inspection import Holding
+from distnb.wire.value_facts import Holding
 
-__all__ = ["Part", "PlacedTensor", "PlacementModel", "bounds_text"]
+__all__ = ["PlacedPart", "PlacedTensor", "PlacementModel", "bounds_text"]
 
 
 @dataclass(frozen=True)
-class Part:
+class PlacedPart:
     """A part of a tensor, and all that hold it: several hold copies of it.
 
     Attributes:
@@ -51,7 +51,7 @@ class PlacedTensor:
     name: str
     whole: tuple[int, ...]
     dtype: str
-    parts: tuple[Part, ...]
+    parts: tuple[PlacedPart, ...]
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +69,7 @@ class PlacedTensor:
         bounds = [part.what.bounds for part in self.parts if part.what.bounds is not None]
         return tuple(axis for axis in range(len(self.whole)) if len({each[axis] for each in bounds}) > 1)
 
-    def holders(self, cell: Mapping[int, tuple[int, int]]) -> tuple[Part, ...]:
+    def holders(self, cell: Mapping[int, tuple[int, int]]) -> tuple[PlacedPart, ...]:
         """The parts that have a cell, which is told by its bounds on some axes."""
         return tuple(
             part
@@ -138,12 +138,12 @@ def _tensor(name: str, told: list[tuple[int, Holding]], here: str) -> PlacedTens
     return PlacedTensor(name, first.whole, first.dtype, tuple(_part(group, here) for group in groups.values()))
 
 
-def _part(group: list[tuple[int, Holding]], here: str) -> Part:
+def _part(group: list[tuple[int, Holding]], here: str) -> PlacedPart:
     devices = tuple(dict.fromkeys(each.device for _, each in group if each.device))
     holder = group[0][1].holder or here
     if holder.startswith("replica "):  # one process told of several
-        return Part((int(holder.removeprefix("replica ")),), "", devices, group[0][1])
-    return Part(() if holder else tuple(replica for replica, _ in group), holder, devices, group[0][1])
+        return PlacedPart((int(holder.removeprefix("replica ")),), "", devices, group[0][1])
+    return PlacedPart(() if holder else tuple(replica for replica, _ in group), holder, devices, group[0][1])
 
 
 def bounds_text(holding: Holding) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from distnb.notebook.output.wording import ranges
-from distnb.wire.inspection import Inspected
+from distnb.wire.value_facts import Inspected
 
 __all__ = ["Folded", "ValueModel", "fold", "parts", "replicas_text"]
 

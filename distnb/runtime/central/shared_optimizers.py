@@ -43,7 +43,7 @@ _DIVISIBLE = frozenset(
 
 
 @dataclass
-class _Step:
+class _SharedStep:
     """One step under way."""
 
     optimizer: Optimizer
@@ -66,7 +66,7 @@ class SharedOptimizers:
         self._group = group
         self._variables = variables
         self._sync = sync
-        self._under_way: dict[int, _Step] = {}
+        self._under_way: dict[int, _SharedStep] = {}
         self._generation: int | None = None
         self._stepped: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
         guard_optimizers()  # looks at gradients before some are put aside here
@@ -127,7 +127,7 @@ class SharedOptimizers:
                 parameter.grad = None
         kept = [value for parameter in mine for value in _kept(optimizer, parameter).values()]
         close = self._variables.open([*mine, *kept])
-        self._under_way[id(optimizer)] = _Step(optimizer, on_host, alike, mine, others, close)
+        self._under_way[id(optimizer)] = _SharedStep(optimizer, on_host, alike, mine, others, close)
         return args, kwargs
 
     @always_eager
@@ -145,7 +145,7 @@ class SharedOptimizers:
         if step.alike:
             self._variables.settle()
 
-    def _take_in(self, step: _Step) -> None:
+    def _take_in(self, step: _SharedStep) -> None:
         """Wait for the other replicas' updates; what the optimizer keeps since its first step is to be shared."""
         optimizer, group, name = step.optimizer, self._group(), type(step.optimizer).__name__
         step.on_host.bring_state()

@@ -17,7 +17,7 @@ from distnb.runtime.inspection.inspecting import as_tensor, device_of, optimizer
 from distnb.runtime.scopes.registration import is_scope_buffer
 from distnb.runtime.this_process import this_process
 from distnb.values import DistributedValues, Mirrored, structure
-from distnb.wire.inspection import Bounds, Holding, Kind
+from distnb.wire.value_facts import Bounds, Holding, Kind
 
 __all__ = ["holdings_of", "may_hold", "no_tensor", "report"]
 

@@ -18,7 +18,7 @@ from distnb.runtime.inspection.images import picture_of, tensor_picture
 from distnb.runtime.inspection.statistics import MOST_ELEMENTS, digest_of, local_part, norms, statistics_of
 from distnb.runtime.scopes.registration import is_scope_buffer
 from distnb.values import DistributedValues, structure
-from distnb.wire.inspection import VALUE, Inspected
+from distnb.wire.value_facts import VALUE, Inspected
 
 __all__ = ["as_tensor", "device_of", "displayed", "inspect", "optimizer_state", "report"]
 

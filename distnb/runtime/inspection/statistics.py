@@ -10,7 +10,7 @@ import torch
 
 from distnb.collectives.digests import digest
 from distnb.compat import torch_internals
-from distnb.wire.inspection import BINS, Statistics
+from distnb.wire.value_facts import BINS, Statistics
 
 __all__ = ["MOST_ELEMENTS", "digest_of", "local_part", "norms", "statistics_of"]
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from distnb.runtime.central.shared_variables import SharedVariables
 
 __all__ = [
-    "Place",
+    "ParameterKey",
     "Registration",
     "adopters_of",
     "is_scope_buffer",
@@ -53,7 +53,7 @@ def is_scope_buffer(value: object) -> bool:
     return value in _buffers
 
 
-class Place(NamedTuple):
+class ParameterKey(NamedTuple):
     """What all replicas call a parameter: its group, how errors call that, and the place in it."""
 
     identity: Identity
@@ -228,15 +228,15 @@ class Registration:
         self._enter(roots, loose)
         note_versions(self._sync.groups)
 
-    def place_of(self, made: torch.Tensor) -> Place | None:
+    def place_of(self, made: torch.Tensor) -> ParameterKey | None:
         """Where a parameter is that is kept in sync, for a replica that gets a copy."""
         mirror = find_mirror(made)
         if mirror is None or mirror.sync() is not self._sync:
             return None
         group, key = mirror.group, mirror.group.key()
-        return Place(group.identity, mirror.place, key.label if key is not None else "parameters")
+        return ParameterKey(group.identity, mirror.place, key.label if key is not None else "parameters")
 
-    def take_restored(self, values: Sequence[tuple[Any, Sequence[Place | None]]]) -> None:
+    def take_restored(self, values: Sequence[tuple[Any, Sequence[ParameterKey | None]]]) -> None:
         """Register modules, optimizers and parameters that were copied from another replica, as they are there.
 
         Args:
@@ -351,7 +351,9 @@ class Registration:
         plain = [(name, value) for name, value in options if isinstance(value, (str, bool, CommunicationOptions))]
         return f"{self.strategy.spec.kind}({', '.join(f'{name}={value!r}' for name, value in plain)})"
 
-    def _register(self, parameter: torch.nn.Parameter, key: _GroupKey, name: str = "", at: Place | None = None) -> bool:
+    def _register(
+        self, parameter: torch.nn.Parameter, key: _GroupKey, name: str = "", at: ParameterKey | None = None
+    ) -> bool:
         """Whether it is new, and is kept in sync from now on."""
         if parameter.is_meta:
             return False  # another takes its place when there is data

@@ -16,7 +16,7 @@ from distnb.errors import ProgramError
 from distnb.objects.modes import capture_early
 from distnb.runtime.servers.atomic_changes import change_in_place
 from distnb.runtime.servers.copies import UNKNOWN, Copy, difference
-from distnb.runtime.servers.messages import (
+from distnb.runtime.servers.server_messages import (
     Create,
     Describe,
     Drop,
@@ -26,18 +26,18 @@ from distnb.runtime.servers.messages import (
     PullRows,
     SetOptimizer,
     Shard,
-    Step,
     StepDone,
+    StepOptimizer,
     Token,
-    Write,
+    WriteShard,
 )
-from distnb.runtime.servers.placement import Part, PlacedShard, Stored
+from distnb.runtime.servers.shard_placement import Part, PlacedShard, Stored
 from distnb.runtime.this_process import this_process
 from distnb.wire.messages import Fence
 
 if TYPE_CHECKING:
     from distnb.runtime.servers.client import Servers
-    from distnb.runtime.servers.replicas import Replicas
+    from distnb.runtime.servers.worker_replicas import WorkerReplicas
 
 __all__ = ["ClosureRun", "ServerAccess"]
 
@@ -122,20 +122,20 @@ class ServerAccess:
         self._optimizers: dict[int, tuple[bytes, Sequence[Sequence[Stored]]]] = {}
         self.stand_ins: dict[Stored, Any] = {}
         self.is_one_of_several = False
-        self._replicas: Replicas | None = None
+        self._replicas: WorkerReplicas | None = None
         self.made: list[torch.nn.Parameter] = []
 
     @property
-    def replicas(self) -> Replicas | None:
+    def replicas(self) -> WorkerReplicas | None:
         """The replicas of a worker that has several, this one among them. They do alike, but for reading rows."""
         if self._replicas is None and self.is_one_of_several and this_process.replica is not None:
-            from distnb.runtime.servers.replicas import Replicas
+            from distnb.runtime.servers.worker_replicas import WorkerReplicas
 
-            self._replicas = Replicas(self)
+            self._replicas = WorkerReplicas(self)
         return self._replicas
 
     @replicas.setter
-    def replicas(self, replicas: Replicas | None) -> None:
+    def replicas(self, replicas: WorkerReplicas | None) -> None:
         self._replicas = replicas
 
     # Talking to the servers -----------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class ServerAccess:
         value = value.detach().to("cpu", stored.dtype)
         self._each_part(
             stored,
-            lambda shard, part: Write(shard, method, stored.piece(value, part).contiguous(), token=self.token()),
+            lambda shard, part: WriteShard(shard, method, stored.piece(value, part).contiguous(), token=self.token()),
         )
         self._stale.add(stored.number)
 
@@ -293,7 +293,7 @@ class ServerAccess:
             inside = (rows >= part.first) & (rows < part.last)
             if bool(inside.any()):
                 own, changes = (rows[inside] - part.first).cpu(), values[inside].detach().cpu().contiguous()
-                requests.setdefault(part.server, []).append(Write(shard, method, changes, own, self.token()))
+                requests.setdefault(part.server, []).append(WriteShard(shard, method, changes, own, self.token()))
         self.exchange(requests)
         self._stale.add(stored.number)
 
@@ -327,7 +327,7 @@ class ServerAccess:
             for shard, part, inside in stored.shards_of_rows(rows):
                 place = int(inside[0])
                 own = piece[part.first + place - first :][: len(inside)].cpu().contiguous()
-                requests.setdefault(part.server, []).append(Write(shard, "assign_rows", own, place, self.token()))
+                requests.setdefault(part.server, []).append(WriteShard(shard, "assign_rows", own, place, self.token()))
             self.exchange(requests)
         self._stale.add(stored.number)
 
@@ -450,7 +450,7 @@ class ServerAccess:
             for shard, place, part, own, before in copy.changes():
                 mine = requests.setdefault(part.server, [])
                 parts.append((copy, place, part.server, len(mine), shard, own, before))
-                mine.append(Write(shard, "assign", _sent(own), seen=copy.versions[place]))
+                mine.append(WriteShard(shard, "assign", _sent(own), seen=copy.versions[place]))
         answers = self.exchange(requests)
         versions: dict[int, dict[int, int]] = {copy.stored.number: {} for copy in changed}
         others: dict[int, list[Any]] = {}
@@ -458,7 +458,7 @@ class ServerAccess:
             version = answers[server][asked]
             if version is None:
                 method = "assign" if own.dtype is torch.bool else "assign_add"
-                others.setdefault(server, []).append(Write(shard, method, _sent(difference(own, before))))
+                others.setdefault(server, []).append(WriteShard(shard, method, _sent(difference(own, before))))
             versions[copy.stored.number][place] = UNKNOWN if version is None else version
         self.exchange(others)
         for copy in changed:
@@ -484,7 +484,7 @@ class ServerAccess:
             changes = copy.changes()
             for shard, _, part, own, before in changes:
                 method = "assign" if own.dtype is torch.bool else "assign_add"
-                change = Write(shard, method, _sent(difference(own, before)), token=self.token())
+                change = WriteShard(shard, method, _sent(difference(own, before)), token=self.token())
                 requests.setdefault(part.server, []).append(change)
             copy.note_sent({place: UNKNOWN for _, place, *_ in changes})
         return requests
@@ -529,7 +529,7 @@ class ServerAccess:
             }
         )
 
-    def step(self, requests: dict[int, Step]) -> None:
+    def step(self, requests: dict[int, StepOptimizer]) -> None:
         """Have the servers update variables by gradients. A worker's copies are those after the step, as torch's are.
 
         The values come with the answers. If the next closure is here already, they are as new as it may ask for: it was

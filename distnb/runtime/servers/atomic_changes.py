@@ -10,8 +10,8 @@ import torch
 
 from distnb.errors import ContextError
 from distnb.runtime.servers.copies import UNKNOWN, same_bits
-from distnb.runtime.servers.messages import Pull, PullRows, Shard, Token, Write
-from distnb.runtime.servers.placement import Stored
+from distnb.runtime.servers.server_messages import Pull, PullRows, Shard, Token, WriteShard
+from distnb.runtime.servers.shard_placement import Stored
 
 if TYPE_CHECKING:
     from distnb.runtime.servers.access import ServerAccess
@@ -53,9 +53,9 @@ class _Piece:
         value: torch.Tensor = (answer[self.shard] if self.rows is None else answer)[1]
         return value.clone()  # the message's memory is used again
 
-    def write(self, value: torch.Tensor) -> Write:
+    def write(self, value: torch.Tensor) -> WriteShard:
         method = "assign" if self.rows is None else "scatter_update"
-        return Write(self.shard, method, value.cpu().contiguous(), self.rows, self.token, self.version)
+        return WriteShard(self.shard, method, value.cpu().contiguous(), self.rows, self.token, self.version)
 
 
 def change_in_place(

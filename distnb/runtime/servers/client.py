@@ -15,7 +15,7 @@ import zmq
 
 from distnb import activity
 from distnb.errors import NoClusterError, ServerLost
-from distnb.runtime.servers.messages import Address, Answer, Request
+from distnb.runtime.servers.server_messages import Address, ServerReply, ServerRequest
 from distnb.wire.channel import Link, ProgramLink
 from distnb.wire.messages import NO_FENCE, Fence
 from distnb.wire.tensors import encode_tensors
@@ -93,7 +93,7 @@ class Servers:
             for server, operations in requests.items():
                 self._refuse_lost((server,))
                 waiting[server] = number = next(self._requests)
-                self._connections[server].send(Request(number, fence, tuple(operations)))
+                self._connections[server].send(ServerRequest(number, fence, tuple(operations)))
             what = f"parameter server {', '.join(map(str, waiting))}"
             activity.begin("servers", activity.Arrival(activity.clock(), what=what))
             try:
@@ -113,9 +113,9 @@ class Servers:
             raise first
         return {server: answers[server].results for server in requests}
 
-    def _collect(self, waiting: dict[int, int]) -> dict[int, Answer]:
+    def _collect(self, waiting: dict[int, int]) -> dict[int, ServerReply]:
         """The answers to requests, given by their numbers."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, ServerReply] = {}
         ready = list(waiting)
         while True:
             for server in ready:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from distnb.runtime.servers.messages import Shard
-from distnb.runtime.servers.placement import Part, Stored
+from distnb.runtime.servers.server_messages import Shard
+from distnb.runtime.servers.shard_placement import Part, Stored
 
 __all__ = ["UNKNOWN", "Copy", "difference", "same_bits"]
 

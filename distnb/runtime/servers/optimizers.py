@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distnb.errors import OptionError, StaleHandleError, StructureError
-from distnb.runtime.servers.messages import Gradient, RowsGradient, Shard
+from distnb.runtime.servers.server_messages import Gradient, RowsGradient, Shard
 
 __all__ = ["ServerOptimizer"]
 

@@ -15,9 +15,9 @@ import torch
 from distnb.compat import torch_internals
 from distnb.errors import ContextError, OptionError
 from distnb.runtime import contexts
-from distnb.runtime.servers.messages import Gradient, RowsGradient, SetOptimizer, Shard, Step
-from distnb.runtime.servers.placement import Stored
+from distnb.runtime.servers.server_messages import Gradient, RowsGradient, SetOptimizer, Shard, StepOptimizer
 from distnb.runtime.servers.server_variable import ServerVariable
+from distnb.runtime.servers.shard_placement import Stored
 from distnb.runtime.this_process import this_process
 
 __all__ = [
@@ -39,7 +39,7 @@ _NOT_SENT = frozenset(
 
 
 @dataclass(frozen=True)
-class _Remote:
+class _ServerSide:
     """What an optimizer is to the servers."""
 
     number: int
@@ -57,7 +57,7 @@ class RemoteSteps:
     Options in `param_groups`, such as the learning rate, go with each step.
     """
 
-    _remote: _Remote
+    _remote: _ServerSide
     _loaded: dict[str, Any] | None = None  # the state that it was given in the scope, before it is on the servers
     _opt_called = True  # the steps are the workers': learning rate schedules would ask for some of this process's
     param_groups: list[dict[str, Any]]
@@ -93,7 +93,7 @@ class RemoteSteps:
         servers = this_process.servers
         servers.step(
             {
-                server: Step(self._remote.number, mine, options, servers.versions(mine))
+                server: StepOptimizer(self._remote.number, mine, options, servers.versions(mine))
                 for server, mine in gradients.items()
             }
         )
@@ -253,7 +253,7 @@ def make_remote(optimizer: Any) -> None:
             "parameters were. Make the model in the scope too."
         )
     groups = tuple(tuple(stored for stored in group if stored is not None) for group in found)
-    remote = _Remote(next(_numbers), groups)
+    remote = _ServerSide(next(_numbers), groups)
     servers.make_optimizer(remote.number, _factory(optimizer), groups)
     before = optimizer.__dict__.pop("_loaded", None)
     if before is None and optimizer.state and not isinstance(optimizer, torch.optim.Adagrad):
@@ -305,7 +305,7 @@ def opened(number: int, template: Any, groups: tuple[tuple[Stored, ...], ...], p
     """An optimizer of the coordinator's on a worker."""
     optimizer = _built(template, params)
     will_be_remote(optimizer)
-    optimizer._remote = _Remote(number, groups)
+    optimizer._remote = _ServerSide(number, groups)
     return optimizer
 
 

@@ -14,9 +14,9 @@ from distnb.runtime import contexts
 from distnb.runtime.base import Owner
 from distnb.runtime.in_process import InProcess
 from distnb.runtime.servers.access import ServerAccess
-from distnb.runtime.servers.placement import Placement
-from distnb.runtime.servers.registration import ServerRegistration
-from distnb.runtime.servers.replicas import WorkingTogether
+from distnb.runtime.servers.server_registration import ServerRegistration
+from distnb.runtime.servers.shard_placement import Placement
+from distnb.runtime.servers.worker_replicas import WorkingTogether
 from distnb.runtime.this_process import this_process
 from distnb.variables.homes import Home
 from distnb.variables.settings import Settings

@@ -11,7 +11,7 @@ import torch
 from distnb.compat import torch_internals
 from distnb.errors import ContextError, OptionError, StructureError
 from distnb.runtime import contexts
-from distnb.runtime.servers.placement import Stored
+from distnb.runtime.servers.shard_placement import Stored
 from distnb.runtime.servers.variable_view import VariableView, seen_through, view_of
 from distnb.runtime.this_process import this_process
 from distnb.variables import scattering

@@ -12,7 +12,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from distnb.errors import MessageError, RemoteError
-from distnb.runtime.servers.messages import Address, Answer, Request
+from distnb.runtime.servers.server_messages import Address, ServerReply, ServerRequest
 from distnb.runtime.servers.store import ShardStore
 from distnb.wire.channel import OneClientKey, Peers, bind_router
 from distnb.wire.tensors import encode_tensors
@@ -87,9 +87,9 @@ class Service:
                 self._answer(client, message)
                 del message  # its memory is the client's again
 
-    def _answer(self, client: int, message: Request | MessageError) -> None:
+    def _answer(self, client: int, message: ServerRequest | MessageError) -> None:
         if isinstance(message, MessageError):
-            answer = Answer(-1, (), message)
+            answer = ServerReply(-1, (), message)
         else:
             answer = self._store.handle(message)
         if answer.error is not None:

@@ -10,8 +10,8 @@ import torch
 
 from distnb.errors import ClosureCancelled, OptionError, StaleHandleError
 from distnb.objects.modes import apply_environment
-from distnb.runtime.servers.messages import (
-    Answer,
+from distnb.runtime.servers.optimizers import ServerOptimizer
+from distnb.runtime.servers.server_messages import (
     Create,
     Describe,
     Drop,
@@ -19,16 +19,16 @@ from distnb.runtime.servers.messages import (
     MakeOptimizer,
     Pull,
     PullRows,
-    Request,
+    ServerReply,
+    ServerRequest,
     SetOptimizer,
     Shard,
     ShardInfo,
-    Step,
     StepDone,
+    StepOptimizer,
     Token,
-    Write,
+    WriteShard,
 )
-from distnb.runtime.servers.optimizers import ServerOptimizer
 from distnb.variables import scattering
 from distnb.variables.settings import value_for
 from distnb.wire.messages import Fence
@@ -74,15 +74,15 @@ class ShardStore:
             Drop: self._drop,
             Pull: self._pull,
             PullRows: self._pull_rows,
-            Write: self._write,
+            WriteShard: self._write,
             MakeOptimizer: self._make_optimizer,
-            Step: self._step,
+            StepOptimizer: self._step,
             GetOptimizer: self._get_optimizer,
             SetOptimizer: self._set_optimizer,
             Describe: self._describe,
         }
 
-    def handle(self, request: Request) -> Answer:
+    def handle(self, request: ServerRequest) -> ServerReply:
         """Do what is asked, in one turn.
 
         An operation that raises has changed nothing and its token is unused, with one exception: an optimizer that
@@ -99,8 +99,8 @@ class ShardStore:
                 for operation in request.operations:
                     results.append(self._handlers[type(operation)](operation))
         except Exception as error:  # noqa: BLE001 - it is the client's
-            return Answer(request.number, tuple(results), error)
-        return Answer(request.number, tuple(results))
+            return ServerReply(request.number, tuple(results), error)
+        return ServerReply(request.number, tuple(results))
 
     # -- exactly once ------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class ShardStore:
         held = self._held(asked.shard)
         return held.version, held.parameter.detach().index_select(0, asked.rows)
 
-    def _write(self, asked: Write) -> int | None:
+    def _write(self, asked: WriteShard) -> int | None:
         held = self._held(asked.shard)
         if not self._was_applied(asked.token):
             if asked.seen not in (None, held.version):
@@ -214,7 +214,7 @@ class ShardStore:
         parameters = {shard: self._held(shard).parameter for group in asked.groups for shard in group}
         self._optimizers[asked.optimizer] = ServerOptimizer(asked.factory, asked.groups, parameters)
 
-    def _step(self, asked: Step) -> StepDone:
+    def _step(self, asked: StepOptimizer) -> StepDone:
         optimizer = self._optimizer(asked.optimizer)
         held = {shard: self._held(shard) for shard in asked.gradients}
         applied = not self._was_applied(asked.token)
@@ -237,7 +237,7 @@ class ShardStore:
         self._optimizer(asked.optimizer).load(asked.state, asked.steps)
 
 
-def _change(held: _Held, asked: Write) -> None:
+def _change(held: _Held, asked: WriteShard) -> None:
     """Change a shard; nothing has changed where this raises."""
     own, method = held.parameter.detach(), asked.method
     if method.startswith("scatter_"):

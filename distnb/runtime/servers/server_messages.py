@@ -16,7 +16,6 @@ from distnb.wire.messages import Fence
 
 __all__ = [
     "Address",
-    "Answer",
     "Create",
     "Describe",
     "Drop",
@@ -25,15 +24,16 @@ __all__ = [
     "MakeOptimizer",
     "Pull",
     "PullRows",
-    "Request",
     "RowsGradient",
+    "ServerReply",
+    "ServerRequest",
     "SetOptimizer",
     "Shard",
     "ShardInfo",
-    "Step",
     "StepDone",
+    "StepOptimizer",
     "Token",
-    "Write",
+    "WriteShard",
 ]
 
 Shard = tuple[int, int]
@@ -98,7 +98,7 @@ class PullRows(NamedTuple):
     rows: torch.Tensor
 
 
-class Write(NamedTuple):
+class WriteShard(NamedTuple):
     """Change a shard. Gives its version.
 
     Attributes:
@@ -157,7 +157,7 @@ class MakeOptimizer(NamedTuple):
     environment: Environment = NO_CHANGES
 
 
-class Step(NamedTuple):
+class StepOptimizer(NamedTuple):
     """Let an optimizer step on the shards that have gradients here. Gives a `StepDone`.
 
     Attributes:
@@ -204,7 +204,7 @@ class SetOptimizer(NamedTuple):
 # -- envelopes ---------------------------------------------------------------------------------------------------------
 
 
-class Request(NamedTuple):
+class ServerRequest(NamedTuple):
     """What a client asks.
 
     Attributes:
@@ -217,7 +217,7 @@ class Request(NamedTuple):
     operations: tuple[Any, ...]
 
 
-class Answer(NamedTuple):
+class ServerReply(NamedTuple):
     """What a server answers.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 
 from distnb.notebook.output.wording import filled, html_table, human_bytes
-from distnb.notebook.views.devices_model import DevicesModel, Memory
+from distnb.notebook.views.devices_model import DevicesModel, MemoryPool
 from distnb.widgets.picture import as_image
 
 __all__ = ["devices_html", "devices_text"]
@@ -42,7 +42,7 @@ def _rows(model: DevicesModel) -> list[list[str]]:
     return [[row.device, ", ".join(row.users) or "–", row.holds_text] for row in model.devices]
 
 
-def _bar(memory: Memory) -> str:
+def _bar(memory: MemoryPool) -> str:
     """A memory as a bar: what each engine takes, what others do, and what is free."""
     parts = [*((name, nbytes, _COLORS[i % len(_COLORS)], 0.75) for i, (name, nbytes) in enumerate(memory.used.items()))]
     parts.append(("others", memory.others, _GREY, 0.45))

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from distnb.runtime.servers.server_variable import ServerVariable
     from distnb.runtime.spmd import SpmdProcess
 
-__all__ = ["Replicas", "WorkingTogether"]
+__all__ = ["WorkerReplicas", "WorkingTogether"]
 
 _NONE, _SPARSE, _DENSE = range(3)
 
 
-class Replicas:
+class WorkerReplicas:
     """The replicas of this worker, of which this process is one, whatever strategy a function uses.
 
     Replica 0 talks with the servers for all: the others make the same requests, and are given its answers. Rows of
@@ -57,7 +57,7 @@ class Replicas:
             in_replica=contexts.in_replica,
             after_pass=lambda reached: self.registration.average_statistics(reached),
         )
-        self.registration = _Copies(None, self.sync, lambda: self._group)
+        self.registration = _CopyRegistration(None, self.sync, lambda: self._group)
         self.home = ReplicaHome(self.registration, self._aggregation)
         self._rows = _GradientsElsewhere(self)
         self._of_group: Aggregation | None = None
@@ -126,7 +126,7 @@ class Replicas:
         return PerReplica(self._group.all_gather_object(map_structure(_on_host, own)))
 
 
-class _Copies(Registration):
+class _CopyRegistration(Registration):
     """The copies of variables that models have as their parameters; what stands for a table is none."""
 
     def _register(self, parameter: torch.nn.Parameter, *args: Any, **kwargs: Any) -> bool:
@@ -156,7 +156,7 @@ def _split(data: bytes) -> list[Frame]:
 class WorkingTogether(Spmd):
     """A strategy in a worker of several replicas, in a function that the coordinator has scheduled."""
 
-    def __init__(self, strategy: Owner, replicas: Replicas) -> None:
+    def __init__(self, strategy: Owner, replicas: WorkerReplicas) -> None:
         self._replicas = replicas
         super().__init__(replicas.process, strategy)
         self._sync, self.registration, self.home = replicas.sync, replicas.registration, replicas.home
@@ -174,7 +174,7 @@ class _GradientsElsewhere:
     It listens to backward passes, as `GradientSync` does for parameters.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: WorkerReplicas) -> None:
         self._replicas = replicas
         self._before: list[tuple[ServerVariable, torch.Tensor | None]] = []
         self._local: set[int] = set()  # variables whose gradients are this replica's own, made under `no_sync`

@@ -9,7 +9,7 @@ import html
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from distnb.notebook.views.placement_model import Part, PlacedTensor
+from distnb.notebook.views.placement_model import PlacedPart, PlacedTensor
 
 __all__ = ["grids", "placement_svg"]
 
@@ -105,7 +105,9 @@ def _scaled(pieces: Sequence[tuple[int, int]], room: float, least: float) -> lis
     return [(begin, size) for begin, size in zip(begins, sizes, strict=False)]
 
 
-def _cell(held: Sequence[Part], x: float, y: float, width: float, height: float, colors: Mapping[str, str]) -> str:
+def _cell(
+    held: Sequence[PlacedPart], x: float, y: float, width: float, height: float, colors: Mapping[str, str]
+) -> str:
     x += _LEFT
     frame = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2" stroke="{_GREY}" '
     if not held:

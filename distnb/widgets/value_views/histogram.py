@@ -6,7 +6,7 @@ import base64
 import html
 
 from distnb.notebook.output.wording import Html, short_number
-from distnb.wire.inspection import Statistics
+from distnb.wire.value_facts import Statistics
 
 __all__ = ["figures", "histogram"]
 

@@ -12,10 +12,10 @@ from distnb.notebook.views.devices_model import DevicesModel
 from distnb.notebook.views.placement_model import PlacementModel
 from distnb.runtime.base import PARAMETER_SERVER, is_in_process
 from distnb.values import structure
-from distnb.wire.inspection import Holding
+from distnb.wire.value_facts import Holding
 
 if TYPE_CHECKING:
-    from distnb.runtime.servers.placement import PlacedShard
+    from distnb.runtime.servers.shard_placement import PlacedShard
     from distnb.strategies.base import Strategy
 
 __all__ = ["devices_model", "devices_of", "placement_of", "server_placement"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from distnb.notebook.output.wording import human_bytes, short_number
 from distnb.notebook.views.value_model import Folded, ValueModel, fold, parts, replicas_text
-from distnb.widgets.values.histogram import figures
-from distnb.wire.inspection import Inspected
+from distnb.widgets.value_views.histogram import figures
+from distnb.wire.value_facts import Inspected
 
 __all__ = ["value_text"]
 

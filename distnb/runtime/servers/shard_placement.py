@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distnb.runtime.servers.messages import Shard
+from distnb.runtime.servers.server_messages import Shard
 from distnb.variables.partitioning import checked_shards, shard_sizes
 
 __all__ = ["Part", "PlacedShard", "Placement", "Stored"]

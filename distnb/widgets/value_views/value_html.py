@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from distnb.notebook.output.wording import Html, filled, html_table, human_bytes, short_number
 from distnb.notebook.views.value_model import Folded, ValueModel, fold, parts, replicas_text
-from distnb.widgets.values.histogram import figures, histogram
-from distnb.wire.inspection import Inspected
+from distnb.widgets.value_views.histogram import figures, histogram
+from distnb.wire.value_facts import Inspected
 
 __all__ = ["value_html"]
 

@@ -6,9 +6,9 @@ import html
 from collections.abc import Sequence
 
 from distnb.notebook.output.wording import filled, html_table, human_bytes
-from distnb.notebook.views.placement_model import Part, PlacedTensor, PlacementModel, bounds_text
+from distnb.notebook.views.placement_model import PlacedPart, PlacedTensor, PlacementModel, bounds_text
 from distnb.widgets.picture import as_image
-from distnb.widgets.values.placement_picture import grids, placement_svg
+from distnb.widgets.value_views.placement_picture import grids, placement_svg
 
 __all__ = ["placement_html", "placement_text"]
 
@@ -103,7 +103,7 @@ def _rows(tensors: Sequence[PlacedTensor]) -> list[list[str]]:
     return rows
 
 
-def _held_as(part: Part) -> str:
+def _held_as(part: PlacedPart) -> str:
     return ", ".join(filter(None, [_KINDS[part.what.kind], part.what.note]))
 
 

@@ -19,9 +19,9 @@ from distnb.runtime.scopes import metric_binding
 from distnb.runtime.scopes.made_objects import MadeObjects, own_parameters
 from distnb.runtime.scopes.registration import adopters_of, roots_of
 from distnb.runtime.servers.access import ServerAccess
-from distnb.runtime.servers.placement import Placement, Stored
 from distnb.runtime.servers.remote_optimizer import make_remote, will_be_remote
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
+from distnb.runtime.servers.shard_placement import Placement, Stored
 from distnb.runtime.this_process import this_process
 from distnb.variables.settings import Settings
 

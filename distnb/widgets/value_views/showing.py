@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from distnb.notebook.views.placement_model import PlacementModel
 from distnb.notebook.views.value_model import ValueModel
 from distnb.values import DistributedValues
-from distnb.widgets.values.devices import devices_html, devices_text
-from distnb.widgets.values.placement import placement_html, placement_text
-from distnb.widgets.values.value_html import value_html
-from distnb.widgets.values.value_text import value_text
-from distnb.wire.inspection import PLACEMENT, VALUE
+from distnb.widgets.value_views.devices_html import devices_html, devices_text
+from distnb.widgets.value_views.placement_html import placement_html, placement_text
+from distnb.widgets.value_views.value_html import value_html
+from distnb.widgets.value_views.value_text import value_text
+from distnb.wire.value_facts import PLACEMENT, VALUE
 
 if TYPE_CHECKING:
     from distnb.coordinator.remote_values import RemoteValue
@@ -56,7 +56,7 @@ def drawn(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def visualize(value: Any) -> None:
     """Show where a value is, or what a strategy runs on: below the cell, or in the terminal."""
-    from distnb.notebook.placement import devices_of, placement_of, server_placement
+    from distnb.notebook.value_placement import devices_of, placement_of, server_placement
     from distnb.strategies.base import Strategy
 
     if not isinstance(value, Strategy):
