@@ -50,7 +50,7 @@ from distnb.runtime.this_process import this_process
 from distnb.topology import PS, Device, Team
 from distnb.values import DistributedValues
 from distnb.values.structure import select
-from distnb.wire import codec, unix_socket
+from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink
 from distnb.wire.exchange import Result
 from distnb.wire.messages import (
@@ -149,8 +149,6 @@ class Agent:
         }
         self._adapt_shell(logs)
         note_work_of_pools()
-        here = str(torch_device(device))
-        codec.place_storage = lambda kind: "cpu" if kind == "cpu" else here
         this_process.note_names = self._namespace.note_names
         this_process.live_sink = self._control.live
 

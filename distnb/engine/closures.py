@@ -94,6 +94,7 @@ class WorkerTask:
         self.alone = _team_of_one(message.team, engine, device)
         self._definitions: tuple[tuple[int, Any], ...] = ()  # that have come, and may not be the runner's yet
         self._seed: int | None = None
+        self._device = str(torch_device(device))
         self._modes = Environment()
         self._fresh: frozenset[int] = frozenset()  # variables that this closure need not read
         self._random: tuple[Environment, list[torch.Tensor]] | None = None  # while others draw
@@ -117,7 +118,8 @@ class WorkerTask:
         self._definitions += message.definitions
         self._seed = message.seed if message.seed is not None else self._seed
         self._fresh = self.access.take_fresh()
-        self._modes = message.modes if message.modes is not None else self._modes
+        if message.modes is not None:
+            self._modes = message.modes.on(self._device)
 
     def run(self, message: RunClosure) -> ClosureResult:
         """Run a closure that was taken in, in its team's process group; raises what it does."""

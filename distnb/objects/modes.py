@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from distnb.wire import codec
-
 __all__ = [
     "MODES",
     "NO_CHANGES",
@@ -52,6 +50,19 @@ class Environment:
         """The same after some changes."""
         return self if changes is None else Environment({**self.modes, **changes.modes}, self.cell)
 
+    def on(self, device: str) -> Environment:
+        """Return the modes of another process for one that computes on `device`.
+
+        The notebook's `cuda:0` becomes each replica's own device, as it does for tensors that travel; `cpu` and `meta`
+        stay. A process whose device is the CPU needs no GPU.
+        """
+        wanted = self.modes.get(_DEFAULT_DEVICE)
+        if wanted is None or wanted.partition(":")[0] in ("cpu", "meta"):
+            return self
+        return Environment({**self.modes, _DEFAULT_DEVICE: device}, self.cell)
+
+
+_DEFAULT_DEVICE = "default device"
 
 NO_CHANGES = Environment()
 
@@ -268,14 +279,6 @@ def _default_device() -> str | None:
     return None if device is None else str(device)
 
 
-def _set_default_device(device: str | None) -> None:
-    # The notebook's cuda:0 is each replica's own device, as it is for tensors that travel.
-    here = device if device is None or device.partition(":")[0] in ("cpu", "meta") else codec.place_storage(device)
-    if codec.place_storage is codec.on_the_cpu:
-        here = device  # in the notebook the user's word is kept, for the next cell
-    _torch().set_default_device(here)
-
-
 _inference_entered: list[tuple[bool, Any]] = []
 
 
@@ -427,7 +430,7 @@ MODES = (
     ),
     Mode("inference mode", lambda: _torch().is_inference_mode_enabled(), _set_inference, "torch"),
     Mode("gradients", lambda: _torch().is_grad_enabled(), lambda on: _torch().set_grad_enabled(on), "torch"),
-    Mode("default device", _default_device, _set_default_device, "torch"),
+    Mode(_DEFAULT_DEVICE, _default_device, lambda device: _torch().set_default_device(device), "torch"),
     Mode("autocast", _autocast, _set_autocast, "torch"),
     Mode(
         "deterministic algorithms",

@@ -7,13 +7,13 @@ Plain pickle is enough for a message of `wire.messages`. What users made (argume
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from distnb.errors import MessageError
 from distnb.objects.packing import out_of_band
 
-__all__ = ["decode", "encode", "place_storage"]
+__all__ = ["decode", "encode"]
 
 Frame = bytes | bytearray | memoryview
 
@@ -38,12 +38,3 @@ def decode(frames: Sequence[Frame]) -> Any:
             f"{len(frames)} frames arrived that are no message of distnb ({type(error).__name__}: {error}). "
             "Do notebook and engines run the same version?"
         ) from error
-
-
-def on_the_cpu(device: str) -> str:
-    """The notebook's rule."""
-    return "cpu"
-
-
-place_storage: Callable[[str], str] = on_the_cpu
-"""Where a storage that lived on `device` is rebuilt. The notebook needs no GPU; an engine sets its own rule."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from distnb.objects.modes import apply_environment, capture_environment, cell_began
+from distnb.objects.modes import Environment, apply_environment, capture_environment, cell_began
 from distnb.wire import codec
 from tests.worlds import DoubleWorld, distributed, modes_kept, ordinary
 
@@ -218,3 +218,19 @@ def test_filters_and_printing_of_the_replicas_do_not_come_back(world: DoubleWorl
     world.run(ordinary(f"here = {show}"))
     assert world.notebook.user_ns["here"] == (str(("error", UserWarning)), "[0.33333333]")
     assert world.notebook.user_ns["there"] == (str(("ignore", FutureWarning)), "[0.33]")
+
+
+@pytest.mark.parametrize(
+    ("sent", "device", "set_here"),
+    [
+        ("cuda:0", "cuda:3", "cuda:3"),
+        ("cuda:0", "cpu", "cpu"),
+        ("cpu", "cuda:3", "cpu"),
+        ("meta", "cuda:3", "meta"),
+        (None, "cuda:3", None),
+    ],
+)
+def test_another_process_default_device_becomes_this_one(sent: str | None, device: str, set_here: str | None) -> None:
+    modes = Environment({"default device": sent, "default dtype": torch.float32}, cell=4).on(device)
+    assert modes == Environment({"default device": set_here, "default dtype": torch.float32})
+    assert modes.cell == 4

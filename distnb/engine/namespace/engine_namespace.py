@@ -94,7 +94,7 @@ class EngineNamespace:
         self.teams.program_begins(snapshot.serial)
         torch.clear_autocast_cache()  # what was cast for an earlier program may be out of date
         self._settle(objects, snapshot)
-        environment = snapshot.environment
+        environment = None if snapshot.environment is None else snapshot.environment.on(self.teams.place)
         if environment is not None:
             apply_environment(environment, early=True)
         self._modules.follow(snapshot.modules)

@@ -210,7 +210,7 @@ class ShardStore:
         return optimizer
 
     def _make_optimizer(self, asked: MakeOptimizer) -> None:
-        apply_environment(asked.environment)
+        apply_environment(asked.environment.on("cpu"))  # shards and their optimizers are on the host
         parameters = {shard: self._held(shard).parameter for group in asked.groups for shard in group}
         self._optimizers[asked.optimizer] = ServerOptimizer(asked.factory, asked.groups, parameters)
 
