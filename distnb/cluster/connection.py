@@ -1,7 +1,7 @@
-"""What an engine must know to reach the notebook.
+"""The information that an engine needs to reach the notebook.
 
-Secrets are files that only the user can read, never arguments or environment variables: other users of the machine
-can list those.
+Secrets are in files that only the user can read. They are never arguments or environment variables, which other users
+of the machine can list.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from distnb.errors import StartError
 __all__ = ["CONNECTION_VARIABLE", "Connection", "Keys", "connection_path", "make_keys", "read_private_file"]
 
 CONNECTION_VARIABLE = "DISTNB_CONNECTION"
-"""Environment variable that holds the path of the connection file."""
+"""The environment variable with the path of the connection file."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """CURVE key pairs of a cluster (Z85 text): the notebook's, and the one that all its engines share."""
+    """CURVE key pairs of a cluster (Z85 text): the notebook's, and the one that all engines share."""
 
     server_public: str
     server_secret: str
@@ -31,7 +31,7 @@ class Keys:
 
 
 def make_keys() -> Keys:
-    """New key pairs for one cluster. The server's secret never leaves the notebook process."""
+    """Return new key pairs for a cluster. The server's secret never leaves the notebook process."""
     import zmq
 
     server, client = zmq.curve_keypair(), zmq.curve_keypair()
@@ -40,16 +40,16 @@ def make_keys() -> Keys:
 
 @dataclass(frozen=True)
 class Connection:
-    """How an engine reaches the notebook that started it.
+    """The addresses and keys by which an engine reaches the notebook that started it.
 
     Attributes:
-        program_url, control_url: Where the notebook listens (ZeroMQ addresses); the first is "" beside `listener`.
+        program_url, control_url: The ZeroMQ addresses of the notebook. The first is "" if there is a `listener`.
         server_public: The notebook's CURVE key (Z85).
         client_public, client_secret: The engines' CURVE keys (Z85).
-        notebook_pid: The process whose end is the engines' end.
-        listener: Path of the UNIX socket where engines of its host come for their programs; "" if there is none.
-        controller: Whether ipyparallel's controller will be there, for its own clients.
-        directory: The private directory on this machine from which it was read.
+        notebook_pid: The id of the notebook's process. When it ends, the engines end.
+        listener: The path of the UNIX socket at which engines of the notebook's machine receive programs, or "".
+        controller: True if ipyparallel's controller will run, for its own clients.
+        directory: The private directory on this machine from which the connection was read.
     """
 
     program_url: str
@@ -73,16 +73,18 @@ class Connection:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Connection:
-        """Read a connection file. Raises StartError where it is none, or others could have read or written it."""
-        text = read_private_file(path, f"connection file {os.fspath(path)}", "Start the cluster anew.")
+        """Read a connection file. Raises StartError if it is invalid, or if other users could have accessed it."""
+        text = read_private_file(path, f"connection file {os.fspath(path)}", "Start the cluster again.")
         try:
             return cls(**{**json.loads(text), "directory": os.path.dirname(os.path.abspath(path))})
         except (ValueError, TypeError) as error:
-            raise StartError(f"{os.fspath(path)} is no connection file of a running cluster: {error}.") from error
+            raise StartError(
+                f"{os.fspath(path)} is not the connection file of a running cluster: {error}. Start the cluster again."
+            ) from error
 
 
 def read_private_file(path: str | os.PathLike[str], what: str, cure: str) -> bytes:
-    """What is in a file that nobody but the user can have read or written. Raises StartError where it is none."""
+    """Return the content of a file that only the user can have read or written. Raises StartError otherwise."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -92,11 +94,11 @@ def read_private_file(path: str | os.PathLike[str], what: str, cure: str) -> byt
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise StartError(
             f"The {what} can be read or changed by other users (mode {status.st_mode & 0o777:o}, owner "
-            f"{status.st_uid}), so it is no secret. {cure}"
+            f"{status.st_uid}), so its content is not secret. {cure}"
         )
     return text
 
 
 def connection_path(directory: Path) -> Path:
-    """Where the connection file of a cluster lies in its run directory."""
+    """Return the path of a cluster's connection file in its run directory."""
     return directory / "connection.json"

@@ -1,8 +1,8 @@
-"""Which devices this machine has, and which of them engines get.
+"""The devices of this machine, and their assignment to engines.
 
-GPUs are counted through NVML, the driver's own library: no process is started, torch is not imported, and CUDA is
-not initialised in the notebook (that would cost GPU memory there, and make forking unsafe). TPU chips are counted by
-`tpu_chips.py`, devices of any other type by torch's module for it.
+GPUs are counted through NVML, the driver's own library. That starts no process, does not import torch, and does not
+initialise CUDA in the notebook, which would cost GPU memory there and make forking unsafe. `tpu_chips.py` counts TPU
+chips. Devices of any other type are counted by torch's module for it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def plan_devices(
     oversubscribe: bool = False,
     gpus: int | None = None,
 ) -> tuple[Device, ...]:
-    """Decide which device each engine gets.
+    """Return the device of each engine.
 
-    Nothing given: one engine per GPU, else two on the CPU. CPU engines are told apart by number (`cpu:0`, `cpu:1`);
+    Without arguments there is one engine per GPU, or two on the CPU. CPU engines are numbered (`cpu:0`, `cpu:1`), and
     all of them share the machine's cores.
 
     Args:
-        n: How many engines.
-        devices: Their devices, as a sequence or as comma-separated text, in any spelling that `parse_device` reads.
-            One bare type of accelerator ("tpu") means all that there are of it, or the first `n`.
+        n: The number of engines.
+        devices: Their devices, as a sequence or as comma-separated text, in any spelling that `parse_device` reads. A
+            bare type of accelerator ("tpu") means all devices of that type, or the first `n`.
         oversubscribe: Let several engines share one device.
-        gpus: How many GPUs a machine has that cannot be asked from here; it counts as having nothing else but the CPU.
-            None for this machine.
+        gpus: The number of GPUs of a machine that this process cannot examine. Such a machine has only these and the
+            CPU. None for this machine.
 
     Raises:
-        OptionError: The numbers or names make no sense.
-        StartError: This machine does not have what was asked for; the text lists what it has.
+        OptionError: The numbers or names are invalid.
+        StartError: This machine does not have the requested devices; the text lists those that it has.
 
     Example:
         >>> [str(device) for device in plan_devices(3, gpus=0)]
@@ -63,7 +63,7 @@ def plan_devices(
     if n is not None and n != len(named) and not (oversubscribe and len(set(named)) == 1):
         raise OptionError(
             f"n={n} engines were asked for with {len(named)} device(s) ({_list(named)}). "
-            "Name one device per engine, or leave one of the two out."
+            "Name one device per engine, or leave out one of the two."
         )
     if n is not None and n != len(named):
         named = named * n
@@ -74,7 +74,8 @@ def plan_devices(
     if doubles and not oversubscribe:
         raise OptionError(
             f"{_list(doubles)} is named more than once in {_list(named)}. Each engine gets a device of its own; "
-            "oversubscribe=True lets several share one (replicas then communicate through host memory)."
+            f"{_list(doubles)} appears more than once in {_list(named)}. Name each device once; "
+            "oversubscribe=True lets several engines share one (replicas then communicate through host memory)."
         )
     return named
 
@@ -83,12 +84,12 @@ def _check_count(n: int | None) -> None:
     if n is None:
         return
     if isinstance(n, bool) or not isinstance(n, int):
-        raise OptionError(f"n={n!r}: give the number of engines as a whole number.")
+        raise OptionError(f"n={n!r} is not a number of engines. Give a whole number.")
     if n < 1:
-        raise OptionError(f"n={n}: a cluster has at least one engine.")
+        raise OptionError(f"n={n}: a cluster has at least one engine. Give 1 or more.")
     if n > _MOST_ENGINES:
         raise OptionError(
-            f"n={n}: more than {_MOST_ENGINES} engines on one machine; each is a process with torch in it."
+            f"n={n}: one machine can run at most {_MOST_ENGINES} engines; each is a process with torch loaded."
         )
 
 
@@ -101,11 +102,11 @@ def _read_names(
         devices = [part for part in devices.split(",") if part.strip()]
     elif not isinstance(devices, Sequence):
         raise OptionError(
-            f"devices={devices!r}: give a sequence of device names, such as ['cuda:0', 'cuda:1'], or text with commas."
+            f"devices={devices!r}: give a list of device names, such as ['cuda:0', 'cuda:1'], or comma-separated text."
         )
     if not devices:
         raise OptionError(
-            "devices is empty. Name at least one device, or leave it out: one engine per GPU, else two on the CPU."
+            "devices is empty. Name at least one device, or leave it out for one engine per GPU, or two on the CPU."
         )
     named = tuple(parse_device(device) for device in devices)
     if len(named) == 1 and isinstance(devices[0], str) and devices[0].strip().isalpha() and named[0].type != "cpu":
@@ -123,28 +124,28 @@ def _plan_by_count(n: int | None, gpus: int, oversubscribe: bool) -> tuple[Devic
         there = _list(Device("cuda", index) for index in range(gpus))
         on_cpu = ",".join(f"cpu:{index}" for index in range(n))
         raise StartError(
-            f"{n} engines were asked for and this machine has {_count(gpus)} ({there}). Ask for at most {gpus}, "
+            f"{n} engines were asked for but this machine has {_count(gpus)} ({there}). Ask for at most {gpus}, "
             f"name CPU devices (devices={on_cpu!r}), or let engines share GPUs (oversubscribe=True)."
         )
     return tuple(Device("cuda", index % gpus) for index in range(n))
 
 
 class _Machine:
-    """What devices a machine has: this one, or one that cannot be asked from here, of which `gpus` is known."""
+    """The devices of a machine: this one, or one that this process cannot examine, with a known number of `gpus`."""
 
     def __init__(self, gpus: int | None) -> None:
         self._here = gpus is None
         self._counts: dict[str, int] = {} if gpus is None else {"cuda": gpus}
 
     def count(self, kind: str) -> int:
-        """How many accelerators of a type."""
+        """Return the number of accelerators of a type."""
         if kind not in self._counts:
             ways = {"cuda": available_gpus, "tpu": tpu_chips.chips}
             self._counts[kind] = ways.get(kind, lambda: count(kind))() if self._here else 0
         return self._counts[kind]
 
     def check(self, device: Device) -> None:
-        """Refuse what it does not have."""
+        """Raise an error if the machine does not have a device."""
         if device.type == "cpu":
             if device.index >= _MOST_ENGINES:
                 raise OptionError(f"{device}: CPU engines are numbered cpu:0 to cpu:{_MOST_ENGINES - 1}.")
@@ -186,7 +187,7 @@ def _list(devices: object) -> str:
 
 
 def available_gpus() -> int:
-    """How many GPUs an engine would see: those that CUDA_VISIBLE_DEVICES leaves, if torch can use them."""
+    """Return the number of GPUs that an engine would see: those in CUDA_VISIBLE_DEVICES, if torch can use them."""
     physical = _physical_gpus()
     if not physical or not _torch_has_cuda():
         return 0
@@ -194,7 +195,10 @@ def available_gpus() -> int:
 
 
 def _visible_gpus(setting: str | None, physical: int) -> int:
-    """What CUDA makes of CUDA_VISIBLE_DEVICES: entries up to the first that names no GPU; none when one is repeated."""
+    """Return the number of GPUs that CUDA derives from CUDA_VISIBLE_DEVICES.
+
+    It reads entries up to the first that names no GPU, and sees none at all if one is repeated.
+    """
     if setting is None:
         return physical
     seen: list[str] = []
@@ -213,7 +217,7 @@ def _visible_gpus(setting: str | None, physical: int) -> int:
 
 @cache
 def _physical_gpus() -> int | None:
-    """GPUs that the driver knows; None without a driver."""
+    """Return the number of GPUs that the driver reports, or None without a driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -229,7 +233,7 @@ def _physical_gpus() -> int | None:
 
 @cache
 def _torch_has_cuda() -> bool:
-    """Whether the installed torch was built with CUDA, told from its files: importing it takes a second."""
+    """Return whether the installed torch was built with CUDA, by its files: importing it takes a second."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

@@ -1,4 +1,4 @@
-"""Where a cluster's engines run, as far as starting and ending them goes: on this machine, or on others."""
+"""Launchers, which start and end a cluster's engines on this machine or on others."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from distnb.topology import Device
 __all__ = ["EngineEnded", "EngineOrder", "Launched", "Launcher"]
 
 Launched = Callable[[int, int], None]
-"""Called with (engine, pid) when an engine has a process, and again when that is another one."""
+"""A function called with (engine, pid) when an engine gets a process, and again when it gets another one."""
 
 EngineEnded = Callable[[int, int, str, bool], None]
-"""Called with (engine, pid, how it ended, in words, whether that was our own doing) in the watcher's thread."""
+"""A function called with (engine, pid, how it ended, in words, whether we ended it) in the watcher's thread."""
 
 
 @dataclass(frozen=True)
 class EngineOrder:
-    """One engine that is to be started.
+    """An engine to start.
 
     Attributes:
-        log: The file for what it writes outside programs.
-        agent: Module whose `install` makes an engine of the process.
+        log: The file for the engine's output outside programs.
+        agent: The module whose `install` makes an engine of the process.
     """
 
     engine: int
@@ -35,11 +35,13 @@ class EngineOrder:
 
 
 class Launcher(ABC):
-    """Starts engines. Each is a process of this machine to the cluster, which leads a process group of its own.
+    """A way to start engines. To the cluster, each is a process of this machine that leads a process group.
+
+    For an engine on another machine, this is the process of its transport, such as ssh.
 
     Attributes:
-        has_controller: Whether ipyparallel's controller reaches the engines.
-        patience_s: How long an engine that was let go may take.
+        has_controller: True if ipyparallel's controller can reach the engines.
+        patience_s: The time that a released engine may take to end.
     """
 
     has_controller: bool
@@ -49,12 +51,12 @@ class Launcher(ABC):
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
     ) -> None:
-        """Start engines, in a thread that stays until they are ready. Raises OSError where that is not possible."""
+        """Start engines from a thread that stays until they are ready. Raises OSError if that is impossible."""
 
-    def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
-        """What asks engines to end; None where a signal does."""
+    def releasing(self, pids: Sequence[int]) -> Callable[[], None] | None:
+        """Return a function that asks engines to end, or None if a signal does."""
         return None
 
     def host(self, engine: int) -> str:
-        """The name of an engine's machine; "" for this one."""
+        """Return the name of an engine's machine, or "" for this one."""
         return ""

@@ -24,7 +24,7 @@ _LOG_LINES = 15
 
 OnExit = Callable[[int, int, str], None]
 OnProgress = Callable[[str], None]
-"""Called with a line of text each time there is news."""
+"""A function called with a line of text at each step of the start."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class EngineProcess:
     """The process of an engine.
 
     Attributes:
-        pid: Its process id (for an engine on another machine that of ssh); it leads a process group of its own.
-        device: Where it computes.
-        ready: Whether its agent serves programs.
-        ended: How the process ended, in words; empty while it lives.
+        pid: The process id; for an engine on another machine, that of ssh. The process leads a process group.
+        device: The device on which it computes.
+        ready: True once its agent serves programs.
+        ended: How the process ended, in words; "" while it lives.
     """
 
     engine: int
@@ -46,17 +46,17 @@ class EngineProcess:
 
 
 class Cluster:
-    """Engines with a watcher that knows at once when one ends.
+    """The engines of a cluster, with a watcher that notices at once when one ends.
 
-    It is started once. All methods run in the notebook process, and any thread may call them.
+    A cluster is started once. All methods run in the notebook process, and any thread may call them.
 
     Args:
-        devices: One per engine, as `plan_devices` gives them.
-        connection: How engines reach this process; written to a secret file.
-        on_exit: Called with (engine, pid, status in words) in the watcher's thread when an engine ends unasked.
-        agent: Module whose `install(shell, connection, engine, device)` makes an engine of a process.
-        launcher: What starts the engines; None for this machine's.
-        processes: The private directory, and what is to keep the processes; closed with the cluster. None: new ones.
+        devices: One device per engine, from `plan_devices`.
+        connection: The information by which engines reach this process; written to a secret file.
+        on_exit: Called with (engine, pid, status in words) in the watcher's thread when an engine ends unexpectedly.
+        agent: The module whose `install(shell, connection, engine, device)` makes an engine of a process.
+        launcher: The launcher of the engines; None for this machine's.
+        processes: The private directory and the keeper of the processes, closed with the cluster. None makes new ones.
     """
 
     def __init__(
@@ -80,37 +80,37 @@ class Cluster:
         self._processes: Processes | None = None  # while it runs
         self._owner = os.getpid()
 
-    # -- what there is ----------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
     @property
     def engines(self) -> dict[int, EngineProcess]:
-        """The last process of every engine, dead or alive, by id."""
+        """The latest process of every engine, dead or alive, by id."""
         return dict(sorted(self._engines.items()))
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ids of engines whose process has ended."""
+        """The ids of the engines whose process has ended."""
         return tuple(process.engine for process in self.engines.values() if process.ended)
 
     def notice_ends(self) -> None:
-        """Have `missing` tell of every engine that ends at this moment, too."""
+        """Update `missing` with engines that have ended but whose end the watcher has not handled yet."""
         if self._processes is not None:
             self._processes.notice([process.pid for process in self._engines.values() if not process.ended])
 
     @property
     def directory(self) -> Path:
-        """The private directory of this cluster: secrets and logs. Raises NoClusterError when it is not running."""
+        """The cluster's private directory with secrets and logs. Raises NoClusterError if it is not running."""
         if self._processes is None:
             raise NoClusterError("This cluster is not running, so it has no files. Start one with %distnb start.")
         return self._processes.directory
 
     @property
     def client_file(self) -> Path:
-        """For `ipyparallel.Client(path)`: ipyparallel's own way to these engines. It appears soon after the start."""
+        """The file for `ipyparallel.Client(path)`, ipyparallel's own access. It appears soon after the start."""
         return self.directory / "security" / "ipcontroller-client.json"
 
     def log_tail(self, engine: int) -> str:
-        """The last lines that an engine wrote outside programs, indented."""
+        """Return the last lines that an engine wrote outside programs, indented."""
         try:
             text = self._log_path(engine).read_text(errors="replace").rstrip().splitlines()[-_LOG_LINES:]
         except OSError:
@@ -129,10 +129,11 @@ class Cluster:
         meanwhile: Callable[[], object] = lambda: None,
         timeout_s: float = _START_TIMEOUT_S,
     ) -> None:
-        """Start the engines and return when each one's agent serves; `meanwhile` is done in this thread.
+        """Start the engines and return when all agents serve. `meanwhile` runs in this thread while they start.
 
         Raises:
-            StartError: An engine ended or did not come up; its last lines are in the text. Nothing is left behind.
+            StartError: An engine ended or did not start in time. The text has the last lines of its log, and all
+                processes are ended.
         """
         with self._lock:
             atexit.register(self.stop)
@@ -145,7 +146,7 @@ class Cluster:
                 self._launch(self._processes, range(len(self.devices)))
                 meanwhile()
                 self._wait_until_ready(self._processes, range(len(self.devices)), on_progress, timeout_s)
-                if self.launcher.has_controller:  # last: its imports would take the cores from the engines'
+                if self.launcher.has_controller:  # last, because its imports would slow down the engines
                     from distnb.cluster.local.controller import start_controller
 
                     start_controller(self._processes)
@@ -154,7 +155,7 @@ class Cluster:
                 raise
 
     def restart(self, engines: Sequence[int], *, on_progress: OnProgress = lambda text: None) -> None:
-        """Replace engines by new processes with the same ids and devices. One that does not come up is missing then."""
+        """Replace engines by new processes with the same ids and devices. An engine that fails to start is missing."""
         with self._lock:
             if self._processes is None:
                 raise NoClusterError("There is no running cluster whose engines could be restarted. Start one first.")
@@ -200,13 +201,13 @@ class Cluster:
             ready = sum(process.ready for process in now)
             on_progress(f"{ready} of {_engines(len(engines))} ready")
 
-    # -- told from outside -------------------------------------------------------------------------
+    # -- events from the launcher and the agents -------------------------------------------------------------------
 
     def _engine_launched(self, engine: int, pid: int) -> None:
         self._engines[engine] = EngineProcess(engine, pid, self.devices[engine])
 
     def engine_ready(self, engine: int) -> None:
-        """To be called, in any thread, when the agent of an engine says that it serves."""
+        """Note that the agent of an engine serves. Any thread may call this."""
         processes = self._processes
         if processes is not None and engine in self._engines:
             with processes.changed:
@@ -229,14 +230,14 @@ class Cluster:
     # -- end --------------------------------------------------------------------------------------------------------
 
     def _end(self, processes: Processes, engines: Iterable[int]) -> None:
-        """End engines: they are let go, then come SIGTERM and SIGKILL."""
-        with processes.changed:  # no engine gets another process meanwhile
+        """End engines: release them, and then send SIGTERM and SIGKILL to those that remain."""
+        with processes.changed:  # no engine gets a new process meanwhile
             pids = [*{self._engines[engine].pid for engine in engines if engine in self._engines}]
             processes.expect(pids)
-        processes.end(pids, self.launcher.letting_go(pids), self.launcher.patience_s)
+        processes.end(pids, self.launcher.releasing(pids), self.launcher.patience_s)
 
     def stop(self) -> None:
-        """End every process of the cluster and remove its files. Does nothing when it is not running."""
+        """End every process of the cluster and remove its files. Do nothing if it is not running."""
         if os.getpid() != self._owner:
             return  # a forked child: these are not its processes
         with self._lock:

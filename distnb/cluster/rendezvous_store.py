@@ -1,4 +1,4 @@
-"""The rendezvous store: where the replicas of a team find each other before they can communicate."""
+"""The rendezvous store, by which the replicas of a team find each other before they can communicate."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _TIMEOUT_S = 60.0
 
 
 def free_port() -> int:
-    """A port of loopback on which nobody listens now."""
+    """Return a port of loopback on which no process listens now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as found:
         found.bind((_LOOPBACK, 0))
         return int(found.getsockname()[1])
 
 
 def meet_in(path: str) -> None:
-    """Let `env://`, by which scripts find each other in torch, mean files of a private directory in this process.
+    """Make torch's `env://` rendezvous, by which scripts meet, use files of a private directory in this process.
 
     Imports torch.
     """
@@ -42,7 +42,7 @@ def meet_in(path: str) -> None:
     def by_file(url: str, timeout: timedelta = timedelta(minutes=30), **given: Any) -> Iterator[tuple[Any, int, int]]:
         asked = {name: values[-1] for name, values in parse_qs(urlparse(url).query).items()}
         rank, size = (int(asked.get(name, os.environ[name.upper()])) for name in ("rank", "world_size"))
-        store = FileStore(f"{path}-{next(calls)}")  # what a group that was destroyed has left there is not found again
+        store = FileStore(f"{path}-{next(calls)}")  # a new file, without the remains of a destroyed group
         store.set_timeout(timeout)
         yield store, rank, size
 
@@ -52,26 +52,26 @@ def meet_in(path: str) -> None:
 class RendezvousStore:
     """A torch TCPStore on one address, served by threads of the process that makes it.
 
-    The port is taken at once, and torch imported only when `serve` is called: engines can be told where the store
-    will be while torch still loads, and those that connect early wait in the socket's queue.
+    The port is taken at once, but torch is imported only in `serve`. So engines can get the store's address while torch
+    still loads. Those that connect early wait in the socket's queue.
 
-    Whoever can reach it can read and write: no other address than loopback without a word in the documentation.
+    Any process that can reach the store can read and write it. An address other than loopback must be documented.
     """
 
     def __init__(self, port: int = 0, host: str = _LOOPBACK) -> None:
-        # TCPStore itself would listen on every interface, whatever host it is given; a bound socket it takes as it is.
+        # TCPStore itself would listen on every interface, whatever its host is. It uses a bound socket as it is.
         self._socket: socket.socket | None = socket.socket(
             socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
         )
         try:
-            # Connections of the last run that are not quite forgotten do not keep the next one waiting.
+            # Connections of an earlier run that linger do not delay this one.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
         except (OSError, OverflowError) as error:
             self._socket.close()
             raise StartError(
                 f"The rendezvous store could not listen on {host}:{port}: {error}. "
-                "Does this program run already? Else choose another port."
+                "Does this program run already? If not, choose another port."
             ) from error
         self._socket.listen(_BACKLOG)
         self.host: str = host
@@ -80,7 +80,7 @@ class RendezvousStore:
         self._lock = threading.Lock()
 
     def serve(self) -> TCPStore:
-        """Start to answer, and return the store itself. Imports torch; later calls return the same store."""
+        """Start to answer and return the store. Imports torch; later calls return the same store."""
         from distnb.compat.c10d_internals import TCPStore
 
         with self._lock:
@@ -100,7 +100,7 @@ class RendezvousStore:
             return self._store
 
     def close(self) -> None:
-        """Stop listening. Replicas that already found each other go on."""
+        """Stop listening. Replicas that have found each other continue."""
         with self._lock:
             self._store = None
             if self._socket is not None:

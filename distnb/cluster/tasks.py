@@ -1,4 +1,4 @@
-"""The tasks of a cluster with parameter servers: which engines it has, workers first, then servers."""
+"""The tasks of a cluster with parameter servers: its engines, workers first, then servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from distnb.cluster.worker_placement import workers_of
 from distnb.errors import OptionError
 from distnb.topology import PS, WORKER, Task
 
-__all__ = ["tasks_in", "tasks_of", "tasks_told"]
+__all__ = ["tasks_in", "tasks_of", "server_cluster_tasks"]
 
 _JOBS = (WORKER, PS)
 
@@ -16,11 +16,12 @@ _JOBS = (WORKER, PS)
 def tasks_of(
     workers: int | None, ps: int | None, n: int | None = None, replicas_per_worker: int | None = None
 ) -> tuple[Task, ...]:
-    """The task of each engine, for as many workers and servers as a user wants; none where that was not said, and
-    engines are all alike.
+    """Return the task of each engine for the given numbers of workers and servers.
+
+    Without numbers, return no tasks: the engines are all alike.
 
     Raises:
-        OptionError: One of the two is missing, or a number is none from 1; or `n` counts engines as well.
+        OptionError: One of the two is missing, a number is not positive, or `n` is given as well.
 
     Example:
         >>> tasks_of(1, 2)
@@ -35,34 +36,36 @@ def tasks_of(
         if count is None:
             raise OptionError(
                 f"{other}={counts[other]!r} without {name}: a cluster with parameter servers has workers, which "
-                "compute, and servers, which keep the variables. Give both, as in %distnb start --workers 2 --ps 1; "
-                "engines that are all alike are %distnb start -n 2."
+                "compute, and servers, which keep the variables. Give both, as in %distnb start --workers 2 --ps 1, "
+                "or start engines that are all alike: %distnb start -n 2."
             )
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise OptionError(f"{name}={count!r}: give a whole number, from 1.")
+            raise OptionError(f"{name}={count!r}: give a whole number, 1 or more.")
     if n is not None:
-        raise OptionError(f"n={n} with workers={workers} and ps={ps}, which say how many engines there are. Give no n.")
+        raise OptionError(
+            f"n={n} with workers={workers} and ps={ps}, which already give the number of engines. Leave out n."
+        )
     assert workers is not None
     assert ps is not None
     computing = tuple(Task(WORKER, index) for index in range(workers) for _ in range(replicas))
     return (*computing, *(Task(PS, index) for index in range(ps)))
 
 
-def tasks_told(resolver: ClusterResolver) -> dict[Task, str]:
-    """The workers and servers that a resolver tells of, and their addresses; none where it tells of no server.
+def server_cluster_tasks(resolver: ClusterResolver) -> dict[Task, str]:
+    """Return the workers and servers in a resolver's cluster with their addresses; none if it has no server.
 
     Raises:
-        OptionError: The cluster has a server, and is malformed: see `tasks_in`.
+        OptionError: The cluster has a server but is malformed: see `tasks_in`.
     """
     spec = resolver.cluster_spec()
     return tasks_in(spec) if PS in spec.jobs and spec.task_indices(PS) else {}
 
 
 def tasks_in(spec: ClusterSpec) -> dict[Task, str]:
-    """The workers and servers of a cluster, and their addresses: its engines, in their order.
+    """Return the workers and servers of a cluster with their addresses, in the order of its engines.
 
     Raises:
-        OptionError: It has no worker or no server, several chiefs, an unknown job, or tasks not numbered from 0.
+        OptionError: It has no worker, no server or several chiefs, an unknown job, or tasks not numbered from 0.
     """
     workers_of(spec)
     tasks: dict[Task, str] = {}
@@ -70,10 +73,10 @@ def tasks_in(spec: ClusterSpec) -> dict[Task, str]:
         indices = spec.task_indices(job) if job in spec.jobs else []
         if not indices:
             raise OptionError(
-                f"The cluster {spec.as_dict()} has no {job}. One with parameter servers has at least one worker and "
-                "one ps."
+                f"The cluster {spec.as_dict()} has no {job}. A cluster with parameter servers needs at least one "
+                "worker and one ps."
             )
         if indices != list(range(len(indices))):
-            raise OptionError(f"The {job} tasks of the cluster are {indices}: number them from 0, without a gap.")
+            raise OptionError(f"The {job} tasks of the cluster are {indices}. Number them from 0, without a gap.")
         tasks |= {Task(job, index): spec.task_address(job, index) for index in indices}
     return tasks

@@ -1,8 +1,8 @@
-"""TPU chips: how many this machine has, and what their processes must be told. `torch_tpu` knows both.
+"""TPU chips: their number on this machine, and the environment of their processes. `torch_tpu` determines both.
 
-A process gets one chip. Which one, and how the chips are connected, it learns from its environment, which must be
-decided once for all of them. `torch_tpu` decides it in a short-lived process of its own: this one, the notebook or a
-launcher, is never to hold a chip, and need not load torch.
+Each process gets one chip. Its environment says which one, and how the chips are connected, so it must be determined
+once for all processes. `torch_tpu` does that in a short-lived process of its own: the calling process, a notebook or a
+launcher, must never hold a chip and need not load torch.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ _NEEDED = (
 
 
 def chips() -> int:
-    """How many chips this machine has; 0 where there are none, or no torch_tpu."""
+    """Return the number of chips of this machine; 0 if there are none, or no torch_tpu."""
     answer, why = _found()
     return 0 if why else len(answer[_ADDRESSES].split(","))
 
 
 def why_none() -> str:
-    """Why there is no TPU to be had here, and what would help; "" where there is one.
+    """Return why no TPU is available here, and a cure; "" if there is one.
 
-    The answer is kept for as long as the process lives: engines that hold the chips would make a second one wrong.
+    The answer is cached for the life of the process: once engines hold the chips, a second answer would be wrong.
     """
     return _found()[1]
 
 
 def launch_environment(devices: Sequence[Device]) -> dict[str, str]:
-    """What all processes on the TPU chips among `devices` must be told alike; {} where there are none."""
+    """Return the variables that all processes on the TPU chips among `devices` share; {} if there are none."""
     count = sum(device.type == "tpu" for device in devices)
     return _ask(count) if count else {}
 
 
 def chip_environment(device: Device, devices: Sequence[Device], launch: Mapping[str, str]) -> dict[str, str]:
-    """What the process on one of this machine's chips is told; {} where it is on none.
+    """Return the variables of the process on one of this machine's chips; {} if its device is not a chip.
 
-    `devices` are those of all processes, and `launch` is what `launch_environment` gives for them.
+    `devices` are those of all processes, and `launch` is the result of `launch_environment` for them.
     """
     if device.type != "tpu":
         return {}
@@ -69,18 +69,18 @@ def chip_environment(device: Device, devices: Sequence[Device], launch: Mapping[
 
 
 def check_named(devices: Sequence[Device]) -> None:
-    """Refuse chips that torch_tpu could not give: it numbers them itself, from 0, one to a process."""
+    """Refuse chips that torch_tpu cannot assign: it numbers them itself, from 0, one per process."""
     named = [device for device in devices if device.type == "tpu"]
     if named != [Device("tpu", index) for index in range(len(named))]:
         raise OptionError(
-            f"{', '.join(map(str, named))}: TPU chips are taken from tpu:0 on, each once and in order, since torch_tpu "
-            "itself gives them to the processes. Name tpu:0, tpu:1, …, or say how many (-n)."
+            f"{', '.join(map(str, named))}: torch_tpu assigns the chips to processes itself, from tpu:0 on, each once "
+            "and in order. Name tpu:0, tpu:1, …, or give their number (-n)."
         )
 
 
 @cache
 def _found() -> tuple[dict[str, str], str]:
-    """What torch_tpu says of all chips, and why there are none."""
+    """Return torch_tpu's answer for all chips, and the reason if there are none."""
     if importlib.util.find_spec("torch_tpu") is None:
         return {}, f"The package torch_tpu is not installed in this environment. {_NEEDED}"
     try:
@@ -90,14 +90,14 @@ def _found() -> tuple[dict[str, str], str]:
     addresses = answer.get(_ADDRESSES, "")
     if any(not each.startswith("localhost:") for each in addresses.split(",")):
         return {}, (
-            f"This machine's chips are part of a slice of several machines ({addresses}), and distnb uses the chips of "
-            "one machine. Use a TPU VM of one machine."
+            f"This machine's chips are part of a slice of several machines ({addresses}), but distnb uses only "
+            "the chips of a single machine. Use a TPU VM with one machine."
         )
     return answer, ""
 
 
 def _ask(count: int) -> dict[str, str]:
-    """Have torch_tpu decide for so many processes; 0 for as many as there are chips."""
+    """Have torch_tpu determine the environment of `count` processes; 0 means as many as there are chips."""
     command = [sys.executable, "-P", "-c", _ASK, str(count)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_TPU_")}
     try:
@@ -105,10 +105,12 @@ def _ask(count: int) -> dict[str, str]:
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE_S
         )
     except subprocess.TimeoutExpired:
-        raise StartError(f"torch_tpu did not say within {_PATIENCE_S:.0f} s which TPU chips there are.") from None
+        raise StartError(
+            f"torch_tpu did not report the TPU chips within {_PATIENCE_S:.0f} s. Do other processes hold them?"
+        ) from None
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"])[-1]
         which = f"{count} TPU chips" if count else "a TPU chip"
-        raise StartError(f"torch_tpu finds no way to use {which} of this machine: {last}.")
+        raise StartError(f"torch_tpu cannot use {which} of this machine: {last}.")
     found: dict[str, str] = json.loads(asked.stdout.strip().splitlines()[-1])
     return found

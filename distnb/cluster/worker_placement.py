@@ -1,6 +1,6 @@
-"""Where this process stands among the workers of a cluster of machines, and on which address it listens.
+"""The position of this process among the workers of a cluster of machines, and the address on which it listens.
 
-Loads no torch: `distnb run` asks here too.
+It does not load torch, because `distnb run` uses it too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _JOBS = (*_REPLICA_JOBS, "ps", "evaluator")
 
 @dataclass(frozen=True)
 class Worker:
-    """One machine of the group: its task, and the address that the cluster gives it."""
+    """A machine of the group: its task, and its address in the cluster."""
 
     task_type: str
     task_id: int
@@ -46,11 +46,12 @@ class Worker:
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """The workers that train together, and which of them this process is.
+    """The workers that train together, and the position of this process among them.
 
     Attributes:
-        workers: In rank order: the chief, then the workers by index. Without a chief, the first worker is the chief.
-        index: This process's place among them.
+        workers: The workers in rank order: the chief, then the workers by index. Without a chief, the first worker is
+            the chief.
+        index: The position of this process.
     """
 
     workers: tuple[Worker, ...]
@@ -58,20 +59,20 @@ class WorkerPlacement:
 
     @property
     def me(self) -> Worker:
-        """This process's own task."""
+        """The task of this process."""
         return self.workers[self.index]
 
     @property
     def chief(self) -> Worker:
-        """Where the workers meet."""
+        """The worker at which all workers meet."""
         return self.workers[0]
 
 
 def placement_of(resolver: ClusterResolver) -> WorkerPlacement | None:
-    """Where a resolver says that this process stands.
+    """Return the position of this process according to a resolver.
 
-    None where this process trains alone: there is no cluster, or only one worker in it; or it is an evaluator, which
-    belongs to no group.
+    Return None if this process trains alone: there is no cluster, or it has only one worker, or this process is an
+    evaluator, which belongs to no group.
     """
     spec = resolver.cluster_spec()
     kind, index = resolver.task_type, resolver.task_id
@@ -80,35 +81,39 @@ def placement_of(resolver: ClusterResolver) -> WorkerPlacement | None:
     workers = workers_of(spec)
     if kind in spec.jobs and kind not in _REPLICA_JOBS:
         raise OptionError(
-            f"This process is {kind} {index} of its cluster, and replicas are on {' and '.join(_REPLICA_JOBS)} tasks. "
-            "Those, and an evaluator, can make a MultiWorkerMirroredStrategy."
+            f"This process is {kind} {index} of its cluster, but only {' and '.join(_REPLICA_JOBS)} tasks hold "
+            "replicas. Make a MultiWorkerMirroredStrategy in one of those, or in an evaluator."
         )
     if not workers:
-        raise OptionError(f"The cluster has no {' and no '.join(_REPLICA_JOBS)}, so nobody trains: {spec.as_dict()}.")
+        raise OptionError(
+            f"The cluster has no {' and no '.join(_REPLICA_JOBS)}, so no process trains: {spec.as_dict()}. Add one."
+        )
     if kind is not None and index is not None:
         spec.task_address(kind, index)
     if len(workers) < 2:
         return None
     if kind is None or index is None:
         raise OptionError(
-            f"The cluster has the workers {_list(workers)}, and nothing says which of them this process is. Add "
+            f"The cluster has the workers {_list(workers)}, but nothing says which of them this process is. Add "
             '"task": {"type": "worker", "index": …} to TF_CONFIG, or assign the resolver\'s task_type and task_id.'
         )
     split_address(workers[0].address)
     addresses = [worker.address for worker in workers]
     doubles = {address for address in addresses if addresses.count(address) > 1}
     if doubles:
-        raise OptionError(f"The cluster gives several tasks the same address, {min(doubles)}: {_list(workers)}.")
+        raise OptionError(
+            f"The cluster gives several tasks the same address, {min(doubles)}: {_list(workers)}. Give each its own."
+        )
     own = next(place for place, worker in enumerate(workers) if (worker.task_type, worker.task_id) == (kind, index))
     return WorkerPlacement(workers, own)
 
 
 def workers_of(spec: ClusterSpec) -> tuple[Worker, ...]:
-    """The tasks of a cluster that hold replicas, in rank order. A misspelt job would be left out, so it is an error."""
+    """Return the tasks of a cluster that hold replicas, in rank order. An unknown job is an error, not ignored."""
     unknown = [job for job in spec.jobs if job not in _JOBS]
     if unknown:
         raise OptionError(
-            f"The cluster {spec.as_dict()} has the job {unknown[0]!r}, and the jobs that there can be are "
+            f"The cluster {spec.as_dict()} has the job {unknown[0]!r}, which is unknown. The jobs are "
             f"{', '.join(_JOBS)}."
         )
     if "chief" in spec.jobs and spec.num_tasks("chief") > 1:
@@ -126,7 +131,7 @@ def _list(workers: Iterable[object]) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[::1]:port`. Raises OptionError where the port is missing or none."""
+    """Return the host and port of `host:port` or `[::1]:port`. Raises OptionError if the port is missing or invalid."""
     host, _, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
@@ -135,10 +140,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def own_interface(placement: WorkerPlacement) -> tuple[str, str]:
-    """The network interface that carries this worker's address, and its own address on it.
+    """Return the network interface that carries this worker's address, and the address on it.
 
-    GLOO_SOCKET_IFNAME names another one, where the cluster's addresses are not those of the machines (behind address
-    translation).
+    GLOO_SOCKET_IFNAME names another interface, for clusters whose addresses are not those of the machines (behind
+    address translation).
     """
     there = addresses_by_interface()
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
@@ -156,14 +161,14 @@ def own_interface(placement: WorkerPlacement) -> tuple[str, str]:
                 return name, address
     all_of_them = ", ".join(address for addresses in there.values() for address in addresses)
     raise StartError(
-        f"This process is {placement.me} of its cluster, and no network interface of this machine has that address "
+        f"This process is {placement.me} of its cluster, but no network interface of this machine has that address "
         f"(they have {all_of_them}). Is it the right task? "
         "Behind address translation, name the interface to use: GLOO_SOCKET_IFNAME=eth0."
     )
 
 
 def host_of(address: str) -> str:
-    """The host of an address whose port may be missing."""
+    """Return the host of an address whose port may be missing."""
     host = address.rpartition(":")[0] if address.rpartition(":")[2].isdigit() and not address.endswith("]") else address
     return host.strip("[]") or address
 
@@ -187,7 +192,7 @@ def _check_reachable(placement: WorkerPlacement, host: str, address: str) -> Non
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, and reached from nowhere else."""
+    """Return whether a host name means this machine and is not reachable from other machines."""
     if host == "localhost":
         return True
     try:
@@ -197,10 +202,10 @@ def is_loopback(host: str) -> bool:
 
 
 def network_environment(interface: str) -> dict[str, str]:
-    """What keeps all communication of a worker on one interface, where the user did not choose another."""
+    """Return the variables that keep a worker's communication on one interface, unless the user chose another."""
     chosen = {name: os.environ.get(name) for name in ("TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return {
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": chosen["TP_SOCKET_IFNAME"] or interface,
-        "NCCL_SOCKET_IFNAME": chosen["NCCL_SOCKET_IFNAME"] or f"={interface}",  # it takes a bare name for a prefix
+        "NCCL_SOCKET_IFNAME": chosen["NCCL_SOCKET_IFNAME"] or f"={interface}",  # NCCL treats a bare name as a prefix
     }

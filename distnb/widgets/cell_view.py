@@ -1,4 +1,4 @@
-"""What one notebook cell shows of the replicas: merged output, and the live view when there is something to see."""
+"""The view of the replicas in a notebook cell: merged output, and the live view once there is something to show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from distnb.notebook.output.output_merger import OutputMerger
-from distnb.notebook.views.live_model import LiveModel, Told
+from distnb.notebook.views.live_model import LiveCall, LiveModel
 from distnb.notebook.views.runs import History
 from distnb.topology import Team
 from distnb.widgets.coordinator_watch import CoordinatorWatch
@@ -22,30 +22,31 @@ if TYPE_CHECKING:
 __all__ = ["VIEW_EVENTS", "CellView"]
 
 VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Died, Asks, GoesOn)
-"""What `CellView.feed` takes."""
+"""The events that `CellView.feed` takes."""
 
-_APPEAR_S = 0.5  # a cell that ends sooner, and draws nothing, shows no live view
+_APPEAR_S = 0.5  # a cell that ends sooner and draws nothing gets no live view
 _KEPT_CHARACTERS = 4_000_000
 
 MakeView = Callable[[LiveModel, Publisher, str], LiveView]
 
 
 class CellView:
-    """Takes the events of the programs that one cell runs. Used by one thread at a time.
+    """The view of the programs that one cell runs, fed with their events. Used by one thread at a time.
 
     Args:
-        publisher: Where the cell's output goes.
+        publisher: The destination of the cell's output.
         make_view: Makes the live view when it is time.
-        replicas: Replicas to expect of a program that was not announced (`strategy.run` from an ordinary cell).
+        replicas: The number of replicas of a program that was not announced (`strategy.run` from an ordinary cell).
         counted_before: (steps, examples) that each engine, and the notebook, had counted before.
-        devices: Of each engine.
-        workers: Which worker each engine is, in a cluster with parameter servers: what programs write that were not
-            announced is marked by them.
-
-        name, history: Of the cell, and where its runs are kept: see `LiveModel`.
+        devices: The device of each engine.
+        workers: Each engine's number among the workers' replicas, in a cluster with parameter servers. It marks the
+            output of programs that were not announced.
+        who: The noun for these numbers in marks, "worker ", or "" for replicas.
+        name: The cell's name, see `LiveModel`.
+        history: The history that keeps the cell's runs, see `LiveModel`.
 
     Attributes:
-        written: What each replica wrote, unmerged; of very much the end.
+        written: The text that each replica wrote, unmerged; only the end of a very long one.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class CellView:
         self._who = who
         self._watch: CoordinatorWatch | None = None
         self._view: LiveView | None = None
-        self._mergers: dict[int, OutputMerger] = {}  # by program; 0 for all that were not announced
+        self._mergers: dict[int, OutputMerger] = {}  # by program; 0 for all programs that were not announced
         self._running: dict[int, Team] = {}  # programs that were announced
         self._changed = False
         self._next_draw = 0.0
@@ -81,7 +82,7 @@ class CellView:
     # -- events in -------------------------------------------------------------------------------------------------
 
     def feed(self, event: Any, now: float) -> None:
-        """Take an event of `wire.messages`."""
+        """Handle an event of `wire.messages`."""
         self._now = now
         if isinstance(event, Output):
             text = self.written.get(event.replica, "") + event.text
@@ -109,21 +110,21 @@ class CellView:
         return OutputMerger(self._replicas, f"{self._name}-0")
 
     def watches(self, coordinator: ClusterCoordinator) -> bool:
-        """Whether it follows what this coordinator does, and will go on to."""
+        """Return whether the view follows this coordinator now, and will go on to."""
         return self._watch is not None and self._watch.coordinator is coordinator and self._watch.due
 
     def watch(self, watch: CoordinatorWatch, now: float) -> None:
-        """Follow what a coordinator does, from now on."""
+        """Follow a coordinator from now on."""
         self._now = now
         if self._watch is None or self._watch.coordinator is not watch.coordinator:
             self._watch = watch
             self.model.follow(watch.model, watch.coordinator.strategy.spec.kind, now)
         self._watch.due = True
 
-    def feed_here(self, told: Told, now: float) -> None:
-        """Take a call of `distnb.live` in the notebook's process."""
+    def feed_local(self, call: LiveCall, now: float) -> None:
+        """Handle a call of `distnb.live` in the notebook's process."""
         self._now = now
-        self.model.feed_here(told, now)
+        self.model.feed_local(call, now)
         self._changed = True
 
     def _status(self, event: Status, now: float) -> None:
@@ -145,7 +146,7 @@ class CellView:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing will change before the next event."""
+        """True if nothing will change before the next event."""
         busy = self._running or self._changed or (self._is_watching and self.model.ended_at is None)
         return not busy and all(merger.idle for merger in self._mergers.values())
 
@@ -154,13 +155,13 @@ class CellView:
         return self._watch is not None and self._watch.due
 
     def tick(self, now: float) -> None:
-        """Publish what is due."""
+        """Publish everything that is due."""
         self._now = now
         for merger in self._mergers.values():
             self.publisher.apply(merger.collect(now))
         if self.model.ended_at is not None:
             return
-        if self._watch is not None and self._watch.look(now, servers=self._view is not None):
+        if self._watch is not None and self._watch.poll(now, servers=self._view is not None):
             self.model.sampled(now)
             self._changed = True
         if self._view is None and not self.quiet:
@@ -183,15 +184,15 @@ class CellView:
             self._view.show(self._now)
 
     def flush(self, now: float) -> None:
-        """Hold nothing back any more: the cell, or a part of it, has ended."""
+        """Publish everything that is held back, because the cell, or a part of it, has ended."""
         self.tick(now)
         for merger in self._mergers.values():
             self.publisher.apply(merger.collect(now, final=True))
-        self.publisher.area(())  # in a terminal: what comes next, an error say, stands in a line of its own
+        self.publisher.area(())  # in a terminal: the next text, an error for example, begins on a line of its own
         self._mergers = {program: merger for program, merger in self._mergers.items() if program in self._running}
 
     def show_all_of(self, program: int, replica: int, now: float) -> None:
-        """Show what has come so far: what a replica wrote last before it asks, though the line has no end, too."""
+        """Show everything received so far, including the unfinished line that a replica wrote before it asks."""
         merger = self._mergers.get(program) or self._mergers.get(0)
         if merger is not None:
             merger.break_off(replica, now)
@@ -200,7 +201,7 @@ class CellView:
         self.publisher.area(())
 
     def finish(self, now: float, *, failed: bool) -> None:
-        """The cell ended: what stays is drawn."""
+        """End the cell and draw its final state."""
         self.flush(now)
         if self.model.ended_at is not None:
             return

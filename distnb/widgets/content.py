@@ -1,4 +1,4 @@
-"""The words and cells of the live view: one text for widgets, saved pictures and terminals."""
+"""The texts and table cells of the live view, the same for widgets, saved pictures and terminals."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ __all__ = [
 ]
 
 _COLORS = {"failed": "#ef4444", "died": "#ef4444", "interrupted": "#ca8a04"}
-"""Of the dot beside a cell's status, where not all is well."""
+"""The colours of the dot in a cell's status line if something went wrong."""
 
-_SHORT_S = 0.05  # a closure that has run no longer is not worth a number
+_SHORT_S = 0.05  # a closure's running time is shown from here on
 _BESIDE = "display:inline-block;vertical-align:top;margin-right:24px"
 _WHOLE = "white-space:nowrap"
 
 
 @dataclass(frozen=True)
 class Head:
-    """A cell's status line in parts: `mirrored`, `2 replicas`, `running`; `12.3 s`, `step 120`, `5,230 examples/s`."""
+    """The parts of a cell's status line.
+
+    Example: `mirrored`, `2 replicas`, `running`, and the facts `12.3 s`, `step 120`, `5,230 examples/s`.
+    """
 
     title: str
     count: str
@@ -50,7 +53,7 @@ class Head:
 
     @property
     def html(self) -> str:
-        """The text, broken only between its parts."""
+        """The status line as HTML that breaks only between its parts."""
         parts = [("title", self.title), ("count", self.count), ("state", self.state)]
         parts += [("fact", fact) for fact in self.facts]
         spans = (f'<span class="{kind}" style="{_WHOLE}">{html.escape(text)}</span>' for kind, text in parts if text)
@@ -85,7 +88,7 @@ def head_text(model: LiveModel, now: float) -> str:
 
 
 def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
-    """Titles, and a row for each replica; columns that nobody has anything for are left out."""
+    """Return the titles and a row for each replica, without the columns that are empty in all rows."""
     header = ["replica", "device", "state", "step", "examples/s", "memory", "on device", *model.curves, "at"]
     rows = [
         [
@@ -105,12 +108,12 @@ def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
 
 
 def worker_table(model: LiveModel, closures: ClosuresModel) -> tuple[list[str], list[list[str]]]:
-    """Titles, and a row for each worker of a coordinator."""
+    """Return the titles and a row for each worker of a coordinator."""
     header = ["worker", "device", "runs", "for", "done", "steps", "examples/s", "memory", "on device", *model.curves]
     rows = []
     for worker in closures.status.workers:
         replicas = closures.status.replicas_per_worker
-        row = model.rows.get(worker.worker * replicas) or ReplicaRow(worker.worker)  # its first replica's
+        row = model.rows.get(worker.worker * replicas) or ReplicaRow(worker.worker)  # the worker's first replica
         rows.append(
             [
                 str(worker.worker),
@@ -129,7 +132,7 @@ def worker_table(model: LiveModel, closures: ClosuresModel) -> tuple[list[str], 
 
 
 def plain_summary(model: LiveModel, now: float) -> str:
-    """The view in plain text."""
+    """Return the view as plain text."""
     lines = [head_text(model, now), *model.troubles(), *map(_chart_text, charts(model))]
     if model.closures is not None:
         lines += closures_lines(model.closures)
@@ -138,7 +141,7 @@ def plain_summary(model: LiveModel, now: float) -> str:
 
 
 def closures_lines(closures: ClosuresModel) -> list[str]:
-    """Queue, workers and servers in plain text."""
+    """Return the queue, the workers and the servers as plain text."""
     queue = " · ".join(filter(None, [closures.queue_text(), closures.staleness_text()]))
     workers = [
         f"worker {each.worker}: {closures.done_by(each.worker):,} done, {runs_text(each)}"
@@ -148,7 +151,7 @@ def closures_lines(closures: ClosuresModel) -> list[str]:
 
 
 def _tables_html(model: LiveModel) -> str:
-    """The replicas' table; or the workers', and beside it what the servers hold; nothing where there are none."""
+    """Return the table of the replicas, or the tables of the workers and the servers' shards; "" without any."""
     if model.closures is None:
         header, rows = replica_table(model)
         table = html_table(header, rows, numeric=set(header) - {"device", "state", "at"}) if rows else ""
@@ -168,9 +171,9 @@ def _shards_html(closures: ClosuresModel) -> str:
         [each.name, str(list(each.shape)), f"ps {each.server}", human_bytes(each.nbytes), f"{each.updates:,}"]
         for each in shards
     ]
-    header, told = ["variable", "shape", "on", "size", "updates"], " · ".join(closures.servers())
-    table = html_table(header, rows, numeric=("size", "updates"), caption=told)
-    more = f"and {rest:,} smaller ones: strategy.placement()"
+    header, caption = ["variable", "shape", "on", "size", "updates"], " · ".join(closures.servers())
+    table = html_table(header, rows, numeric=("size", "updates"), caption=caption)
+    more = f"and {rest:,} smaller ones (see strategy.placement())"
     return table + (f'<div style="color:#808080;font-size:12px">{more}</div>' if rest else "")
 
 
@@ -179,14 +182,14 @@ def _queue_svg(closures: ClosuresModel) -> str:
 
 
 class LiveHtml(NamedTuple):
-    """What the widget shows above and below the charts, which the page draws itself."""
+    """The widget's HTML above and below the charts, which the page draws itself."""
 
     above: str
     below: str
 
 
 def live_html(model: LiveModel, now: float) -> LiveHtml:
-    """What the widget shows while the cell runs: pictures of a page's own, which change without a flicker."""
+    """Return the HTML that the widget shows while the cell runs. Its pictures are inline, so they do not flicker."""
     dot = f'<span class="dot {model.state}"></span>'
     status = f'<div class="status">{dot}<span class="head">{head(model, now).html}</span></div>'
     queue = _queue_svg(model.closures) if model.closures is not None else ""
@@ -195,7 +198,7 @@ def live_html(model: LiveModel, now: float) -> LiveHtml:
 
 
 def picture_bundle(model: LiveModel, now: float) -> dict[str, str]:
-    """Pictures and replicas: what stays when the cell has ended. Nothing in it needs a kernel, a script or trust."""
+    """Return the pictures and tables that remain after the cell has ended. They need no kernel, script or trust."""
     dot = f'<span style="color:{_COLORS.get(model.state, "#808080")}">●</span>'
     parts = [f'<div style="font-size:13px">{dot} {head(model, now).html}</div>']
     parts += [_troubles_html(model), waits_html(model, now)]
@@ -217,8 +220,8 @@ def _troubles_html(model: LiveModel) -> str:
 
 
 def _chart_text(chart: Chart) -> str:
-    told = ", ".join(_first_and_last(series) for series in chart.series[:MOST_LINES])
-    return " · ".join(filter(None, [f"{chart.name}: {told}", chart.facts.partition(" · ")[2]]))
+    values = ", ".join(_first_and_last(series) for series in chart.series[:MOST_LINES])
+    return " · ".join(filter(None, [f"{chart.name}: {values}", chart.facts.partition(" · ")[2]]))
 
 
 def _first_and_last(series: Series) -> str:

@@ -1,4 +1,4 @@
-"""Looks at a coordinator for the cell that uses it: samples its status, and asks the servers what they hold."""
+"""Sampling of a coordinator for the cell that uses it: its status, and the contents of the parameter servers."""
 
 from __future__ import annotations
 
@@ -14,61 +14,64 @@ if TYPE_CHECKING:
 
 __all__ = ["CoordinatorWatch"]
 
-_LOOK_S = 0.2
-_ASK_S = 1.0
+_POLL_S = 0.2
+_QUERY_S = 1.0
 _PATIENCE_S = 0.5
 
 
 class CoordinatorWatch:
-    """One coordinator, as one cell's view sees it.
+    """The sampled state of a coordinator, for the view of a cell.
 
-    Servers are asked on a thread of their own: one that hangs must not hold up the view.
+    Servers are queried on a separate thread, so that a server that hangs does not hold up the view.
 
     Args:
-        coordinator: Whose closures the cell schedules or waits for. None of the cell's has ended yet.
+        coordinator: The coordinator whose closures the cell schedules or waits for. None of these has ended yet.
 
     Attributes:
-        model: What is known of it.
-        due: Closures may be under way: it is to be sampled.
+        model: The data that the view shows of the coordinator.
+        due: True while closures may be under way, so that the coordinator is to be sampled.
     """
 
     def __init__(self, coordinator: ClusterCoordinator) -> None:
         self.coordinator = coordinator
         self.model = ClosuresModel(coordinator.status())
         self.due = True
-        self._asking: threading.Thread | None = None
-        self._looked = self._asked = -math.inf
+        self._query: threading.Thread | None = None
+        self._polled = self._queried = -math.inf
 
-    def look(self, now: float, *, servers: bool) -> bool:
-        """Look at the queue some times a second, and with `servers` ask these once a second. Whether it looked."""
-        if not self.due or now < self._looked + _LOOK_S:
+    def poll(self, now: float, *, servers: bool) -> bool:
+        """Sample the queue a few times a second, and with `servers` query these once a second.
+
+        Return whether the queue was sampled.
+        """
+        if not self.due or now < self._polled + _POLL_S:
             return False
         self._sample(now)
-        if servers and now >= self._asked + _ASK_S and (self._asking is None or not self._asking.is_alive()):
-            self._ask(now)
+        if servers and now >= self._queried + _QUERY_S and (self._query is None or not self._query.is_alive()):
+            self._start_query(now)
         return True
 
     def finish(self, now: float) -> None:
-        """Look once more, and wait a moment for the servers' answer."""
+        """Sample once more, and wait briefly for the servers' answer."""
         self._sample(now)
-        if self._asking is not None:
-            self._asking.join(_PATIENCE_S)
-        if self._asking is None or not self._asking.is_alive():
-            self._ask(now).join(_PATIENCE_S)
+        if self._query is not None:
+            self._query.join(_PATIENCE_S)
+        if self._query is None or not self._query.is_alive():
+            self._start_query(now).join(_PATIENCE_S)
 
     def _sample(self, now: float) -> None:
-        self._looked = now
+        self._polled = now
         self.model.feed(self.coordinator.status(), now)
         self.due = self.model.under_way
 
-    def _ask(self, now: float) -> threading.Thread:
-        self._asked = now
-        self._asking = threading.Thread(target=self._take_placement, name="distnb-placement", daemon=True)
-        self._asking.start()
-        return self._asking
+    def _start_query(self, now: float) -> threading.Thread:
+        self._queried = now
+        self._query = threading.Thread(target=self._fetch_placement, name="distnb-placement", daemon=True)
+        self._query.start()
+        return self._query
 
-    def _take_placement(self) -> None:
+    def _fetch_placement(self) -> None:
         try:
             self.model.place(this_process.servers.placement())
         except Exception:  # noqa: BLE001
-            return  # a server that is gone is told of by whatever needs it
+            return  # a lost server is reported by the program that needs it

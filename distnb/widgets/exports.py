@@ -1,4 +1,4 @@
-"""`distnb.history` and `distnb.live_figure`: what was drawn, as a table and as a figure."""
+"""`distnb.history` and `distnb.live_figure`: the values that `distnb.live` drew, as a table and as a figure."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ __all__ = ["history", "live_figure"]
 
 
 def history(*runs: str) -> pandas.DataFrame:
-    """What `distnb.live` drew in this notebook, as a table with a row for each value; its `.to_csv` writes a file.
+    """Return the values that `distnb.live` drew in this notebook, one row per value. Call it in the notebook.
 
-    In the notebook. Of a line, the first 100,000 values are there; of a longer one every second, or fourth, and so on.
-    Runs are kept until they have two million values together; then the oldest are dropped.
+    A line keeps its first 100,000 values. A longer one keeps every second value, then every fourth, and so on. Runs are
+    kept until they hold two million values together. Then the oldest runs are dropped.
 
     Args:
-        *runs: Names of runs: as `distnb.live(run=…)` was given, "In[3]" for what a cell told without one. None: all.
+        *runs: The names of the runs: the `run` that was passed to `distnb.live`, or "In[3]" for a cell that named none.
+            Without names, all runs are returned.
 
     Returns:
-        A pandas DataFrame. step: as in the chart; replica; name: of the curve; value; run; time: when it was told, in
-        UTC, by the clock of its machine.
+        A pandas DataFrame with the columns step (as in the chart), replica, name (of the curve), value, run and time
+        (when the value was recorded, in UTC, by the clock of its machine). Its `.to_csv` writes a file.
 
     Raises:
-        OptionError: Nothing was drawn, there is no such run, or pandas is not installed.
+        OptionError: Nothing was drawn, a run does not exist, or pandas is not installed.
 
     Example:
         >>> import distnb
@@ -44,38 +45,41 @@ def history(*runs: str) -> pandas.DataFrame:
 
 
 def live_figure(*names: str, runs: Sequence[str] = (), log: bool = False, smoothing: float = 0.0) -> Figure:
-    """Charts of what `distnb.live` drew, by matplotlib; `.savefig("loss.png")` writes a file. In the notebook.
+    """Return matplotlib charts of the values that `distnb.live` drew. Call it in the notebook.
+
+    `.savefig("loss.png")` of the figure writes a file.
 
     Args:
-        *names: Of curves; None: all of these runs.
-        runs: Names of runs, see `history`. None: the latest, and if that was named, all that were.
-        log: A log scale for values.
-        smoothing: From 0 to below 1: how much of the earlier values stays at each value, as the slider has it.
+        *names: The names of the curves. Without names, all curves of the runs are drawn.
+        runs: The names of the runs, see `history`. Without names, the latest run is drawn; if the latest run was
+            named, all named runs are.
+        log: Draw values on a log scale.
+        smoothing: The weight of the earlier values at each value, from 0 to below 1, as in the live view's slider.
 
     Returns:
-        A matplotlib Figure, of which pyplot knows nothing.
+        A matplotlib Figure that pyplot does not manage.
 
     Raises:
-        OptionError: There is no such run or curve, a number is wrong, or matplotlib is not installed.
+        OptionError: A run or curve does not exist, `smoothing` is out of range, or matplotlib is not installed.
 
     Example:
         >>> import distnb
         >>> distnb.live_figure("loss", smoothing=0.9).savefig("loss.png")         # doctest: +SKIP
     """
     if not 0 <= smoothing < 1:
-        raise OptionError(f"smoothing={smoothing!r}: it is a number from 0 (none) to below 1, for example 0.9.")
+        raise OptionError(f"smoothing={smoothing!r} is out of range. Give a number from 0 (none) to below 1, say 0.9.")
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise OptionError(
-            "distnb.live_figure draws by matplotlib, which is not installed here: pip install matplotlib."
+            "distnb.live_figure needs matplotlib, which is not installed here. Install it: pip install matplotlib."
         ) from None
     chosen = _chosen(runs)
     known = list(dict.fromkeys(name for run in chosen for name in run.curves))
     for name in names:
         if name not in known:
             raise OptionError(
-                f"There is no curve {name!r}{closest(name, known)}. Those of these runs: {', '.join(known)}."
+                f"There is no curve {name!r}{closest(name, known)}. These runs have the curves {', '.join(known)}."
             )
     drawn = names or known
     columns = min(2, len(drawn))
@@ -98,7 +102,7 @@ def _history() -> History:
     found = compose.history()
     if found is None:
         raise OptionError(
-            "Nothing is drawn here: what distnb.live draws is kept in a notebook, after %load_ext distnb."
+            "distnb.live keeps values only in a notebook that has loaded distnb. Run %load_ext distnb first."
         )
     return found
 
@@ -124,7 +128,7 @@ def _draw(axes: Axes, series: Series, smoothing: float) -> None:
 
 
 def _smoothed(points: Sequence[Point], width: int, smoothing: float) -> list[float]:
-    """An exponential moving average, as live_view.js has it."""
+    """Return the exponential moving average of the points' values, computed as in live_view.js."""
     kept, average, mass, drawn = smoothing**width, 0.0, 0.0, []
     for _, value, *_ in points:
         if math.isfinite(value):

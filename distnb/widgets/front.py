@@ -1,7 +1,7 @@
-"""The front end of one IPython shell: leads every event to the cell that it belongs to, and draws.
+"""The front end of one IPython shell: routes every event to the cell that it belongs to, and draws.
 
-One thread publishes everything, ten to twenty times a second at most, however many replicas write: the Jupyter
-server drops messages of a flood, the cell's own among them.
+One thread publishes everything, at most ten to twenty times a second, however many replicas write. The Jupyter server
+drops messages when they come faster, including those of the cell itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from distnb.notebook.views.event_files import EventFiles
 from distnb.notebook.views.front_end import ask_here
-from distnb.notebook.views.live_model import HERE, LiveModel, Told
+from distnb.notebook.views.live_model import HERE, LiveCall, LiveModel
 from distnb.notebook.views.runs import History
 from distnb.runtime import step_count
 from distnb.topology import WORKER
@@ -45,14 +45,14 @@ _KEPT_CELLS = 3
 
 
 class Front:
-    """Between the session's events and the notebook's cells.
+    """The link between the session's events and the notebook's cells.
 
     Attributes:
-        mode: How the live view is drawn: "auto" picks widgets in a notebook and text in a terminal; "widget",
-            "picture", "text" and "off".
+        mode: The kind of live view. "auto" chooses widgets in a notebook and text in a terminal; the others are
+            "widget", "picture", "text" and "off".
         history: The runs of this notebook.
-        busy: Whether a cell runs.
-        on_news: Called, on any thread, when the state of something has changed: it must not block.
+        busy: True while a cell runs.
+        on_news: Called on any thread when the state of something has changed. It must not block.
         on_end: Called with a cell's view when the cell has ended.
     """
 
@@ -65,33 +65,34 @@ class Front:
         self.busy = False
         self.on_news: Callable[[], None] = lambda: None
         self.on_end: Callable[[CellView], None] = lambda view: None
-        # Events of the session, and what a cell's view is to do: called with the time.
+        # Either an action of a cell's view, called with the time, or None and an event of the session.
         self._queue: deque[tuple[Callable[[float], object] | None, Any]] = deque()
         self._lock = threading.RLock()
-        # The latest cell is the last. Each with the number after which its programs begin.
+        # Each cell with the number of the last program before it. The latest cell is the last.
         self._cells: deque[tuple[int, CellView]] = deque()
-        self._of_output: CellView | None = None  # the latest in which a replica wrote something
+        self._of_output: CellView | None = None  # the latest cell in which a replica wrote something
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._session: Session | None = None
         self._unsubscribe: Callable[[], None] = lambda: None
         self._replicas = 1
         self._devices: dict[int, str] = {}
-        self._workers: dict[int, int] = {}  # which of the workers' replicas each engine is
-        self._who = ""  # what these numbers are of
-        self._samples: dict[int, TelemetrySample] = {}  # the latest of each engine
+        self._workers: dict[int, int] = {}  # each engine's number among the workers' replicas
+        self._who = ""  # the noun for these numbers
+        self._samples: dict[int, TelemetrySample] = {}  # the latest sample of each engine
         self._widgets = ReplicaWidgets(shown=hasattr(shell, "kernel"))
         self._complained = False
 
     # -- the session -----------------------------------------------------------------------------------------------
 
     def attach(self, session: Session | None) -> None:
-        """Listen to this session's events from now on."""
+        """Subscribe to this session's events in place of the earlier session's."""
         if session is self._session:
             return
         self._unsubscribe()
         with self._lock:
-            # The next session counts its programs from one again: none of them may be taken for an earlier one's.
+            # The next session counts its programs from one again, so the queue is emptied first: none of its programs
+            # may be taken for an earlier one.
             self._drain()
             self._samples.clear()
             self._widgets.ended()
@@ -99,7 +100,7 @@ class Front:
             boundary = session.latest_program if session is not None else 0
             self._cells = deque((boundary, view) for _, view in self._cells)
         if session is not None:
-            self._unsubscribe = session.events.subscribe(self._take)
+            self._unsubscribe = session.events.subscribe(self._enqueue)
             rows = session.status()
             self._replicas = len(rows)
             self._devices = {row.engine: row.device for row in rows}
@@ -109,8 +110,8 @@ class Front:
             self._who = "worker " if len({tasks[engine] for engine in computing}) == len(computing) else ""
         self.on_news()
 
-    def _take(self, event: Any) -> None:
-        """An event of the session; on the supervisor's thread, so it is only queued."""
+    def _enqueue(self, event: Any) -> None:
+        """Queue an event of the session. This runs on the supervisor's thread, so it must not draw."""
         if isinstance(event, (*VIEW_EVENTS, WidgetChange)):
             self._queue.append((None, event))
             self._wake_up()
@@ -118,15 +119,18 @@ class Front:
             self.on_news()
 
     def live(self, point: live.Point, place: step_count.StepPosition, run: str) -> None:
-        """A call of `distnb.live` in this process."""
+        """Queue a call of `distnb.live` in this process."""
         view = self._current
         if view is not None:
-            told = Told(point, place, run, time.time(), step_count.epochs_begun(), step_count.reading())
-            self._queue.append((partial(view.feed_here, told), None))
+            call = LiveCall(point, place, run, time.time(), step_count.epochs_begun(), step_count.reading())
+            self._queue.append((partial(view.feed_local, call), None))
             self._wake_up()
 
     def watch(self, coordinator: ClusterCoordinator) -> None:
-        """A coordinator has, or waits for, closures. Called with its lock held, so this takes none."""
+        """Show a coordinator that has, or waits for, closures. It is called under the coordinator's lock.
+
+        So this takes no lock of its own.
+        """
         view = self._current
         if view is not None and not view.watches(coordinator):
             self._queue.append((partial(view.watch, CoordinatorWatch(coordinator)), None))
@@ -139,12 +143,12 @@ class Front:
         return self._cells[-1][1] if self._cells else None
 
     def begin_cell(self, number: int) -> None:
-        """A cell begins: what happens now is its."""
+        """Begin a cell: events from now on belong to it."""
         with self._lock:
             self._drain()
             previous = self._current
             if previous is not None and isinstance(previous.publisher, NotebookPublisher):
-                previous.publisher.current = False  # what still comes for it is sent to it by name
+                previous.publisher.current = False  # what still comes for it is addressed to it
             boundary = self._session.latest_program if self._session is not None else 0
             publisher = publisher_for(self._shell)
             counted = {engine: (sample.steps, sample.examples) for engine, sample in self._samples.items()}
@@ -156,18 +160,18 @@ class Front:
             )
             self._cells.append((boundary, view))
             while len(self._cells) > _KEPT_CELLS:
-                # A widget is kept for a while: closing it at once would blank what a slow browser still shows.
+                # A widget is kept for a while: closing it at once would blank a slow browser's view of it.
                 self._cells.popleft()[1].close()
             self.busy = True
         self.on_news()
 
     @property
     def title(self) -> str:
-        """Which strategy the cell runs; "" if it said none."""
+        """The word of the strategy that the cell runs, or "" if the cell has none."""
         return self._current.model.title if self._current is not None else ""
 
     def write_events(self, files: EventFiles | None) -> None:
-        """Write what is drawn to TensorBoard's files, too, from now on; None ends it."""
+        """Write drawn values to TensorBoard's files, too, from now on. None stops that."""
         with self._lock:
             before, self._events = self._events, files
         if before is not None:
@@ -180,16 +184,16 @@ class Front:
             self._events.flush()
 
     def name_cell(self, title: str) -> None:
-        """Say which strategy the cell runs."""
+        """Set the word of the strategy that the cell runs."""
         if self._current is not None:
             self._current.model.title = title
 
     def draw(self, *, each_wait: bool, run: str, quiet: bool) -> None:
-        """Say how the running cell is drawn.
+        """Set the options of the running cell's view.
 
         Args:
-            each_wait: Show how replicas spend their time in detail.
-            run: The run of the values that are told without the name of one.
+            each_wait: Show in detail how replicas spend their time.
+            run: The run of values that are recorded without a run's name.
             quiet: Draw nothing.
         """
         view = self._current
@@ -197,7 +201,7 @@ class Front:
             view.model.timeline.in_detail, view.model.run_name, view.quiet = each_wait, run, quiet
 
     def flush(self) -> None:
-        """Show all that has come so far for the running cell. Called before its error is raised, and at its end."""
+        """Show everything received so far for the running cell. Called before its error is raised, and at its end."""
         with self._lock:
             self._drain()
             if self._current is not None:
@@ -205,25 +209,25 @@ class Front:
             self._guarded(partial(self._widgets.send, final=True), time.monotonic())
 
     def catch_up(self) -> None:
-        """Show all that the replicas have written so far; calls end without waiting for it."""
+        """Fetch and show everything the replicas have written so far. Calls end without waiting for output."""
         session = self._session
         if session is not None and session.alive and self._cells and session.latest_program > self._cells[-1][0]:
             session.flush_events()
         self.flush()
 
     def ask(self, asks: Asks) -> str:
-        """Ask the user for a line, below all that has come so far for the running cell."""
+        """Ask the user for a line, below everything received so far for the running cell."""
         with self._lock:
             self._drain()
             view = self._current
             if view is not None:
                 self._guarded(partial(view.show_all_of, asks.program, asks.replica), time.monotonic())
             if not isinstance(view and view.publisher, NotebookPublisher):
-                return ask_here(asks)  # the lock is held: in a terminal nothing else is drawn meanwhile
+                return ask_here(asks)  # with the lock held, so that a terminal draws nothing else meanwhile
         return ask_here(asks)
 
     def end_cell(self, *, failed: bool) -> None:
-        """The cell ended."""
+        """End the running cell: draw its final state, and write its values to event files."""
         self.catch_up()
         with self._lock:
             self._drain()
@@ -234,14 +238,14 @@ class Front:
             self.busy = False
 
     def written(self) -> dict[int, str]:
-        """What each replica wrote in the latest cell in which one did."""
+        """Return what each replica wrote in the latest cell with output of a replica."""
         return dict(sorted(self._of_output.written.items())) if self._of_output is not None else {}
 
-    def look(self, at: Callable[[list[CellView], dict[int, TelemetrySample]], Seen]) -> Seen:
-        """What a function makes of the latest cells' views and engines' measurements, while nothing changes them."""
+    def read(self, function: Callable[[list[CellView], dict[int, TelemetrySample]], Seen]) -> Seen:
+        """Call a function with the latest cells' views and the engines' samples, while nothing changes them."""
         with self._lock:
             self._drain()
-            return at([view for _, view in self._cells], self._samples)
+            return function([view for _, view in self._cells], self._samples)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -258,7 +262,7 @@ class Front:
             self._wake.clear()
             while True:
                 with self._lock:
-                    self._guarded(self._adopt_thread)  # before anything is shown: what comes first is shown at once
+                    self._guarded(self._adopt_thread)  # before anything is shown, so that it appears in this cell
                     self._drain()
                     for _, view in self._cells:
                         self._guarded(view.tick, time.monotonic())
@@ -290,7 +294,7 @@ class Front:
             elif isinstance(event, WidgetChange):
                 self._guarded(self._widgets.feed, event)
                 continue
-            elif isinstance(event, Output | Display) and (event := self._widgets.passed(event)) is None:
+            elif isinstance(event, Output | Display) and (event := self._widgets.capture(event)) is None:
                 continue
             view = self._view_of(event)
             if view is not None:
@@ -303,7 +307,8 @@ class Front:
             return None
         view = next((view for boundary, view in reversed(self._cells) if event.program > boundary), None)
         if view is not None and not view.model.title and self._session is not None:
-            view.model.title = self._session.latest_strategy  # an ordinary cell that calls replicas
+            # An ordinary cell that calls replicas has no title of its own.
+            view.model.title = self._session.latest_strategy
         if isinstance(event, Output):
             self._of_output = view or self._of_output
         return view
@@ -312,7 +317,7 @@ class Front:
         try:
             action(*args)
         except Exception:  # noqa: BLE001
-            # A view that cannot be drawn must not end a training; it is told once.
+            # A view that cannot be drawn must not end a training. The error is printed once.
             if not self._complained:
                 self._complained = True
                 traceback.print_exc(file=sys.__stderr__)

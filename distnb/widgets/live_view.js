@@ -1,5 +1,5 @@
-// The live view in the browser. What is written comes as HTML. Curves come as numbers, only the new ones, and are drawn
-// here: so hovering, smoothing and the log scale ask the kernel nothing, which is busy while a cell runs.
+// The live view in the browser. Texts and tables come as HTML. Of the curves, only new points come, as numbers, and are
+// drawn here: hovering, smoothing and the log scale then need no kernel, which is busy while a cell runs.
 
 const STYLE = `
 .distnb-live{font:13px/1.5 var(--jp-ui-font-family,system-ui,sans-serif);color:var(--jp-ui-font-color1,inherit);padding:4px 0}
@@ -44,7 +44,7 @@ const FRAME = `<style>${STYLE}</style><div class="above"></div>
 <label><input type="checkbox" class="log">log scale</label>
 <label>smoothing<input type="range" class="smoothing" min="0" max="0.99" step="0.01"><output></output></label></div>
 <div class="charts"></div><div class="below"></div>
-<details hidden><summary>The page was reloaded while the cell ran; the end of what it wrote</summary><pre></pre></details>`;
+<details hidden><summary>You reloaded the page while the cell ran. This is the end of its output</summary><pre></pre></details>`;
 
 const [LEFT, RIGHT, TOP, FOOT] = [50, 8, 8, 20];
 const RED = "#e5484d";
@@ -59,7 +59,7 @@ function short(number) {
   return Math.abs(number) >= 1e5 || (number && Math.abs(number) < 1e-4) ? number.toExponential(2) : `${+number.toPrecision(4)}`;
 }
 
-// About so many round numbers within a range.
+// About `about` round numbers within a range.
 function ticks(low, high, about) {
   const raw = (high - low) / about;
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -88,7 +88,7 @@ function span(numbers) {
   return low < high ? [low, high] : [low - half, high + half];
 }
 
-// -- lines: arrays of [step, value, least, greatest], as curves.py makes them -----------------------------------------
+// -- lines: arrays of [step, value, least, greatest], made by curves.py ------------------------------------------------
 
 const joined = (first, second) =>
   second === undefined
@@ -117,12 +117,12 @@ class Lines {
   append(line, width, at, points) {
     for (; line.width < width; line.width *= 2)
       line.points = line.points.filter((_, i) => i % 2 === 0).map((point, i) => joined(point, line.points[2 * i + 1]));
-    if (line.points.length < at) return; // a message was lost; the line will soon come whole
+    if (line.points.length < at) return; // a message was lost; the whole line will soon be sent again
     line.points.length = at;
     line.points.push(...points);
   }
 
-  // What is drawn of a series: the one line, or the mean of several in the band that they fill.
+  // The points to draw for a series: those of its only line, or the mean of several lines in the band that they fill.
   drawn([label, color, thick, members]) {
     const lines = members.map(([number]) => this.byNumber.get(number)).filter((line) => line?.points.length);
     if (lines.length === 0) return null;
@@ -131,7 +131,7 @@ class Lines {
   }
 }
 
-// The point of a line that stands at a step: its latest until there.
+// The index of the latest point at or before a step, or -1.
 function placeAt(points, step) {
   let [low, high] = [0, points.length];
   while (low < high) {
@@ -159,7 +159,7 @@ function mean(lines) {
   });
 }
 
-// An exponential moving average, weighted alike however many values a point stands for.
+// An exponential moving average. A point that stands for several values counts as that many.
 function smoothed({ points, width }, weight) {
   const kept = weight ** width;
   let [average, mass] = [0, 0];
@@ -181,7 +181,7 @@ class Chart {
     container.append(this.figure);
     [this.caption, this.svg, this.facts, this.tip] = this.figure.children;
     this.svg.dataset.name = name;
-    this.at = null; // the step that is pointed at
+    this.at = null; // the step under the pointer
     this.series = [];
     this.svg.addEventListener("pointermove", (event) => this.pointAt(this.stepAt(event.clientX)));
     this.svg.addEventListener("pointerleave", () => this.pointAt(null));
@@ -231,7 +231,7 @@ class Chart {
     this.caption.innerHTML = `<span class="name">${escaped(this.chart.name)}</span>${named.join("")}`;
   }
 
-  // Dotted lines where epochs begin, and numbers from 1 on; of many, of some.
+  // Dotted lines where epochs begin, with numbers from 1 on. With many epochs, only some are drawn.
   epochs(epochs, low, high, foot) {
     const inside = epochs.filter(([step]) => low < step && step < high);
     const every = Math.ceil(inside.length / Math.max(3, this.width / 60));
@@ -266,7 +266,7 @@ class Chart {
     return `${this.band(points, color)}<path class="line" d="${this.path(points)}" ${look} stroke-width="${width}"/>`;
   }
 
-  // Where points stand for several values: from the least to the greatest.
+  // The band from the least to the greatest value, if points stand for several values.
   band(points, color) {
     if (points.every((point) => point[2] === point[3])) return "";
     const inside = points.map((point) => [this.x(point[0]), this.y(point[2]), this.y(point[3])]).filter((each) => each.every(Number.isFinite));
@@ -275,7 +275,7 @@ class Chart {
     return inside.length ? `<path class="band" d="M${[...up, ...down].join("L")}Z" fill="${color}" fill-opacity=".18"/>` : "";
   }
 
-  // A cross at the foot for each value that is nan or infinite, a triangle at the head where values exploded.
+  // A cross at the foot for each nan or infinite value, and a triangle at the top where values exploded.
   marks(foot) {
     const bad = this.series.flatMap(({ points }) => points.filter((point) => !Number.isFinite(point[1])));
     let drawn = bad.map(([step]) => `M${(this.x(step) - 3).toFixed(1)} ${foot - 7}l6 6m0 -6l-6 6`).join("");
@@ -330,7 +330,7 @@ class Chart {
       dots.map(([{ color }, point]) => `<circle cx="${x.toFixed(1)}" cy="${this.y(point[1]).toFixed(1)}" r="3" fill="${color}"/>`).join("");
     this.tip.innerHTML = [this.where(points, place), ...found.map(([series, point]) => this.row(series, point, at))].join("<br>");
     const left = x + 12 + this.tip.offsetWidth < this.width ? x + 12 : Math.max(0, x - 12 - this.tip.offsetWidth);
-    const top = this.y(points[place][1]) < this.height / 2 ? this.height / 2 : TOP; // not on the line
+    const top = this.y(points[place][1]) < this.height / 2 ? this.height / 2 : TOP; // away from the line
     Object.assign(this.tip.style, { left: `${left}px`, top: `${this.caption.offsetHeight + top}px` });
   }
 
@@ -349,7 +349,7 @@ class Chart {
     return `<span class="swatch" style="background:${color}"></span>${name} <b>${short(value)}</b>${range}`;
   }
 
-  // Which replicas have the least and the greatest value at a step.
+  // The replicas with the least and the greatest value at a step.
   whose(members, at) {
     const values = members
       .map(([number, replica]) => {
@@ -368,23 +368,23 @@ function settings() {
   try {
     return { log: false, smoothing: 0, ...JSON.parse(sessionStorage.getItem("distnb-live")) };
   } catch {
-    return { log: false, smoothing: 0 }; // the browser keeps nothing for pages
+    return { log: false, smoothing: 0 }; // the browser denies storage to pages
   }
 }
 
 function keep(chosen) {
   try {
-    sessionStorage.setItem("distnb-live", JSON.stringify(chosen)); // the next cell's charts are drawn likewise
+    sessionStorage.setItem("distnb-live", JSON.stringify(chosen)); // for the charts of the next cell
   } catch {
     return;
   }
 }
 
 export default () => {
-  // A new widget has drawn nothing yet; one that has was drawn in a page that is gone.
+  // True if the page was reloaded: the widget has drawn before, in a page that is gone.
   let restored = false;
   const lines = new Lines();
-  const views = new Set(); // what draws each place where the widget is shown
+  const views = new Set(); // the drawing function of each place where the widget is shown
   return {
     initialize({ model }) {
       restored = model.get("above") !== "";
@@ -417,14 +417,14 @@ export default () => {
         written.querySelector("pre").textContent = model.get("written");
       };
       const schedule = () => {
-        if (!pending) requestAnimationFrame(draw); // a hidden tab draws no frames; it draws once when it is looked at
+        if (!pending) requestAnimationFrame(draw); // a hidden tab draws no frames; it draws once when it is visible again
         pending = true;
       };
       const changed = () => {
         left = false;
         schedule();
       };
-      // The kernel ended, or was restarted: nothing will come any more. What came before may still have to be drawn.
+      // The kernel ended or was restarted, so no message will follow. Earlier messages may still wait to be drawn.
       const orphaned = () => {
         left = true;
         mark();

@@ -1,4 +1,4 @@
-"""The ways to draw a live view that need no widget: none, a picture that is replaced, and a line in a terminal."""
+"""The kinds of live view without a widget: none, a picture that is replaced, and a line in a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["LiveView", "PictureView", "TextView"]
 
 
 class LiveView:
-    """Draws one cell's model under a display id; this one draws nothing. Called by one thread at a time."""
+    """A view of one cell's model under a display id. This base draws nothing. Called by one thread at a time."""
 
     period_s: float = 1.0
     """Seconds between two drawings."""
@@ -22,20 +22,20 @@ class LiveView:
         self.name = name
 
     def show(self, now: float) -> None:
-        """Appear; again after the cell's output was cleared."""
+        """Appear, and appear again after the cell's output was cleared."""
 
     def update(self, now: float) -> None:
-        """Draw what is new."""
+        """Draw the changes."""
 
     def finish(self, now: float) -> None:
-        """Leave what stays in the notebook."""
+        """Draw the final state, which stays in the notebook."""
 
     def close(self) -> None:
-        """Free what the view held, once nobody looks at it any more."""
+        """Free the view's resources, once no page shows it any more."""
 
 
 class PictureView(LiveView):
-    """For front ends without widgets: the whole picture, a few times a second."""
+    """The view for front ends without widgets: the whole picture, a few times a second."""
 
     period_s = 0.3
 
@@ -49,7 +49,7 @@ class PictureView(LiveView):
 
 
 class TextView(LiveView):
-    """For terminals: one progress line."""
+    """The view for terminals: one progress line."""
 
     period_s = 0.2
 
@@ -58,7 +58,7 @@ class TextView(LiveView):
 
     def update(self, now: float) -> None:
         if self.model.state in ("ended", "failed", "interrupted"):
-            return  # the shell may be writing its error
+            return  # the shell may be writing an error
         values = [f"⚠ {text}" for text in self.model.troubles()]
         for curve in self.model.curves.values():
             lines = curve.shown()

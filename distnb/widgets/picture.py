@@ -1,4 +1,4 @@
-"""Curves as an SVG picture: what stays in the saved notebook, and what is shown where widgets do not work."""
+"""Curves as SVG pictures, for saved notebooks and for front ends without widgets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distnb.notebook.views.live_model import LiveModel
 
 __all__ = ["as_image", "nice_ticks", "picture", "pictures", "short_name"]
 
-_GREY = "#808080"  # an image cannot follow the theme: mid-grey shows on light and dark
+_GREY = "#808080"  # an image cannot follow the theme, and mid-grey is visible on light and dark
 _RED = "#e5484d"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 10, 28, 38
 _MOST_MARKS = 12
@@ -23,7 +23,7 @@ _MOST_LABELS = 8
 
 
 class _Area:
-    """A chart's size in units of the picture, and where steps and values are in it."""
+    """The size of a chart in units of the picture, and its scales for steps and values."""
 
     def __init__(self, width: int, height: int, x_span: tuple[float, float], y_span: tuple[float, float]) -> None:
         self.width, self.height = width, height
@@ -32,24 +32,24 @@ class _Area:
         self.x_span, self.y_span = x_span, (y_span[0] - pad, y_span[1] + pad)
 
     def x(self, step: float) -> float:
-        """From the left."""
+        """Return a step's distance from the left edge."""
         low, high = self.x_span
         return _LEFT + (step - low) / (high - low) * (self.right - _LEFT)
 
     def y(self, value: float) -> float:
-        """From the top."""
+        """Return a value's distance from the top edge."""
         low, high = self.y_span
         return self.foot - (value - low) / (high - low) * (self.foot - _TOP)
 
 
 def pictures(model: LiveModel) -> dict[str, str]:
-    """Every chart of a model as an SVG document, by its name; a single one is as wide as it may be."""
+    """Return every chart of a model as an SVG document, by name. A single chart is as wide as possible."""
     drawn = charts(model)
     return {chart.name: picture(chart, wide=len(drawn) == 1) for chart in drawn}
 
 
 def picture(chart: Chart, *, wide: bool = False) -> str:
-    """A chart as an SVG document."""
+    """Return a chart as an SVG document."""
     width, height = (540, 210) if wide else (440, 210)
     look = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     font = 'font-family="system-ui,sans-serif" font-size="12"'
@@ -58,9 +58,10 @@ def picture(chart: Chart, *, wide: bool = False) -> str:
 
 
 def as_image(svg: str, alt: str, *, wide: bool = False) -> str:
-    """The one form of a picture that survives reopening, missing trust and every export.
+    """Return a picture as an `<img>` element with a data URL.
 
-    Two stand side by side where there is room; a wide one stands alone.
+    Of all forms, only this one survives reopening, a notebook without trust, and every export. Two pictures are side
+    by side if there is room; a wide one is alone.
     """
     encoded = base64.b64encode(svg.encode()).decode()
     look = "width:100%;max-width:640px;display:block;margin:2px 0"
@@ -70,7 +71,7 @@ def as_image(svg: str, alt: str, *, wide: bool = False) -> str:
 
 
 def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """About so many round numbers within a range."""
+    """Return about `about` round numbers within a range."""
     if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
         return [low] if math.isfinite(low) else []
     raw = (high - low) / about
@@ -95,7 +96,7 @@ def _chart(chart: Chart, width: int, height: int) -> str:
         at = f'x="{area.x(tick):.1f}" y="{area.foot + 15}"'
         parts.append(f'<text {at} text-anchor="middle" fill="{_GREY}">{short_number(tick)}</text>')
     parts.append(_epochs(chart.epochs, area))
-    for series, line in reversed(drawn):  # the first is the most important
+    for series, line in reversed(drawn):  # the first is the most important, so it is drawn on top
         color = series.css_color
         runs = [
             [(area.x(step), area.y(value), area.y(low), area.y(high)) for step, value, low, high in run]
@@ -111,22 +112,22 @@ def _chart(chart: Chart, width: int, height: int) -> str:
 
 
 def _title(chart: Chart, area: _Area) -> str:
-    told: list[tuple[str, str]] = []
+    labels: list[tuple[str, str]] = []
     for series in chart.series[:_MOST_LABELS]:
-        # With many lines the title says which is which; the facts, and the table, have their values.
+        # With many lines the title only says which line is which; their values are in the facts and in the table.
         words = [short_number(series.last)] if len(chart.series) <= 2 else []
         words += [series.label] if series.label else []
-        told.append((" ".join(words), series.css_color))
+        labels.append((" ".join(words), series.css_color))
     if len(chart.series) > _MOST_LABELS:
-        told.append((f"and {len(chart.series) - _MOST_LABELS} more", _GREY))
-    room = area.right - _LEFT - sum(7 + 7 * len(words) for words, _ in told)
+        labels.append((f"and {len(chart.series) - _MOST_LABELS} more", _GREY))
+    room = area.right - _LEFT - sum(7 + 7 * len(words) for words, _ in labels)
     spans = [f'<tspan class="name" font-weight="600">{html.escape(short_name(chart.name, room))}</tspan>']
-    spans += [f'<tspan dx="7" fill="{color}">{html.escape(words)}</tspan>' for words, color in told]
+    spans += [f'<tspan dx="7" fill="{color}">{html.escape(words)}</tspan>' for words, color in labels]
     return f'<text x="{_LEFT}" y="16" fill="{_GREY}">{"".join(spans)}</text>'
 
 
 def _epochs(epochs: Mapping[int, int], area: _Area) -> str:
-    """A dotted line where an epoch begins, and its number, from 1 on; of many, of some."""
+    """Draw a dotted line where an epoch begins, with its number from 1 on. With many epochs, only some are drawn."""
     low, high = area.x_span
     inside = [(step, number) for step, number in sorted(epochs.items()) if low < step < high]
     parts = []
@@ -141,14 +142,14 @@ def _epochs(epochs: Mapping[int, int], area: _Area) -> str:
 
 
 def short_name(name: str, room: float) -> str:
-    """A name in little room: its end tells as much as its beginning."""
+    """Shorten a name in the middle, since its end says as much as its beginning."""
     most = max(int(room / 7.3), 8)  # a letter takes about 7.3 units of the picture
     kept = most - 1
     return name if len(name) <= most else f"{name[: (kept + 1) // 2]}…{name[-(kept // 2) :]}"
 
 
 def _finite_runs(points: Sequence[Point]) -> list[list[Point]]:
-    """The points between those that are nan or infinite: there the line is broken."""
+    """Return the runs of points between values that are nan or infinite, where the line is broken."""
     runs = itertools.groupby(points, key=lambda point: math.isfinite(point[1]))
     return [list(run) for finite, run in runs if finite]
 
@@ -173,7 +174,7 @@ def _stroke(runs: Sequence[Sequence[Point]], color: str, width: float) -> str:
 
 
 def _marks(places: Sequence[tuple[float, float]], area: _Area) -> str:
-    """A cross at the foot of the picture for each value that is nan or infinite; the first says which of them it is."""
+    """Draw a cross at the foot of the chart for each nan or infinite value, and label the first with its value."""
     if not places:
         return ""
     foot = area.foot - 4
@@ -187,12 +188,12 @@ def _marks(places: Sequence[tuple[float, float]], area: _Area) -> str:
 
 
 def _explosion(x: float) -> str:
-    """A mark at the head of the picture."""
+    """Draw a mark at the top of the chart, at a step where a value exploded."""
     return f'<path class="exploded" d="M{x - 5:.1f} {_TOP + 10}l5 -9l5 9z" fill="{_RED}"/>'
 
 
 def _band(screen: Sequence[Point], color: str) -> str:
-    """Where points stand for many steps: from the least to the greatest value."""
+    """Draw the band from the least to the greatest value, if points represent several steps."""
     if all(low == high for _, _, low, high in screen):
         return ""
     up = "L".join(f"{px:.1f} {high:.1f}" for px, _, _, high in screen)

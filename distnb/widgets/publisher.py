@@ -1,4 +1,4 @@
-"""Carrying out output instructions: in a notebook's cell, or in a terminal."""
+"""Publishers, which carry out output instructions in a notebook's cell or in a terminal."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _COLOURS = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Publisher(ABC):
-    """Puts text and displays where a cell's output goes; from any thread, one at a time."""
+    """The destination of a cell's text and displays. Any thread may call it, but only one at a time."""
 
     on_clear: Callable[[], None] | None = None
-    """Called after the cell's output was cleared, for whoever must appear again."""
+    """A function that is called after the cell's output was cleared, so that a view can appear again."""
 
     cell_id = ""
-    """The notebook's id of the cell, where the front end tells it."""
+    """The notebook's id of the cell, or "" if the front end does not send it."""
 
     latest = ""
-    """The end of what was written: a page that is reloaded while the cell runs misses the rest of its output."""
+    """The end of the text that was written. A page that is reloaded while the cell runs misses the rest."""
 
     def apply(self, instructions: list[Instruction]) -> None:
         """Carry out instructions in order."""
@@ -56,7 +56,7 @@ class Publisher(ABC):
 
     @abstractmethod
     def display(self, name: str, data: Mapping[str, Any], metadata: Mapping[str, Any], *, update: bool = False) -> None:
-        """Show a rich display under a name, or change the one of that name."""
+        """Show a rich display under a name, or change the display of that name."""
 
     @abstractmethod
     def area(self, lines: tuple[str, ...]) -> None:
@@ -68,16 +68,16 @@ class Publisher(ABC):
 
 
 def publisher_for(shell: InteractiveShell) -> Publisher:
-    """The publisher for the front end that a shell has."""
+    """Return the publisher for a shell's front end."""
     return NotebookPublisher(shell) if hasattr(shell, "kernel") else TerminalPublisher()
 
 
 class NotebookPublisher(Publisher):
-    """Publishes into the cell that was running when it was made, also after that cell has ended.
+    """A publisher for the cell that was running when it was made. It works after that cell has ended, too.
 
     Attributes:
-        current: Whether that cell is still the latest. While it is, everything goes the ordinary way, and can be
-            captured by `%%capture`; afterwards messages are addressed to the cell.
+        current: True while that cell is the latest. Output then takes the shell's usual path, so `%%capture` can
+            capture it. Later messages are addressed to the cell.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -85,14 +85,14 @@ class NotebookPublisher(Publisher):
         self._shell = shell
         self._parent: dict[str, Any] = shell.get_parent()
         self.cell_id = str(self._parent.get("metadata", {}).get("cellId", ""))
-        self._area = ""  # its display id, while it is shown
+        self._area = ""  # the display id of the area, while it is shown
 
     def adopt_thread(self) -> None:
-        """Let what the calling thread prints go to this cell."""
+        """Route output that the calling thread prints to this cell."""
         if not self.current:
             return
         self._shell.parent_header = self._parent
-        # One by one, as the shell's own method does: what %%capture puts in their place knows no cell.
+        # One by one, like the shell's own method: the objects that %%capture puts in their place have no set_parent.
         for output in (self._shell.displayhook, self._shell.display_pub, sys.stdout, sys.stderr):
             if hasattr(output, "set_parent"):
                 output.set_parent(self._parent)
@@ -133,7 +133,7 @@ class NotebookPublisher(Publisher):
 
 
 class TerminalPublisher(Publisher):
-    """Publishes into a terminal: displays as their plain text, unfinished lines as one that is rewritten."""
+    """A publisher for a terminal. Displays become plain text; unfinished lines become one line that is rewritten."""
 
     def __init__(self) -> None:
         self._width = 0
@@ -154,7 +154,7 @@ class TerminalPublisher(Publisher):
             return
         self._wipe()
         room = shutil.get_terminal_size().columns - 1
-        line = _COLOURS.sub("", "  ".join(lines))[:room]  # one that is cut off would colour all that follows
+        line = _COLOURS.sub("", "  ".join(lines))[:room]  # a colour code that is cut off would colour later text
         sys.stderr.write(line)
         sys.stderr.flush()
         self._width = len(line)
@@ -165,5 +165,5 @@ class TerminalPublisher(Publisher):
     def _wipe(self) -> None:
         if self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()  # what follows may go to stdout
+            sys.stderr.flush()  # before text that may go to stdout
             self._width = 0

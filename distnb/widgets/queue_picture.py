@@ -1,4 +1,4 @@
-"""The queue of a coordinator as an SVG picture: a bar of all its closures, and how many there are of each kind."""
+"""The queue of a coordinator as an SVG picture: a bar of all its closures, and the number of each kind."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ _COLORS = {"done": "#10b981", "failed": "#ef4444", "cancelled": "#ca8a04", "runn
 _GREY = "#808080"  # an image cannot follow the theme
 _WIDTH, _HEIGHT = 480, 36
 _BAR = 10
-_LEAST = 3.0  # what there is can be seen
+_LEAST = 3.0  # the width that makes even one closure visible
 
 
 def queue_picture(counts: Mapping[str, int], also: str = "") -> str:
-    """The bar, and below it a legend; `also` stands behind that.
+    """Draw the bar and the legend below it, with the text `also` at the end of the legend.
 
     Args:
-        counts: "done", "failed", "cancelled", "running", "waiting"; "retried" is told in words alone.
+        counts: The numbers by kind: "done", "failed", "cancelled", "running", "waiting" and "retried". The last is in
+            the legend only.
+        also: A text for the right end of the legend.
     """
     look = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     font = 'font-family="system-ui,sans-serif" font-size="10"'

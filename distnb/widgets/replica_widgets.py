@@ -1,7 +1,7 @@
-"""Widgets that replicas create, shown by copies in this kernel.
+"""The widgets that replicas create, shown by copies in this kernel.
 
-Replicas send changes (`WidgetChange`); pages get them some times a second. What a replica writes and displays inside
-`with ipywidgets.Output():` becomes part of that widget's copy.
+Replicas send changes (`WidgetChange`), and pages get them a few times a second. Text and displays that a replica
+produces inside `with ipywidgets.Output():` become part of that widget's copy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Captured", "ReplicaWidgets"]
 
 _PERIOD_S = 0.2
-_BYTES_PER_S = 200_000  # as for the live view: the Jupyter server drops messages of a flood
+_BYTES_PER_S = 200_000  # as for the live view: the Jupyter server drops messages if too many come at once
 _LONGEST_TEXT = 100_000
 
 
@@ -30,17 +30,17 @@ class Captured:
     """The content of an `Output` widget.
 
     Attributes:
-        own: The outputs that its replica has put there itself (`append_stdout`).
-        outputs: Those that it captured, in nbformat's form, and by which display id each can be changed.
-        cleared: The next output replaces all others.
+        own: The outputs that the replica put there itself (`append_stdout`).
+        outputs: The captured outputs in nbformat's form, each with the display id by which it can be changed.
+        cleared: True if the next output replaces all others.
     """
 
     own: list[Any] = field(default_factory=list)
     outputs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     cleared: bool = False
 
-    def take(self, event: Output | Display) -> None:
-        """Add what a replica wrote or displayed, or change or clear what is there."""
+    def apply(self, event: Output | Display) -> None:
+        """Add a text or display of a replica, or change or clear the content."""
         if isinstance(event, Display) and event.clear != "no":
             self.cleared = event.clear == "wait"
             if not self.cleared:
@@ -59,7 +59,7 @@ class Captured:
             self.outputs.append((name, shown))
 
     def all(self) -> list[Any]:
-        """Return everything that the widget shows."""
+        """Return all outputs that the widget shows."""
         return [*self.own, *(output for _, output in self.outputs)]
 
     def _write(self, stream: str, text: str) -> None:
@@ -74,22 +74,22 @@ class Captured:
 
 
 class ReplicaWidgets:
-    """Keeps the copies of the replicas' widgets. Used by one thread at a time.
+    """The copies of the replicas' widgets. Used by one thread at a time.
 
     Args:
-        shown: False in a terminal, which shows no widgets: there are no copies, and displays are text.
+        shown: False in a terminal, which shows no widgets. Then there are no copies, and displays are text.
     """
 
     def __init__(self, *, shown: bool) -> None:
         self._shown = shown
         self._copies: dict[str, WidgetCopy] = {}
-        self._captured: dict[str, Captured] = {}  # by widget, if it is an `Output`
+        self._captured: dict[str, Captured] = {}  # by widget, for `Output` widgets
         self._capturing: defaultdict[int, list[str]] = defaultdict(list)  # by engine, the innermost widget last
-        self._changed: defaultdict[str, set[str]] = defaultdict(set)  # traits that pages do not know yet
+        self._changed: defaultdict[str, set[str]] = defaultdict(set)  # the traits that pages do not know yet
         self._next = 0.0
 
     def feed(self, change: WidgetChange) -> None:
-        """Take a change of a replica's widget."""
+        """Apply a change of a replica's widget."""
         if not self._shown:
             return
         name = change.widget
@@ -112,7 +112,7 @@ class ReplicaWidgets:
             self._copies.pop(name).close()
 
     def _state(self, change: WidgetChange) -> dict[str, Any]:
-        """Return the state that pages get: controls are disabled, since what a person does there has no effect."""
+        """Return the state that pages get. Controls are disabled, because using them would have no effect."""
         state = dict(change.content)
         if "disabled" in state:
             state["disabled"] = True
@@ -128,26 +128,29 @@ class ReplicaWidgets:
             state["outputs"] = captured.all()
         return state
 
-    def passed(self, event: Output | Display) -> Output | Display | None:
-        """Return what the cell shows of an event: None of what a widget captures, text of a widget without a copy."""
+    def capture(self, event: Output | Display) -> Output | Display | None:
+        """Put an event into the widget that captures it and return None, or return the event for the cell to show.
+
+        If the event is a display of a widget that has no copy, its text is returned.
+        """
         if isinstance(event, Display) and event.data.get(WIDGET_VIEW, {}).get("model_id", "") not in self._copies:
             event = replace(event, data=_without_view(event.data))
         within = self._capturing.get(event.engine)
         if not within:
             return event
         name = within[-1]
-        self._captured[name].take(event)
+        self._captured[name].apply(event)
         self._copies[name].state["outputs"] = self._captured[name].all()
         self._changed[name].add("outputs")
         return None
 
     @property
     def idle(self) -> bool:
-        """Whether pages know everything."""
+        """True if pages have received all changes."""
         return not self._changed
 
     def send(self, now: float, *, final: bool = False) -> None:
-        """Send pages what has changed, if it is time, or `final`."""
+        """Send the changes to the pages, if it is time or if `final` is set."""
         if self._changed and (final or now >= self._next):
             nbytes = sum([self._send(name) for name in list(self._changed)])
             self._next = now + max(_PERIOD_S, nbytes / _BYTES_PER_S)
@@ -160,7 +163,7 @@ class ReplicaWidgets:
         return _size(self._copies[name].get_state(names))
 
     def ended(self, engine: int | None = None) -> None:
-        """An engine has ended, or all of them: nothing that another one writes there is captured."""
+        """Stop capturing for an engine that has ended, or for all: the engine that follows starts without a capture."""
         for each in [engine] if engine is not None else list(self._capturing):
             self._capturing.pop(each, None)
 

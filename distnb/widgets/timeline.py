@@ -1,4 +1,4 @@
-"""`distnb.timeline`: how replicas spent their latest steps, to look at, to compute with, and to save."""
+"""`distnb.timeline`: the time of the replicas' latest steps, to show, to compute with, and to save."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Timeline", "timeline"]
 
 
 class Timeline:
-    """How each replica spent the latest steps: a picture in a notebook, a table in a terminal.
+    """The time of each replica in the latest steps: a picture in a notebook, a table in a terminal.
 
     Attributes:
-        rows: Each piece of each replica's time, in seconds from the first one's beginning.
-        spent: How much of it went where, and who is the straggler; None if nothing has been measured.
+        rows: The pieces of each replica's time, in seconds from the beginning of the first piece.
+        spent: The time by kind, and the straggler; None if nothing has been measured.
     """
 
     rows: list[Piece]
@@ -37,13 +37,13 @@ class Timeline:
         self._ends = [(at - zero, number) for at, number in ends]
 
     def to_frame(self) -> Any:
-        """The rows as a DataFrame. Raises ImportError where pandas is not installed."""
+        """Return the rows as a DataFrame. Raises ImportError if pandas is not installed."""
         import pandas as pd
 
         return pd.DataFrame(self.rows, columns=Piece._fields)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open. Returns where."""
+        """Write a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open. Returns the file's path."""
         events: list[dict[str, Any]] = []
         for replica in sorted({each.replica for each in self.rows}):
             name = {"name": "process_name", "ph": "M", "pid": replica, "args": {"name": f"replica {replica}"}}
@@ -66,7 +66,7 @@ class Timeline:
 
     @property
     def text(self) -> str:
-        """Where the time went, in words."""
+        """The breakdown of the time in words."""
         return sentence(self.spent) if self.spent is not None else "Nothing has been measured."
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
@@ -98,25 +98,27 @@ class Timeline:
 
 
 def timeline(steps: int = 10) -> Timeline:
-    """How the replicas of the running cluster spent their latest training steps. Called in the notebook.
+    """Return how the replicas of the running cluster spent their latest training steps. Call it in the notebook.
 
-    Every replica keeps its latest few thousand waits, so nothing has to be turned on before.
+    Every replica keeps its latest few thousand waits, so nothing needs to be enabled beforehand.
 
     Args:
-        steps: How many steps, the latest. Where none was counted, all that is kept.
+        steps: The number of the latest steps to include. If no step was counted, everything that is kept is included.
 
     Raises:
         NoClusterError: No cluster runs.
-        OptionError: `steps` is no positive number.
-        ProgramError: No replica has run anything yet, or they are too busy to answer.
+        OptionError: `steps` is not a positive whole number.
+        ProgramError: No replica has run anything yet, or all are too busy to answer.
 
     Example:
         >>> import distnb
         >>> distnb.timeline().save("trace.json")        # doctest: +SKIP
     """
     if not isinstance(steps, int) or steps < 1:
-        raise OptionError(f"timeline(steps={steps!r}): give a whole number of steps, 1 or more.")
+        raise OptionError(f"timeline(steps={steps!r}): `steps` must be a whole number. Give 1 or more.")
     model = compose.require().timeline()
     if not model.replicas:
-        raise ProgramError("There is no timeline: no replica has run anything yet, or none answers.")
+        raise ProgramError(
+            "There is no timeline: no replica has run anything yet, or none answers. Run a distributed cell first."
+        )
     return Timeline(model, steps)

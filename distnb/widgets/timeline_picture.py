@@ -1,4 +1,4 @@
-"""Where the time of replicas goes, as SVG pictures: a bar for each replica, or each piece of its time; and words."""
+"""The time of replicas as SVG pictures: a bar for each replica, or a box for each piece of its time; and as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distnb.widgets.picture import as_image, nice_ticks
 
 __all__ = ["gantt_picture", "shares_picture", "timeline_html", "timeline_image", "timeline_text", "waits_html"]
 
-# Told apart by those who see few colours, in light and dark themes; what is lost time is striped, too.
+# Distinguishable with colour blindness, in light and dark themes. Lost time is striped, too.
 _COLORS = {
     "compute": "#0072b2",
     "communication": "#e69f00",
@@ -22,21 +22,21 @@ _COLORS = {
 }
 _WORDS = {**{kind: kind for kind in KINDS}, "waiting": "waiting for others"}
 _GREY = "#808080"  # an image cannot follow the theme
-_WIDTH = 480  # little, so that the text is legible in a narrow page
-_LEFT = 62  # of the bars
-_LEAST_STEPS = 3  # before that, a step's time is mostly of what happens once
-_READ_S = 1.0  # nobody reads more sentences a second, and one costs as much as all the rest
-_NARROW = 0.3  # pixels: what is thinner is not drawn
+_WIDTH = 480  # small, so that the text is legible on a narrow page
+_LEFT = 62  # the left edge of the bars
+_LEAST_STEPS = 3  # the first steps are dominated by work that happens only once
+_READ_S = 1.0  # a reader follows one sentence a second, and one costs as much as everything else in the view
+_NARROW = 0.3  # units of the picture; narrower bars are not drawn
 
 
 def timeline_text(model: LiveModel) -> str:
-    """The sentence, once there is something to tell; "" before."""
+    """Return the sentence, or "" if too little is known yet."""
     spent = _spent(model)
     return sentence(spent) if spent is not None else ""
 
 
 def timeline_html(model: LiveModel) -> str:
-    """What the widget shows of it while the cell runs; "" if there is nothing to see."""
+    """Return the widget's picture and sentence while the cell runs, or "" if there is nothing to show."""
     spent = _spent(model, every_s=_READ_S)
     if spent is None:
         return ""
@@ -44,7 +44,7 @@ def timeline_html(model: LiveModel) -> str:
 
 
 def timeline_image(model: LiveModel) -> str:
-    """The same, as it stays in a saved notebook."""
+    """Return the picture and the sentence for a saved notebook, or ""."""
     spent = _spent(model)
     if spent is None:
         return ""
@@ -54,7 +54,7 @@ def timeline_image(model: LiveModel) -> str:
 
 
 def waits_html(model: LiveModel, now: float) -> str:
-    """Who waits for whom, or did when the program was ended; "" where nobody does for long."""
+    """Return the lines that say who waits for whom, now or when the program ended; "" if no replica waits for long."""
     lines = "".join(f"<div>{html.escape(line)}</div>" for line in model.waits.lines(now) or model.waited)
     style = "border-left:3px solid #d55e00;padding-left:8px;margin:2px 0"
     return f'<div class="waits" role="status" style="{style}">{lines}</div>' if lines else ""
@@ -91,7 +91,7 @@ def _fill(name: str, kind: str) -> str:
 
 
 def shares_picture(spent: Spent) -> str:
-    """A bar for each replica: the parts of a step, of the latest ones on average."""
+    """Draw a bar for each replica, with the average parts of the latest steps."""
     height = _row_height(len(spent.seconds))
     top = len(spent.seconds) * (height + 3) + 4
 
@@ -112,7 +112,7 @@ def shares_picture(spent: Spent) -> str:
 
 
 def gantt_picture(pieces: list[Piece], steps: list[tuple[float, int]]) -> str:
-    """Each replica's time, piece by piece, with the ends of steps."""
+    """Draw each replica's time piece by piece, with the ends of steps."""
     rows: Mapping[int, int] = {replica: row for row, replica in enumerate(sorted({each.replica for each in pieces}))}
     height = _row_height(len(rows))
     bottom = len(rows) * (height + 3) + 16
@@ -124,7 +124,7 @@ def gantt_picture(pieces: list[Piece], steps: list[tuple[float, int]]) -> str:
     def parts() -> Iterator[str]:
         for replica, row in rows.items():
             yield _label(replica, row * (height + 3) + 14, height)
-        free = float(_LEFT - 30)  # to the right of what is written above
+        free = float(_LEFT - 30)  # the right edge of the text written above the bars
         for at, number in steps:
             x, words = _LEFT + (at - begin) * scale, f"step {number:,}"
             yield f'<path d="M{x:.1f} 12V{bottom - 2}" stroke="{_GREY}" stroke-width="1" stroke-dasharray="2 2"/>'

@@ -1,4 +1,4 @@
-"""The copy in this kernel of a widget that lives on a replica: pages show it, and ask this kernel for its state."""
+"""The copy, in this kernel, of a widget that lives on a replica. Pages show it and ask this kernel for its state."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["WidgetCopy"]
 
 
 class WidgetCopy(ipywidgets.Widget):  # type: ignore[misc]
-    """A widget of any kind, known by its state alone. It displays only: what a page changes is ignored.
+    """A widget of any kind that is defined by its state alone. It only displays: changes from a page are ignored.
 
     Args:
-        model_id: The id of the replica's widget, to which other widgets' states refer.
-        state: What pages get.
+        model_id: The id of the replica's widget. The states of other widgets refer to it.
+        state: The state that pages get.
     """
 
     def __init__(self, model_id: str, state: dict[str, Any]) -> None:
@@ -41,4 +41,4 @@ class WidgetCopy(ipywidgets.Widget):  # type: ignore[misc]
         return {name: self.state[name] for name in names if name in self.state}
 
     def set_state(self, sync_data: dict[str, Any]) -> None:
-        """Ignore what a page changes."""
+        """Ignore a change from a page."""

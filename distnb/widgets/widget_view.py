@@ -1,6 +1,7 @@
-"""The live view as a widget: it changes without a flicker, and lives on in a page that is reloaded.
+"""The live view as a widget, which changes without a flicker and survives a reload of the page.
 
-What is written is sent as HTML. Of the curves only what is new is sent, in binary: the page has the rest, and draws.
+Texts and tables are sent as HTML. Of the curves, only new points are sent, in binary. The page keeps the rest and
+draws.
 """
 
 from __future__ import annotations
@@ -20,28 +21,34 @@ from distnb.widgets.live_views import LiveView
 
 __all__ = ["LiveWidget", "WidgetView"]
 
-_FASTEST_S = 0.16  # replicas tell their points, and what they measured, each five times a second
+_FASTEST_S = 0.16  # replicas send points and measurements five times a second each
 _REPEATED_POINTS = 300
 _BYTES_PER_S = 200_000
-"""The Jupyter server drops messages, the cell's own among them, where more than a megabyte a second comes."""
+"""The limit for one view. Above a megabyte a second, the Jupyter server drops messages, including the cell's own."""
 
 
 class _Sent(NamedTuple):
-    """Of a line: how many points are final, for how many values each stands, and how many values there were."""
+    """The part of a line that pages have received.
+
+    Attributes:
+        final: The number of points that will not change.
+        width: The number of values per point.
+        values: The number of values so far.
+    """
 
     final: int
     width: int
-    told: int
+    values: int
 
 
 class LiveWidget(anywidget.AnyWidget):
-    """The browser's side is live_view.js.
+    """A live view, whose browser side is live_view.js.
 
     Attributes:
-        above, below: What stands above and below the charts, as HTML; empty when it is made.
-        curves: All that is to be drawn, as one message (see `WidgetView`), for a page that asks for all of the state.
-        written: The end of what the cell wrote, once it has ended.
-        adopted: A page that was reloaded while the cell ran shows it, and no picture will take its place there.
+        above, below: The HTML above and below the charts; empty at first.
+        curves: All points, as one message (see `WidgetView.message`), for a page that requests the whole state.
+        written: The end of the cell's text output, once the cell has ended.
+        adopted: True if a page that was reloaded while the cell ran shows the widget. No picture will replace it there.
     """
 
     adopted = False
@@ -58,7 +65,7 @@ class LiveWidget(anywidget.AnyWidget):
         self.on_msg(self._adopt)
 
     def all_curves(self) -> dict[str, Any]:
-        """What `curves` is when it is asked for."""
+        """Return the value of `curves` for a page that requests it."""
         content, points = self._view.message(charts(self._view.model), {})
         return {**content, "points": memoryview(points).cast("B")}
 
@@ -67,13 +74,13 @@ class LiveWidget(anywidget.AnyWidget):
 
 
 class WidgetView(LiveView):
-    """Shows a `LiveWidget` while the cell runs, and a picture afterwards."""
+    """A view that shows a `LiveWidget` while the cell runs, and a picture afterwards."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._numbers: dict[int, int] = {}  # of each line that was drawn, by its identity; they are kept
+        self._numbers: dict[int, int] = {}  # the number of each line that was drawn, by id(); lines are kept alive
         self._lines: list[Line] = []  # by number
-        self._lock = threading.Lock()  # a page's question is answered on another thread
+        self._lock = threading.Lock()  # a page's request is answered on another thread
         self._sent: dict[int, _Sent] = {}  # by a line's number
         self._widget = LiveWidget(self)
 
@@ -94,15 +101,18 @@ class WidgetView(LiveView):
         self.period_s = max(_FASTEST_S, (sum(map(len, html)) + len(points) * points.itemsize) / _BYTES_PER_S)
 
     def message(self, drawn: list[Chart], sent: dict[int, _Sent]) -> tuple[dict[str, Any], array[float]]:
-        """What a page needs to draw charts, once it has been sent something; that is brought up to date.
+        """Return a page's next message, with the points that `sent` does not have yet, and update `sent`.
+
+        For example, with `lines = [[4, 2, 10, 3]]` the points of line 4 stand for 2 values each, and 3 new points
+        replace everything from place 10 on.
 
         Returns:
-            charts: Each with its series, which name lines by number; lines: [number, width, at, count], which means
-            that points were joined until one stands for `width` values, and that so many new ones stand from place
-            `at` on. And the points, four numbers each, of all lines one after the other.
+            A message with `charts`, whose series refer to lines by number, and `lines`: [number, width, at, count]. The
+            page joins its points until one stands for `width` values, and puts `count` new points at place `at`. And
+            the new points of all lines in this order, four numbers each: step, value, least, greatest.
         """
         lines: list[list[int]] = []
-        points, told = array("f"), []
+        points, described = array("f"), []
         for chart in drawn:
             series = []
             for each in chart.series:
@@ -114,14 +124,14 @@ class WidgetView(LiveView):
                         lines.append([number[0], line.width, len(line.points) - len(new), len(new)])
                         for point in new:
                             points.extend(point)
-            told.append({"name": chart.name, "series": series, "facts": chart.facts, "exploded": chart.exploded})
-            told[-1]["epochs"] = list(chart.epochs.items())
-        return {"charts": told, "lines": lines}, points
+            described.append({"name": chart.name, "series": series, "facts": chart.facts, "exploded": chart.exploded})
+            described[-1]["epochs"] = list(chart.epochs.items())
+        return {"charts": described, "lines": lines}, points
 
     def _repeat_some(self) -> None:
-        """Let some lines be sent whole: a page that has missed a message, or came late, has all of them soon."""
+        """Mark some lines as unsent, so that a page that missed a message, or came late, soon has all of them."""
         room = _REPEATED_POINTS
-        for number in list(self._sent):  # the first was sent whole longest ago
+        for number in list(self._sent):  # the line that was sent whole longest ago is the first
             room -= len(self._lines[number].points)
             del self._sent[number]
             if room < 0:
@@ -145,10 +155,10 @@ class WidgetView(LiveView):
 
 
 def _new_points(line: Line, sent: dict[int, _Sent], number: int) -> list[Point]:
-    """The points of a line that were not sent, or have changed since; `sent` is brought up to date."""
+    """Return the points of a line that are new or have changed since they were sent, and update `sent`."""
     before = sent.get(number, _Sent(0, line.width, -1))
-    if before.told == line.record.told:
+    if before.values == line.record.count:
         return []
     new = line.points[before.final * before.width // line.width :]
-    sent[number] = _Sent(len(line.points) - 1, line.width, line.record.told)
+    sent[number] = _Sent(len(line.points) - 1, line.width, line.record.count)
     return new

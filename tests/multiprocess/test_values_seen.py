@@ -174,9 +174,9 @@ strategy.run(lambda: once(torch.ones(1, 4)).sum().backward())
 optimizer_of_once.step()
 distnb.visualize(once)"""
     ).text
-    assert "memory in common: 60 B" in text
+    assert "shared memory: 60 B" in text
     assert "updates it" in text
-    assert "memory in common: 60 B" in made.run("distnb.visualize(once)").text
+    assert "shared memory: 60 B" in made.run("distnb.visualize(once)").text
 
 
 def test_devices_show_memory_and_variables(made: Notebook) -> None:

@@ -47,7 +47,7 @@ def test_a_file_that_is_no_connection_file_is_refused(tmp_path: Path, text: str)
     path = tmp_path / "connection.json"
     path.write_text(text)
     path.chmod(0o600)
-    with pytest.raises(StartError, match="is no connection file"):
+    with pytest.raises(StartError, match="is not the connection file"):
         Connection.read(path)
     with pytest.raises(StartError, match="cannot be read"):
         Connection.read(tmp_path / "missing.json")

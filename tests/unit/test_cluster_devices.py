@@ -37,7 +37,7 @@ def test_devices_of_both_kinds_together() -> None:
 
 
 def test_oversubscription_must_be_asked_for() -> None:
-    with pytest.raises(OptionError, match=r"cuda:0 is named more than once.*oversubscribe=True"):
+    with pytest.raises(OptionError, match=r"cuda:0 appears more than once.*oversubscribe=True"):
         plan_devices(None, "cuda:0,cuda:0", gpus=1)
     with pytest.raises(StartError, match=r"2 engines .* 1 GPU \(cuda:0\).*oversubscribe=True"):
         plan_devices(2, gpus=1)
@@ -51,20 +51,20 @@ def test_oversubscription_must_be_asked_for() -> None:
     [
         (0, None, 0, OptionError, "n=0: a cluster has at least one engine"),
         (-2, None, 0, OptionError, "n=-2"),
-        (True, None, 0, OptionError, "n=True: give the number of engines as a whole number"),
+        (True, None, 0, OptionError, "n=True is not a number of engines"),
         (2.0, None, 0, OptionError, "n=2.0"),
         ("2", None, 0, OptionError, "n='2'"),
-        (100_000, None, 0, OptionError, "more than 256"),
+        (100_000, None, 0, OptionError, "at most 256"),
         (None, "cuda:2", 2, StartError, "no cuda:2 on this machine. It has 2 GPUs (cuda:0, cuda:1)"),
         (None, "cuda", 0, StartError, "no cuda:0 on this machine. It has the CPU only"),
         (None, "tpu:0", 1, StartError, "tpu:0: engines on other machines run on CPU and CUDA devices"),
         (None, "cuda:x", 1, OptionError, "'cuda:x' is no device"),
         (None, "", 1, OptionError, "devices is empty"),
         (None, [], 1, OptionError, "devices is empty"),
-        (None, 3, 1, OptionError, "devices=3: give a sequence of device names"),
+        (None, 3, 1, OptionError, "devices=3: give a list of device names"),
         (None, [3], 1, OptionError, "3 is no device"),
         (3, "cuda:0,cuda:1", 2, OptionError, "n=3 engines were asked for with 2 device(s) (cuda:0, cuda:1)"),
-        (None, "cpu:0,cpu", 0, OptionError, "cpu:0 is named more than once"),
+        (None, "cpu:0,cpu", 0, OptionError, "cpu:0 appears more than once"),
         (None, "cpu:9999", 0, OptionError, "numbered cpu:0 to cpu:255"),
     ],
 )

@@ -49,8 +49,8 @@ def test_specs_are_compared_hashed_copied_and_pickled_by_value():
 @pytest.mark.parametrize(
     ("ask", "told"),
     [
-        (lambda s: s.num_tasks("ps"), "no job 'ps' in the cluster; the jobs are chief, worker"),
-        (lambda s: s.task_address("worker", 2), "no task 2 in job 'worker'; its tasks are 0, 1"),
+        (lambda s: s.num_tasks("ps"), "no job 'ps' in the cluster: the jobs are chief, worker"),
+        (lambda s: s.task_address("worker", 2), "no task 2 in job 'worker'. Its tasks are 0, 1"),
         (lambda s: s.task_address("worker", "1"), "no task '1'"),
         (lambda s: s.task_address("worker", True), "no task True"),
         (lambda s: ClusterSpec({}).task_indices("worker"), "the cluster is empty"),
@@ -67,11 +67,11 @@ def test_what_is_not_there_is_named(ask: Any, told: str):
         (["a:1"], "from job names to addresses"),
         ({"worker": "a:1"}, "'worker': its tasks are a list"),
         ({"worker": 2}, "'worker': its tasks are a list"),
-        ({"worker": ["a:1", 5]}, "5 is no address"),
-        ({"worker": ["a:1", " "]}, "' ' is no address"),
-        ({"worker": {-1: "a:1"}}, "-1 is no task index"),
-        ({"worker": {"x": "a:1"}}, "'x' is no task index"),
-        ({"worker": {1.0: "a:1"}}, "1.0 is no task index"),
+        ({"worker": ["a:1", 5]}, "5 is not an address"),
+        ({"worker": ["a:1", " "]}, "' ' is not an address"),
+        ({"worker": {-1: "a:1"}}, "-1 is not a task index"),
+        ({"worker": {"x": "a:1"}}, "'x' is not a task index"),
+        ({"worker": {1.0: "a:1"}}, "1.0 is not a task index"),
         ({3: ["a:1"]}, "job's name is text"),
     ],
 )
@@ -123,7 +123,7 @@ def test_accelerators_are_counted_here_and_nowhere_else(monkeypatch: pytest.Monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     resolver = SimpleClusterResolver(DENSE, task_type="worker", task_id=1)
     assert resolver.num_accelerators() == resolver.num_accelerators("worker", 1) == {}
-    with pytest.raises(ValueError, match="asked for worker 0, and this process is worker 1"):
+    with pytest.raises(ValueError, match="asked for worker 0, but this process is worker 1"):
         resolver.num_accelerators("worker", 0)
     with pytest.raises(ValueError, match="config_proto"):
         resolver.num_accelerators(config_proto=object())
@@ -180,26 +180,26 @@ def test_an_index_may_be_text_and_an_evaluator_outside_of_the_cluster(monkeypatc
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ("{'cluster': 1}", "TF_CONFIG is no JSON"),
-        ("", "TF_CONFIG is no JSON .*: it is empty"),
+        ("{'cluster': 1}", "TF_CONFIG is not JSON"),
+        ("", "TF_CONFIG is not JSON .*: it is empty"),
         ("  ", "it is empty.*leave it unset"),
-        ("null", "TF_CONFIG is null, and a JSON object is needed"),
+        ("null", "TF_CONFIG is null, but must be a JSON object"),
         ("[1]", r"TF_CONFIG is \[1\]"),
         ('"worker"', 'TF_CONFIG is "worker"'),
         ({"cluster": None}, '"cluster" is null'),
         ({"cluster": ["a:1"]}, r'"cluster" is \["a:1"\]'),
-        ({"cluster": {"worker": "a:1"}}, "cluster is wrong.*its tasks are a list"),
-        ({"cluster": {"worker": ["a:1", None]}}, "None is no address"),
+        ({"cluster": {"worker": "a:1"}}, "cluster is malformed.*its tasks are a list"),
+        ({"cluster": {"worker": ["a:1", None]}}, "None is not an address"),
         ({"cluster": DENSE, "task": []}, r'"task" is \[\]'),
         ({"cluster": DENSE, "task": {"index": 0}}, 'lacks a "type"'),
         ({"cluster": DENSE, "task": {"type": "", "index": 0}}, 'lacks a "type"'),
         ({"cluster": DENSE, "task": {"type": "worker"}}, 'lacks an "index"'),
-        (task(index=2), "this is worker 2; the cluster's worker tasks are 0, 1"),
-        (task(index=-1), "the index -1: a whole number"),
-        (task(index=1.0), "the index 1.0: a whole number"),
-        (task(index=True), "the index True: a whole number"),
-        (task(index="one"), "the index 'one': a whole number"),
-        (task("ps", 0), "this is ps 0; the cluster's jobs are chief, worker"),
+        (task(index=2), "this is worker 2, but the cluster's worker tasks are 0, 1"),
+        (task(index=-1), "the index -1 is invalid. Give a whole number"),
+        (task(index=1.0), "the index 1.0 is invalid. Give a whole number"),
+        (task(index=True), "the index True is invalid. Give a whole number"),
+        (task(index="one"), "the index 'one' is invalid. Give a whole number"),
+        (task("ps", 0), "this is ps 0, but the cluster's jobs are chief, worker"),
         (task(cluster={}), 'has no "cluster"'),
         ({"rpc_layer": 5}, '"rpc_layer" is 5'),
     ],
@@ -354,12 +354,12 @@ def test_a_missing_variable_is_named(slurm: pytest.MonkeyPatch, name: str):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"jobs": {"worker": 4}}, "4 tasks, and this Slurm step has 5"),
+        ({"jobs": {"worker": 4}}, "4 tasks, but this Slurm step has 5"),
         ({"jobs": {"worker": "many"}}, "'many'"),
         ({"jobs": {}}, "jobs="),
         ({"port_base": 0}, "port_base"),
         ({"tasks_per_node": {"n9": 1}}, "no number for n10, n11"),
-        ({"gpus_per_node": 1}, "2 tasks run on one node that has 1 GPU"),
+        ({"gpus_per_node": 1}, "2 tasks run on one node with 1 GPU"),
         ({"gpus_per_node": 3, "gpus_per_task": 2}, "more than its 3 GPUs"),
         ({"gpus_per_task": -1}, "gpus_per_task=-1"),
     ],

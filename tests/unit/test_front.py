@@ -50,8 +50,8 @@ def test_what_comes_first_is_shown_in_its_own_cell(monkeypatch: pytest.MonkeyPat
     for number in (1, 2):
         front.begin_cell(number)
         with front._lock:  # so that the thread finds all at once: what a program wrote is shown when it has ended
-            front._take(Status(number, "started", TEAM))
-            front._take(Output(0, number, 0, "stdout", "first\n"))
-            front._take(Status(number, "ended", TEAM))
+            front._enqueue(Status(number, "started", TEAM))
+            front._enqueue(Output(0, number, 0, "stdout", "first\n"))
+            front._enqueue(Status(number, "ended", TEAM))
         wait_until(lambda: bool(publishers[-1].written), timeout_s=10)
         assert publishers[-1].written[0] == ("first\n", True)

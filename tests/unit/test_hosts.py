@@ -15,7 +15,7 @@ from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.launcher import EngineOrder
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.processes import Processes
-from distnb.cluster.process_environment import without_another_place
+from distnb.cluster.process_environment import without_task_variables
 from distnb.cluster.remote.base import Hosts, Transport, probe
 from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.remote.hosts import HostOptions, are_workers, make_plan, read_host_options
@@ -79,7 +79,7 @@ def test_srun_is_not_told_of_the_step_in_which_the_notebook_runs(monkeypatch: py
     assert told == {"SLURM_JOB_ID", "SLURM_CONF"}
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("TF_CONFIG", "{}")
-    left = without_another_place(os.environ)
+    left = without_task_variables(os.environ)
     assert "SLURM_JOB_ID" in left
     assert not {"SLURM_PROCID", "PMI_RANK", "TF_CONFIG"} & set(left)
 
@@ -270,7 +270,7 @@ def test_engines_are_let_go_by_a_word(tmp_path: Path) -> None:
         order = EngineOrder(0, Device("cpu"), tmp_path / "log", "agent")
         pids: list[int] = []
         launcher.launch([order], processes, lambda engine, pid: pids.append(pid), lambda *end: heard.put(end[2:]))
-        processes.end(pids, launcher.letting_go(pids), 60)
+        processes.end(pids, launcher.releasing(pids), 60)
         assert heard.get(timeout=60) == (f"(on {program}) exited with code 0", True)
     finally:
         processes.close()

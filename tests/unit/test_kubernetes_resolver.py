@@ -142,7 +142,7 @@ def test_the_defaults_and_the_names_of_tf_distribute(api: ApiServer):
     api.pods = [("ml", "job-name=tensorflow", "train-0", "10.0.0.1", "Running")]
     assert KubernetesClusterResolver().cluster_spec().as_dict() == {"worker": ["10.0.0.1:8470"]}
     assert KubernetesClusterResolver(tf_server_port=99).cluster_spec().as_dict() == {"worker": ["10.0.0.1:99"]}
-    with pytest.raises(OptionError, match="one option"):
+    with pytest.raises(OptionError, match="the same option"):
         KubernetesClusterResolver(port=1, tf_server_port=2)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from distnb.errors import OptionError
 from distnb.notebook.output.wording import short_number
-from distnb.notebook.views.live_model import HERE, MOST_POINTS, Curve, Line, LiveModel, Told
+from distnb.notebook.views.live_model import HERE, MOST_POINTS, Curve, Line, LiveCall, LiveModel
 from distnb.runtime.this_process import this_process
 from distnb.topology import Device, Team
 from distnb.values import PerReplica
@@ -220,8 +220,8 @@ def test_an_interrupted_cell_says_so_and_where_its_replicas_were() -> None:
 
 def test_the_notebooks_own_points() -> None:
     model = LiveModel("default")
-    model.feed_here(Told({"loss": 1.0}, (0, 0)), 0.0)
-    model.feed_here(Told({"loss": {0: 1.0, 1: 2.0}}, (0, 0)), 0.1)
+    model.feed_local(LiveCall({"loss": 1.0}, (0, 0)), 0.0)
+    model.feed_local(LiveCall({"loss": {0: 1.0, 1: 2.0}}, (0, 0)), 0.1)
     assert set(model.curves["loss"].lines) == {0, 1}
 
 
@@ -375,8 +375,8 @@ def test_updates_by_hand_are_no_steps_and_still_stand_side_by_side() -> None:
 def test_steps_begin_anew_in_each_cell() -> None:
     model = LiveModel(counted_before={0: (100, 1600), HERE: (50, 0)}, devices={0: "cuda:0"})
     model.feed(Live(0, 7, 0, ((101, 1, {"loss": 1.0}), (102, 2, {"loss": 0.5}))), 0.0)
-    model.feed_here(Told({"mine": 1.0}, (51, 0)), 0.0)
-    model.feed_here(Told({"mine": 2.0}, (52, 0)), 0.0)
+    model.feed_local(LiveCall({"mine": 1.0}, (51, 0)), 0.0)
+    model.feed_local(LiveCall({"mine": 2.0}, (52, 0)), 0.0)
     assert points_of(model, "loss") == [(1, 1.0), (2, 0.5)]
     assert points_of(model, "mine") == [(1, 1.0), (2, 2.0)]
     assert replica_table(model) == (["replica", "device", "loss", "mine"], [["0", "cuda:0", "0.5", "2"]])

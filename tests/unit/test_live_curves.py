@@ -17,7 +17,7 @@ from distnb.notebook.views.chart_model import charts
 from distnb.notebook.views.curves import Curve, Line, ValueHistory, apart, mean_points
 from distnb.notebook.views.event_files import EventFiles
 from distnb.notebook.views.front_end import FrontEnd
-from distnb.notebook.views.live_model import LiveModel, Told
+from distnb.notebook.views.live_model import LiveCall, LiveModel
 from distnb.notebook.views.runs import History
 from distnb.runtime import step_count
 from distnb.topology import Device, Team
@@ -60,7 +60,7 @@ def test_a_record_keeps_all_and_of_very_much_every_second_or_fourth() -> None:
     assert [step for step, *_ in record.since(0)] == list(range(8))
     for number in range(8, 33):
         record.add(number, number * 0.5, 0.0)
-    assert (record.told, record.stride) == (33, 8)
+    assert (record.count, record.stride) == (33, 8)
     assert [step for step, *_ in record.since(0)] == [0, 8, 16, 24, 32]
     assert [step for step, *_ in record.since(9)] == [16, 24, 32]
 
@@ -335,7 +335,7 @@ def test_epochs_are_marked_in_pictures() -> None:
 def test_the_notebooks_own_loop_has_epochs_too() -> None:
     model = LiveModel()
     for step in range(1, 4):
-        model.feed_here(Told({"loss": 1.0}, (step, 0), epochs=((step - 1, step - 1),)), float(step))
+        model.feed_local(LiveCall({"loss": 1.0}, (step, 0), epochs=((step - 1, step - 1),)), float(step))
     assert model.epochs == {0: 0, 1: 1, 2: 2}
 
 

@@ -146,9 +146,9 @@ def test_ranks_are_in_task_order_the_chief_first():
         ({"worker": ["a", "b:1"]}, "'a' is no address of the form host:port"),
         (
             {"worker": ["a:1"], "wrker": ["b:1"]},
-            "the job 'wrker', and the jobs that there can be are chief, worker, ps",
+            "the job 'wrker', which is unknown. The jobs are chief, worker, ps",
         ),
-        ({"ps": ["a:1"], "evaluator": ["b:1"]}, "no chief and no worker, so nobody trains"),
+        ({"ps": ["a:1"], "evaluator": ["b:1"]}, "no chief and no worker, so no process trains"),
     ],
 )
 def test_a_cluster_that_makes_no_sense(cluster: Any, told: str):

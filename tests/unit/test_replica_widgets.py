@@ -57,7 +57,7 @@ class Sent(ReplicaWidgets):
             if isinstance(event, WidgetChange):
                 self.feed(replace(event, widget=copy_of(event.widget)))  # both ends are one process here
             else:
-                self.passed(event)
+                self.capture(event)
         events.clear()
 
 
@@ -150,20 +150,20 @@ def test_what_is_written_within_an_output_is_its(emitted: list[Any], monkeypatch
     widgets = Sent(monkeypatch)
     widgets.follow(emitted)
     before, within = Output(1, 3, 1, "stdout", "before\n"), Output(1, 3, 1, "stdout", "within\n")
-    assert widgets.passed(before) is before
+    assert widgets.capture(before) is before
     out.msg_id = "captures"
     out.append_stderr("appended\n")
     widgets.follow(emitted)
     of_another = Output(0, 3, 0, "stdout", "of another replica\n")
-    assert widgets.passed(of_another) is of_another
-    assert widgets.passed(within) is None
-    assert widgets.passed(within) is None
+    assert widgets.capture(of_another) is of_another
+    assert widgets.capture(within) is None
+    assert widgets.capture(within) is None
     assert (
-        widgets.passed(Display(1, 3, 1, {VIEW: {"model_id": copy_of(label.model_id)}, "text/plain": "Label"})) is None
+        widgets.capture(Display(1, 3, 1, {VIEW: {"model_id": copy_of(label.model_id)}, "text/plain": "Label"})) is None
     )
     out.msg_id = ""
     widgets.follow(emitted)
-    assert widgets.passed(before) is before
+    assert widgets.capture(before) is before
     widgets.send(1.0)
     ((_, data, _),) = [each for each in widgets.messages if each[0] == "comm_msg"]
     appended, text, shown = data["state"]["outputs"]
@@ -175,20 +175,20 @@ def test_what_is_written_within_an_output_is_its(emitted: list[Any], monkeypatch
     out.msg_id = "captures"
     widgets.follow(emitted)
     widgets.ended(1)
-    assert widgets.passed(within) is within, "another engine has taken its place"
+    assert widgets.capture(within) is within, "another engine has taken its place"
 
 
 def test_an_output_is_cleared_and_its_displays_change() -> None:
     captured = Captured(own=[{"output_type": "stream"}])
-    captured.take(Display(0, 1, 0, {"text/plain": "one"}, transient={"display_id": "a"}))
-    captured.take(Display(0, 1, 0, {"text/plain": "two"}, transient={"display_id": "a"}, update=True))
+    captured.apply(Display(0, 1, 0, {"text/plain": "one"}, transient={"display_id": "a"}))
+    captured.apply(Display(0, 1, 0, {"text/plain": "two"}, transient={"display_id": "a"}, update=True))
     assert [each.get("data") for each in captured.all()] == [None, {"text/plain": "two"}]
-    captured.take(Display(0, 1, 0, {}, clear="wait"))
+    captured.apply(Display(0, 1, 0, {}, clear="wait"))
     assert len(captured.all()) == 2, "until something comes"
-    captured.take(Output(0, 1, 0, "stdout", "x" * 300_000))
+    captured.apply(Output(0, 1, 0, "stdout", "x" * 300_000))
     (text,) = captured.all()
     assert text["text"] == "…" + "x" * 100_000
-    captured.take(Display(0, 1, 0, {}, clear="now"))
+    captured.apply(Display(0, 1, 0, {}, clear="now"))
     assert captured.all() == []
 
 
@@ -198,7 +198,7 @@ def test_a_widget_without_a_copy_is_its_text(emitted: list[Any], monkeypatch: py
     for widgets in (Sent(monkeypatch, shown=False), Sent(monkeypatch)):  # in a terminal; and without the first message
         if not widgets._shown:
             widgets.follow(emitted)
-        passed = widgets.passed(display)
+        passed = widgets.capture(display)
         assert passed is not None
         assert passed.data == {"text/plain": "Label(value='text')"}  # type: ignore[union-attr]
         assert not widgets.messages

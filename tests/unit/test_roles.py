@@ -15,7 +15,7 @@ from distnb.cluster.remote.mpiexec import MPI
 from distnb.cluster.remote.secret import read_secret, secret_path
 from distnb.cluster.remote.server_client import connect_patience_s
 from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
-from distnb.cluster.tasks import tasks_in, tasks_of, tasks_told
+from distnb.cluster.tasks import server_cluster_tasks, tasks_in, tasks_of
 from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.notebook.compose import require_tasks
 from distnb.topology import Task
@@ -36,7 +36,7 @@ def test_counts_make_tasks_workers_first() -> None:
     [
         ({"workers": 2}, "workers=2 without ps.* --workers 2 --ps 1"),
         ({"ps": 2}, "ps=2 without workers"),
-        ({"workers": 0, "ps": 1}, "workers=0: give a whole number, from 1"),
+        ({"workers": 0, "ps": 1}, "workers=0: give a whole number, 1 or more"),
         ({"workers": 1, "ps": True}, "ps=True: give a whole number"),
         ({"workers": 1, "ps": 1, "replicas_per_worker": 0}, "replicas_per_worker=0: give a whole number"),
         ({"replicas_per_worker": 2}, "replicas_per_worker=2 is for a cluster with parameter servers"),
@@ -52,8 +52,8 @@ def test_numbers_that_make_no_sense(given: dict[str, Any], text: str, tmp_path: 
 
 def test_a_resolver_tells_of_tasks() -> None:
     resolver = SimpleClusterResolver(CLUSTER, task_type="chief", task_id=0)
-    assert tasks_told(resolver) == {W0: "a:1", W1: "a:2", PS0: "b:1"}
-    assert tasks_told(SimpleClusterResolver({"worker": ["a:1"]})) == {}
+    assert server_cluster_tasks(resolver) == {W0: "a:1", W1: "a:2", PS0: "b:1"}
+    assert server_cluster_tasks(SimpleClusterResolver({"worker": ["a:1"]})) == {}
     resolver.task_type = "ps"
     with pytest.raises(OptionError, match=r"This process is ps 0 of its cluster.* run `distnb worker`"):
         read_host_options(cluster_resolver=resolver)
@@ -119,7 +119,7 @@ def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, 
     assert [*map(str, plan.devices)] == ["cuda:0", "cuda:1", "cpu:0"]  # a:1 and a:2 are one machine
     assert (plan.tasks, plan.hosts) == ((W0, W1, PS0), ("a:1", "a:2", "b:1"))
     assert [*map(str, planned(monkeypatch, options, gpus=0).devices)] == ["cpu:0", "cpu:1", "cpu:0"]
-    with pytest.raises(StartError, match="a: 2 engines were asked for and this machine has 1 GPU"):
+    with pytest.raises(StartError, match="a: 2 engines were asked for but this machine has 1 GPU"):
         planned(monkeypatch, options, gpus=1)
     assert [*map(str, planned(monkeypatch, options, gpus=1, devices="cpu:0,cpu:1").devices)] == [
         "cpu:0",

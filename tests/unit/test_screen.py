@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from distnb.notebook.output.screen import SETTLE_S, Screen
+from distnb.notebook.output.screen import REOPEN_S, Screen
 
 
 def feed(screen: Screen, *pieces: str, now: float = 0.0) -> list[str]:
@@ -53,8 +53,8 @@ def test_shorter_text_keeps_the_rest_as_a_terminal_does() -> None:
 def test_a_finished_bar_settles_after_a_while() -> None:
     screen = Screen()
     assert feed(screen, "\r 10%\r100%\n", now=1.0) == []
-    assert screen.settle(1.0 + SETTLE_S / 2) == []
-    assert screen.settle(1.1 + SETTLE_S) == ["100%"]
+    assert screen.pop_finished(1.0 + REOPEN_S / 2) == []
+    assert screen.pop_finished(1.1 + REOPEN_S) == ["100%"]
     assert not screen.open
 
 

@@ -113,7 +113,7 @@ def test_an_order_is_answered_whatever_happens(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(panel, "_stacks", fail)
 
     async def take() -> None:
-        panel._take(None, [], {"content": {"order": "stacks"}})
+        panel._handle_order(None, [], {"content": {"order": "stacks"}})
 
     asyncio.run(take())
     assert sent == [("distnb_reply", {"error": "[Errno 9] Bad file descriptor"})]

@@ -46,7 +46,7 @@ def test_without_torch_tpu_the_error_names_the_package_and_the_cure(monkeypatch:
 
 def test_torch_tpu_without_a_chip_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask(count: int) -> dict[str, str]:
-        raise StartError("torch_tpu finds no way to use a TPU chip of this machine: ValueError: got none.")
+        raise StartError("torch_tpu cannot use a TPU chip of this machine: ValueError: got none.")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(tpu_chips, "_ask", ask)
@@ -70,9 +70,9 @@ def test_a_bare_type_means_all_chips_or_the_first_n() -> None:
     assert plan_devices(2, "tpu") == tuple(CHIPS[:2])
     with pytest.raises(StartError, match=r"There is no tpu:4 .* It has tpu:0, tpu:1, tpu:2, tpu:3 and the CPU"):
         plan_devices(5, "tpu")
-    with pytest.raises(OptionError, match="taken from tpu:0 on"):
+    with pytest.raises(OptionError, match="from tpu:0 on"):
         plan_devices(devices="tpu:1")
-    with pytest.raises(OptionError, match="taken from tpu:0 on"):
+    with pytest.raises(OptionError, match="from tpu:0 on"):
         plan_devices(2, "tpu:0", oversubscribe=True)
 
 
@@ -86,7 +86,7 @@ def test_a_bare_type_means_all_chips_or_the_first_n() -> None:
         ({"devices": "cpu:0"}, "name TPU chips"),
         ({"devices": []}, "devices is empty"),
         ({"devices": 2}, "devices=2: name the devices"),
-        ({"devices": "tpu:1,tpu:0"}, "taken from tpu:0 on"),
+        ({"devices": "tpu:1,tpu:0"}, "from tpu:0 on"),
         ({"gradient_reduction": "max"}, "write 'sum' or 'mean'"),
     ],
 )

@@ -203,7 +203,7 @@ def test_copies_share_a_row_and_count_each() -> None:
 
 def test_what_is_shared_is_counted_once() -> None:
     text = placement_text(place(*[shard(((0, 4), (0, 6)), kind="shared")] * 2))
-    assert text.splitlines()[0] == "it · memory in common: 8 B"
+    assert text.splitlines()[0] == "it · shared memory: 8 B"
 
 
 def test_a_grid_shows_who_has_which_part() -> None:

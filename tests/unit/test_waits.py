@@ -77,7 +77,9 @@ def test_all_may_be_there() -> None:
 
 def test_a_replica_whose_interpreter_is_held_is_told_to_be_silent() -> None:
     (line,) = told(sample(0, 1.0), sample(1, 6.0, waiting=waits(5.0)))
-    assert line.endswith("replica 0 is not there, and has told nothing for 5 s; it was last seen in cell 3, line 3.")
+    assert line.endswith(
+        "replica 0 is not there, and has reported nothing for 5 s; it was last seen in cell 3, line 3."
+    )
 
 
 def test_what_was_heard_long_ago_is_no_claim() -> None:

@@ -137,7 +137,7 @@ class Hosts(Launcher):
         line.tell(assignment.encode())
         return process.pid
 
-    def letting_go(self, pids: Sequence[int]) -> Callable[[], None] | None:
+    def releasing(self, pids: Sequence[int]) -> Callable[[], None] | None:
         """Tell the node agents that their engines are not wanted any more."""
 
         def let_go() -> None:

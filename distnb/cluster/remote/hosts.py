@@ -21,7 +21,7 @@ from distnb.cluster.remote.server_transport import ServerTransport
 from distnb.cluster.remote.srun import Slurm, allotted_nodes, tasks_of_nodes
 from distnb.cluster.remote.ssh import SSH
 from distnb.cluster.resolvers import ClusterResolver, SlurmClusterResolver
-from distnb.cluster.tasks import tasks_told
+from distnb.cluster.tasks import server_cluster_tasks
 from distnb.cluster.worker_placement import Worker, host_of, split_address, workers_of
 from distnb.errors import DistnbError, OptionError
 from distnb.topology import PS, WORKER, Device, Task
@@ -214,7 +214,7 @@ def _with_tasks(machines: HostOptions, tasks: Sequence[Task]) -> HostOptions:
 
 def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
     """The addresses of a cluster's workers and servers; without servers, of its chief and workers but this process."""
-    if tasks := tasks_told(resolver):
+    if tasks := server_cluster_tasks(resolver):
         if resolver.task_type in (WORKER, PS):
             raise OptionError(
                 f"This process is {resolver.task_type} {resolver.task_id} of its cluster, and the one that starts it "
@@ -242,7 +242,7 @@ def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
 def _machines_of(resolver: ClusterResolver) -> HostOptions:
     """The machines of a cluster's chief and workers, without their ports; without GPUs, one engine for each task. With
     parameter servers, those of its workers and servers."""
-    if told := tasks_told(resolver):
+    if told := server_cluster_tasks(resolver):
         placed = {task: host_of(address) for task, address in told.items()}
         machines = tuple(dict.fromkeys(placed.values()))
         return HostOptions(machines, tasks=placed, replicas=_replicas_told(resolver, placed))

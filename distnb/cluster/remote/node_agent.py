@@ -44,7 +44,7 @@ from distnb.cluster.process_environment import (
     ENGINE_VARIABLE,
     PYTHON_MODULE,
     engines_environment,
-    without_another_place,
+    without_task_variables,
 )
 from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.remote.network import address_towards, interface_of
@@ -127,7 +127,7 @@ class _NodeAgent:
                     [*PYTHON_MODULE, "distnb.engine"],
                     lambda pid, words, expected: self.let_go(status=_status_of(processes, pid)),
                     env={
-                        **without_another_place(os.environ),
+                        **without_task_variables(os.environ),
                         **engines_environment(told.engines, processes.directory, agent=told.agent),
                         **network_environment(interface),
                         ENGINE_VARIABLE: str(told.engine),

@@ -1,6 +1,6 @@
-"""Who belongs to a cluster of machines, where each task is reached, and which of them this process is.
+"""Resolvers, which describe a cluster of machines: its tasks, their addresses, and the task of this process.
 
-Users find these names in `distnb.cluster_resolver`. Loads neither torch nor a client of any cluster manager.
+Users find these names in `distnb.cluster_resolver`. The package loads neither torch nor a client of a cluster manager.
 """
 
 from distnb.cluster.resolvers.base import ClusterResolver

@@ -1,4 +1,4 @@
-"""The base of all resolvers: what a process can ask about its cluster."""
+"""The base class of all resolvers, which describe the cluster of a process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["ClusterResolver", "whole_number"]
 
 
 class ClusterResolver(ABC):
-    """Tells of the cluster that this process belongs to. Implementations look anew at each call.
+    """The cluster that this process belongs to. Implementations read their source again at each call.
 
-    `task_type` and `task_id` say which task this process is, and can be assigned where a resolver cannot know.
+    `task_type` and `task_id` identify the task of this process. Assign them if a resolver cannot know them.
     """
 
-    # What was assigned, or given to the constructor; it goes before what can be found out.
+    # Values that were assigned, or passed to the constructor. They take precedence over values from the source.
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
@@ -27,11 +27,11 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The jobs and addresses; empty where there is no cluster."""
+        """Return the jobs and addresses; empty if there is no cluster."""
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process; None where that is not known."""
+        """The job of this process; None if it is unknown."""
         return self._task()[0]
 
     @task_type.setter
@@ -42,7 +42,7 @@ class ClusterResolver(ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job; None where that is not known."""
+        """The index of this process in its job; None if it is unknown."""
         return self._task()[1]
 
     @task_id.setter
@@ -51,12 +51,12 @@ class ClusterResolver(ABC):
 
     @property
     def environment(self) -> str:
-        """What the cluster manager calls the place where this runs; "" where it says nothing."""
+        """The cluster manager's name for the place where this runs; "" if it gives none."""
         return self._environment if self._environment is not None else self._found("environment") or ""
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol that `master` puts before addresses; None for none."""
+        """The protocol that `master` prepends to addresses; None for none."""
         return self._rpc_layer if self._rpc_layer is not None else self._found("rpc_layer")
 
     @rpc_layer.setter
@@ -64,14 +64,14 @@ class ClusterResolver(ABC):
         self._rpc_layer = value
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task, with the protocol before it if there is one; "" where there is no cluster.
+        """Return the address of a task, with the protocol if there is one; "" if there is no cluster.
 
         Args:
-            task_type, task_id: Which task; this process's where they are not given.
-            rpc_layer: Another protocol than the resolver's.
+            task_type, task_id: The task; by default, that of this process.
+            rpc_layer: A protocol other than the resolver's.
 
         Raises:
-            OptionError: There is no such task, or it was not named and which one this process is is not known.
+            OptionError: The task does not exist, or none was named and that of this process is unknown.
         """
         spec = self.cluster_spec()
         kind = self.task_type if task_type is None else task_type
@@ -80,7 +80,7 @@ class ClusterResolver(ABC):
             return ""
         if kind is None or index is None:
             raise OptionError(
-                f"master() was asked for the address of this process's task, and {type(self).__name__} does not know "
+                f"master() needs the task of this process, but {type(self).__name__} does not know "
                 f"which task of the cluster this is: {spec.as_dict()}. Name one, master('worker', 0), or assign "
                 "task_type and task_id."
             )
@@ -89,38 +89,38 @@ class ClusterResolver(ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """How many accelerators this process can use, by kind: `{"GPU": 2}`, or `{}` on the CPU.
+        """Return the number of accelerators that this process can use, by kind: `{"GPU": 2}`, or `{}` on the CPU.
 
         Args:
-            task_type, task_id: This process's own task, or nothing: other machines cannot be looked into.
-            config_proto: Must be None: there are no sessions to configure.
+            task_type, task_id: The task of this process, or nothing: other machines cannot be examined.
+            config_proto: Must be None, because there are no sessions to configure.
 
         Raises:
             OptionError: Another task was named.
         """
         if config_proto is not None:
-            raise OptionError(f"config_proto={config_proto!r} cannot be honoured: there are no sessions here.")
+            raise OptionError(f"config_proto={config_proto!r} is not supported: there are no sessions. Leave it out.")
         own = (self.task_type, self.task_id)
         asked = (own[0] if task_type is None else task_type, own[1] if task_id is None else task_id)
         if asked != own:
             raise OptionError(
-                f"num_accelerators was asked for {asked[0]} {asked[1]}, and this process is {own[0]} {own[1]}: it "
-                "cannot look into another machine. Ask there."
+                f"num_accelerators was asked for {asked[0]} {asked[1]}, but this process is {own[0]} {own[1]}, which "
+                "cannot examine another machine. Call it in that task."
             )
         gpus = available_gpus()
         return {"GPU": gpus} if gpus else {}
 
     @property
     def knows_accelerators(self) -> bool:
-        """Whether `num_accelerators` can tell of other tasks than this process's own."""
+        """True if `num_accelerators` knows other tasks than this process's own."""
         return type(self).num_accelerators is not ClusterResolver.num_accelerators
 
     def _task(self) -> tuple[str | None, int | None]:
-        """Which task this is, as far as it is known."""
+        """Return the task of this process, as far as it is known."""
         return self._task_type, self._task_id
 
     def _found(self, name: str) -> str | None:
-        """What can be found out of "environment" or "rpc_layer"."""
+        """Return the source's value of "environment" or "rpc_layer", if it has one."""
         return None
 
     def _with_protocol(self, address: str, rpc_layer: str | None) -> str:
@@ -132,9 +132,9 @@ class ClusterResolver(ABC):
 
 
 def whole_number(value: Any, what: str) -> int:
-    """A number from 0, also as text. Raises OptionError that begins with `what`."""
+    """Return a whole number, 0 or more, also from text. Raises an OptionError that begins with `what`."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]+", value.strip()):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise OptionError(f"{what}: a whole number from 0 is needed.")
+        raise OptionError(f"{what} is invalid. Give a whole number, 0 or more.")
     return value

@@ -1,4 +1,4 @@
-"""Slurm's short notations: `n[08-11],m5` for host names, `2(x3),1` for counts per node."""
+"""Parsers of Slurm's short notations: `n[08-11],m5` for host names, `2(x3),1` for counts per node."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MOST = 100_000
 
 
 def expand_host_list(text: str) -> list[str]:
-    """All host names of a list in Slurm's notation, in its order.
+    """Return all host names of a list in Slurm's notation, in its order.
 
-    Brackets hold numbers and ranges; a name may have several, and text after them. Leading zeros are kept.
+    Brackets contain numbers and ranges. A name may have several brackets, and text after them. Leading zeros are kept.
 
     Example:
         >>> expand_host_list("n[08-11],m5,rack[1-2]-gpu[1,3].net")
@@ -29,7 +29,7 @@ def expand_host_list(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The counts of a list such as `2(x3),1`: one number per node.
+    """Return the counts of a list such as `2(x3),1`, one number per node.
 
     Example:
         >>> expand_counts("2(x3),1")
@@ -40,17 +40,17 @@ def expand_counts(text: str) -> list[int]:
         match = _COUNT.fullmatch(entry.strip())
         if match is None:
             raise OptionError(
-                f"{entry!r} in the counts {text!r} is neither a number nor, like '2(x3)', a repeated one."
+                f"{entry!r} in the counts {text!r} is neither a number nor a repeated number such as '2(x3)'."
             )
         times = int(match[2]) if match[2] is not None else 1
         if times > _MOST:
-            raise OptionError(f"{entry!r} in the counts {text!r} is for more than {_MOST} nodes.")
+            raise OptionError(f"{entry!r} in the counts {text!r} is for more than {_MOST:,} nodes.")
         counts += [int(match[1])] * times
     return counts
 
 
 def _entries(text: str) -> list[str]:
-    """The parts between commas outside of brackets."""
+    """Return the parts between commas outside of brackets."""
     entries, depth = [""], 0
     for character in text.strip():
         depth += {"[": 1, "]": -1}.get(character, 0)
@@ -70,7 +70,7 @@ def _entries(text: str) -> list[str]:
 def _expand(entry: str, text: str) -> list[str]:
     choices = [[match[2]] if match[2] is not None else _numbers(match[1], text) for match in _PIECE.finditer(entry)]
     if math.prod(map(len, choices)) > _MOST:
-        raise OptionError(f"{entry!r} in the host list {text!r} stands for more than {_MOST} hosts.")
+        raise OptionError(f"{entry!r} in the host list {text!r} is for more than {_MOST:,} hosts.")
     return ["".join(pieces) for pieces in itertools.product(*choices)]
 
 
@@ -84,6 +84,6 @@ def _numbers(inside: str, text: str) -> list[str]:
         if int(last) < int(first):
             raise OptionError(f"'[{inside}]' in the host list {text!r}: the range {part!r} goes backwards.")
         if int(last) - int(first) >= _MOST:
-            raise OptionError(f"'[{inside}]' in the host list {text!r}: {part!r} is for more than {_MOST} hosts.")
+            raise OptionError(f"'[{inside}]' in the host list {text!r}: {part!r} is for more than {_MOST:,} hosts.")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

@@ -1,4 +1,4 @@
-"""The cluster that pods of Kubernetes make, asked of the API server through its official client."""
+"""The cluster of a set of Kubernetes pods, queried from the API server through its official client."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _ANSWER_S = 30.0
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks which pods run, at each call of `cluster_spec`. Needs `pip install 'distnb[kubernetes]'`.
+    """The cluster of the running pods, queried at each call. Needs `pip install 'distnb[kubernetes]'`.
 
-    Inside a cluster it identifies itself by its pod's service account, which must be allowed to list pods; elsewhere by
-    the user's kubeconfig. Pods are numbered by their names, `worker-2` before `worker-10`. A process in a pod is found
-    by the pod's name (HOSTNAME); elsewhere assign `task_type` and `task_id`.
+    In a pod, the resolver authenticates with the pod's service account, which must be allowed to list pods; elsewhere,
+    with the user's kubeconfig. Pods are numbered in the order of their names, `worker-2` before `worker-10`. A process
+    in a pod finds its own task by the pod's name (HOSTNAME); elsewhere assign `task_type` and `task_id`.
 
     Args:
-        job_to_label_mapping: Job name to label selectors of its pods; None for `{"worker": ["job-name=tensorflow"]}`.
-        port: Where each task listens; 8470 if it is not given.
+        job_to_label_mapping: Label selectors of pods by job name; None for `{"worker": ["job-name=tensorflow"]}`.
+        port: The port on which each task listens; 8470 by default.
         rpc_layer: See `ClusterResolver.rpc_layer`.
-        override_client: A `kubernetes.client.CoreV1Api` that is set up already.
-        namespace: Where the pods are. None: this pod's own; outside of a cluster all namespaces.
+        override_client: A configured `kubernetes.client.CoreV1Api`.
+        namespace: The namespace of the pods. None means this pod's own or, outside of a cluster, all namespaces.
         tf_server_port: tf.distribute's name of `port`.
 
     Raises:
         OptionError: An argument is malformed, or the client is not installed.
-        ClusterError: At access: the API server does not answer or refuses, there are no pods, or one does not run.
+        ClusterError: At access: the API server does not answer or refuses, or pods are missing or do not run.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class KubernetesClusterResolver(ClusterResolver):
         tf_server_port: int | None = None,
     ) -> None:
         if port is not None and tf_server_port is not None:
-            raise OptionError(f"port={port!r} and tf_server_port={tf_server_port!r} are one option. Give one of them.")
+            raise OptionError(
+                f"port={port!r} and tf_server_port={tf_server_port!r} are the same option. Give only one of them."
+            )
         port = port if port is not None else tf_server_port if tf_server_port is not None else _PORT
         self._selectors = _DEFAULT if job_to_label_mapping is None else _checked(job_to_label_mapping)
         self._port = whole_number(port, f"port={port!r}")
@@ -63,11 +65,11 @@ class KubernetesClusterResolver(ClusterResolver):
         self._namespace = namespace
 
     def __getstate__(self) -> dict[str, Any]:
-        # A client holds connections and locks. Elsewhere, on an engine, another one is made when it is asked for.
+        # A client holds connections and locks. In another process, such as an engine, a new one is made when needed.
         return {**self.__dict__, "_client": None}
 
     def cluster_spec(self) -> ClusterSpec:
-        """The running pods' addresses."""
+        """Return the addresses of the running pods."""
         found = self._pods()
         return ClusterSpec({job: [f"{_bracketed(ip)}:{self._port}" for _, ip in pods] for job, pods in found.items()})
 
@@ -83,7 +85,7 @@ class KubernetesClusterResolver(ClusterResolver):
         return self._task_type, self._task_id
 
     def _pods(self) -> dict[str, list[tuple[str, str]]]:
-        """Job to its pods, in order: (name, address)."""
+        """Return the pods of each job, in order: (name, address)."""
         found: dict[str, list[tuple[str, str]]] = {}
         for job, selectors in self._selectors.items():
             pods: dict[str, str] = {}
@@ -91,7 +93,8 @@ class KubernetesClusterResolver(ClusterResolver):
                 listed = self._list(selector)
                 if not listed:
                     raise ClusterError(
-                        f"Kubernetes has no pods with the labels {selector!r} (job {job!r}){self._where()}."
+                        f"Kubernetes has no pods with the labels {selector!r} (job {job!r}){self._where()}. Start "
+                        "them, or correct job_to_label_mapping."
                     )
                 for pod in listed:
                     pods[pod.metadata.name] = _address(pod, job)
@@ -112,10 +115,12 @@ class KubernetesClusterResolver(ClusterResolver):
         except ApiException as error:
             raise ClusterError(
                 f"Kubernetes refused to list the pods with the labels {selector!r}{self._where()}: {error.status} "
-                f"{error.reason}. May this account list pods there?"
+                f"{error.reason}. Check that this account may list pods there."
             ) from error
         except HTTPError as error:
-            raise ClusterError(f"Kubernetes' API server does not answer: {error}") from error
+            raise ClusterError(
+                f"Kubernetes' API server does not answer: {error}. Check that it is reachable from here."
+            ) from error
         return list(answer.items)
 
     def _api(self) -> CoreV1Api:
@@ -124,7 +129,7 @@ class KubernetesClusterResolver(ClusterResolver):
                 from kubernetes import client, config
             except ImportError as error:
                 raise OptionError(
-                    "KubernetesClusterResolver needs Kubernetes' own client. Install it: pip install "
+                    "KubernetesClusterResolver needs Kubernetes' Python client. Install it: pip install "
                     "'distnb[kubernetes]'"
                 ) from error
             try:
@@ -134,7 +139,7 @@ class KubernetesClusterResolver(ClusterResolver):
                     config.load_kube_config()  # type: ignore[no-untyped-call]
             except config.ConfigException as error:
                 raise ClusterError(
-                    f"There is no way to Kubernetes from here: {str(error).rstrip('.')}. Run in a pod, or set "
+                    f"Kubernetes cannot be reached from here: {str(error).rstrip('.')}. Run in a pod, or set "
                     "KUBECONFIG to the file that kubectl uses."
                 ) from error
             self._client = client.CoreV1Api()
@@ -164,8 +169,8 @@ def _checked(mapping: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]
 def _address(pod: Any, job: str) -> str:
     if pod.status.phase != "Running" or not pod.status.pod_ip:
         raise ClusterError(
-            f"The pod {pod.metadata.name} (job {job!r}) is {pod.status.phase or 'of unknown state'}, not Running: the "
-            "cluster is not complete. Ask again when it runs."
+            f"The pod {pod.metadata.name} (job {job!r}) is {pod.status.phase or 'of unknown state'}, not Running, so "
+            "the cluster is incomplete. Try again when it runs."
         )
     return str(pod.status.pod_ip)
 
@@ -175,5 +180,5 @@ def _bracketed(ip: str) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers in names by their value."""
+    """Return a sort key that orders numbers in names by value."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -1,4 +1,4 @@
-"""The resolver of a replica that no resolver tells its task."""
+"""The resolver of a replica whose task no other resolver knows."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["ReplicaTaskResolver"]
 
 
 class ReplicaTaskResolver(ClusterResolver):
-    """A replica as a worker: without TF_CONFIG, under `distnb run`, torchrun, or in a notebook's engine.
+    """A replica as a worker, without TF_CONFIG: under `distnb run`, torchrun, or in a notebook's engine.
 
-    Programs for TensorFlow take a process for the chief if its `task_type` is None. So replica r of n is worker r.
+    Programs for TensorFlow treat a process as the chief if its `task_type` is None. So replica r of n is worker r.
 
     Args:
-        rank: The replica.
-        of: Tells the cluster.
+        rank: The number of the replica.
+        of: The resolver of the cluster.
     """
 
     def __init__(self, rank: int, of: ClusterResolver) -> None:
@@ -24,7 +24,7 @@ class ReplicaTaskResolver(ClusterResolver):
         self.task_id = rank
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster; empty where nobody has told of one."""
+        """Return the cluster; empty if it is unknown."""
         return self._of.cluster_spec()
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A resolver that is told everything."""
+"""A resolver of a cluster that is given as arguments."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["SimpleClusterResolver"]
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Repeats what it was given.
+    """The cluster that it is given.
 
     Args:
         cluster_spec: The cluster.
-        master: What `master()` gives when no task is named; the address of this process's task where it is "".
-        task_type, task_id: Which task this process is.
+        master: The result of `master()` without a task; "" for the address of this process's task.
+        task_type, task_id: The task of this process.
         environment: See `ClusterResolver.environment`.
-        num_accelerators: What `num_accelerators()` gives, such as `{"GPU": 4}`; None to count this machine's.
+        num_accelerators: The result of `num_accelerators()`, such as `{"GPU": 4}`; None to count this machine's.
         rpc_layer: See `ClusterResolver.rpc_layer`.
 
     Raises:
@@ -53,11 +53,11 @@ class SimpleClusterResolver(ClusterResolver):
             self._spec.task_address(task_type, task_id)
 
     def cluster_spec(self) -> ClusterSpec:
-        """As given."""
+        """Return the given cluster."""
         return self._spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of the named task; else the master as given, or this process's own address."""
+        """Return the address of the named task; without one, the given master, or the address of this process."""
         if self._master and task_type is None and task_id is None:
             return self._with_protocol(self._master, rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
@@ -65,14 +65,14 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """As given, for every task; without that, as `ClusterResolver.num_accelerators` says."""
+        """Return the given numbers for every task; without them, see `ClusterResolver.num_accelerators`."""
         if self._accelerators is not None:
             return dict(self._accelerators)
         return super().num_accelerators(task_type, task_id, config_proto)
 
     @property
     def knows_accelerators(self) -> bool:
-        """Whether it was told."""
+        """True if the numbers were given."""
         return self._accelerators is not None
 
     def __repr__(self) -> str:
@@ -83,5 +83,5 @@ class SimpleClusterResolver(ClusterResolver):
 
 def _checked(accelerators: Mapping[str, int]) -> dict[str, int]:
     if not isinstance(accelerators, Mapping):
-        raise OptionError(f"num_accelerators={accelerators!r}: give a dict, such as {{'GPU': 2}}.")
+        raise OptionError(f"num_accelerators={accelerators!r} is not a dict. Give one, such as {{'GPU': 2}}.")
     return {str(kind): whole_number(n, f"num_accelerators[{kind!r}]={n!r}") for kind, n in accelerators.items()}

@@ -1,4 +1,4 @@
-"""The cluster that Slurm's `srun` made of one job step: each of its tasks is a task of the cluster."""
+"""The cluster of a Slurm job step: each task that `srun` started is a task of the cluster."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["SlurmClusterResolver"]
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """Reads the variables that `srun` sets in each task. Tasks are dealt out to the nodes in blocks, as srun does.
+    """The cluster in the variables that `srun` sets in each task. Tasks are assigned to nodes in blocks, as by srun.
 
     Args:
-        jobs: Job name to number of tasks, in task order: `{"chief": 1, "worker": 3}`. None: all are workers.
-        port_base: The first port of a node; its further tasks take the next ones.
-        gpus_per_node: GPUs that a node has for this step; None to look at this one. Without any, tasks use the CPU.
-        gpus_per_task: GPUs of each task; None to share out the node's.
-        tasks_per_node: Tasks on each node, a number or a dict from host name; None to ask Slurm.
-        auto_set_gpu: Have `cluster_spec` set CUDA_VISIBLE_DEVICES to this task's GPUs, where it sees more than those.
+        jobs: The number of tasks by job name, in task order: `{"chief": 1, "worker": 3}`. None makes all tasks workers.
+        port_base: The first port of a node. Its further tasks use the next ports.
+        gpus_per_node: The number of GPUs of a node in this step; None to count this node's. With 0, tasks use the CPU.
+        gpus_per_task: The number of GPUs of each task; None to divide the node's.
+        tasks_per_node: The number of tasks on each node, or a dict from host name to number; None to ask Slurm.
+        auto_set_gpu: Let `cluster_spec` set CUDA_VISIBLE_DEVICES to this task's GPUs, if it sees more than those.
         rpc_layer: See `ClusterResolver.rpc_layer`.
 
     Raises:
-        OptionError: At once for malformed arguments; at access for a variable that is missing or malformed, and for
-            numbers that do not fit together.
+        OptionError: At once for malformed arguments. At access for a missing or malformed variable, and for numbers
+            that contradict each other.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SlurmClusterResolver(ClusterResolver):
         self._jobs = None if jobs is None else _checked_jobs(jobs)
         self._port_base = whole_number(port_base, f"port_base={port_base!r}")
         if not 0 < self._port_base < 2**16:
-            raise OptionError(f"port_base={port_base!r}: ports are numbers from 1 to 65535.")
+            raise OptionError(f"port_base={port_base!r} is not a port. Give a number from 1 to 65535.")
         self._gpus_per_node = _optional(gpus_per_node, "gpus_per_node")
         self._gpus_per_task = _optional(gpus_per_task, "gpus_per_task")
         self._tasks_per_node = tasks_per_node
@@ -55,19 +55,19 @@ class SlurmClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """All tasks of the step, job by job. Sets CUDA_VISIBLE_DEVICES (see `auto_set_gpu`)."""
+        """Return all tasks of the step, job by job. Sets CUDA_VISIBLE_DEVICES (see `auto_set_gpu`)."""
         addresses = self._addresses()
         cluster: dict[str, list[str]] = {}
         for job, count in self._jobs_of(len(addresses)).items():
             cluster[job], addresses = addresses[:count], addresses[count:]
-        if self._auto_set_gpu and "SLURM_PROCID" in os.environ:  # else this is no task: a notebook of the allocation
+        if self._auto_set_gpu and "SLURM_PROCID" in os.environ:  # otherwise this is not a task but, say, a notebook
             self._set_gpus()
         return ClusterSpec(cluster)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """The GPUs of each task, which are as many for all of them."""
+        """Return the number of GPUs of each task, which is the same for all."""
         if config_proto is not None:
             return super().num_accelerators(task_type, task_id, config_proto)
         gpus = self._gpus_of_a_task()
@@ -76,7 +76,7 @@ class SlurmClusterResolver(ClusterResolver):
     # Tasks ----------------------------------------------------------------------------------------------------------
 
     def _nodes(self) -> dict[str, int]:
-        """Host names, in Slurm's order, to numbers of tasks."""
+        """Return the number of tasks by host name, in Slurm's order."""
         hosts = expand_host_list(_variable("STEP_NODELIST", "JOB_NODELIST", "NODELIST"))
         given = self._tasks_per_node
         if given is None:
@@ -84,13 +84,16 @@ class SlurmClusterResolver(ClusterResolver):
         elif isinstance(given, Mapping):
             lacking = [host for host in hosts if host not in given]
             if lacking:
-                raise OptionError(f"tasks_per_node has no number for {', '.join(lacking)}, which Slurm allotted.")
+                raise OptionError(
+                    f"tasks_per_node has no number for {', '.join(lacking)}, which Slurm allotted. Add one for each."
+                )
             counts = [whole_number(given[host], f"tasks_per_node[{host!r}]={given[host]!r}") for host in hosts]
         else:
             counts = [whole_number(given, f"tasks_per_node={given!r}")] * len(hosts)
         if len(counts) != len(hosts):
             raise OptionError(
-                f"Slurm tells of {len(hosts)} nodes ({', '.join(hosts)}) and of the tasks on {len(counts)} ({counts})."
+                f"Slurm lists {len(hosts)} nodes ({', '.join(hosts)}) but the tasks of {len(counts)} ({counts}). Give "
+                "tasks_per_node."
             )
         twice = [host for host, times in Counter(hosts).items() if times > 1]
         if twice:
@@ -104,7 +107,7 @@ class SlurmClusterResolver(ClusterResolver):
         jobs = self._jobs if self._jobs is not None else {"worker": tasks}
         if sum(jobs.values()) != tasks:
             raise OptionError(
-                f"jobs={jobs} are {sum(jobs.values())} tasks, and this Slurm step has {tasks}. Every task needs a job."
+                f"jobs={jobs} has {sum(jobs.values())} tasks, but this Slurm step has {tasks}. Give every task a job."
             )
         return jobs
 
@@ -115,12 +118,14 @@ class SlurmClusterResolver(ClusterResolver):
         nodes = self._nodes()
         place = [node for node, count in enumerate(nodes.values()) for _ in range(count)]
         if rank >= len(place):
-            raise OptionError(f"SLURM_PROCID is {rank}, and the nodes {nodes} have {len(place)} tasks.")
+            raise OptionError(
+                f"SLURM_PROCID is {rank}, but the nodes {nodes} have only {len(place)} tasks. Check tasks_per_node."
+            )
         node = os.environ.get("SLURM_NODEID", "")
         if node.isdigit() and int(node) != place[rank]:
             raise OptionError(
-                f"Task {rank} runs on node {node}, and would be on node {place[rank]} of {list(nodes)} if tasks were "
-                "dealt out in blocks. Start them with `srun --distribution=block`."
+                f"Task {rank} runs on node {node}, but would be on node {place[rank]} of {list(nodes)} if tasks were "
+                "assigned in blocks. Start them with `srun --distribution=block`."
             )
         for job, count in self._jobs_of(len(place)).items():
             if rank < count:
@@ -136,12 +141,14 @@ class SlurmClusterResolver(ClusterResolver):
             most = max(self._nodes().values(), default=1)
             if 0 < here < most:
                 raise OptionError(
-                    f"{most} tasks run on one node that has {here} GPU(s). Start at most one per GPU, or give "
+                    f"{most} tasks run on one node with {here} GPU(s). Start at most one per GPU, or give "
                     "gpus_per_task=0 for the CPU."
                 )
             return here // max(most, 1)
         if self._gpus_per_node is not None and per_task * max(self._nodes().values(), default=1) > here:
-            raise OptionError(f"gpus_per_task={per_task}: the tasks of one node need more than its {here} GPUs.")
+            raise OptionError(
+                f"gpus_per_task={per_task}: the tasks of one node need more than its {here} GPUs. Give fewer."
+            )
         return per_task
 
     def _gpus_of_the_node(self) -> int:
@@ -159,13 +166,16 @@ class SlurmClusterResolver(ClusterResolver):
             return
         first = per_task * whole_number(_variable("LOCALID"), f"SLURM_LOCALID={os.environ.get('SLURM_LOCALID')!r}")
         if first + per_task > len(visible):
-            raise OptionError(f"This task's GPUs would be number {first} and on, and it sees {','.join(visible)}.")
+            raise OptionError(
+                f"This task's GPUs would begin at number {first}, but it sees only {','.join(visible)}. Give "
+                "gpus_per_task, or check CUDA_VISIBLE_DEVICES."
+            )
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + per_task])
 
 
 @cache
 def _gpus_at_first() -> int:
-    """How many GPUs this task saw before CUDA_VISIBLE_DEVICES was set here."""
+    """Return the number of GPUs that this task saw before CUDA_VISIBLE_DEVICES was set here."""
     return available_gpus()
 
 
@@ -174,8 +184,8 @@ def _variable(*names: str) -> str:
         if value := os.environ.get(f"SLURM_{name}"):
             return value
     raise OptionError(
-        f"{' or '.join(f'SLURM_{name}' for name in names)} is not set: this process is no task of a Slurm step. Start "
-        "the program by `srun`."
+        f"{' or '.join(f'SLURM_{name}' for name in names)} is not set: this process is not a task of a Slurm step. "
+        "Start the program with `srun`."
     )
 
 

@@ -1,4 +1,4 @@
-"""The jobs of a cluster, and the address of each of their tasks."""
+"""The jobs of a cluster, and the addresses of their tasks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["ClusterDef", "ClusterSpec", "JobDef"]
 
 @dataclass(frozen=True)
 class JobDef:
-    """One job of a `ClusterDef`.
+    """A job of a `ClusterDef`.
 
     Attributes:
         name: The job's name.
-        tasks: Task index to address.
+        tasks: The addresses by task index.
     """
 
     name: str
@@ -26,7 +26,7 @@ class JobDef:
 
 @dataclass(frozen=True)
 class ClusterDef:
-    """A cluster as tf.train.ClusterDef has it.
+    """A cluster in the form of tf.train.ClusterDef.
 
     Attributes:
         job: The jobs, by name.
@@ -36,14 +36,14 @@ class ClusterDef:
 
 
 class ClusterSpec:
-    """Jobs and the addresses of their tasks. Never changes; equal ones are equal, and have the same hash.
+    """An immutable set of jobs with the addresses of their tasks. Specs with equal content are equal.
 
     Args:
-        cluster: Job name to addresses: a list, whose places are the task indices, or a dict from task index to
-            address; or another ClusterSpec, or a ClusterDef.
+        cluster: The addresses by job name: a list, whose indices are the task indices, or a dict from task index to
+            address. Another ClusterSpec or a ClusterDef will do, too.
 
     Raises:
-        OptionError: It is malformed; the text shows the part that is.
+        OptionError: `cluster` is malformed; the text shows the wrong part.
 
     Example:
         >>> spec = ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": {1: "c:2222"}})
@@ -59,7 +59,7 @@ class ClusterSpec:
             cluster = {job.name: job.tasks for job in cluster.job}
         if not isinstance(cluster, Mapping):
             raise OptionError(
-                f"A cluster is a dict from job names to addresses, like {{'worker': ['host:port']}}; got {cluster!r}."
+                f"A cluster is a dict from job names to addresses, like {{'worker': ['host:port']}}. Got {cluster!r}."
             )
         self._jobs = {_job_name(job): _tasks(job, tasks) for job, tasks in cluster.items()}
 
@@ -69,42 +69,42 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks a job has. Raises OptionError if there is no such job."""
+        """Return the number of tasks of a job. Raises OptionError if there is no such job."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """The indices of a job's tasks, ascending. Raises OptionError if there is no such job."""
+        """Return the indices of a job's tasks, ascending. Raises OptionError if there is no such job."""
         return list(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Where a task is reached. Raises OptionError if there is no such job or index."""
+        """Return the address of a task. Raises OptionError if there is no such job or index."""
         tasks = self._job(job_name)
         if isinstance(task_index, bool) or task_index not in tasks:
             raise OptionError(
-                f"There is no task {task_index!r} in job {job_name!r}; its tasks are {', '.join(map(str, tasks))}."
+                f"There is no task {task_index!r} in job {job_name!r}. Its tasks are {', '.join(map(str, tasks))}."
             )
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """A job's addresses by index; None where an index has none. Raises OptionError if there is no such job."""
+        """Return a job's addresses by index, None for a gap. Raises OptionError if there is no such job."""
         tasks = self._job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """The cluster as it could be given: a list per job whose indices have no gap, else {index: address}."""
+        """Return the cluster as a dict: a list per job whose indices have no gap, otherwise {index: address}."""
         return {
             job: list(tasks.values()) if list(tasks) == list(range(len(tasks))) else dict(tasks)
             for job, tasks in self._jobs.items()
         }
 
     def as_cluster_def(self) -> ClusterDef:
-        """The cluster in tf.train.ClusterDef's form: `.job`, each with `.name` and `.tasks`; sorted by name."""
+        """Return the cluster in the form of tf.train.ClusterDef: `.job` by name, each with `.name` and `.tasks`."""
         return ClusterDef(tuple(JobDef(job, dict(self._jobs[job])) for job in sorted(self._jobs)))
 
     def _job(self, name: str) -> dict[int, str]:
         if name not in self._jobs:
             there = f"the jobs are {', '.join(self._jobs)}" if self._jobs else "the cluster is empty"
-            raise OptionError(f"There is no job {name!r} in the cluster; {there}.")
+            raise OptionError(f"There is no job {name!r} in the cluster: {there}.")
         return self._jobs[name]
 
     def __bool__(self) -> bool:
@@ -122,7 +122,7 @@ class ClusterSpec:
 
 def _job_name(job: Any) -> str:
     if not isinstance(job, str) or not job:
-        raise OptionError(f"A job's name is text, such as 'worker'; got {job!r}.")
+        raise OptionError(f"A job's name is text, such as 'worker'. Got {job!r}.")
     return job
 
 
@@ -132,18 +132,18 @@ def _tasks(job: str, tasks: Any) -> dict[int, str]:
         return dict(sorted(found.items()))
     if isinstance(tasks, Sequence) and not isinstance(tasks, (str, bytes)):
         return {index: _address(job, address) for index, address in enumerate(tasks)}
-    raise OptionError(f"Job {job!r}: its tasks are a list of addresses or a dict of index to address; got {tasks!r}.")
+    raise OptionError(f"Job {job!r}: its tasks are a list of addresses or a dict of index to address. Got {tasks!r}.")
 
 
 def _index(job: str, index: Any) -> int:
-    # The keys of a JSON object are text.
+    # JSON objects have text as keys.
     number = int(index) if isinstance(index, str) and index.isascii() and index.isdigit() else index
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise OptionError(f"Job {job!r}: {index!r} is no task index; those are whole numbers from 0.")
+        raise OptionError(f"Job {job!r}: {index!r} is not a task index. Give a whole number, 0 or more.")
     return number
 
 
 def _address(job: str, address: Any) -> str:
     if not isinstance(address, str) or not address.strip():
-        raise OptionError(f"Job {job!r}: {address!r} is no address; write 'host:port'.")
+        raise OptionError(f"Job {job!r}: {address!r} is not an address. Write 'host:port'.")
     return address.strip()

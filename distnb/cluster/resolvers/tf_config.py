@@ -1,4 +1,4 @@
-"""The cluster that the environment variable TF_CONFIG describes, as Kubeflow, Vertex AI and others set it."""
+"""The cluster in the environment variable TF_CONFIG, as set by Kubeflow, Vertex AI and others."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads TF_CONFIG, at each access, so that a program may set it after it made the resolver.
+    """The cluster in TF_CONFIG, read at each access, so a program may set the variable after it made the resolver.
 
-    The variable holds JSON: `{"cluster": {"worker": ["host0:2222", …]}, "task": {"type": "worker", "index": 0}}`.
-    Unset, or `{}`, there is no cluster. Other keys than "cluster", "task", "environment" and "rpc_layer" are named in
-    a warning, since nothing here heeds them ("session_master" neither: there are no sessions).
+    The variable holds JSON: `{"cluster": {"worker": ["host0:2222", …]}, "task": {"type": "worker", "index": 0}}`. If it
+    is unset or `{}`, there is no cluster. A warning names keys other than "cluster", "task", "environment" and
+    "rpc_layer", since distnb ignores them ("session_master", too: there are no sessions).
 
     Args:
-        task_type, task_id: Instead of what TF_CONFIG says of this process.
-        rpc_layer, environment: Likewise.
+        task_type, task_id: The task of this process, in place of TF_CONFIG's.
+        rpc_layer, environment: The protocol and the environment, in place of TF_CONFIG's.
 
     Raises:
-        OptionError: At access: TF_CONFIG is malformed, or this process's task is not in the cluster. The text shows the
-            part that is wrong.
+        OptionError: At access, if TF_CONFIG is malformed, or this process's task is not in the cluster. The text shows
+            the wrong part.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """The jobs and addresses of TF_CONFIG."""
+        """Return the jobs and addresses in TF_CONFIG."""
         return _cluster_of(_read())
 
     def _found(self, name: str) -> str | None:
@@ -64,7 +64,7 @@ class TFConfigClusterResolver(ClusterResolver):
             raise OptionError(f'TF_CONFIG\'s "task" is {json.dumps(task)} and lacks a "type", such as "worker".')
         index = self._task_id if self._task_id is not None else task.get("index")
         if index is None:
-            raise OptionError(f'TF_CONFIG\'s "task" is {json.dumps(task)} and lacks an "index": which {kind} is this?')
+            raise OptionError(f'TF_CONFIG\'s "task" is {json.dumps(task)} and lacks an "index". Add the {kind}\'s.')
         number = whole_number(index, f'TF_CONFIG\'s "task" has the index {index!r}')
         _check_member(spec, kind, number)
         return kind, number
@@ -82,14 +82,14 @@ def _read() -> dict[str, Any]:
         config = json.loads(text)
     except ValueError as error:
         raise OptionError(
-            f"TF_CONFIG is no JSON ({error}): {_short(text) if text.strip() else 'it is empty'}. It should look like "
+            f"TF_CONFIG is not JSON ({error}): {_short(text) if text.strip() else 'it is empty'}. It should look like "
             f"{_EXAMPLE}; without a cluster leave it unset."
         ) from None
     if not isinstance(config, dict):
-        raise OptionError(f"TF_CONFIG is {_short(text)}, and a JSON object is needed, such as {_EXAMPLE}")
+        raise OptionError(f"TF_CONFIG is {_short(text)}, but must be a JSON object, such as {_EXAMPLE}")
     if unknown := [name for name in config if name not in _KEYS]:
         warnings.warn(
-            f"TF_CONFIG has {', '.join(map(repr, unknown))}, which distnb does not heed. It knows {', '.join(_KEYS)}.",
+            f"TF_CONFIG has {', '.join(map(repr, unknown))}, which distnb ignores. It uses {', '.join(_KEYS)}.",
             stacklevel=4,
         )
     return config
@@ -98,14 +98,14 @@ def _read() -> dict[str, Any]:
 def _part(config: dict[str, Any], name: str, example: str) -> dict[str, Any]:
     part = config.get(name, {})
     if not isinstance(part, dict):
-        raise OptionError(f'TF_CONFIG\'s "{name}" is {_short(json.dumps(part))}, and an object is needed, {example}.')
+        raise OptionError(f'TF_CONFIG\'s "{name}" is {_short(json.dumps(part))}, but must be an object, {example}.')
     return part
 
 
 def _text(config: dict[str, Any], name: str) -> str | None:
     value = config.get(name)
     if value is not None and not isinstance(value, str):
-        raise OptionError(f'TF_CONFIG\'s "{name}" is {_short(json.dumps(value))}, and text is needed.')
+        raise OptionError(f'TF_CONFIG\'s "{name}" is {_short(json.dumps(value))}, but must be text.')
     return value
 
 
@@ -114,23 +114,24 @@ def _cluster_of(config: dict[str, Any]) -> ClusterSpec:
         return ClusterSpec(_part(config, "cluster", 'such as {"worker": ["host0:2222", "host1:2222"]}'))
     except OptionError as error:
         raise OptionError(
-            f"TF_CONFIG's cluster is wrong. {error}" if "TF_CONFIG" not in str(error) else error
+            f"TF_CONFIG's cluster is malformed. {error}" if "TF_CONFIG" not in str(error) else error
         ) from None
 
 
 def _check_member(spec: ClusterSpec, kind: str, index: int) -> None:
     if kind == "evaluator" and kind not in spec.jobs:
-        return  # it belongs to no group, so most clusters do not list it
+        return  # an evaluator belongs to no group, so most clusters do not list it
     if not spec:
         raise OptionError(
-            f'TF_CONFIG says that this is {kind} {index}, and has no "cluster" for it to be in. It should look like '
-            f"{_EXAMPLE}"
+            f'TF_CONFIG says that this is {kind} {index}, but has no "cluster". It should look like {_EXAMPLE}'
         )
     if kind not in spec.jobs:
-        raise OptionError(f"TF_CONFIG says that this is {kind} {index}; the cluster's jobs are {', '.join(spec.jobs)}.")
+        raise OptionError(
+            f"TF_CONFIG says that this is {kind} {index}, but the cluster's jobs are {', '.join(spec.jobs)}."
+        )
     if index not in spec.task_indices(kind):
         there = ", ".join(map(str, spec.task_indices(kind))) or "none"
-        raise OptionError(f"TF_CONFIG says that this is {kind} {index}; the cluster's {kind} tasks are {there}.")
+        raise OptionError(f"TF_CONFIG says that this is {kind} {index}, but the cluster's {kind} tasks are {there}.")
 
 
 def _short(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Several resolvers as one."""
+"""Several resolvers combined into one."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["UnionResolver"]
 
 
 class UnionResolver(ClusterResolver):
-    """The cluster of several resolvers together.
+    """The combined cluster of several resolvers.
 
-    Jobs of one name are put together: where all of them number their tasks from 0, one after another; else by the
-    indices that they give. What can be said once only (which task this process is, the protocol, the environment, the
-    accelerators) the first resolver says.
+    Jobs of the same name are merged. If every resolver numbers the tasks of a job from 0, they are renumbered one after
+    another; otherwise their indices are kept. Some things have only one value: the task of this process, the protocol,
+    the environment and the accelerators. The first resolver's value is used for those.
 
     Args:
-        *resolvers: One at least.
-        task_type, task_id, rpc_layer: Instead of what the first resolver says.
+        *resolvers: One or more resolvers.
+        task_type, task_id, rpc_layer: Values that replace the first resolver's.
 
     Raises:
-        OptionError: Something is no resolver; at access: two of them have different addresses for one task.
+        OptionError: An argument is not a resolver; or, at access, two resolvers have different addresses for one task.
 
     Example:
         >>> from distnb.cluster_resolver import SimpleClusterResolver
@@ -42,7 +42,7 @@ class UnionResolver(ClusterResolver):
         unfit = [each for each in resolvers if not isinstance(each, ClusterResolver)]
         if unfit or not resolvers:
             raise OptionError(
-                f"UnionResolver takes one ClusterResolver or more and got {unfit[0] if unfit else 'none'!r}. Write "
+                f"UnionResolver takes one or more ClusterResolvers but got {unfit[0] if unfit else 'none'!r}. Write "
                 "UnionResolver(TFConfigClusterResolver(), …)."
             )
         self._resolvers = resolvers
@@ -51,7 +51,7 @@ class UnionResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """All jobs of all resolvers."""
+        """Return all jobs of all resolvers."""
         specs = [each.cluster_spec() for each in self._resolvers]
         jobs = dict.fromkeys(job for spec in specs for job in spec.jobs)
         return ClusterSpec({job: _together(job, [spec for spec in specs if job in spec.jobs]) for job in jobs})
@@ -63,12 +63,12 @@ class UnionResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """What the first resolver says."""
+        """Return the first resolver's accelerators."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property
     def knows_accelerators(self) -> bool:
-        """As the first resolver."""
+        """True if the first resolver knows the accelerators of all tasks."""
         return self._resolvers[0].knows_accelerators
 
     def _task(self) -> tuple[str | None, int | None]:
@@ -81,7 +81,7 @@ class UnionResolver(ClusterResolver):
 
 
 def _together(job: str, specs: list[ClusterSpec]) -> dict[int, str]:
-    """The tasks of one job, by index."""
+    """Return the tasks of one job, by index."""
     parts = [{index: spec.task_address(job, index) for index in spec.task_indices(job)} for spec in specs]
     if all(list(part) == list(range(len(part))) for part in parts):
         addresses = dict.fromkeys(address for part in parts for address in part.values())

@@ -1,1 +1,1 @@
-"""What a cell shows of its replicas, as data."""
+"""The output of replicas in a cell, as data."""

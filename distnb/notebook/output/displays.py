@@ -1,4 +1,4 @@
-"""What a cell shows: texts and displays, and how those of several replicas look side by side."""
+"""The content of a cell's output: texts and displays, and the combination of several replicas' displays."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Stream = Literal["stdout", "stderr"]
 
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/svg+xml")
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-"""The kind of data that stands for a widget, by its model's id."""
+"""The MIME type that represents a widget, by its model's id."""
 
 _REPORTS = (VALUE, PLACEMENT)
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """One rich display: MIME bundle and metadata, with a text that says whether two are equal."""
+    """A rich display: a MIME bundle and its metadata, with a text by which equal displays are recognised."""
 
     data: Mapping[str, Any]
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -45,21 +45,21 @@ class Bundle:
 
     @classmethod
     def of(cls, data: Mapping[str, Any], metadata: Mapping[str, Any]) -> Bundle:
-        """Make one of what IPython's display publisher takes."""
-        # The image decides where there is one: the plain text beside it may hold an object's address.
+        """Make a bundle from the arguments of IPython's display publisher."""
+        # If there is an image, only the image is compared: the plain text with it may contain an object's address.
         seen = {kind: data[kind] for kind in _IMAGES if kind in data} or dict(data)
         return cls(dict(data), dict(metadata), json.dumps(seen, sort_keys=True, default=str))
 
     @property
     def site(self) -> bytes | None:
-        """The line of the user's that a replica's part of something is shown from; None of what stands for itself."""
+        """The line of the user's code that shows a replica's part of a value; None for other displays."""
         found: bytes | None = next((self.data[kind]["site"] for kind in _REPORTS if kind in self.data), None)
         return found
 
 
 @dataclass(frozen=True)
 class WriteText:
-    """An instruction: print text on a stream."""
+    """An instruction to print text on a stream."""
 
     stream: Stream
     text: str
@@ -67,7 +67,7 @@ class WriteText:
 
 @dataclass(frozen=True)
 class Show:
-    """An instruction: show a rich display under a name, or change the one that has it."""
+    """An instruction to show a rich display under a name, or to change the display of that name."""
 
     name: str
     bundle: Bundle
@@ -76,14 +76,14 @@ class Show:
 
 @dataclass(frozen=True)
 class Area:
-    """An instruction: draw the lines that are not finished yet; none of them: remove the area."""
+    """An instruction to draw the unfinished lines; without lines, the area is removed."""
 
     lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Clear:
-    """An instruction: remove everything that the cell has shown; with `wait`, when the next thing is shown."""
+    """An instruction to remove the cell's output, at once or, with `wait`, when the next output is shown."""
 
     wait: bool
 
@@ -92,25 +92,25 @@ Instruction = WriteText | Show | Area | Clear
 
 
 def is_figure(data: Mapping[str, Any]) -> bool:
-    """Return whether a bundle is shown beside those of other replicas: a widget is not, HTML cannot hold it."""
+    """Return whether a bundle is shown side by side with those of other replicas. Widgets are not: HTML holds none."""
     return WIDGET_VIEW not in data and any(kind in data for kind in ("text/html", *_IMAGES, *_REPORTS))
 
 
 def plain_text(data: Mapping[str, Any]) -> str | None:
-    """The text of a bundle that is nothing but text, else None."""
+    """Return the text of a bundle that is only text, or None."""
     return str(data["text/plain"]) if set(data) == {"text/plain"} else None
 
 
 def combine(group: Mapping[int, Bundle], total: int, who: str = "") -> Bundle:
-    """What is displayed for {replica: display}: one where all are equal, else each with its replicas' mark.
+    """Combine {replica: display} into one display: a single one if all are equal, else each marked with its replicas.
 
-    What replicas told of components of one value is told of that value.
+    The replicas' reports of one value's components become one report of the whole value.
     """
     for report in _REPORTS:
-        told = [bundle.data[report] for _, bundle in sorted(group.items()) if report in bundle.data]
-        if len(told) == len(group) and len({(each["kind"], each["size"]) for each in told}) == 1:
-            replicas = {replica: part for each in told for replica, part in each["replicas"].items()}
-            return Bundle.of({report: {**told[0], "replicas": replicas}}, {})
+        reports = [bundle.data[report] for _, bundle in sorted(group.items()) if report in bundle.data]
+        if len(reports) == len(group) and len({(each["kind"], each["size"]) for each in reports}) == 1:
+            replicas = {replica: part for each in reports for replica, part in each["replicas"].items()}
+            return Bundle.of({report: {**reports[0], "replicas": replicas}}, {})
     equal: dict[str, list[int]] = {}
     for replica in sorted(group):
         equal.setdefault(group[replica].identity, []).append(replica)

@@ -1,7 +1,11 @@
-"""The output of all replicas, merged into that of one cell: events in, instructions out, no IO and no clock.
+"""The output of all replicas, merged into one cell's output: events in, instructions out, without IO and clock.
 
-Lines and figures that several replicas make within `HOLD_S` are shown once, marked with whose they are; each replica's
-own order is kept. Unfinished lines (progress bars) are shown in an area of their own until they end.
+A line or figure that several replicas produce within `HOLD_S` is shown once, marked with their numbers. Each replica's
+own order is kept. Unfinished lines (progress bars) are shown in a separate area until they end. Example:
+
+    replica 0 writes  "start\\n"  "loss 0.5\\n"      [0-1] start
+    replica 1 writes  "start\\n"  "loss 0.4\\n"      [0] loss 0.5
+                                                   [1] loss 0.4
 """
 
 from __future__ import annotations
@@ -31,16 +35,16 @@ from distnb.wire.messages import Display, Output
 __all__ = ["HOLD_S", "OutputMerger"]
 
 HOLD_S = 0.15
-"""A line waits at most this long for its doubles."""
+"""The longest time for which a line waits for equal lines of other replicas."""
 
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
-_AREA_S = 0.1  # the unfinished lines are drawn anew at most ten times a second
-_CHANGE_S = 0.2  # and a display that was changed at most five times
-_PARTIAL_S = 0.4  # a line without an end is shown after so long
+_AREA_S = 0.1  # the least time between two drawings of the area
+_CHANGE_S = 0.2  # the least time between two changes of a display
+_PARTIAL_S = 0.4  # the age at which a line without an end is shown
 _LONGEST_LINE = 20_000
-_BURST, _PER_SECOND = 1_000.0, 50  # units of each replica that may come at once, and in a second; a line is one
-_DISPLAY = 20  # units
-_TAIL = 20  # of the lines left out, so many last ones are shown when the cell ends
+_BURST, _PER_SECOND = 1_000.0, 50  # units that each replica may send at once, and per second; a line is one
+_DISPLAY = 20  # units of a display
+_TAIL = 20  # the number of omitted lines that are shown when the cell ends, the last ones
 
 
 @dataclass(eq=False)
@@ -49,7 +53,7 @@ class _Slot:
 
     name: str
     group: dict[int, Bundle] = field(default_factory=dict)
-    shown: str | None = None  # what is, as `Bundle.identity` has it
+    shown: str | None = None  # the shown content, as `Bundle.identity`
     changed: float = 0.0
     dirty: bool = True
 
@@ -59,14 +63,14 @@ _Entry = WovenStep[str | _Slot | Bundle]
 
 
 class _Gate:
-    """Lets one replica's output through, as long as it is not too much for a notebook: a token bucket.
+    """A token bucket that limits one replica's output to an amount that a notebook can show.
 
-    Once empty it stays shut until it has filled up a good part. Without that, a flood would let single lines through,
-    each with a note about those left out around it.
+    An empty bucket stays shut until it is partly full again. Otherwise a flood would pass one line at a time, each with
+    a note about the omitted ones.
 
     Attributes:
-        count: Lines and displays that were left out, and not told of yet.
-        tail: The last lines of them.
+        count: The number of omitted lines and displays since the last note about them.
+        tail: The last of these lines.
     """
 
     def __init__(self) -> None:
@@ -76,8 +80,8 @@ class _Gate:
         self._then = 0.0
         self._shut = False
 
-    def take(self, units: float, now: float) -> bool:
-        """Whether so much may pass."""
+    def admit(self, units: float, now: float) -> bool:
+        """Return whether this many units may pass, and take them from the bucket if so."""
         self._level = min(_BURST, self._level + (now - self._then) * _PER_SECOND)
         self._then = now
         self._shut = units > self._level or (self._shut and self._level < 2 * _PER_SECOND)
@@ -86,19 +90,19 @@ class _Gate:
         return not self._shut
 
     def cleared(self) -> None:
-        """What has passed is not shown any more, and some may pass in its place."""
+        """Refill a little after the cell was cleared, since earlier output is no longer shown."""
         self._level = max(self._level, 2 * _PER_SECOND)
         self.count = 0
         self.tail.clear()
 
 
 class OutputMerger:
-    """Merges what replicas write and show.
+    """The merger of the replicas' texts and displays.
 
     Args:
-        total: Replicas that take part; with one, nothing is marked.
-        name: Prefix of the names of its displays, unique in the notebook.
-        who: What their numbers are of, for marks: "worker " gives `[worker 1]`.
+        total: The number of replicas. The output of a single one is not marked.
+        name: The prefix of the names of its displays, unique in the notebook.
+        who: The noun for replica numbers in marks: "worker " gives `[worker 1]`.
     """
 
     def __init__(self, total: int, name: str, who: str = "") -> None:
@@ -107,8 +111,8 @@ class OutputMerger:
         self._name = name
         self._weave: Weave[str | _Slot | Bundle] = Weave(total, HOLD_S if total > 1 else 0.0)
         self._screens: dict[tuple[int, Stream], Screen] = {}
-        self._slots: list[_Slot] = []  # that are shown
-        self._beside: _Slot | None = None  # figures of other replicas may still be shown in it
+        self._slots: list[_Slot] = []  # the slots that are shown
+        self._figures: _Slot | None = None  # the last slot, while it can still receive figures of other replicas
         self._named: defaultdict[int, dict[str, _Slot]] = defaultdict(dict)  # by replica, and by its own names
         self._named_slots: list[_Slot] = []
         self._parts: dict[tuple[bytes, int], _Slot] = {}
@@ -122,7 +126,7 @@ class OutputMerger:
     # -- events in -------------------------------------------------------------------------------------------------
 
     def feed(self, event: Output | Display, now: float) -> None:
-        """Take an event of a replica. The clock is any steady one, `collect`'s too."""
+        """Handle an event of a replica. Any steady clock will do, if `collect` has the same."""
         if not 0 <= event.replica < self._total:
             return
         if isinstance(event, Display):
@@ -134,16 +138,16 @@ class OutputMerger:
             self._add_lines(event.replica, event.stream, screen.finish(), now)
 
     def break_off(self, replica: int, now: float) -> None:
-        """A replica writes no more for now: its unfinished lines are finished."""
+        """Finish the unfinished lines of a replica that pauses."""
         for stream in _STREAMS:
             if (replica, stream) in self._screens:
                 self._add_lines(replica, stream, self._screens[replica, stream].finish(), now)
 
     def ended(self, replica: int, now: float) -> None:
-        """A replica will write no more: nobody waits for it, and its unfinished lines are finished."""
+        """Finish the unfinished lines of a replica that will write no more, and stop waiting for it."""
         self.break_off(replica, now)
         tail = list(self._gates[replica].tail)
-        self._tell_left_out(replica, len(tail), now)
+        self._note_omitted(replica, len(tail), now)
         for stream, line in tail:
             self._add_line(replica, stream, line, now)
         self._weave.active.discard(replica)
@@ -151,14 +155,14 @@ class OutputMerger:
     def _add_lines(self, replica: int, stream: Stream, lines: Sequence[str], now: float) -> None:
         gate = self._gates[replica]
         for at, line in enumerate(lines):
-            if not gate.take(1 + len(line) / 500, now):
+            if not gate.admit(1 + len(line) / 500, now):
                 gate.count += len(lines) - at
                 gate.tail.extend((stream, each) for each in lines[max(at, len(lines) - _TAIL) :])
                 return
-            self._tell_left_out(replica, 0, now)
+            self._note_omitted(replica, 0, now)
             self._add_line(replica, stream, line, now)
 
-    def _tell_left_out(self, replica: int, but: int, now: float) -> None:
+    def _note_omitted(self, replica: int, but: int, now: float) -> None:
         gate = self._gates[replica]
         if gate.count > but:
             what = f"{gate.count - but:,} of the lines and displays, too many for a notebook"
@@ -183,7 +187,7 @@ class OutputMerger:
                 slot.group[replica], slot.dirty = bundle, True
         elif name is None and (text := plain_text(bundle.data)) is not None:
             self._add_lines(replica, "stdout", [text], now)
-        elif not self._gates[replica].take(_DISPLAY, now):
+        elif not self._gates[replica].admit(_DISPLAY, now):
             self._gates[replica].count += 1
         elif name is not None:
             self._feed_named(replica, str(name), bundle, now)
@@ -195,7 +199,7 @@ class OutputMerger:
     def _feed_named(self, replica: int, name: str, bundle: Bundle, now: float) -> None:
         slots = self._named[replica]
         if name not in slots:
-            # Names may be random, so the replicas' displays are paired by their order.
+            # Names may be random, so the displays of different replicas are paired by their order.
             if len(slots) == len(self._named_slots):
                 self._named_slots.append(_Slot(self._new_name()))
             slot = slots[name] = self._named_slots[len(slots)]
@@ -204,7 +208,10 @@ class OutputMerger:
         slots[name].dirty = True
 
     def _feed_part(self, replica: int, site: bytes, bundle: Bundle, now: float) -> None:
-        """A replica's part of a value: to those that the others show from the same line, as often as this one has."""
+        """Add a replica's part of a value to the parts that the others show at the same line for the same time.
+
+        A line in a loop shows a value again and again: the n-th part of each replica belongs to the n-th display.
+        """
         count = self._counts[replica, site] = self._counts[replica, site] + 1
         if (site, count) not in self._parts:
             self._parts[site, count] = _Slot(self._new_name())
@@ -219,7 +226,7 @@ class OutputMerger:
 
     @property
     def idle(self) -> bool:
-        """Whether `collect` would have nothing to do, now or later, without new events."""
+        """True if `collect` has nothing to do, now or later, without new events."""
         return (
             self._weave.empty
             and not self._area
@@ -228,10 +235,15 @@ class OutputMerger:
         )
 
     def collect(self, now: float, *, final: bool = False, held: bool = True) -> list[Instruction]:
-        """What is to be shown now; with `final`, nothing is held back: the cell ends. Unless `held`, nor is a line."""
+        """Return the instructions that are due now.
+
+        Args:
+            final: Hold nothing back, because the cell ends.
+            held: Hold back lines that may still have equals. If False, release them, too.
+        """
         for key, screen in list(self._screens.items()):
             if screen.drawn and screen.open:
-                self._add_lines(*key, screen.settle(now), now)
+                self._add_lines(*key, screen.pop_finished(now), now)
         if final:
             for replica in range(self._total):
                 self.ended(replica, now)
@@ -247,7 +259,7 @@ class OutputMerger:
     def _release(self, entry: _Entry, out: list[Instruction], now: float) -> None:
         content = entry.content
         figure = isinstance(content, Bundle) and is_figure(content.data)
-        if not figure or (self._beside is not None and not entry.replicas.isdisjoint(self._beside.group)):
+        if not figure or (self._figures is not None and not entry.replicas.isdisjoint(self._figures.group)):
             self._close_figures(out, now)
         if entry.key[0] == "clear":
             self._clear(entry, out)
@@ -261,22 +273,22 @@ class OutputMerger:
             if content not in self._slots:
                 self._slots.append(content)
                 self._draw(content, out, now)
-        elif figure and self._beside is not None:
-            self._beside.group.update(dict.fromkeys(entry.replicas, content))
-            self._beside.dirty = True
+        elif figure and self._figures is not None:
+            self._figures.group.update(dict.fromkeys(entry.replicas, content))
+            self._figures.dirty = True
         elif figure:
-            self._beside = _Slot(self._new_name(), dict.fromkeys(entry.replicas, content))
-            self._slots.append(self._beside)
+            self._figures = _Slot(self._new_name(), dict.fromkeys(entry.replicas, content))
+            self._slots.append(self._figures)
         else:
             if len(entry.replicas) < self._total:
                 _print(out, "stdout", f"{mark(entry.replicas, self._who)}\n")
             out.append(Show(self._new_name(), content))
 
     def _close_figures(self, out: list[Instruction], now: float) -> None:
-        """What comes next is shown below the figures that stand side by side."""
-        if self._beside is not None and self._beside.dirty:
-            self._draw(self._beside, out, now)
-        self._beside = None
+        """End the row of figures side by side: later output is shown below it."""
+        if self._figures is not None and self._figures.dirty:
+            self._draw(self._figures, out, now)
+        self._figures = None
 
     def _draw(self, slot: _Slot, out: list[Instruction], now: float) -> None:
         slot.dirty = False
@@ -287,11 +299,11 @@ class OutputMerger:
         slot.shown, slot.changed = content, now
 
     def _clear(self, entry: _Entry, out: list[Instruction]) -> None:
-        """Clear the cell once every replica whose output is there wants it; before that, a replica's own displays."""
+        """Clear the cell once every replica with output there has asked for it; before that, only its own displays."""
         whole = self._seen <= entry.replicas
         self._seen -= entry.replicas
         if whole:
-            # Everything that was still to come before would be wiped at once.
+            # The instructions so far would be wiped at once.
             out[:] = [Clear(entry.key[1] == "wait")]
             self._area = ()
             self._slots.clear()

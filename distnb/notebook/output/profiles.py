@@ -1,4 +1,4 @@
-"""What torch.profiler recorded on replicas, as files beside the notebook."""
+"""Recordings of torch.profiler on replicas, written as files next to the notebook."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ __all__ = ["profile_folder", "write_profiles"]
 
 
 def profile_folder(name: str) -> Path:
-    """The folder for profiles, made if it is not there. Raises OptionError where that cannot be."""
+    """Return the folder for profiles, made if it does not exist. Raises OptionError if that fails."""
     folder = Path(name).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError(f"--profile {name}: the folder cannot be made ({error.strerror}).") from None
+        raise OptionError(
+            f"--profile {name}: the folder cannot be created ({error.strerror}). Give a folder that you can write to."
+        ) from None
     return folder
 
 
 def write_profiles(folder: Path, profiles: Mapping[int, Any]) -> None:
-    """Write the traces of the replicas that have one, and say where they are."""
+    """Write the traces of the replicas that have one, and print the files' paths."""
     for replica, trace in sorted(item for item in profiles.items() if item[1] is not None):
         path = folder / f"replica_{replica}.pt.trace.json.gz"
         path.write_bytes(trace)

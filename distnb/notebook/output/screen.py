@@ -1,32 +1,32 @@
-"""What a replica's stream looks like, line by line: newlines, carriage returns, cursor moves.
+"""The lines of a replica's stream, as a terminal shows them: newlines, carriage returns and cursor moves are applied.
 
-A progress bar rewrites its line with a carriage return, nested bars move up and down. Rich's live displays hide the
-cursor while they are there, and draw frames of several lines, each over the one before. A `Screen` follows one stream
-of one replica and tells which lines are finished, and which are still being written.
+A progress bar rewrites its line with a carriage return, and nested bars move up and down. Rich's live displays hide the
+cursor while they run, and draw frames of several lines over each other. A `Screen` follows one stream of one replica
+and separates finished lines from unfinished ones. Example: after "10%\\r20%\\r", the unfinished line is "20%".
 """
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["SETTLE_S", "Screen"]
+__all__ = ["REOPEN_S", "Screen"]
 
-SETTLE_S = 0.15
-"""A line below which the cursor went stays open for this long if a bar was drawn in it: nested bars come back up."""
+REOPEN_S = 0.15
+"""The time for which a line with a bar stays open after the cursor went below it, since nested bars move up again."""
 
 _HIDE, _SHOW = "\x1b[?25l", "\x1b[?25h"
 _CONTROLS = re.compile("(\n|\r|\x08|\x1b\\[\\d*[AJK]|\x1b\\[\\?25[hl])")
-_TERMINALS = re.compile("\x1b\\[(?!\\?25[hl])\\??[\\d;]*[B-HSTfhl]")  # what else terminals do: there is none here
-_CUT = re.compile("\x1b(\\[\\??[\\d;]*)?$")  # an escape sequence of which the end has not come yet
+_TERMINALS = re.compile("\x1b\\[(?!\\?25[hl])\\??[\\d;]*[B-HSTfhl]")  # other commands to terminals, which are ignored
+_CUT = re.compile("\x1b(\\[\\??[\\d;]*)?$")  # an escape sequence whose end has not arrived yet
 
 
 class Screen:
     """The unfinished end of one stream of one replica.
 
     Attributes:
-        rows: Lines not yet finished, the topmost first.
-        since: When the oldest of them began.
-        drawn: Something rewrote a row, as progress bars do.
+        rows: The unfinished lines, the topmost first.
+        since: The time at which the oldest of them began.
+        drawn: True if text has been rewritten in a row, as by a progress bar.
     """
 
     def __init__(self) -> None:
@@ -36,20 +36,20 @@ class Screen:
     def _reset(self) -> None:
         self.rows: list[str] = [""]
         self.drawn = False
-        self._touched = [0.0]  # when the cursor was last in each row
+        self._touched = [0.0]  # the time at which the cursor was last in each row
         self._row = self._column = 0
-        self._fresh = False  # the cursor has just come into a new line
-        self._framed = False  # the cursor is hidden: what is below the top of the latest frame is drawn again
+        self._fresh = False  # the cursor has just come to a new line
+        self._framed = False  # the cursor is hidden, so the rows below the top of the latest frame will be drawn again
         self._held = ""
         self._done: list[str] = []
 
     @property
     def open(self) -> bool:
-        """Whether anything unfinished is there."""
+        """True if there is unfinished text."""
         return len(self.rows) > 1 or bool(self.rows[0])
 
     def feed(self, text: str, now: float) -> list[str]:
-        """Take text as it was written; the lines that it finished, without their newlines."""
+        """Apply text as it was written, and return the lines that it finished, without their newlines."""
         if not self.open:
             self.since = now
         text = (self._held + text).replace("\r\n", "\n")
@@ -58,19 +58,19 @@ class Screen:
         text = _TERMINALS.sub("", text[: len(text) - len(self._held)])
         for piece in filter(None, _CONTROLS.split(text)):
             self._put(piece, now)
-        return self.settle(now)
+        return self.pop_finished(now)
 
-    def settle(self, now: float) -> list[str]:
-        """The lines that are finished by now: the cursor is below, and did not come back for a while."""
+    def pop_finished(self, now: float) -> list[str]:
+        """Remove and return the finished lines: the cursor is below them, and did not move up for a while."""
         count = 0
-        while count < self._row and not self._framed and (not self.drawn or now - self._touched[count] >= SETTLE_S):
+        while count < self._row and not self._framed and (not self.drawn or now - self._touched[count] >= REOPEN_S):
             count += 1
         self._cut_off(count, now)
         done, self._done = self._done, []
         return done
 
     def finish(self) -> list[str]:
-        """The stream ends: every row is finished."""
+        """End the stream, and return all rows."""
         rows = [*self._done, *(row.rstrip() if self.drawn else row for row in self.rows)]
         while rows and not rows[-1]:
             rows.pop()
@@ -78,7 +78,7 @@ class Screen:
         return rows
 
     def _cut_off(self, count: int, now: float) -> None:
-        """The first so many rows are done."""
+        """Move the first `count` rows to the finished ones."""
         if count:
             self._done += [row.rstrip() if self.drawn else row for row in self.rows[:count]]
             del self.rows[:count], self._touched[:count]
@@ -105,8 +105,8 @@ class Screen:
             self.rows[self._row] = self.rows[self._row][: self._column]
         else:
             if fresh != self._framed and (self._framed or self.rows[self._row :] == [""]):
-                # Plain text in a new line: were this a bar below others, it would begin with a carriage return. Or, of
-                # frames, text where the cursor was moved to, which is the top of the next one.
+                # Plain text in a new line finishes the lines above: a bar below others would begin with a carriage
+                # return. In frames it is the reverse. Text after a cursor move is the top of the next frame.
                 self._cut_off(self._row, now)
             self._type(piece)
 

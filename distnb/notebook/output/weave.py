@@ -1,4 +1,8 @@
-"""Several sequences of steps woven into one: equal steps once, and each replica's own order kept."""
+"""Several sequences of steps woven into one, with equal steps once and each replica's own order kept.
+
+Example. Replica 0 takes steps a, b, d and replica 1 takes a, c, d. Woven: a (both), b (0), c (1), d (both). Step d
+follows b and c, because a replica that shares it has them first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class WovenStep(Generic[T]):
-    """One step of one or several replicas; of the latter, `since` is when it was first heard of."""
+    """A step of one or several replicas. `since` is the time at which the first of these took it."""
 
     key: tuple[str, str]
     content: T
@@ -22,14 +26,14 @@ class WovenStep(Generic[T]):
 
 
 class Weave(Generic[T]):
-    """The steps that were not released yet. Replicas whose steps have the same key may share one.
+    """The steps that have not been released yet. Replicas whose steps have the same key may share one.
 
     Args:
-        total: Number of replicas.
-        hold_s: A step waits at most this long for other replicas to share it.
+        total: The number of replicas.
+        hold_s: The longest time for which a step waits for other replicas to share it.
 
     Attributes:
-        active: Replicas that may still take steps.
+        active: The replicas that may still take steps.
     """
 
     def __init__(self, total: int, hold_s: float) -> None:
@@ -39,15 +43,15 @@ class Weave(Generic[T]):
 
     @property
     def empty(self) -> bool:
-        """Whether all steps were released."""
+        """True if all steps have been released."""
         return not any(self._queues.values())
 
     def add(self, key: tuple[str, str], replica: int, content: T, now: float) -> None:
-        """A replica took a step."""
+        """Add a step that a replica took."""
         self._queues[replica].append(WovenStep(key, content, now, {replica}))
 
     def release(self, now: float, *, final: bool = False) -> list[WovenStep[T]]:
-        """The steps that need not, or must not, wait any longer, in an order that depends on no replica's speed."""
+        """Release and return the steps that are complete or overdue. The order depends on no replica's speed."""
         woven = self._woven()
         overdue = [place for place, step in enumerate(woven) if final or now - step.since >= self._hold]
         count = overdue[-1] + 1 if overdue else 0
@@ -59,17 +63,17 @@ class Weave(Generic[T]):
         return woven[:count]
 
     def _woven(self) -> list[WovenStep[T]]:
-        """All steps in an order that suits every replica: none is taken while another replica will come to it, too."""
+        """Return all steps in an order that suits every replica: a step follows all that precede it on any replica."""
         queues = {replica: deque(queue) for replica, queue in self._queues.items() if queue}
         left = {replica: Counter(step.key for step in queue) for replica, queue in queues.items()}
-        holders = Counter(key for keys in left.values() for key in keys)  # replicas that have, or will come to, a step
-        heads: dict[tuple[str, str], set[int]] = defaultdict(set)  # who has come to it
+        holders = Counter(key for keys in left.values() for key in keys)  # how many replicas have each step left
+        heads: dict[tuple[str, str], set[int]] = defaultdict(set)  # the replicas whose next step it is
         for replica, queue in queues.items():
             heads[queue[0].key].add(replica)
         woven = []
         while queues:
             here = (queue[0].key for queue in queues.values())
-            # Where each waits for another, replicas took the same steps in different orders.
+            # If no step is next for all its holders, replicas took equal steps in different orders. Take any one then.
             key = next((key for key in here if len(heads[key]) == holders[key]), next(iter(queues.values()))[0].key)
             who = heads.pop(key)
             steps = [queues[replica].popleft() for replica in sorted(who)]

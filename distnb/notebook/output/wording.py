@@ -1,4 +1,4 @@
-"""How sets, sizes, cells and tables are written for people."""
+"""The wording of sets, sizes, cells and tables for people."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _CELL = "padding:1px 14px 1px 0;text-align:{align};vertical-align:top;border:non
 
 
 class Html(str):
-    """Text that is HTML already, and is put into a table as it is."""
+    """Text that is HTML already and goes into a table unescaped."""
 
     __slots__ = ()
 
 
 def ranges(numbers: Iterable[int]) -> list[str]:
-    """0, 1, 2 and 5 as "0-2" and "5"."""
+    """Return the ranges of a set of numbers: "0-2" and "5" for 0, 1, 2 and 5."""
     spans: list[tuple[int, int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][1] + 1:
@@ -34,12 +34,12 @@ def ranges(numbers: Iterable[int]) -> list[str]:
 
 
 def mark(replicas: Iterable[int], who: str = "") -> str:
-    """How a set of replicas is written: `[0-3]`, `[0,2]`, `[1]`; with `who`, `[worker 1]`."""
+    """Return the mark of a set of replicas: `[0-3]`, `[0,2]`, `[1]`; with `who`, `[worker 1]`."""
     return f"[{who}{','.join(ranges(replicas))}]"
 
 
 def cell_name(filename: str, shell: InteractiveShell | None = None) -> str:
-    """The name of a cell in tracebacks, "Cell In[3]", by what its code objects carry; "" if it is no cell."""
+    """Return a cell's name in tracebacks, such as "Cell In[3]", from its code's file name; "" if it is no cell."""
     ipython = sys.modules.get("IPython")
     if shell is None and ipython is not None:
         shell = ipython.get_ipython()
@@ -48,12 +48,12 @@ def cell_name(filename: str, shell: InteractiveShell | None = None) -> str:
 
 
 def cell_place(place: str) -> str:
-    """A line as views name it: "cell 3, line 4" for "Cell In[3], line 4"."""
+    """Return a line as views name it: "cell 3, line 4" for "Cell In[3], line 4"."""
     return place.replace("Cell In[", "cell ", 1).replace("], line", ", line", 1)
 
 
 def human_bytes(nbytes: int | None) -> str:
-    """A number of bytes as people read it: `1.2 GB`; nothing for None."""
+    """Return a number of bytes in words: `1.2 GB`; "" for None."""
     if nbytes is None:
         return ""
     size = float(nbytes)
@@ -71,10 +71,11 @@ def html_table(
     numeric: Collection[str] = (),
     caption: str = "",
 ) -> str:
-    """Draw a table; cells are escaped, but for `Html`, and `caption` stands above it.
+    """Return a table in HTML. Cells are escaped, except `Html`.
 
     Args:
-        numeric: Titles of the columns that are aligned to the right.
+        numeric: The titles of the columns that are aligned to the right.
+        caption: A text above the table.
     """
 
     def cells(tag: str, values: Sequence[object]) -> str:
@@ -95,7 +96,7 @@ def html_table(
 
 
 def short_number(value: float | None) -> str:
-    """A number in little room."""
+    """Return a number in little room."""
     if value is None:
         return ""
     if value and math.isfinite(value) and abs(value) >= 100_000:
@@ -104,6 +105,6 @@ def short_number(value: float | None) -> str:
 
 
 def filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """A table without the columns in which no row has anything."""
+    """Return a table without the columns that are empty in all rows."""
     columns = [i for i in range(len(header)) if any(row[i] for row in rows)]
     return [header[i] for i in columns], [[row[i] for i in columns] for row in rows]

@@ -1,1 +1,1 @@
-"""What the views of a cell, a cluster and a value show, as data: events in, plain values out; nothing is drawn here."""
+"""Models of the views of a cell, a cluster and a value: events in, plain values out. They draw nothing."""

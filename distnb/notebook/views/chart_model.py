@@ -1,4 +1,4 @@
-"""What a chart of the live view shows, as data: which lines, what they are called, and the facts below them."""
+"""The content of the live view's charts as data: lines, their labels, and the facts below them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distnb.notebook.views.runs import Run
 __all__ = ["COLORS", "Chart", "Series", "charts", "facts", "series_of"]
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999933", "#808080")
-"""Okabe and Ito's, which the colour-blind can tell apart, with those that show on light and on dark alike."""
+"""The colours of Okabe and Ito that are visible on light and dark backgrounds. They suit colour blindness."""
 
 _RISING = ("acc", "auc", "f1", "precision", "recall", "score", "iou", "bleu", "psnr")
 _FALLING = ("loss", "error", "perplexity", "mae", "mse", "rmse")
@@ -24,10 +24,11 @@ class Series(NamedTuple):
     """A line of a chart.
 
     Attributes:
-        label: Whose it is: "[0-1]", "[3]", "mean of 16", or a run's name; "" where there is one replica and one run.
-        color: Its number among the chart's colours.
-        lines: What it is made of, by replica. Of several, the mean is drawn, in the band that they fill.
-        thick: Whether it stands for all replicas.
+        label: The replicas or the run that the line shows: "[0-1]", "[3]", "mean of 16", or a run's name. It is "" with
+            one replica and one run.
+        color: The index of its colour in `COLORS`.
+        lines: The replicas' lines that it combines. Of several lines, the mean is drawn, in the band that they fill.
+        thick: True if it represents all replicas.
     """
 
     label: str
@@ -37,25 +38,25 @@ class Series(NamedTuple):
 
     @property
     def css_color(self) -> str:
-        """As `#0072b2`."""
+        """The colour in CSS, as `#0072b2`."""
         return COLORS[self.color % len(COLORS)]
 
     def points(self) -> list[Point]:
-        """What is drawn."""
+        """Return the points to draw."""
         return mean_points(self.lines) if len(self.lines) > 1 else next(iter(self.lines.values())).points
 
     @property
     def last(self) -> float | None:
-        """The latest value, or the mean of the replicas' latest."""
+        """The latest value, or the mean of the replicas' latest values."""
         latest = [line.last for line in self.lines.values() if line.last is not None]
         return sum(latest) / len(latest) if latest else None
 
 
 class Chart(NamedTuple):
-    """One name's lines.
+    """The lines of one name.
 
     Attributes:
-        epochs: Step before each epoch, and the epoch's number from 0 on.
+        epochs: The step before each epoch, and the epoch's number from 0 on.
         exploded: The steps at which a value exploded.
         facts: The latest, the least and the greatest value, in words.
     """
@@ -68,7 +69,7 @@ class Chart(NamedTuple):
 
 
 def charts(model: LiveModel) -> list[Chart]:
-    """Every chart of a cell, in the order in which the names came."""
+    """Return every chart of a cell, in the order in which their names first appeared."""
     drawn = []
     for name, runs in model.charts().items():
         own = runs[-1]
@@ -80,7 +81,7 @@ def charts(model: LiveModel) -> list[Chart]:
 
 
 def series_of(name: str, runs: Sequence[Run], replicas: int = 0) -> list[Series]:
-    """The lines of a name: one for each run, or for each replica of a single one, which has so many or more."""
+    """Return the lines of a name: one for each run, or, for a single run, one for each of its `replicas` or more."""
     if len(runs) == 1:
         curve = runs[0].curves[name]
         return _of_replicas(curve, max(replicas, len(curve.lines)))
@@ -104,17 +105,17 @@ def _of_replicas(curve: Curve, total: int) -> list[Series]:
 
 
 def facts(curve: Curve) -> str:
-    """The latest, the least and the greatest value: `last 0.02 · min 0.0198 at step 480 (best) · max 2.3 at step 1`."""
+    """Return the latest and the extreme values: `last 0.02 · min 0.0198 at step 480 (best) · max 2.3 at step 1`."""
     latest = [line.last for line in curve.shown().values() if line.last is not None]
-    told = [f"last {_together(latest)}"] if latest else []
+    found = [f"last {_together(latest)}"] if latest else []
     least, greatest = curve.extremes()
     if least is not None and greatest is not None and least.value != greatest.value:
         words = curve.name.lower()
         rising = any(word in words for word in _RISING)
         falling = not rising and any(word in words for word in _FALLING)
         for word, extreme, best in (("min", least, falling), ("max", greatest, rising)):
-            told.append(f"{word} {short_number(extreme.value)} at step {extreme.step:,.0f}{' (best)' if best else ''}")
-    return " · ".join(told)
+            found.append(f"{word} {short_number(extreme.value)} at step {extreme.step:,.0f}{' (best)' if best else ''}")
+    return " · ".join(found)
 
 
 def _together(values: Sequence[float]) -> str:

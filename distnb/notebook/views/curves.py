@@ -1,4 +1,4 @@
-"""Curves as data: what replicas told under one name, thinned to be drawn, whole for the record; and its troubles."""
+"""Curves as data: the replicas' values of one name, thinned for drawing and whole for the record, and their faults."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from distnb.notebook.output.wording import ranges, short_number
 __all__ = ["MOST_KEPT", "MOST_LINES", "MOST_POINTS", "Curve", "Line", "Point", "ValueHistory", "apart", "mean_points"]
 
 MOST_POINTS = 1_000
-"""A line is drawn by at most this many points: then neighbours are joined, with their least and greatest value."""
+"""The most points of a line. Beyond it, neighbours are joined, with their least and greatest value."""
 
 MOST_KEPT = 100_000
-"""The record of a line has every value up to this many, then every second, and so on."""
+"""The most values in a line's record. Beyond it, the record keeps every second value, and so on."""
 
 MOST_LINES = 8
-"""So many lines of replicas can be told apart: more are drawn as one of their means, in the band that they fill."""
+"""The most lines of replicas that a reader can distinguish. More are drawn as their mean, in the band they fill."""
 
 Point = tuple[float, float, float, float]
-"""Step, value, and the least and greatest finite value of the steps that the point stands for."""
+"""A step, its value, and the least and greatest finite value of all steps that the point represents."""
 
 _MOST_OPEN = 5_000
-_EXPLODED = 100.0
+_EXPLODED = 100.0  # times the earlier peak
 _LEAST_LAG = 10
 _SAMPLES = 25
-_FAR = 4.0
+_FAR = 4.0  # times the median distance
 
 
 class ValueHistory:
-    """All values of a line, with their steps and times; of very many, every second or fourth or …, from the first on.
+    """The values of a line with their steps and times. Of very many, it keeps every second, every fourth, and so on.
 
     Attributes:
-        stride: It has the values whose number, from 0, is a multiple of this.
-        told: How many values there were.
+        stride: The record has the values whose index, from 0, is a multiple of this.
+        count: The number of values so far, including those that were not kept.
     """
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         self._most = most
         self.stride = 1
-        self.told = 0
+        self.count = 0
         self.steps, self.values, self.times = array("d"), array("d"), array("d")
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class ValueHistory:
 
     def add(self, step: float, value: float, seconds: float) -> None:
         """Add a value."""
-        if self.told % self.stride == 0:
+        if self.count % self.stride == 0:
             self.steps.append(step)
             self.values.append(value)
             self.times.append(seconds)
@@ -62,37 +62,38 @@ class ValueHistory:
                 for each in (self.steps, self.values, self.times):
                     del each[1::2]
                 self.stride *= 2
-        self.told += 1
+        self.count += 1
 
     def since(self, number: int) -> Iterator[tuple[float, float, float]]:
-        """Step, value and time of those from this number on."""
+        """Yield step, value and time of the kept values from this index on."""
         first = -(-number // self.stride)
         yield from zip(self.steps[first:], self.values[first:], self.times[first:], strict=True)
 
 
 class Extreme(NamedTuple):
-    """A value, and the step at which it was first told."""
+    """A value, and the first step at which it was recorded."""
 
     value: float
     step: float
 
 
 class Line:
-    """One replica's values of one name, at most so many points: old ones are joined as it grows, extremes are kept.
+    """The values that a replica recorded under one name. As the line grows, old points are joined; extremes are kept.
 
     Attributes:
-        points: To draw.
-        width: Values that one point stands for; the last may stand for fewer.
+        points: The points to draw.
+        width: The number of values per point. The last point may have fewer.
         record: All values.
-        least, greatest: Of the finite values.
-        is_bad: Whether the latest value is nan or infinite.
-        bad: The first of the latest values in a row that were; bad_count: how many there were in all.
-        exploded: A value that was a hundred times as great as all that had been told some time before; and those.
+        least, greatest: The extremes of the finite values.
+        is_bad: True if the latest value is nan or infinite.
+        bad: The first value of the latest run of nan or infinite values.
+        bad_count: The number of nan and infinite values in all.
+        exploded: The first value that was a hundred times the peak of some time before, and that peak.
     """
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         self._most = most
-        self._count = 0  # of values, in the last point
+        self._count = 0  # the number of values in the last point
         self.points: list[Point] = []
         self.width = 1
         self.record = ValueHistory()
@@ -102,12 +103,13 @@ class Line:
         self.bad_count = 0
         self.exploded: tuple[Extreme, float] | None = None
         self.is_bad = False
-        # The greatest magnitude so far; until a while ago, and a while before that; and when to look again.
+        # The greatest magnitude of all values, of those until the last shift, and of those until the shift before it.
+        # With a lag that grows with the line, steady growth is no explosion (see `_note`).
         self._peak = self._recent_peak = self._old_peak = 0.0
-        self._next_look = _LEAST_LAG
+        self._next_shift = _LEAST_LAG  # the count of values at the next shift
 
     def add(self, step: float, value: float, seconds: float = 0.0) -> None:
-        """Add a value; steps grow. `seconds`: when it was told, since 1970."""
+        """Add a value; steps grow. `seconds` is its time since 1970."""
         self.record.add(step, value, seconds)
         if math.isfinite(value):
             self._note(step, value)
@@ -129,10 +131,11 @@ class Line:
         if self.exploded is None and 0 < self._old_peak * _EXPLODED < size:
             self.exploded = Extreme(value, step), self._old_peak
         self._peak = max(self._peak, size)
-        if self.record.told >= self._next_look:
-            # So a counter, or a rate that is warmed up, is none: what grows by powers only is.
+        if self.record.count >= self._next_shift:
+            # The lag is a quarter of the values so far. A counter or a rate during warm-up grows less than a
+            # hundredfold in that time, so only growth by powers counts as an explosion.
             self._old_peak, self._recent_peak = self._recent_peak, self._peak
-            self._next_look = self.record.told + max(_LEAST_LAG, self.record.told // 4)
+            self._next_shift = self.record.count + max(_LEAST_LAG, self.record.count // 4)
 
     def _put(self, point: Point) -> None:
         if self._count and self._count < self.width:
@@ -153,18 +156,18 @@ class Line:
 
 
 def _joined(first: Point, second: Point) -> Point:
-    """One point for two neighbours: the latter's step and value, and the extremes of both.
+    """Return one point for two neighbours: the second's step and value, and the extremes of both.
 
-    A value that is nan or infinite is not hidden by those around it: it is the joined point's.
+    If the first value is nan or infinite, it is kept instead: its neighbours must not hide it.
     """
     value = second[1] if math.isfinite(first[1]) else first[1]
     return second[0], value, min(first[2], second[2]), max(first[3], second[3])
 
 
 def mean_points(lines: Mapping[int, Line]) -> list[Point]:
-    """Many replicas' lines as one: at the first one's steps the mean of all, and the least and greatest of them.
+    """Return many replicas' lines as one: at the first line's steps, the mean of all and their extremes.
 
-    Each stands at a step with its latest point until there.
+    Each line contributes its latest point at or before the step.
     """
     places = dict.fromkeys(lines, 0)
     drawn: list[Point] = []
@@ -184,7 +187,7 @@ def mean_points(lines: Mapping[int, Line]) -> list[Point]:
 
 
 def apart(lines: Mapping[int, Line]) -> list[int]:
-    """Replicas, two at most, whose lines are by far further from the mean than the others'; by a sample of steps."""
+    """Return up to two replicas whose lines are far further from the median than the others', in a sample of steps."""
     first = lines[min(lines)].points
     distance = dict.fromkeys(lines, 0.0)
     for step, *_ in first[:: -(-len(first) // _SAMPLES) or 1]:
@@ -202,19 +205,19 @@ def apart(lines: Mapping[int, Line]) -> list[int]:
 
 @dataclass
 class Curve:
-    """All that is known of one name.
+    """The lines of one name.
 
     Attributes:
-        lines: By replica.
-        differs: Whether two replicas told different values in the same turn. While they never did, the values are
-            taken to be reduced ones, and one thick line stands for all.
+        lines: The lines by replica.
+        differs: True once two replicas recorded different values in the same turn. Until then the values are taken for
+            reduced ones, and one thick line represents all replicas.
     """
 
     name: str
     lines: dict[int, Line] = field(default_factory=dict)
     differs: bool = False
-    _turns: Counter[int] = field(default_factory=Counter)  # by replica: how often it has told one
-    _open: dict[int, tuple[float, float]] = field(default_factory=dict)  # turns that not every replica has come to
+    _turns: Counter[int] = field(default_factory=Counter)  # the number of values by replica
+    _open: dict[int, tuple[float, float]] = field(default_factory=dict)  # turns that some replica has not reached yet
 
     def add(self, replica: int, step: float, value: float, total: int, seconds: float = 0.0) -> None:
         """Add a value of a replica."""
@@ -233,31 +236,31 @@ class Curve:
             del self._open[next(iter(self._open))]
 
     def shown(self) -> dict[tuple[int, ...], Line]:
-        """The lines to draw, each with the replicas that it stands for."""
+        """Return the lines to draw, each with the replicas that it represents."""
         if self.differs or len(self.lines) < 2:
             return {(replica,): line for replica, line in sorted(self.lines.items())}
         furthest = max(self.lines.values(), key=lambda line: line.points[-1][0])
         return {tuple(sorted(self.lines)): furthest}
 
     def extremes(self) -> tuple[Extreme | None, Extreme | None]:
-        """The least and the greatest finite value of all replicas; the earliest of equal ones."""
+        """Return the least and the greatest finite value of all replicas. Of equal ones, the earliest counts."""
         least = [line.least for line in self.lines.values() if line.least is not None]
         greatest = [line.greatest for line in self.lines.values() if line.greatest is not None]
         return min(least, default=None), min(greatest, key=lambda each: (-each.value, each.step), default=None)
 
     def troubles(self) -> list[str]:
-        """What is wrong with it, in words: `loss is nan since step 120 (replica 1)`."""
-        told: dict[str, list[int]] = {}
+        """Return the faults in the values, in words: `loss is nan since step 120 (replica 1)`."""
+        found: dict[str, list[int]] = {}
         exploded: list[tuple[float, Line, list[int]]] = []
         for replicas, line in self.shown().items():
             if line.bad is not None:
-                told.setdefault(_bad_text(self.name, line, line.bad), []).extend(replicas)
+                found.setdefault(_bad_text(self.name, line, line.bad), []).extend(replicas)
             if line.exploded is not None:
                 exploded.append((line.exploded[0].step, line, list(replicas)))
         if exploded:
             _, first, _ = min(exploded, key=lambda each: each[0])
-            told[_exploded_text(self.name, first)] = [replica for *_, replicas in exploded for replica in replicas]
-        return [text + _whose(replicas, self.lines) for text, replicas in told.items()]
+            found[_exploded_text(self.name, first)] = [replica for *_, replicas in exploded for replica in replicas]
+        return [text + _whose(replicas, self.lines) for text, replicas in found.items()]
 
 
 def _bad_text(name: str, line: Line, bad: Extreme) -> str:

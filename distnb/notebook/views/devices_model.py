@@ -1,4 +1,4 @@
-"""The devices of a cluster: who computes there, how much memory is used and free, and which variables are there."""
+"""The devices of a cluster: the engines that compute there, memory used and free, and the variables held."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_NAMES = 4
 
 
 class _Engine(Protocol):
-    """What a row of `%distnb status` has."""
+    """A row of `%distnb status`."""
 
     @property
     def engine(self) -> int: ...
@@ -35,12 +35,12 @@ class _Engine(Protocol):
 
 @dataclass(frozen=True)
 class MemoryPool:
-    """A memory, in bytes.
+    """A memory; sizes in bytes.
 
     Attributes:
-        name: What it is.
-        used: What each that is known takes, by its name.
-        free, total: As its owner tells; what is missing to the total others take.
+        name: The name of the memory.
+        used: The bytes of each known user, by name.
+        free, total: As the system reports them. Other programs use the rest.
     """
 
     name: str
@@ -50,12 +50,12 @@ class MemoryPool:
 
     @property
     def others(self) -> int:
-        """What others take."""
+        """The bytes that other programs use."""
         return max(0, self.total - self.free - sum(self.used.values()))
 
     @property
     def text(self) -> str:
-        """In words: `engine 0: 310 MB · others: 2.1 GB · free: 5.2 GB of 8.0 GB`."""
+        """The memory in words: `engine 0: 310 MB · others: 2.1 GB · free: 5.2 GB of 8.0 GB`."""
         used = [f"{who}: {human_bytes(nbytes)}" for who, nbytes in self.used.items()]
         others = [f"others: {human_bytes(self.others)}"] if self.others else []
         return " · ".join([*used, *others, f"free: {human_bytes(self.free)} of {human_bytes(self.total)}"])
@@ -67,7 +67,7 @@ class DeviceRow:
 
     Attributes:
         users: The engines that compute there.
-        holds: Bytes of the notebook's variables there, by name; of all engines there together.
+        holds: The bytes of the notebook's variables there, by name, summed over the engines.
     """
 
     device: str
@@ -76,7 +76,7 @@ class DeviceRow:
 
     @property
     def holds_text(self) -> str:
-        """The largest of its variables, and all together."""
+        """The largest variables, and the sum of the rest."""
         largest = sorted(self.holds.items(), key=lambda each: -each[1])
         named = [f"{name} {human_bytes(nbytes)}" for name, nbytes in largest[:_MOST_NAMES]]
         rest = largest[_MOST_NAMES:]
@@ -86,14 +86,14 @@ class DeviceRow:
 
 @dataclass(frozen=True)
 class DevicesModel:
-    """All devices, and all memories."""
+    """The devices and memories of a cluster."""
 
     devices: tuple[DeviceRow, ...]
     memories: tuple[MemoryPool, ...]
 
     @classmethod
     def of_nobody(cls, devices: Iterable[str]) -> DevicesModel:
-        """Devices of this machine that no engine uses."""
+        """Return devices of this machine that no engine uses."""
         memory = psutil.virtual_memory()
         host = MemoryPool("this machine", {}, int(memory.available), int(memory.total))
         return cls(tuple(DeviceRow(device) for device in devices), (host,))
@@ -107,14 +107,14 @@ class DevicesModel:
         names: Mapping[int, str] | None = None,
         idle: Iterable[str] = (),
     ) -> DevicesModel:
-        """What engines told.
+        """Return the devices of a cluster from its engines' reports.
 
         Args:
             engines: All of them.
-            memory: What those told that answered.
-            held: Bytes of the notebook's variables, by name, for each engine that has some.
-            names: What each engine is called; None: as `%distnb status` does.
-            idle: Devices of this machine; those that nobody uses get a row, too.
+            memory: The reports of the engines that answered.
+            held: The bytes of the notebook's variables, by name, for each engine that has some.
+            names: The name of each engine; None for those of `%distnb status`.
+            idle: Devices of this machine. Those that no engine uses get a row, too.
         """
         rows = list(engines)
         names = names or {row.engine: row.task or f"engine {row.engine}" for row in rows}
@@ -144,16 +144,16 @@ def _summed(rows: Iterable[_Engine], held: Mapping[int, Mapping[str, int]]) -> d
 
 
 def _hosts(rows: Iterable[_Engine], memory: Mapping[int, MemoryUse], names: Mapping[int, str]) -> list[MemoryPool]:
-    """The memory of each machine, and what engines take of it."""
+    """Return the memory of each machine, and the bytes that engines use."""
     hosts: dict[str, list[_Engine]] = {}
     for row in rows:
         if row.engine in memory:
             hosts.setdefault(row.host, []).append(row)
     found = []
     for host, there in hosts.items():
-        told = memory[there[0].engine]
+        reported = memory[there[0].engine]
         used = {names[row.engine]: memory[row.engine].rss for row in there}
-        found.append(MemoryPool(f"memory of {host}", used, told.host_free, told.host_total))
+        found.append(MemoryPool(f"memory of {host}", used, reported.host_free, reported.host_total))
     return found
 
 
@@ -162,9 +162,9 @@ def _accelerators(
 ) -> list[MemoryPool]:
     found = []
     for device, rows in users.items():
-        told = {names[row.engine]: memory[row.engine] for row in rows if row.engine in memory}
-        latest = next((each for each in told.values() if each.device_total is not None), None)
+        reported = {names[row.engine]: memory[row.engine] for row in rows if row.engine in memory}
+        latest = next((each for each in reported.values() if each.device_total is not None), None)
         if latest is not None and latest.device_total is not None and latest.device_free is not None:
-            used = {name: each.allocated or 0 for name, each in told.items()}
+            used = {name: each.allocated or 0 for name, each in reported.items()}
             found.append(MemoryPool(device, used, latest.device_free, latest.device_total))
     return found

@@ -1,4 +1,4 @@
-"""What `distnb.live` drew, as TensorBoard's event files, while it is drawn."""
+"""TensorBoard event files of the values that `distnb.live` draws, written while they are drawn."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ __all__ = ["EventFiles"]
 
 
 class EventFiles:
-    """Writes the runs that begin from now on: `FOLDER/RUN/WHEN`, and below that `replica 1` where replicas differ.
+    """A writer of the runs that begin from now on, into `FOLDER/RUN/WHEN`.
+
+    If replicas differ, each has a folder below that, such as `replica 1`.
 
     Args:
-        folder: `tensorboard --logdir` takes it.
+        folder: The folder to pass to `tensorboard --logdir`.
 
     Raises:
-        OptionError: The package tensorboard is not there.
+        OptionError: The package tensorboard is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -31,10 +33,10 @@ class EventFiles:
         self.folder = Path(folder).expanduser()
         self._since = time.time()
         self._writers: dict[Path, Any] = {}
-        self._written: dict[tuple[Path, str], int] = {}  # values of each line
+        self._written: dict[tuple[Path, str], int] = {}  # the number of values written of each line
 
     def write(self, runs: Iterable[Run]) -> None:
-        """Write what is new."""
+        """Write the new values."""
         for run in runs:
             if run.began < self._since:
                 continue
@@ -47,20 +49,20 @@ class EventFiles:
 
     def _write(self, folder: Path, name: str, line: Line) -> None:
         first = self._written.get((folder, name), 0)
-        if first == line.record.told:
+        if first == line.record.count:
             return
         if folder not in self._writers:
             self._writers[folder] = event_writer(str(folder))
         for step, value, seconds in line.record.since(first):
             self._writers[folder].add_scalar(name, value, int(step), walltime=seconds)
-        self._written[folder, name] = line.record.told
+        self._written[folder, name] = line.record.count
 
     def flush(self) -> None:
-        """Have all on the disk."""
+        """Flush all files to the disk."""
         for writer in self._writers.values():
             writer.flush()
 
     def close(self) -> None:
-        """End it."""
+        """Close all files."""
         for writer in self._writers.values():
             writer.close()

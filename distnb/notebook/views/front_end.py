@@ -1,4 +1,4 @@
-"""What the session wants of whoever shows it."""
+"""The interface between a session and its front end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FrontEnd", "ask_here"]
 
 
 def ask_here(asks: Asks) -> str:
-    """Ask the user for a line, where this process has its keyboard: a kernel asks its front end."""
+    """Ask the user for a line at this process's keyboard; a kernel asks its front end."""
     sys.stdout.write(asks.text)
     sys.stdout.flush()
     return getpass.getpass(asks.prompt) if asks.hidden else input(asks.prompt)
@@ -26,19 +26,19 @@ def ask_here(asks: Asks) -> str:
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """What a front end does for the session (`Session`, whose file knows this one). A plain script's shows nothing.
+    """The functions of a front end that the session calls. The defaults are those of a plain script.
 
     Attributes:
-        live: Takes the values of `distnb.live` in the notebook's process; None: they go to the terminal.
-        follow: A session has started, or the last one has ended (None).
-        session_for: The session on which a strategy runs, started if there is none; None for the running one.
-        catch_up: Shows all that replicas wrote: an error of theirs is about to be raised, and is to stand below.
-        callers_lines: The lines that show where the notebook's own code called what failed with an error.
-        ask: Asks the user for a line, on the main thread. EOFError at the end of all input.
-        watch: Shows, in the cell that runs, what a coordinator does until its closures have ended.
-        module_version: Which version of its file a module has, where the front end reloads modules; None where it
-            knows of none.
-        history: The runs that it drew.
+        live: Draws values of `distnb.live` in the notebook's process. None prints them in the terminal.
+        follow: Called with a session that has started, or with None when the last one has ended.
+        session_for: Returns the session on which a strategy runs, started if there is none; None for the running one.
+        catch_up: Shows all output of the replicas before an error of theirs is raised, so that the error is below it.
+        callers_lines: Returns the lines where the notebook's own code called the operation that failed.
+        ask: Asks the user for a line on the main thread. Raises EOFError at the end of the input.
+        watch: Shows a coordinator in the running cell until its closures have ended.
+        module_version: Returns the version of the file that a module was loaded from, if the front end reloads modules;
+            None if it knows of none.
+        history: The runs that the front end drew.
     """
 
     live: Callable[[dict[str, Any], tuple[int, int], str], None] | None = None

@@ -1,4 +1,4 @@
-"""What the live view shows, as data: curves, replicas, status. Events in, plain values out; it draws nothing."""
+"""The model of the live view: curves, replicas and status. Events in, plain values out; it draws nothing."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from distnb.notebook.views.waits_model import WaitsModel
 from distnb.runtime import step_count
 from distnb.wire.messages import Asks, Died, GoesOn, Live, ProgramEnded, Status, TelemetrySample
 
-__all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveModel", "Point", "ReplicaRow", "State", "Told"]
+__all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveCall", "LiveModel", "Point", "ReplicaRow", "State"]
 
 HERE = -1
-"""Stands for the notebook where engines are named by their numbers."""
+"""The number of the notebook where engines are identified by their numbers."""
 
 
 @dataclass
-class Told:
+class LiveCall:
     """A call of `distnb.live` in the notebook's own process.
 
     Attributes:
         point: {name: number or {replica: number}}.
-        place: Training step of this process, and those of replicas that it called; and the call of `run`.
-        seconds: Since 1970.
+        place: The training step, of this process and of the replicas that it called, and the number of the `run` call.
+        seconds: The time of the call, since 1970.
         epochs, reading: As in `wire.messages.TelemetrySample`.
     """
 
@@ -42,8 +42,8 @@ class Told:
 
 
 State = Literal["starting", "running", "asks", "ended", "stopped", "interrupted", "failed", "died"]
-"""A replica "asks" while it waits for a line of the user's, as at a debugger's prompt. It is "stopped" when another one
-failed, and "interrupted" when the user ended the program."""
+"""A replica "asks" while it waits for a line from the user, as at a debugger's prompt. It is "stopped" after another
+replica failed, and "interrupted" after the user ended the program."""
 
 _ENDS: dict[str, State] = {"ok": "ended", "error": "failed", "aborted": "stopped", "interrupted": "interrupted"}
 
@@ -53,7 +53,7 @@ _BATCHES_WINDOW_S = 10.0
 
 @dataclass
 class ReplicaRow:
-    """What is known of one replica."""
+    """The latest state and measurements of one replica."""
 
     replica: int
     engine: int | None = None
@@ -68,8 +68,8 @@ class ReplicaRow:
     _history: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))  # seconds, examples
     _first: tuple[float, int] | None = None
 
-    def measured(self, sample: TelemetrySample, steps_before: int, examples_before: int) -> None:
-        """Take a sample; what had been counted before the cell is taken off."""
+    def measure(self, sample: TelemetrySample, steps_before: int, examples_before: int) -> None:
+        """Apply a sample, without the steps and examples counted before the cell."""
         self.steps, self.examples = sample.steps - steps_before, sample.examples - examples_before
         self.where = sample.where or self.where
         self.rss_nbytes, self.device_nbytes = sample.rss_nbytes, sample.device_nbytes
@@ -82,7 +82,7 @@ class ReplicaRow:
             self._history.popleft()
 
     def examples_per_second(self) -> float:
-        """Over the last two seconds; once ended, over all. 0 where nothing was counted."""
+        """Return the rate over the last two seconds, or over the whole program once it has ended; 0 if none."""
         if len(self._history) < 2 or self._first is None:
             return 0.0
         then, before = self._history[0] if self.state == "running" else self._first
@@ -91,24 +91,24 @@ class ReplicaRow:
 
 
 class LiveModel:
-    """Everything that one cell's view shows: curves by name, in the order in which they came, and rows by replica.
+    """The content of one cell's view: curves by name in the order of their first values, and rows by replica.
 
     Args:
         title: The strategy's word, for the status line.
         counted_before: (steps, examples) that each engine, and the notebook as `HERE`, had counted when the cell began.
-        devices: Of each engine.
-        name: Of the run of what is told without the name of a run: the cell's, "In[3]".
-        history: Runs of earlier cells, and where this cell's are kept.
+        devices: The device of each engine.
+        name: The run's name for values without one: the cell's, such as "In[3]".
+        history: The runs of earlier cells. This cell's runs are added to it.
 
     Attributes:
-        runs: This cell's, in the order in which they began.
-        run_name: The run of values that are told without the name of one; "" for none, which is the cell's.
-        epochs: The training steps of this cell before each iteration over the data that is trained on, and its number.
-        reading: How far the latest such iteration has come.
-        closures: What a coordinator does, where the cell uses one: then replicas are its workers.
-        timeline: How the replicas spend their time.
-        waits: What they wait in.
-        waited: Who waited for whom, in words, when a program ended that did not end well.
+        runs: The runs of this cell, in the order in which they began.
+        run_name: The run of values that are recorded without a run's name; "" for the cell's own.
+        epochs: The training steps of this cell before each iteration over the training data, and its number.
+        reading: The progress of the latest such iteration.
+        closures: The model of a coordinator, if the cell uses one. The replicas are then its workers.
+        timeline: The model of how replicas spend their time.
+        waits: The model of the operations that replicas wait in.
+        waited: Sentences on who waited for whom when a program ended with an error, an interrupt or a death.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LiveModel:
         self.runs: dict[str, Run] = {}
         self.history = history or History()
         self.epochs: dict[int, int] = {}
-        self._begun: dict[int, int] = {}  # as datasets number their iterations
+        self._begun: dict[int, int] = {}  # the same, with the datasets' own numbers of their iterations
         self.reading: step_count.Reading | None = None
         self.rows: dict[int, ReplicaRow] = {}
         self.closures: ClosuresModel | None = None
@@ -137,13 +137,13 @@ class LiveModel:
         self.run_name = ""
         self._latest = Run(name)
         self._read_before: step_count.Reading | None = None
-        self._told_at: defaultdict[int, int] = defaultdict(int)  # the latest step at which each replica told a value
+        self._latest_step: defaultdict[int, int] = defaultdict(int)  # the step of the latest value of each replica
         self._batches: deque[tuple[float, int]] = deque(maxlen=64)  # seconds, batches of all epochs
         self._counted_before = dict(counted_before or {})
         self._devices = dict(devices or {})
 
     def feed(self, event: Any, now: float) -> None:
-        """Take an event of `wire.messages`; those that concern no view are passed over."""
+        """Handle an event of `wire.messages`. Events that concern no view are ignored."""
         if self.began is None:
             self.began = now
         if isinstance(event, Live):
@@ -156,10 +156,10 @@ class LiveModel:
         elif isinstance(event, TelemetrySample):
             row = self._row(event.replica, event.engine)
             before = self._before(event.engine, event.steps, event.examples)
-            row.measured(event, *before)
+            row.measure(event, *before)
             self.timeline.feed(event, before[0])
             self.waits.feed(event, now)
-            if self.closures is None and event.replica == 0:  # workers read each their own
+            if self.closures is None and event.replica == 0:  # workers read data of their own each
                 self._read(event.epochs, before[0], event.reading and step_count.Reading(*event.reading), now)
         elif isinstance(event, Status):
             self._status(event)
@@ -172,7 +172,7 @@ class LiveModel:
             self._replica_ended(event)
 
     def follow(self, closures: ClosuresModel, title: str, now: float) -> None:
-        """The cell uses a coordinator."""
+        """Follow a coordinator that the cell uses."""
         self.closures = closures
         self.waits.who = "worker" if closures.status.replicas_per_worker == 1 else "replica"
         self.title = self.title or title
@@ -182,47 +182,47 @@ class LiveModel:
             self.state = "running"
 
     def sampled(self, now: float) -> None:
-        """The coordinator that is followed was looked at."""
+        """Apply a new sample of the coordinator that is followed."""
         if self.closures is not None and self.closures.reading is not None:
             self._read((), 0, self.closures.reading, now)
 
-    def feed_here(self, told: Told, now: float) -> None:
-        """Take a call of `distnb.live` in the notebook's own process."""
+    def feed_local(self, call: LiveCall, now: float) -> None:
+        """Handle a call of `distnb.live` in the notebook's own process."""
         if self.began is None:
             self.began = now
         if self.state == "starting":
             self.state = "running"
-        step, call = told.place
+        step, number = call.place
         before = self._before(HERE, step)[0]
         if not self.rows and self.closures is None:
-            self._read(told.epochs, before, told.reading, now)
+            self._read(call.epochs, before, call.reading, now)
         components: defaultdict[int, dict[str, float]] = defaultdict(dict)
-        for name, value in told.point.items():
+        for name, value in call.point.items():
             own = value if isinstance(value, Mapping) else {0: value}
             for replica, component in own.items():
                 components[replica][name] = float(component)
             for replica, row in self.rows.items():
-                # One number is all replicas': a reduced one.
+                # A single number is a reduced value and belongs to all replicas.
                 component = own.get(replica) if isinstance(value, Mapping) else value
                 if component is not None:
                     row.values[name] = float(component)
-        self._put(told.run, HERE, (max(step - before, 1), call), components, told.seconds)
+        self._put(call.run, HERE, (max(step - before, 1), number), components, call.seconds)
 
     def _put(
         self,
         run_name: str,
-        teller: int,
+        source: int,
         place: step_count.StepPosition,
         components: Mapping[int, Mapping[str, float]],
         seconds: float,
     ) -> None:
-        """Add values, by replica, that a replica or the notebook told at a training step of this cell."""
+        """Add values by replica, which a source (a replica or `HERE`) recorded at a training step of this cell."""
         step, call = place
-        run = self._run(run_name or self.run_name, self._told_at[teller])
-        self._told_at[teller] = max(step, self._told_at[teller])
+        run = self._run(run_name or self.run_name, self._latest_step[source])
+        self._latest_step[source] = max(step, self._latest_step[source])
         names = {name for values in components.values() for name in values}
-        at = run.axes[teller].put((max(step - run.base, 0), call), names)
-        # The first that is heard of may have told much before another begins, with which it is to be compared.
+        at = run.axes[source].put((max(step - run.base, 0), call), names)
+        # One replica's events may come long before those of the others with which its values are to be compared.
         workers = 0 if self.closures is None else len(self.closures.status.workers)
         total = max(2, len(self.rows), workers)
         for replica, values in components.items():
@@ -246,7 +246,7 @@ class LiveModel:
         self._read_before = self._read_before or reading
         shown = None if reading is None else reading._replace(epoch=reading.epoch + further)
         if shown is None or shown.batches is None or (reading == self._read_before and not self.epochs):
-            self.reading = shown if self.epochs else None  # else it is an earlier cell's
+            self.reading = shown if self.epochs else None  # otherwise the reading belongs to an earlier cell
             return
         self.reading = shown
         batch = shown.epoch * shown.batches + shown.batch
@@ -260,7 +260,7 @@ class LiveModel:
     def _before(self, engine: int, steps: int, examples: int | None = None) -> tuple[int, int]:
         before = self._counted_before.get(engine, (0, 0))
         if steps < before[0] or (examples is not None and examples < before[1]):
-            # Another process has taken the engine's place, and counts from the beginning.
+            # A new process has taken the engine's place, and counts from zero.
             before = self._counted_before[engine] = (0, 0)
         return before
 
@@ -275,7 +275,7 @@ class LiveModel:
 
     def _failure(self) -> State:
         if self.closures is not None and (self.closures.counts()["failed"] or self.closures.status.lost_servers):
-            return "failed"  # the other closures were ended for that
+            return "failed"  # the other closures were cancelled because of it
         return "interrupted" if any(row.state == "interrupted" for row in self.rows.values()) else "failed"
 
     def _replica_ended(self, event: ProgramEnded | Died) -> None:
@@ -298,13 +298,13 @@ class LiveModel:
 
     @property
     def curves(self) -> dict[str, Curve]:
-        """The latest run's, by name."""
+        """The curves of the latest run, by name."""
         return self._latest.curves
 
     def charts(self) -> dict[str, list[Run]]:
-        """What there is to draw: each name with the runs that have it, this cell's last.
+        """Return the charts to draw: each name with the runs that have it, this cell's runs last.
 
-        A cell that names its runs is compared with earlier ones that were named.
+        If the cell names its runs, earlier named runs are drawn, too, for comparison.
         """
         own = list(self.runs.values())
         kept = [run for run in self.history.runs.values() if run.is_named and run not in own]
@@ -313,21 +313,21 @@ class LiveModel:
         return {name: [run for run in runs if name in run.curves] for name in names}
 
     def marks(self, run: Run) -> dict[int, int]:
-        """The step of a run of this cell before each epoch, and the epoch's number."""
+        """Return the step of a run of this cell before each epoch, and the epoch's number."""
         return {steps - run.base: number for steps, number in self.epochs.items() if steps >= run.base}
 
     def troubles(self) -> list[str]:
-        """What is wrong with the values of this cell, in words."""
-        told = []
+        """Return the faults in this cell's values, in words."""
+        found = []
         for run in self.runs.values():
             whose = f"{run.name}: " if len(self.runs) > 1 else ""
-            told += [f"{whose}{text}" for curve in run.curves.values() for text in curve.troubles()]
-        return told
+            found += [f"{whose}{text}" for curve in run.curves.values() for text in curve.troubles()]
+        return found
 
     def seconds_left(self) -> tuple[float, bool] | None:
-        """How long it takes at the rate of the last seconds, and whether of the whole training, or of this epoch only.
+        """Return the remaining seconds at the recent rate, and whether they are for all epochs or only the current one.
 
-        None where it is not known how much is left, and once the cell has ended.
+        Return None if the remaining work is unknown, and once the cell has ended.
         """
         reading = self.reading
         if reading is None or reading.batches is None or self.ended_at is not None or len(self._batches) < 2:
@@ -341,20 +341,18 @@ class LiveModel:
         return left * (now - then) / (batch - before), reading.epochs is not None
 
     def seconds(self, now: float) -> float:
-        """How long the cell has run."""
+        """Return how long the cell has run."""
         if self.began is None:
             return 0.0
         return (now if self.ended_at is None else self.ended_at) - self.began
 
     def end(self, now: float, *, failed: bool) -> None:
-        """The cell ended."""
+        """End the cell."""
         self.ended_at = now
         self.waits.ended(self.rows)
         for row in self.rows.values():
-            if row.state in (
-                "running",
-                "asks",
-            ):  # calls from an ordinary cell tell of their ends by their replies alone
+            # A call from an ordinary cell reports its end by its reply alone, so no event has changed the row's state.
+            if row.state in ("running", "asks"):
                 row.state = "ended"
         if failed:
             self.state = self._failure()
@@ -363,20 +361,23 @@ class LiveModel:
 
     @property
     def steps(self) -> int:
-        """Steps that every replica has done; those of workers are added up."""
+        """The steps that every replica has done, or the sum over workers."""
         if self.closures is not None:
             return self.closures.steps
         return min((row.steps for row in self.rows.values()), default=0)
 
 
 def _numbered(begun: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Number the epochs of a cell: of a dataset that is distributed anew for each epoch, every iteration is the first.
+    """Assign numbers to the epochs of a cell.
+
+    A program may distribute a dataset again for each epoch. Then every iteration has number 0, and is counted here.
+    Example: {0: 0, 10: 0, 20: 1} gives {0: 0, 10: 1, 20: 2}.
 
     Args:
-        begun: Step before each iteration, and its number among those of its dataset.
+        begun: The step before each iteration, and its number among those of its dataset.
 
     Returns:
-        Step and number of each epoch; and by how much the latest dataset's numbers are greater.
+        The step and the number of each epoch, and the difference to the numbers of the latest dataset.
     """
     numbered: dict[int, int] = {}
     further, last = 0, None

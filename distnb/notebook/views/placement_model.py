@@ -1,4 +1,4 @@
-"""Where the parts of a value are, as it is drawn: what each replica told of what it holds, put together by tensor."""
+"""The model of a placement's view: the parts of each tensor of a value, from the reports of those that hold them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ __all__ = ["PlacedPart", "PlacedTensor", "PlacementModel", "bounds_text"]
 
 @dataclass(frozen=True)
 class PlacedPart:
-    """A part of a tensor, and all that hold it: several hold copies of it.
+    """A part of a tensor, with all replicas that hold a copy of it.
 
     Attributes:
-        replicas: Which of them; empty where others do.
-        holder: Who does then: "ps 0".
-        nbytes: Of one copy.
+        replicas: The replicas that hold it; empty if another process does.
+        holder: The name of that process, such as "ps 0"; "" for replicas.
+        devices: The devices of the copies, without duplicates.
+        what: The report of one copy.
     """
 
     replicas: tuple[int, ...]
@@ -30,23 +31,23 @@ class PlacedPart:
 
     @property
     def who(self) -> str:
-        """Who holds it, in words."""
+        """The holders in words."""
         return self.holder or replicas_text(self.replicas)
 
     @property
     def short(self) -> str:
-        """Who holds it, in little room."""
+        """The holders in little room."""
         return self.holder or ",".join(each.replace("-", "–") for each in ranges(self.replicas))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its copies."""
+        """The bytes of all copies."""
         return self.what.nbytes * (1 if self.what.kind == "shared" else max(1, len(self.replicas)))
 
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """One tensor of a value, and where its parts are."""
+    """A tensor of a value, and the places of its parts."""
 
     name: str
     whole: tuple[int, ...]
@@ -55,22 +56,22 @@ class PlacedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts and copies."""
+        """The bytes of all parts and copies."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def is_split(self) -> bool:
-        """Whether it is known how different parts of it are in different places."""
+        """True if the tensor has different parts whose bounds are all known."""
         return len({part.what.bounds for part in self.parts}) > 1 and all(part.what.bounds for part in self.parts)
 
     @property
     def cut_axes(self) -> tuple[int, ...]:
-        """The axes along which it is cut."""
+        """The axes along which the tensor is split."""
         bounds = [part.what.bounds for part in self.parts if part.what.bounds is not None]
         return tuple(axis for axis in range(len(self.whole)) if len({each[axis] for each in bounds}) > 1)
 
     def holders(self, cell: Mapping[int, tuple[int, int]]) -> tuple[PlacedPart, ...]:
-        """The parts that have a cell, which is told by its bounds on some axes."""
+        """Return the parts that contain a cell, which is given by its bounds on some axes."""
         return tuple(
             part
             for part in self.parts
@@ -82,7 +83,7 @@ class PlacedTensor:
         )
 
     def cuts(self, axis: int) -> list[tuple[int, int]]:
-        """Into which pieces all its parts' bounds cut an axis."""
+        """Return the pieces into which the bounds of all parts cut an axis."""
         bounds = [part.what.bounds for part in self.parts if part.what.bounds is not None]
         at = sorted({0, self.whole[axis], *itertools.chain.from_iterable(each[axis] for each in bounds)})
         return list(itertools.pairwise(at))
@@ -90,13 +91,13 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class PlacementModel:
-    """Where a value is.
+    """The placement of a value.
 
     Attributes:
-        title: What it is.
-        size: Replicas that were asked.
-        tensors: Those of the value.
-        notes: What else there is to say.
+        title: The name and kind of the value.
+        size: The number of replicas that were asked.
+        tensors: The tensors of the value.
+        notes: Further notes for the reader.
     """
 
     title: str
@@ -106,22 +107,22 @@ class PlacementModel:
 
     @classmethod
     def of(
-        cls, title: str, size: int, told: Mapping[int, Sequence[Holding]], notes: Iterable[str] = (), here: str = ""
+        cls, title: str, size: int, reports: Mapping[int, Sequence[Holding]], notes: Iterable[str] = (), here: str = ""
     ) -> PlacementModel:
-        """Put together what replicas told; with `here`, one process did that is called so."""
+        """Combine the replicas' reports. With `here`, a single process of that name made the report."""
         by_name: dict[str, list[tuple[int, Holding]]] = {}
-        for replica, holdings in sorted(told.items()):
+        for replica, holdings in sorted(reports.items()):
             for each in holdings:
                 by_name.setdefault(each.name, []).append((replica, each))
         tensors = tuple(_tensor(name, each, here) for name, each in by_name.items())
         return cls(title, size, tensors, tuple(notes))
 
     def by_device(self) -> dict[str, int]:
-        """Bytes of it in each place."""
+        """Return the bytes in each place."""
         found: dict[str, int] = {}
         for part in itertools.chain.from_iterable(tensor.parts for tensor in self.tensors):
             if part.what.kind == "shared":
-                found["memory in common"] = found.get("memory in common", 0) + part.what.nbytes
+                found["shared memory"] = found.get("shared memory", 0) + part.what.nbytes
                 continue
             names = [part.holder] if part.holder else [f"replica {replica}" for replica in part.replicas]
             for name in names:
@@ -129,25 +130,25 @@ class PlacementModel:
         return found
 
 
-def _tensor(name: str, told: list[tuple[int, Holding]], here: str) -> PlacedTensor:
+def _tensor(name: str, reports: list[tuple[int, Holding]], here: str) -> PlacedTensor:
     groups: dict[object, list[tuple[int, Holding]]] = {}
-    for replica, each in told:
+    for replica, each in reports:
         key = (each.holder, each.bounds, each.kind, each.note, each.whole)
         groups.setdefault(key, []).append((replica, each))
-    first = told[0][1]
+    first = reports[0][1]
     return PlacedTensor(name, first.whole, first.dtype, tuple(_part(group, here) for group in groups.values()))
 
 
 def _part(group: list[tuple[int, Holding]], here: str) -> PlacedPart:
     devices = tuple(dict.fromkeys(each.device for _, each in group if each.device))
     holder = group[0][1].holder or here
-    if holder.startswith("replica "):  # one process told of several
+    if holder.startswith("replica "):  # one process reported for several
         return PlacedPart((int(holder.removeprefix("replica ")),), "", devices, group[0][1])
     return PlacedPart(() if holder else tuple(replica for replica, _ in group), holder, devices, group[0][1])
 
 
 def bounds_text(holding: Holding) -> str:
-    """Which part it is, as one writes it: "rows 0–31", "[0:4, 8:16]"; "all" for the whole."""
+    """Return the bounds of a part in words: "rows 0–31" or "[0:4, 8:16]"; "all" for the whole."""
     bounds, whole = holding.bounds, holding.whole
     if bounds is None:
         return ""

@@ -1,4 +1,4 @@
-"""Runs, and what is kept of those of earlier cells: to be compared in charts, and given out as a table."""
+"""Runs, and the history of earlier cells' runs, for comparison in charts and for export as a table."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 __all__ = ["MOST_VALUES", "Drawn", "History", "Run"]
 
 MOST_VALUES = 2_000_000
-"""Runs are kept until they have more values than this together: then the oldest are dropped."""
+"""Runs are kept until they have more values than this together. Then the oldest are dropped."""
 
 
 @dataclass
 class Run:
-    """What a cell was told under one name of a run, or under none.
+    """The values that a cell recorded under one run's name, or under none.
 
     Attributes:
-        name: As `distnb.live(run=…)` gave it, or the cell's, "In[3]".
-        is_named: Whether the user named it: such runs are compared with those of other cells.
-        began: When, in seconds since 1970.
-        base: Training steps of the cell before it began.
-        curves: By name, in the order in which they came.
+        name: The name from `distnb.live(run=…)`, or the cell's, such as "In[3]".
+        is_named: True if the user named it. Such runs are compared with those of other cells.
+        began: The time at which it began, in seconds since 1970.
+        base: The training steps of the cell before it began.
+        curves: The curves by name, in the order of their first values.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Run:
     axes: defaultdict[int, Axis] = field(default_factory=lambda: defaultdict(Axis))  # by replica, and HERE
 
     def curve(self, name: str) -> Curve:
-        """The curve of this name."""
+        """Return the curve of this name, made if it does not exist."""
         return self.curves.setdefault(name, Curve(name))
 
     def __len__(self) -> int:
@@ -60,31 +60,31 @@ class Drawn(NamedTuple):
 
 
 class History:
-    """The runs of a notebook, by name, the latest last. A name that a later cell uses again is that cell's."""
+    """The runs of a notebook by name, the latest last. A later run replaces an earlier one of the same name."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
 
     def begin(self, run: Run) -> None:
-        """A run begins."""
+        """Add a run that begins now."""
         self.runs.pop(run.name, None)
         while self.runs and sum(map(len, self.runs.values())) > MOST_VALUES:
             del self.runs[next(iter(self.runs))]
         self.runs[run.name] = run
 
     def chosen(self, names: Sequence[str] = ()) -> list[Run]:
-        """The runs of these names; without any, all. OptionError where one is not known, or nothing was drawn."""
+        """Return the runs of these names, or all. Raises OptionError if a name is unknown or nothing was drawn."""
         if not self.runs:
-            raise OptionError("Nothing has been drawn in this notebook yet: distnb.live(loss=loss) draws values.")
+            raise OptionError("Nothing has been drawn in this notebook yet. Draw values with distnb.live(loss=loss).")
         for name in names:
             if name not in self.runs:
                 raise OptionError(
-                    f"There is no run {name!r}{closest(name, self.runs)}. Those that are kept: {', '.join(self.runs)}."
+                    f"There is no run {name!r}{closest(name, self.runs)}. These runs are kept: {', '.join(self.runs)}."
                 )
         return [self.runs[name] for name in names] or list(self.runs.values())
 
     def values(self, names: Sequence[str] = ()) -> Iterator[Drawn]:
-        """All values of runs, by run, name and replica."""
+        """Yield all values of runs, by run, name and replica."""
         for run in self.chosen(names):
             for curve in run.curves.values():
                 for replica, line in sorted(curve.lines.items()):
@@ -92,12 +92,12 @@ class History:
                         yield Drawn(step, replica, curve.name, value, run.name, seconds)
 
     def frame(self, names: Sequence[str] = ()) -> pandas.DataFrame:
-        """The values as a table; see `distnb.history`."""
+        """Return the values as a table; see `distnb.history`."""
         try:
             import pandas
         except ImportError:
             raise OptionError(
-                "distnb.history() gives a pandas DataFrame, and pandas is not installed here: pip install pandas."
+                "distnb.history needs pandas, which is not installed here. Install it: pip install pandas."
             ) from None
         table = pandas.DataFrame.from_records(list(self.values(names)), columns=Drawn._fields)
         table["step"] = table["step"].astype("int64")

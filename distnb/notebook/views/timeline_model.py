@@ -1,4 +1,16 @@
-"""How replicas spend their time, as data: what each waited in, and for whom. Events in, plain values out."""
+"""The model of how replicas spend their time, what they wait in, and for whom. Events in, plain values out.
+
+Replicas report events (`distnb.activity.Event`): programs, steps, collectives, waits for input and for servers. From
+these, the time of the latest steps is divided into pieces of one kind each (`KINDS`). Example with two replicas:
+
+    replica 0   |== compute ==|.. waiting ...|~ comm ~|== compute ==|
+    replica 1   |========= compute ==========|~ comm ~|== compute ==|
+                              |              |        |
+              0 comes to the collective   1 comes   it ends on both
+
+Replica 0 knows only that it was in the collective. The part until the last replica came is waiting; only the rest is
+communication. Replica 1 is the straggler if the others wait for it most of the time.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +27,30 @@ from distnb.wire.messages import TelemetrySample
 __all__ = ["KINDS", "Piece", "Spent", "Straggler", "TimelineModel", "sentence"]
 
 KINDS: Final = ("compute", "communication", "waiting", "input", "idle")
-"""All that a replica's main thread can be at.
+"""The kinds of activity of a replica's main thread.
 
-"compute" is everything that is nothing else: the program's own code, be it busy or asleep; "waiting" is the part of a
-collective until the last replica has come to it, and "communication" the rest, and exchanges with parameter servers;
-"idle" is the time between the notebook's programs.
+"compute" is everything else: the program's own code, busy or asleep. "waiting" is the part of a collective until the
+last replica has come to it. "communication" is the rest of a collective, and exchanges with parameter servers. "idle"
+is the time between the notebook's programs.
 """
 
 State = Literal["compute", "communication", "waiting", "input", "idle"]
-_ABOVE: Final = ("waiting", "communication", "input", "compute")  # where several are true at once, the first counts
+_ABOVE: Final = ("waiting", "communication", "input", "compute")  # of several at once, the first of these counts
 
-_STEPS = 10  # that are looked at, the latest
+_STEPS = 10  # the number of latest steps
 _MOST_OFFSETS = 200
-_HELD_UP = 0.1  # of the time: less waiting than this is not worth a name
-_FOR_ONE = 2 / 3  # of all waiting: whoever is waited for so much is the straggler
-_QUEUED = 0.1  # of the time
+_HELD_UP = 0.1  # the least share of the time in which the others wait for a straggler
+_FOR_ONE = 2 / 3  # the least share of all waiting that is for a straggler
+_QUEUED = 0.1  # the least share of the time without a processor that is reported
 
 
 class Piece(NamedTuple):
-    """A stretch of one replica's time, in seconds of the first machine's clock.
+    """A stretch of one replica's time, in seconds of the first replica's clock.
 
     Attributes:
-        what: The operation; where: the user's line; number: a collective's.
+        what: The operation.
+        where: The user's line.
+        number: The number of a collective.
     """
 
     replica: int
@@ -53,9 +67,9 @@ class Straggler:
     """The replica that the others wait for.
 
     Attributes:
-        held_s: How long the others wait for it, on average, in the time looked at.
-        longer: What takes it longer than the others: "compute" or "input"; "" if neither explains it.
-        longer_s: By how much.
+        held_s: The average time for which the others wait for it.
+        longer: The activity that takes it longer than the others: "compute" or "input"; "" if neither explains it.
+        longer_s: The difference to the others' average.
     """
 
     replica: int
@@ -66,13 +80,14 @@ class Straggler:
 
 @dataclass
 class Spent:
-    """How the time of the latest steps was spent.
+    """The breakdown of the time of the latest steps.
 
-    Attributes:
-        begin, end: When that was; `steps`: how many, 0 if none was counted.
-        seconds: By replica, and by kind.
-        queued: The share of time in which a replica was ready and had no processor, where that is known.
-        processors: That the replicas of the fullest machine share; and how many these are.
+    begin, end: The bounds of the time.
+    steps: The number of steps in it; 0 if none was counted.
+    seconds: The seconds by replica and by kind.
+    straggler: The replica that the others wait for, if there is one.
+    queued: The share of the time in which a replica was ready to run but had no processor, if that is known.
+    processors: The number of processors of the fullest machine, and the number of replicas that share them.
     """
 
     begin: float
@@ -85,28 +100,28 @@ class Spent:
 
     @property
     def step_s(self) -> float:
-        """Of one step, or of all that was looked at."""
+        """The duration of one step, or of the whole time without steps."""
         return (self.end - self.begin) / (self.steps or 1)
 
     def share(self, kind: str) -> float:
-        """Of a kind, on average over the replicas."""
+        """Return the share of a kind, averaged over the replicas."""
         return statistics.fmean(own[kind] for own in self.seconds.values()) / (self.end - self.begin)
 
 
 class _Track:
-    """One replica's events, without a gap."""
+    """The events of a replica, without gaps."""
 
     def __init__(self) -> None:
         self.machine = ""
         self.processors = 0
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.newest = 0
-        self.now = 0.0  # up to which it has told all
-        self.began: float | None = None  # of the program that runs
+        self.now = 0.0  # the time until which all events are known
+        self.began: float | None = None  # the beginning of the running program
         self.steps_before = 0
-        self.queued: deque[tuple[float, float]] = deque(maxlen=64)  # moment, seconds
+        self.queued: deque[tuple[float, float]] = deque(maxlen=64)  # the sample's time, seconds queued so far
 
-    def take(self, sample: TelemetrySample) -> None:
+    def feed(self, sample: TelemetrySample) -> None:
         events = [Event._make(event) for event in sample.events]
         if not events:
             return
@@ -117,21 +132,21 @@ class _Track:
             self.queued.append((self.now, sample.queued_s))
         serials = [event.serial for event in events if event.serial]
         if serials and (serials[0] > self.newest + 1 or serials[-1] < self.newest):
-            self.events.clear()  # there is a gap; or another process has taken the engine's place
+            self.events.clear()  # after a gap, or if a new process has taken the engine's place
             self.newest = 0
         self.events.extend(event for event in events if event.serial > self.newest)
         self.newest = max(self.newest, *serials, 0)
 
     @property
     def since(self) -> float:
-        """From which moment on nothing is left out."""
+        """The time from which on all events are known."""
         if self.events:
             first = self.events[0]
             return first.begin if first.serial == 1 else first.end
         return self.now if self.began is None else self.began
 
     def queued_share(self, begin: float, end: float) -> float | None:
-        """Of the time between the samples around a time, for how much it was ready and had no processor."""
+        """Return the share of the time without a processor, between the samples around an interval."""
         before = next((each for each in reversed(self.queued) if each[0] <= begin), None)
         after = next((each for each in self.queued if each[0] >= end), None)
         if before is None or after is None or after[0] <= before[0]:
@@ -140,10 +155,10 @@ class _Track:
 
 
 class TimelineModel:
-    """What is known of the time of a team's replicas.
+    """The time of a team's replicas.
 
     Attributes:
-        in_detail: Whether each wait is to be drawn, and not only how much time went where.
+        in_detail: True if each wait is to be drawn, rather than the share of each kind.
     """
 
     in_detail = False
@@ -151,27 +166,27 @@ class TimelineModel:
     def __init__(self) -> None:
         self._tracks: dict[int, _Track] = {}
         self._known: Spent | None = None
-        self._looked = 0.0  # when that was asked for
+        self._asked_at = 0.0  # the time of the samples when `known` last computed
 
     def feed(self, sample: TelemetrySample, steps_before: int = 0) -> None:
-        """Take a sample of a replica; that many of the steps it tells of are not looked at."""
+        """Apply a sample of a replica, and ignore its first `steps_before` steps."""
         track = self._tracks.setdefault(sample.replica, _Track())
         track.steps_before = steps_before
-        track.take(sample)
+        track.feed(sample)
 
     @property
     def replicas(self) -> list[int]:
-        """Of which something is known."""
+        """The replicas with events."""
         return sorted(self._tracks)
 
     # -- what is derived ---------------------------------------------------------------------------------------------
 
     def spent(self, steps: int = _STEPS) -> Spent | None:
-        """Where the time of the latest steps went; None while too little is known."""
-        looked_at = self._looked_at(steps)
-        if looked_at is None:
+        """Return how the time of the latest steps was spent, or None if too little is known."""
+        latest = self._latest_steps(steps)
+        if latest is None:
             return None
-        events, begin, end, count = looked_at
+        events, begin, end, count = latest
         pieces = self._pieces(events, begin, end)
         seconds = {replica: dict.fromkeys(KINDS, 0.0) for replica in self.replicas}
         for piece in pieces:
@@ -186,32 +201,33 @@ class TimelineModel:
         return Spent(begin, end, count, seconds, straggler, queued, self._crowd())
 
     def known(self, least: int, *, every_s: float = 0.0) -> Spent | None:
-        """The newest answer of `spent` about so many steps, at least; None before the first.
+        """Return the newest result of `spent` with at least `least` steps; None before the first.
 
-        Where steps are short a sample tells of a moment's, and those of two replicas may have none in common.
+        The newest samples may give fewer steps: if steps are short, a sample covers only a moment, and the samples of
+        two replicas may have none in common.
 
         Args:
-            every_s: An answer that was newer than that when the latest sample came will do.
+            every_s: Return the last result if it was computed less than this before the latest sample.
         """
         latest = max((track.now for track in self._tracks.values()), default=0.0)
-        if self._known is not None and latest - self._looked < every_s:
+        if self._known is not None and latest - self._asked_at < every_s:
             return self._known
-        self._looked = latest
+        self._asked_at = latest
         spent = self.spent() if self._tracks else None
         if spent is not None and spent.steps >= least:
             self._known = spent
         return self._known
 
     def pieces(self, steps: int = _STEPS) -> tuple[list[Piece], list[tuple[float, int]]]:
-        """Each replica's time in the latest steps, piece by piece; and when steps ended on the first, and which."""
-        looked_at = self._looked_at(steps)
-        if looked_at is None:
+        """Return each replica's time in the latest steps piece by piece, and the ends of steps: (time, number)."""
+        latest = self._latest_steps(steps)
+        if latest is None:
             return [], []
-        events, begin, end, _ = looked_at
+        events, begin, end, _ = latest
         return self._pieces(events, begin, end), [each for each in self._step_ends(events) if begin <= each[0] <= end]
 
     def _step_ends(self, events: Mapping[int, list[Event]]) -> list[tuple[float, int]]:
-        """When steps ended on the first replica, and their numbers."""
+        """Return the ends of the first replica's steps: (time, number)."""
         before = self._tracks[self._first].steps_before
         steps = [(each.end, each.number) for each in events[self._first] if each.kind == "step"]
         return [(at, number - before) for at, number in steps if number > before]
@@ -221,7 +237,7 @@ class TimelineModel:
         return min(self._tracks)
 
     def _crowd(self) -> tuple[int, int]:
-        """The processors of the fullest machine, and how many replicas share them."""
+        """Return the number of processors of the fullest machine, and the number of replicas that share them."""
         machines: defaultdict[str, list[_Track]] = defaultdict(list)
         for track in self._tracks.values():
             machines[track.machine].append(track)
@@ -229,7 +245,7 @@ class TimelineModel:
         return min(track.processors for track in fullest), len(fullest)
 
     def _events(self) -> dict[int, list[Event]]:
-        """Every replica's events, in moments of the first one's clock; with the program that runs."""
+        """Return every replica's events by the first replica's clock, including the running program."""
         found = {}
         for replica, track in sorted(self._tracks.items()):
             events = list(track.events)
@@ -240,9 +256,10 @@ class TimelineModel:
         return found
 
     def _offset(self, replica: int) -> float:
-        """How far another machine's clock is ahead of the first replica's.
+        """Return how far another machine's clock is ahead of the first replica's.
 
-        A collective in which all wait ends on all of them at once, but for the transfer.
+        Monotonic clocks of two machines have nothing in common. A collective in which all replicas wait, however, ends
+        on all of them at once, apart from the transfer, so the median difference of these ends is the offset.
         """
         first, other = self._tracks[self._first], self._tracks[replica]
         if first.machine == other.machine:
@@ -251,18 +268,18 @@ class TimelineModel:
         apart = [event.end - ends[_name(event)] for event in other.events if _is_met(event) and _name(event) in ends]
         return statistics.median(apart[-_MOST_OFFSETS:]) if apart else other.now - first.now
 
-    def _looked_at(self, steps: int) -> tuple[dict[int, list[Event]], float, float, int] | None:
-        """The events that the latest steps are told from; when these began and ended; and how many steps they are."""
+    def _latest_steps(self, steps: int) -> tuple[dict[int, list[Event]], float, float, int] | None:
+        """Return the events of the latest steps, the steps' begin and end, and their number."""
         events = self._events()
         window = self._window(events, steps)
         if window is None:
             return None
         begin, end, count = window
-        since = begin - (end - begin) / max(count, 1)  # a collective may have ended elsewhere a little before
+        since = begin - (end - begin) / max(count, 1)  # one step more: a collective may have ended earlier elsewhere
         return {at: [event for event in own if event.end >= since] for at, own in events.items()}, begin, end, count
 
     def _window(self, events: Mapping[int, list[Event]], steps: int) -> tuple[float, float, int] | None:
-        """The latest steps of which every replica has told: begin, end, and how many."""
+        """Return the latest steps that every replica has reported: begin, end and number."""
         if not events:
             return None
         offsets = {replica: self._offset(replica) for replica in events}
@@ -290,12 +307,12 @@ def _name(event: Event) -> tuple[str, int]:
 
 
 def _is_met(event: Event) -> bool:
-    """Whether it is a collective that a thread waited in, which other replicas know."""
+    """Return whether it is a collective that a thread waited in and that other replicas have, too."""
     return event.kind == "collective" and bool(event.group)
 
 
 def _arrivals(events: Mapping[int, list[Event]]) -> dict[tuple[str, int], dict[int, float]]:
-    """When each replica came to each collective."""
+    """Return the time at which each replica came to each collective."""
     found: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for replica, own in events.items():
         for event in own:
@@ -305,7 +322,11 @@ def _arrivals(events: Mapping[int, list[Event]]) -> dict[tuple[str, int], dict[i
 
 
 def _spans(events: list[Event], last: Mapping[tuple[str, int], float]) -> Iterator[tuple[float, float, State, Event]]:
-    """What a replica was at, from when to when; these overlap. `last`: when the last one came to a collective."""
+    """Yield a replica's activities with their times, which may overlap.
+
+    Args:
+        last: The time at which the last replica came to each collective.
+    """
     for event in events:
         if event.kind == "collective":
             there = min(max(last.get(_name(event), event.begin), event.begin), event.end)
@@ -320,7 +341,11 @@ def _spans(events: list[Event], last: Mapping[tuple[str, int], float]) -> Iterat
 
 
 def _swept(replica: int, spans: list[tuple[float, float, State, Event]], begin: float, end: float) -> Iterator[Piece]:
-    """The pieces of a time, one after the other: of what is true at once, the first of `_ABOVE`."""
+    """Divide a replica's time into pieces without overlap: of several activities at once, the first in `_ABOVE` counts.
+
+    The spans' edges are swept in order of time, with the set of open spans of each kind. For example, a "compute" span
+    from 0 to 10 and an "input" span from 2 to 5 give compute 0–2, input 2–5, compute 5–10.
+    """
     edges: list[tuple[float, bool, int]] = []
     for place, (first, last, _, _) in enumerate(spans):
         if first < last and last > begin and first < end:
@@ -379,11 +404,11 @@ _WORDS: Final = {
 
 
 def sentence(spent: Spent) -> str:
-    """Where the time goes, and which replica is the straggler."""
+    """Return the sentence that says how the time was spent, and which replica is the straggler."""
     shares = sorted(((spent.share(kind), kind) for kind in KINDS), reverse=True)
-    told = ", ".join(f"{share:.0%} {_WORDS[kind]}" for share, kind in shares if share >= 0.005)
+    breakdown = ", ".join(f"{share:.0%} {_WORDS[kind]}" for share, kind in shares if share >= 0.005)
     what = "A step takes" if spent.steps else "Of the last"
-    parts = [f"{what} {_span(spent.step_s)}: {told}." if told else ""]
+    parts = [f"{what} {_span(spent.step_s)}: {breakdown}." if breakdown else ""]
     count, straggler, steps = len(spent.seconds), spent.straggler, spent.steps or 1
     per = " a step" if spent.steps else ""
     if straggler is not None:
@@ -413,7 +438,7 @@ def sentence(spent: Spent) -> str:
 
 
 def _span(seconds: float) -> str:
-    """A time as people read it: 31 ms, 1.24 s."""
+    """Return a duration in words: 31 ms, 1.24 s."""
     if seconds < 0.000_95:
         return f"{seconds * 1e6:.0f} µs"
     if seconds < 0.995:

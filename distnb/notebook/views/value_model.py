@@ -1,4 +1,4 @@
-"""A distributed value as it is drawn: what the replicas told of their components, equal ones folded."""
+"""The model of a distributed value's view: the replicas' reports of their components, with equal ones folded."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Folded", "ValueModel", "fold", "parts", "replicas_text"]
 
 @dataclass(frozen=True)
 class ValueModel:
-    """What is known of a distributed value.
+    """The reported content of a distributed value.
 
     Attributes:
-        kind: "PerReplica", "Mirrored", or the class of what one process holds.
-        size: Replicas that it belongs to.
-        components: What they told, by replica; those that are elsewhere are missing.
-        absent: Why a replica has none: "<unassigned>".
-        notes: What else there is to say.
-        together: The components are parts, of which reading makes one value.
+        kind: "PerReplica", "Mirrored", or the class of a value that one process holds.
+        size: The number of replicas that the value belongs to.
+        components: The replicas' reports. Components in other processes are missing.
+        absent: The reason why a replica has no component, such as "<unassigned>".
+        notes: Further notes for the reader.
+        together: True if the components are parts that reading combines into one value.
     """
 
     kind: str
@@ -35,23 +35,23 @@ class ValueModel:
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether its components are to be equal."""
+        """True if the components should be equal."""
         return self.kind == "Mirrored" and not self.together
 
     @property
     def title(self) -> str:
-        """Its kind, and on how many replicas."""
+        """The kind, and the number of replicas."""
         if self.kind not in ("PerReplica", "Mirrored"):
             return self.kind
         return f"{self.kind} on {self.size} replica{'s' * (self.size != 1)}"
 
     @cached_property
     def drifted(self) -> tuple[int, ...]:
-        """Replicas of a mirrored value that hold something else than the first somewhere in it."""
+        """The replicas of a mirrored value whose content differs somewhere from the first replica's."""
         return tuple(sorted(_drifted(self.components))) if self.is_mirrored else ()
 
     def warning(self) -> str:
-        """The drift of a mirrored value, in words; "" where there is none."""
+        """Return the drift of a mirrored value in words, or "" if there is none."""
         drifted = self.drifted
         if not drifted:
             return ""
@@ -65,13 +65,13 @@ class ValueModel:
 
 @dataclass(frozen=True)
 class Folded:
-    """Equal components of some replicas, or what they have in the same place of a structure.
+    """Equal components of some replicas, at one place of a structure.
 
     Attributes:
-        replicas: Whose.
-        what: What the first of them told.
-        devices: Where theirs are, each once.
-        differs: Whether its content is not what the first replica has there.
+        replicas: The replicas that hold them.
+        what: The report of the first of these replicas.
+        devices: The devices of these components, without duplicates.
+        differs: True if the content differs from that of the first replica at this place.
     """
 
     replicas: tuple[int, ...]
@@ -81,20 +81,26 @@ class Folded:
 
     @property
     def broken(self) -> str:
-        """How many of its elements are nan or infinite, in words; "" where all are finite."""
-        told = self.what.statistics
-        if told is None:
+        """The numbers of nan and infinite elements in words, or "" if all are finite."""
+        inspected = self.what.statistics
+        if inspected is None:
             return ""
-        counts = [f"{told.nans:,} nan"] * bool(told.nans) + [f"{told.infinities:,} inf"] * bool(told.infinities)
+        counts = [f"{inspected.nans:,} nan"] * bool(inspected.nans) + [f"{inspected.infinities:,} inf"] * bool(
+            inspected.infinities
+        )
         return ", ".join(counts)
 
 
 def fold(components: Mapping[int, Inspected]) -> list[Folded]:
-    """Put components together that are equal wherever they are; in the order of their first replicas."""
+    """Group the components that are equal, on any device, in the order of their first replicas."""
     groups: dict[object, list[int]] = {}
-    for replica, told in sorted(components.items()):
-        # What cannot be compared stands for itself; a graph's device is no difference.
-        key = (told.content, told.type, told.shape, told.dtype, told.note, _gradient(told)) if told.content else replica
+    for replica, inspected in sorted(components.items()):
+        # A component that cannot be compared is a group of its own. Equal values on different devices are one group.
+        key = (
+            (inspected.content, inspected.type, inspected.shape, inspected.dtype, inspected.note, _gradient(inspected))
+            if inspected.content
+            else replica
+        )
         groups.setdefault(key, []).append(replica)
     first = next(iter(components[group[0]].content for group in groups.values()), 0)
     return [
@@ -114,13 +120,13 @@ def _drifted(components: Mapping[int, Inspected]) -> set[int]:
     return set(itertools.chain.from_iterable([*here, *within]))
 
 
-def _gradient(told: Inspected) -> str:
-    """Gradients count as equal where their norms are, but for what the order of summing makes."""
-    return "" if told.gradient_norm is None else f"{told.gradient_norm:.5g}"
+def _gradient(inspected: Inspected) -> str:
+    """Return the gradients' norm, rounded: the order of a sum changes the last digits of equal gradients."""
+    return "" if inspected.gradient_norm is None else f"{inspected.gradient_norm:.5g}"
 
 
 def parts(components: Mapping[int, Inspected]) -> Iterator[tuple[str, dict[int, Inspected]]]:
-    """The parts of structures, by name: what each replica that has one told of it."""
+    """Yield the parts of structures by name, each with the reports of the replicas that have it."""
     names = dict.fromkeys(
         itertools.chain.from_iterable((name for name, _ in each.items) for each in components.values())
     )
@@ -130,6 +136,6 @@ def parts(components: Mapping[int, Inspected]) -> Iterator[tuple[str, dict[int, 
 
 
 def replicas_text(replicas: tuple[int, ...]) -> str:
-    """`replica 1`, `replicas 0–2, 4`."""
-    told = ", ".join(each.replace("-", "–") for each in ranges(replicas))
-    return f"replica{'s' * (len(replicas) > 1)} {told}"
+    """Return a set of replicas in words: `replica 1`, `replicas 0–2, 4`."""
+    inspected = ", ".join(each.replace("-", "–") for each in ranges(replicas))
+    return f"replica{'s' * (len(replicas) > 1)} {inspected}"

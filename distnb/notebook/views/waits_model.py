@@ -1,4 +1,9 @@
-"""Who waits for whom, in words: what is shown when replicas wait in something for seconds. Samples in, lines out."""
+"""The model of waits: sentences on who waits for whom, once replicas have waited for seconds. Samples in, lines out.
+
+Example. Replicas 0 and 2 are in collective 17 of the group, replica 1 sleeps before it. After three seconds:
+"replicas 0, 2 wait in all_reduce (cell 3, line 4; number 17) since 3 s; replica 1 is not there: it is in cell 3, line
+2, in sleep, since 3 s."
+"""
 
 from __future__ import annotations
 
@@ -11,30 +16,28 @@ from distnb.wire.messages import TelemetrySample, Waiting
 
 __all__ = ["WaitsModel"]
 
-_PATIENCE_S: Final = 3.0  # a shorter wait is no news
-_SILENT_S: Final = 2.0  # samples come five times a second
-_LATELY_S: Final = 1.0  # who is told to end tells of other places first, and then that it has ended
+_PATIENCE_S: Final = 3.0  # a shorter wait is not worth a sentence
+_SILENT_S: Final = 2.0  # samples come five times a second; an older one is out of date
+_LATELY_S: Final = 1.0  # replicas that are ended report other places for a moment before they report their end
 
 
 class WaitsModel:
-    """What each replica of a program waits in, or is at.
+    """The waits and places of a program's replicas.
 
     Attributes:
-        asking: Replicas at a prompt, where the user has not answered.
+        asking: The replicas at a prompt that the user has not answered yet.
     """
 
     def __init__(self, who: str = "replica") -> None:
         self.who = who
         self.asking: set[int] = set()
-        self._latest: dict[int, tuple[TelemetrySample, float]] = {}  # and when it came
-        self._steady: dict[int, float] = {}  # since when a replica is where it is
-        self._before: tuple[float, list[str]] = (
-            0.0,
-            [],
-        )  # when a replica moved while others waited, and what held until then
+        self._latest: dict[int, tuple[TelemetrySample, float]] = {}  # each replica's latest sample, and when it came
+        self._steady: dict[int, float] = {}  # the time since which a replica has been at its place
+        # The time when a replica moved while others waited, and the lines until then.
+        self._before: tuple[float, list[str]] = (0.0, [])
 
     def feed(self, sample: TelemetrySample, now: float) -> None:
-        """Take a sample of a replica."""
+        """Apply a sample of a replica."""
         before = self._latest.get(sample.replica)
         if before is None or _place(before[0]) != _place(sample):
             if now - self._before[0] > _LATELY_S or not self._before[1]:
@@ -43,23 +46,23 @@ class WaitsModel:
         self._latest[sample.replica] = sample, now
 
     def ended(self, replicas: Iterable[int]) -> None:
-        """These replicas wait in nothing any more."""
+        """Forget replicas whose part of the program has ended."""
         for replica in list(replicas):
             self._latest.pop(replica, None)
             self.asking.discard(replica)
 
     def lines(self, now: float) -> list[str]:
-        """Sentences, one for each thing that is waited in; nothing while no replica has waited for long."""
+        """Return a sentence for each operation that replicas have waited in for long."""
         long: defaultdict[tuple[str, str, str, int], list[int]] = defaultdict(list)
         for replica in sorted(self._latest):
             wait = self._wait(replica)
-            # Calls that end well tell so by their replies alone: then no further sample comes, and nobody waits.
+            # A call that ends well reports it by its reply alone. No further sample comes then, and no replica waits.
             if wait is not None and self._is_fresh(replica, now) and self._seconds(replica, now) >= _PATIENCE_S:
                 long[wait.kind, wait.what, wait.where, wait.number].append(replica)
         return [self._line(replicas, now) for replicas in long.values()]
 
     def before_the_end(self, now: float) -> list[str]:
-        """The sentences as they were before replicas that were told to end left their places."""
+        """Return the sentences from before the replicas that were ended left their places."""
         moved, lines = self._before
         return lines if lines and now - moved <= _LATELY_S else self.lines(now)
 
@@ -70,7 +73,7 @@ class WaitsModel:
         return now - self._latest[replica][1] <= _SILENT_S
 
     def _seconds(self, replica: int, now: float) -> float:
-        """How long a replica has waited in what it waits in."""
+        """Return how long a replica has been in its current wait."""
         sample, came = self._latest[replica]
         return (sample.waiting.seconds if sample.waiting is not None else 0.0) + now - came
 
@@ -87,7 +90,7 @@ class WaitsModel:
         return "; ".join([line, *others]) + "."
 
     def _is_there(self, replica: int, wait: Waiting) -> bool:
-        """Whether a replica is in the same collective, or has come to a later one of the group."""
+        """Return whether a replica is in the same collective, or has come to a later one of the group."""
         other = self._wait(replica)
         return other is not None and other.group == wait.group and other.number >= wait.number
 
@@ -98,7 +101,7 @@ class WaitsModel:
             return f"{name}: it asks you for a line" + (f", in {sample.where}" if sample.where else "")
         if not self._is_fresh(replica, now):
             seen = f"; it was last seen in {sample.where}" if sample.where else ""
-            return f"{name}, and has told nothing for {now - came:.0f} s{seen}"
+            return f"{name}, and has reported nothing for {now - came:.0f} s{seen}"
         if sample.waiting is not None:
             seconds = self._seconds(replica, now)
             return f"{name}: it {_words(sample, sample.waiting)} since {seconds:.0f} s"
@@ -117,9 +120,9 @@ def _place(sample: TelemetrySample) -> tuple[object, ...]:
 
 
 def _words(sample: TelemetrySample, wait: Waiting, count: int = 1) -> str:
-    """What one replica does who waits, or several: "waits in all_reduce (cell 3, line 4; number 17)"."""
-    told = [cell_place(wait.where) or sample.where, f"number {wait.number}" if wait.number else ""]
-    at = f" ({'; '.join(filter(None, told))})" if any(told) else ""
+    """Return the wait of one or several replicas in words: "waits in all_reduce (cell 3, line 4; number 17)"."""
+    facts = [cell_place(wait.where) or sample.where, f"number {wait.number}" if wait.number else ""]
+    at = f" ({'; '.join(filter(None, facts))})" if any(facts) else ""
     s = "s" if count == 1 else ""
     if wait.kind == "input":
         return f"wait{s} for {'its' if s else 'their'} next batch{at}"
@@ -131,5 +134,5 @@ def _words(sample: TelemetrySample, wait: Waiting, count: int = 1) -> str:
 
 
 def _short(operation: str) -> str:
-    """`group.all_reduce(float32[10], sum)` as the user called it."""
+    """Return the name by which the user called an operation: all_reduce for `group.all_reduce(float32[10], sum)`."""
     return operation.partition("(")[0].removeprefix("group.")

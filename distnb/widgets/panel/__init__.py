@@ -1,1 +1,1 @@
-"""The kernel's side of the JupyterLab extension (`extension/`): what its panel shows, and the orders that it gives."""
+"""The kernel's side of the JupyterLab extension (`extension/`): the panel's content, and the orders that it sends."""

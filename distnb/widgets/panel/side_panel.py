@@ -1,10 +1,10 @@
-"""Between a kernel and the pages that show it.
+"""The connection between a kernel and the pages that show it.
 
-To the pages: a whole snapshot as a message on iopub, whenever the state of something has changed, and each second while
-a cell runs. It goes as a comm's message, which front ends without the extension pass over.
+To the pages: a whole snapshot as a message on iopub, whenever a state has changed, and each second while a cell runs.
+It is sent as a comm's message, which front ends without the extension ignore.
 
-From the pages: orders, as a message on the control channel, which a kernel serves on a thread of its own while a cell
-runs. (Callbacks of comms wait for the cell's end in some versions of ipykernel.)
+From the pages: orders as messages on the control channel, which a kernel serves on a separate thread while a cell runs.
+(In some versions of ipykernel, callbacks of comms wait until the cell has ended.)
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["NAME", "ORDER", "SidePanel"]
 
 NAME: Final = "distnb"
-"""The comm's target and id: by it a page finds out whether a kernel has loaded distnb."""
+"""The comm's target and id. A page finds out by it whether a kernel has loaded distnb."""
 
 ORDER: Final = "distnb_order"
-"""The kind of message that pages send on the control channel; the answer is a `distnb_reply`."""
+"""The type of the messages that pages send on the control channel. The answer's type is `distnb_reply`."""
 
 _SOONEST_S = 0.2
 _PERIOD_S = 1.0
@@ -43,11 +43,11 @@ _KEPT_MARKS = 100
 
 
 class SidePanel:
-    """Publishes what a front shows, and carries out orders.
+    """The publisher of a front's content, and the receiver of the pages' orders.
 
     Args:
-        kernel: ipykernel's.
-        front: Of the kernel's shell.
+        kernel: The ipykernel kernel.
+        front: The front end of the kernel's shell.
     """
 
     def __init__(self, kernel: Any, front: Front) -> None:
@@ -55,16 +55,16 @@ class SidePanel:
         self._front = front
         self._wake = threading.Event()
         self._marks: dict[str, dict[str, Any]] = {}  # by cell
-        self._doing = ""  # how far a start or a stop is, in words
-        self._error = ""  # why the latest of them failed
+        self._doing = ""  # the progress of a start or a stop, in words
+        self._error = ""  # the reason why the latest start or stop failed
         self._acting = threading.Lock()
         self._published: dict[str, Any] = {}
         self._complained = False
 
     def install(self) -> None:
-        """Publish, and take orders, from now on."""
+        """Publish snapshots and accept orders from now on."""
         comm.get_comm_manager().register_comm(comm.create_comm(target_name=NAME, comm_id=NAME, primary=False))
-        self._kernel.control_handlers[ORDER] = self._take
+        self._kernel.control_handlers[ORDER] = self._handle_order
         self._front.on_news = self._wake.set
         self._front.on_end = self._ended
         threading.Thread(target=self._serve, name="distnb-panel", daemon=True).start()
@@ -77,23 +77,23 @@ class SidePanel:
             self._wake.clear()
             try:
                 self._publish()
-            except Exception:  # noqa: BLE001  (what cannot be shown must not end what else the thread shows)
+            except Exception:  # noqa: BLE001  (an error must not end the thread, which shows everything else)
                 if not self._complained:
                     self._complained = True
                     traceback.print_exc(file=sys.__stderr__)
             time.sleep(_SOONEST_S)
 
     def _publish(self) -> None:
-        state = self.look()
+        state = self.state()
         if state != self._published or self._front.busy:
             self._published = state
             content = {"comm_id": NAME, "data": {NAME: state}}
-            # No parent: it belongs to no cell, and whoever waits for a cell's output passes it over.
+            # Without a parent the message belongs to no cell, and clients that wait for a cell's output ignore it.
             self._kernel.session.send(self._kernel.iopub_socket, "comm_msg", content, ident=f"comm-{NAME}".encode())
 
-    def look(self) -> dict[str, Any]:
-        """The whole snapshot; from any thread."""
-        return {**self._front.look(self._draw), "doing": self._doing, "error": self._error}
+    def state(self) -> dict[str, Any]:
+        """Return the whole snapshot. Any thread may call this."""
+        return {**self._front.read(self._draw), "doing": self._doing, "error": self._error}
 
     def _draw(self, views: list[CellView], samples: Mapping[int, TelemetrySample]) -> dict[str, Any]:
         for view in views:
@@ -112,16 +112,16 @@ class SidePanel:
                 del self._marks[next(iter(self._marks))]
 
     def _ended(self, view: CellView) -> None:
-        """A cell ended; the front may forget it before the next snapshot is drawn."""
+        """Mark a cell that has ended, because the front may forget it before the next snapshot is drawn."""
         self._mark(view)
         self._wake.set()
 
     # -- from the pages --------------------------------------------------------------------------------------------
 
-    def _take(self, stream: Any, idents: Any, message: dict[str, Any]) -> None:
-        """Carry out an order, on the kernel's control thread. Nothing keeps that: starts and stops have their own."""
+    def _handle_order(self, stream: Any, idents: Any, message: dict[str, Any]) -> None:
+        """Carry out an order on the kernel's control thread. Starts and stops run on threads of their own."""
         orders: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-            "look": lambda content: {"snapshot": self.look()},
+            "look": lambda content: {"snapshot": self.state()},
             "stacks": lambda content: {"text": self._stacks()},
             "interrupt": lambda content: {"interrupted": self._interrupt()},
             "start": lambda content: self._act(lambda: self._start(content.get("n"))),
@@ -131,13 +131,16 @@ class SidePanel:
         order = orders.get(str(content.get("order")))
         try:
             answer = order(content) if order else {"error": f"distnb has no order {content.get('order')!r}."}
-        except Exception as error:  # noqa: BLE001  (the page waits for an answer, whatever this one is)
+        except Exception as error:  # noqa: BLE001  (the page waits for an answer in any case)
             answer = {"error": str(error) or type(error).__name__}
         self._kernel.session.send(stream, "distnb_reply", answer, parent=message, ident=idents)
-        asyncio.get_running_loop().call_soon(self._say_busy)
+        asyncio.get_running_loop().call_soon(self._publish_busy)
 
-    def _say_busy(self) -> None:
-        """After each message of the control channel a kernel says it is idle; pages take that for the cell's end."""
+    def _publish_busy(self) -> None:
+        """Publish that the kernel is busy, if a cell runs.
+
+        A kernel publishes "idle" after each message of the control channel, and pages take that for the cell's end.
+        """
         if self._front.busy:
             content = {"execution_state": "busy"}
             self._kernel.session.send(self._kernel.iopub_socket, "status", content, ident=b"kernel.status")
@@ -150,14 +153,14 @@ class SidePanel:
         return session is not None and session.interrupt()
 
     def _act(self, action: Callable[[], None]) -> dict[str, Any]:
-        """Do what takes long on a thread of its own; the snapshots tell how far it is."""
+        """Run a slow action on a thread of its own. The snapshots show its progress."""
         if not self._acting.acquire(blocking=False):
-            return {"error": f"It is still {self._doing}."}
+            return {"error": f"distnb is still starting or stopping engines ({self._doing}). Try again later."}
 
         def act() -> None:
             try:
                 action()
-            except Exception as error:  # noqa: BLE001  (whatever it is, the page tells the user)
+            except Exception as error:  # noqa: BLE001  (the page shows any error to the user)
                 self._error = str(error) or type(error).__name__
             finally:
                 self._doing = ""
@@ -168,16 +171,16 @@ class SidePanel:
         threading.Thread(target=act, name="distnb-order", daemon=True).start()
         return {}
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self._doing = text
         self._wake.set()
 
     def _start(self, count: int | None) -> None:
-        self._tell("starting")
-        compose.start(count, on_progress=self._tell)
+        self._report("starting")
+        compose.start(count, on_progress=self._report)
 
     def _stop(self) -> None:
-        self._tell("stopping")
+        self._report("stopping")
         session = compose.current()
         if session is not None:
             session.interrupt()

@@ -1,4 +1,4 @@
-"""All that the panel shows, as plain data for JSON: whole each time, so that a page that was reloaded needs no more."""
+"""The panel's content as plain data for JSON. It is whole each time, so that a page that was reloaded needs no more."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _MOST_POINTS = 60
 def snapshot(
     session: Session | None, model: LiveModel | None, samples: Mapping[int, TelemetrySample], now: float
 ) -> dict[str, Any]:
-    """What a panel shows.
+    """Return the panel's content.
 
     Args:
-        session: The running one, if any.
-        model: Of the latest cell that had replicas, if any.
-        samples: The latest measurement of each engine.
+        session: The running session, if any.
+        model: The model of the latest cell that had replicas, if any.
+        samples: The latest sample of each engine.
 
     Returns:
-        `engines` (None without a cluster), `head` (see `content.Head`), `told` in words, `curves`, and whether
-        the cell is `running`.
+        A dict with `engines` (None without a cluster), `head` (see `content.Head`), `told` (waits and closures in
+        words), `curves`, and `running`: True while the cell runs.
     """
     try:
         engines = None if session is None else _engines(session.status(), model, samples)
@@ -54,7 +54,7 @@ def snapshot(
 
 
 def mark_of(model: LiveModel) -> dict[str, Any] | None:
-    """How a cell is marked: its strategy, its state, and that of each replica; None where it has none to tell of."""
+    """Return a cell's mark: its strategy, its state, and the states of its replicas; None if it has none of these."""
     if not (model.title or model.rows):
         return None
     rows = [f"{replica} on {row.device}: {row.state}" for replica, row in sorted(model.rows.items())]
@@ -79,7 +79,7 @@ def _engines(
 
 
 def _memory(sample: TelemetrySample | None) -> list[dict[str, Any]]:
-    """What an engine takes of the memory that there is, in bytes: of its machine's, and of its accelerator's."""
+    """Return an engine's bytes and the total of each memory: its machine's, and its accelerator's."""
     if sample is None:
         return []
     taken = [("memory", sample.rss_nbytes, sample.host_nbytes)]
@@ -88,12 +88,12 @@ def _memory(sample: TelemetrySample | None) -> list[dict[str, Any]]:
 
 
 def _state(status: EngineStatus, row: ReplicaRow | None) -> dict[str, str]:
-    """The state in words, its kind ("idle", "running", "busy" or "error"), and the line where the replica is."""
+    """Return the state in words, its kind ("idle", "running", "busy" or "error"), and the replica's current line."""
     if status.state.startswith("busy"):
         return {"state": status.state, "kind": "busy", "at": ""}
     if status.state != "idle":
         return {"state": status.state, "kind": "error", "at": ""}
-    if row is None or row.state in ("ended", "died"):  # one that died was replaced, since its process is there
+    if row is None or row.state in ("ended", "died"):  # a dead one was replaced, since the engine runs
         return {"state": "idle", "kind": "idle", "at": ""}
     kind = {"running": "running", "failed": "error"}.get(row.state, "idle")
     return {"state": row.state, "kind": kind, "at": row.where}
@@ -105,7 +105,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def _line(replicas: tuple[int, ...], line: Line) -> dict[str, Any]:
-    """At most so many points, evenly chosen, the last among them; null where a value is nan or infinite."""
+    """Return at most `_MOST_POINTS` points, evenly chosen, including the last. A nan or infinite value becomes null."""
     every = max(1, math.ceil(len(line.points) / _MOST_POINTS))
     chosen = line.points[::-1][::every][::-1]
     points = [[step, float(_short(value)) if math.isfinite(value) else None] for step, value, *_ in chosen]

@@ -1,1 +1,1 @@
-"""How values, and where they are, look: HTML and text of what processes told of them."""
+"""Values and their placement as HTML and as text, drawn from the reports of the processes that hold them."""

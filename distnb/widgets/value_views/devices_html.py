@@ -18,14 +18,14 @@ _COLUMNS = ("device", "used by", "holds")
 
 
 def devices_html(model: DevicesModel) -> str:
-    """Draw them."""
+    """Draw the table and the memory bars as HTML."""
     bars = "".join(_bar(memory) for memory in model.memories)
     header, rows = filled(_COLUMNS, _rows(model))
     return f'<div class="distnb-devices" style="font-size:12px">{html_table(header, rows)}{bars}</div>'
 
 
 def devices_text(model: DevicesModel) -> str:
-    """The same in plain text."""
+    """Return the table and the memory bars as plain text."""
     header, rows = filled(_COLUMNS, _rows(model))
     shown = [header, *rows]
     widths = [max(len(row[place]) for row in shown) for place in range(len(header))]
@@ -43,7 +43,7 @@ def _rows(model: DevicesModel) -> list[list[str]]:
 
 
 def _bar(memory: MemoryPool) -> str:
-    """A memory as a bar: what each engine takes, what others do, and what is free."""
+    """Draw a memory as a bar: the bytes of each engine, those of other processes, and the free ones."""
     parts = [*((name, nbytes, _COLORS[i % len(_COLORS)], 0.75) for i, (name, nbytes) in enumerate(memory.used.items()))]
     parts.append(("others", memory.others, _GREY, 0.45))
     drawn, begin, scale = [], 0.0, _WIDTH / (memory.total or 1)
@@ -67,6 +67,6 @@ def _bar(memory: MemoryPool) -> str:
         if nbytes
     ]
     legend.append(f"free: {human_bytes(memory.free)} of {human_bytes(memory.total)}")
-    told = f"{html.escape(memory.name)}: {' · '.join(legend)}"
+    caption = f"{html.escape(memory.name)}: {' · '.join(legend)}"
     image = as_image(svg, f"{memory.name}: {memory.text}", wide=True)
-    return f'<div style="color:{_GREY};margin-top:4px">{told}</div>{image}'
+    return f'<div style="color:{_GREY};margin-top:4px">{caption}</div>{image}'

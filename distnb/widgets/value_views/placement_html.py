@@ -1,4 +1,4 @@
-"""Where a value is: pictures of what is cut, and a table of all its tensors, as HTML and as text."""
+"""The placement of a value as HTML and as text: pictures of split tensors, and a table of all tensors."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _KINDS = {
     "rows": "rows of the batch",
     "shard": "shard",
     "partial": "part of a sum",
-    "shared": "once, in memory that all replicas have in common",
+    "shared": "once, in memory shared by all replicas",
     "stored": "on a parameter server",
 }
 
 
 def placement_html(model: PlacementModel) -> str:
-    """Draw it: nothing in it needs a script, or a kernel."""
+    """Draw the placement as HTML that needs no script and no kernel."""
     pictures = []
     for tensor in _split(model.tensors):
         title = _title(tensor)
@@ -40,14 +40,14 @@ def placement_html(model: PlacementModel) -> str:
     header, rows = filled(_COLUMNS, _rows(model.tensors))
     table = html_table(header, rows[:_MOST_ROWS], numeric=("each",)) if rows else ""
     more = [f"… and {len(rows) - _MOST_ROWS:,} more rows"] if len(rows) > _MOST_ROWS else []
-    told = "".join(f'<div style="{_GREY}">{html.escape(note)}</div>' for note in [*more, *model.notes])
+    notes = "".join(f'<div style="{_GREY}">{html.escape(note)}</div>' for note in [*more, *model.notes])
     totals = " · ".join(_totals(model))
     head = f'<div style="{_GREY}">{html.escape(" · ".join(filter(None, [model.title, totals])))}</div>'
-    return f'<div class="distnb-placement" style="font-size:12px">{head}{"".join(pictures)}{table}{told}</div>'
+    return f'<div class="distnb-placement" style="font-size:12px">{head}{"".join(pictures)}{table}{notes}</div>'
 
 
 def placement_text(model: PlacementModel) -> str:
-    """The same for terminals."""
+    """Return the placement as text for terminals."""
     lines = [" · ".join([model.title, *_totals(model)])]
     for tensor in _split(model.tensors):
         lines += _drawn(tensor)
@@ -59,7 +59,7 @@ def placement_text(model: PlacementModel) -> str:
 
 
 def _split(tensors: Sequence[PlacedTensor]) -> list[PlacedTensor]:
-    """Those that are drawn: of those that are cut alike, the first."""
+    """Return the tensors to draw: the first of each group of tensors that are split alike."""
     seen: dict[object, PlacedTensor] = {}
     for tensor in tensors:
         if tensor.is_split:
@@ -72,7 +72,7 @@ def _split(tensors: Sequence[PlacedTensor]) -> list[PlacedTensor]:
 
 
 def _totals(model: PlacementModel) -> list[str]:
-    """`replicas hold 1.2 MB each`, or what each place holds."""
+    """Return the bytes in each place: `each of 2 replicas: 1.2 MB` if equal, else a text for each place."""
     found = {place: nbytes for place, nbytes in model.by_device().items() if nbytes}
     replicas = {place: nbytes for place, nbytes in found.items() if place.startswith("replica ")}
     if len(replicas) > 1 and len(set(replicas.values())) == 1:
@@ -117,7 +117,7 @@ def _title(tensor: PlacedTensor) -> str:
 
 
 def _drawn(tensor: PlacedTensor) -> list[str]:
-    """A cut tensor in characters: a box for each part."""
+    """Draw a split tensor in characters, with a box for each part."""
     axes = tensor.cut_axes
     lines = [_title(tensor)]
     for title, rows, columns, fixed in grids(tensor):

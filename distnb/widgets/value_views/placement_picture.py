@@ -1,6 +1,6 @@
-"""Where the parts of a tensor are, as a picture: a bar for one that is cut along one axis, a grid for two, or several.
+"""The parts of a tensor as a picture: a bar for a tensor split along one axis, grids for more axes.
 
-Parts are told apart by a number as well as by a colour.
+Parts have a number as well as a colour, so that the picture does not rely on colours alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from distnb.notebook.views.placement_model import PlacedPart, PlacedTensor
 __all__ = ["grids", "placement_svg"]
 
 _COLORS = ("#b9d3fc", "#fdcfab", "#aee5d2", "#e0c3fc", "#fabfbf", "#f0dba3", "#aee6f0", "#f9c4de")
-_INK = "#1f2937"  # on all of these: an image cannot follow the theme, so cells bring their own ground
-_GREY = "#808080"  # on the page's
+_INK = "#1f2937"  # text on these colours; an image cannot follow the theme, so cells have a background of their own
+_GREY = "#808080"  # text on the page's background
 _WIDTH = 560
 _ROW = 34  # height of a bar, and of the lowest row of a grid
 _LEFT, _TOP = 60, 30
@@ -28,7 +28,7 @@ Cell = tuple[tuple[int, int], ...]
 def grids(
     tensor: PlacedTensor,
 ) -> Iterator[tuple[str, list[tuple[int, int]], list[tuple[int, int]], dict[int, tuple[int, int]]]]:
-    """What is drawn of a tensor: of each grid a title, its rows and columns, and where it is on the other axes."""
+    """Yield each grid of a tensor: its title, its rows and columns, and its bounds on the other axes."""
     axes = tensor.cut_axes
     outer, inner = axes[:-2], axes[-2:]
     for at in itertools.product(*(tensor.cuts(axis) for axis in outer)):
@@ -39,7 +39,7 @@ def grids(
 
 
 def placement_svg(tensor: PlacedTensor) -> str:
-    """The picture of a tensor of which different parts are in different places; "" where it would have no end."""
+    """Draw a tensor whose parts are in different places; "" if the picture would be too large."""
     axes = tensor.cut_axes
     drawn = list(itertools.islice(grids(tensor), _MOST_GRIDS + 1))
     if len(drawn) > _MOST_GRIDS or any(len(rows) * len(columns) > _MOST_CELLS for _, rows, columns, _ in drawn):
@@ -69,7 +69,7 @@ def _grid(
     fixed: Mapping[int, tuple[int, int]],
     colors: Mapping[str, str],
 ) -> tuple[str, int]:
-    """One grid and its height. Places are to scale, but what is very small is seen, too."""
+    """Draw one grid and return it with its height. Cells are to scale, but very small ones are enlarged."""
     xs = _scaled(columns, _WIDTH - _LEFT - 10, least=18)
     tall = _ROW * len(rows) if axes[0] is None else max(_ROW * len(rows), min(240, _tall(tensor, axes)))
     ys = _scaled(rows, tall, least=16)
@@ -94,7 +94,7 @@ def _tall(tensor: PlacedTensor, axes: tuple[int | None, int]) -> int:
 
 
 def _scaled(pieces: Sequence[tuple[int, int]], room: float, least: float) -> list[tuple[float, float]]:
-    """Where each piece begins, and how long it is drawn."""
+    """Return the position and the drawn length of each piece."""
     total = sum(last - first for first, last in pieces) or 1
     least = min(least, room / len(pieces))
     free = room - least * len(pieces)
@@ -123,7 +123,7 @@ def _cell(
 
 
 def _text(text: str, x: float, y: float, room: float, *, bold: bool = False, color: str = _GREY) -> str:
-    """A text in the middle of some room; as much of it as there is room for."""
+    """Draw a text in the middle of some room, shortened to fit."""
     most = int(room / 6.4)
     if most < 1:
         return ""

@@ -1,4 +1,4 @@
-"""How a value, or where it is, is shown in this process: drawn in a notebook, told in a terminal."""
+"""Display of values and placements in this process: drawn in a notebook, printed in a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["as_html", "drawn", "result_html", "show", "visualize"]
 
 
 def as_html(value: DistributedValues) -> str:
-    """Draw a distributed value of this process, or the one that a handle stands for."""
+    """Draw a distributed value of this process, or the value behind a handle."""
     from distnb.notebook.handles.handle import HANDLES
     from distnb.notebook.handles.summaries import as_model
 
@@ -35,14 +35,14 @@ def as_html(value: DistributedValues) -> str:
 
 
 def result_html(value: RemoteValue) -> str:
-    """Draw what a closure gave: a copy of that is here."""
+    """Draw a closure's result from a copy in this process."""
     from distnb.runtime.inspection.inspecting import inspect
 
     return value_html(ValueModel(f"RemoteValue of {value.name}", 1, {0: inspect(value.fetch())}))
 
 
 def drawn(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A display's data with pictures and texts in place of what replicas told of their values."""
+    """Return a display's data, with the replicas' reports of values replaced by pictures and texts."""
     if VALUE in data:
         model = _value_model(data[VALUE])
         made = {"text/html": value_html(model), "text/plain": value_text(model)}
@@ -55,7 +55,7 @@ def drawn(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def visualize(value: Any) -> None:
-    """Show where a value is, or what a strategy runs on: below the cell, or in the terminal."""
+    """Show the placement of a value, or the devices of a strategy, below the cell or in the terminal."""
     from distnb.notebook.value_placement import devices_of, placement_of, server_placement
     from distnb.strategies.base import Strategy
 
@@ -76,7 +76,7 @@ def visualize(value: Any) -> None:
 
 
 def show(page: str, text: str) -> None:
-    """Show it below the cell, or in the terminal."""
+    """Show HTML below the cell, or text in the terminal."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None and hasattr(shell, "kernel"):

@@ -25,46 +25,46 @@ Parts = Mapping[int, Inspected]
 
 
 def value_html(model: ValueModel) -> str:
-    """Draw it. Equal components stand in one row, and what drifted is red, and said."""
+    """Draw the value. Equal components share a row; drifted ones are red, with a warning."""
     drawing = _Drawing(model)
     body = drawing.section("", model.components) if model.components else ""
     absent = [f"{replicas_text((replica,))}: {why}" for replica, why in model.absent.items()]
     notes = "".join(f'<div style="{_GREY}">{html.escape(note)}</div>' for note in (*absent, *model.notes))
     warning = model.warning()
-    told = f'<div style="color:{_RED}" role="alert">⚠ {html.escape(warning)}</div>' if warning else ""
+    alert = f'<div style="color:{_RED}" role="alert">⚠ {html.escape(warning)}</div>' if warning else ""
     title = f'<div style="{_GREY}">{html.escape(model.title)}</div>'
-    return f'<div class="distnb-value" style="font-size:12px">{title}{told}{body}{notes}</div>'
+    return f'<div class="distnb-value" style="font-size:12px">{title}{alert}{body}{notes}</div>'
 
 
 class _Drawing:
     def __init__(self, model: ValueModel) -> None:
         self._model = model
 
-    def section(self, name: str, told: Parts, depth: int = 0) -> str:
-        """A part of the value, with all that is in it."""
-        if all(each.items for each in told.values()):
-            return self._tree(name, told, depth)
-        return self._table([(name, told)])
+    def section(self, name: str, components: Parts, depth: int = 0) -> str:
+        """Draw a part of the value and everything in it."""
+        if all(each.items for each in components.values()):
+            return self._tree(name, components, depth)
+        return self._table([(name, components)])
 
-    def _tree(self, name: str, told: Parts, depth: int) -> str:
+    def _tree(self, name: str, components: Parts, depth: int) -> str:
         body = []
         for leaves, group in itertools.groupby(
-            parts(told), key=lambda part: not any(e.items for e in part[1].values())
+            parts(components), key=lambda part: not any(e.items for e in part[1].values())
         ):
             if leaves:
                 body.append(self._table(list(group)))
             else:
                 body += [self.section(inner, each, depth + 1) for inner, each in group]
-        left_out = max(each.left_out for each in told.values())
+        left_out = max(each.left_out for each in components.values())
         if left_out:
             body.append(f'<div style="{_GREY}">… and {left_out:,} more</div>')
-        is_open = " open" if depth == 0 or self._drifts(told) else ""
+        is_open = " open" if depth == 0 or self._drifts(components) else ""
         inside = f'<div style="margin-left:18px">{"".join(body)}</div>'
-        return f"<details{is_open}><summary>{self._summary(name, told)}</summary>{inside}</details>"
+        return f"<details{is_open}><summary>{self._summary(name, components)}</summary>{inside}</details>"
 
-    def _summary(self, name: str, told: Parts) -> str:
+    def _summary(self, name: str, components: Parts) -> str:
         texts: list[tuple[str, Folded]] = []
-        folded = fold(told)
+        folded = fold(components)
         for group in folded:
             what = group.what
             facts = [f"{what.type}({what.text})" if what.parameters >= 0 and what.text else what.type]
@@ -77,8 +77,8 @@ class _Drawing:
             facts += [f"grad norm {short_number(what.gradient_norm)}"] if what.gradient_norm is not None else []
             facts += [what.note] if what.note else []
             texts.append((html.escape(" · ".join(filter(None, facts))), group))
-        several = len({text for text, _ in texts}) > 1 or len(told) < self._model.size
-        if not several and not self._drifts(told):
+        several = len({text for text, _ in texts}) > 1 or len(components) < self._model.size
+        if not several and not self._drifts(components):
             texts = texts[:1]
         else:
             texts = [(f"{html.escape(self._whose(group))}: {text}", group) for text, group in texts]
@@ -87,16 +87,18 @@ class _Drawing:
 
     def _table(self, leaves: Iterable[tuple[str, Parts]]) -> str:
         leaves = list(leaves)
-        # What is nothing but a picture needs no row.
-        rows = [row for name, told in leaves if not _are_pictures(told) for row in self._rows(name, told)]
+        # A component that is only a picture needs no row.
+        rows = [
+            row for name, components in leaves if not _are_pictures(components) for row in self._rows(name, components)
+        ]
         header, rows = filled(_COLUMNS, rows)
         table = html_table(header, rows, numeric=_NUMERIC) if rows else ""
-        return table + "".join(self._gallery(name, told) for name, told in leaves)
+        return table + "".join(self._gallery(name, components) for name, components in leaves)
 
-    def _gallery(self, name: str, told: Parts) -> str:
-        """The pictures of some components side by side."""
+    def _gallery(self, name: str, components: Parts) -> str:
+        """Draw the pictures of some components side by side."""
         shown = []
-        for group in fold(told):
+        for group in fold(components):
             if not group.what.picture:
                 continue
             title = html.escape(" ".join(filter(None, [name, self._whose(group) if self._model.size > 1 else ""])))
@@ -106,8 +108,8 @@ class _Drawing:
             shown.append(f'<div style="{_BESIDE}"><div style="{_GREY}">{text}</div>{image}</div>')
         return f"<div>{''.join(shown)}</div>" if shown else ""
 
-    def _rows(self, name: str, told: Parts) -> Iterator[list[str]]:
-        for place, group in enumerate(fold(told)):
+    def _rows(self, name: str, components: Parts) -> Iterator[list[str]]:
+        for place, group in enumerate(fold(components)):
             what = group.what
             numbers = figures(what.statistics)
             norm = what.statistics.norm if what.statistics is not None and what.statistics.elements > 1 else what.norm
@@ -130,15 +132,15 @@ class _Drawing:
             yield [cell if isinstance(cell, Html) else Html(self._marked(html.escape(cell), group)) for cell in row]
 
     def _notes(self, group: Folded) -> str:
-        told, notes = group.what.statistics, []
+        statistics, notes = group.what.statistics, []
         if self._is_drifted(group):
             notes.append("drift")
         if group.broken:
             notes.append(f'<span style="color:{_RED}">⚠ {group.broken}</span>')
         elif group.what.norm is not None and not math.isfinite(group.what.norm):
             notes.append(f'<span style="color:{_RED}">⚠ not finite</span>')
-        if told is not None and told.looked_at < told.elements:
-            notes.append(f"a sample of {told.looked_at:,} elements")
+        if statistics is not None and statistics.looked_at < statistics.elements:
+            notes.append(f"a sample of {statistics.looked_at:,} elements")
         if group.what.note:
             notes.append(html.escape(group.what.note))
         return Html(self._marked(", ".join(notes), group)) if notes else ""
@@ -146,8 +148,8 @@ class _Drawing:
     def _whose(self, group: Folded) -> str:
         return replicas_text(group.replicas)
 
-    def _drifts(self, told: Parts) -> bool:
-        return self._model.is_mirrored and any(group.differs for group in fold(told))
+    def _drifts(self, components: Parts) -> bool:
+        return self._model.is_mirrored and any(group.differs for group in fold(components))
 
     def _is_drifted(self, group: Folded) -> bool:
         return self._model.is_mirrored and group.differs
@@ -157,10 +159,10 @@ class _Drawing:
 
 
 def _shown(what: Inspected) -> str:
-    """A short value."""
+    """Return a short value as HTML."""
     style = "font-family:monospace;white-space:pre-wrap;display:inline-block;max-width:44em"
     return Html(f'<span style="{style}">{html.escape(what.text)}</span>') if what.text and what.parameters < 0 else ""
 
 
-def _are_pictures(told: Parts) -> bool:
-    return all(each.picture and not each.shape for each in told.values())
+def _are_pictures(components: Parts) -> bool:
+    return all(each.picture and not each.shape for each in components.values())

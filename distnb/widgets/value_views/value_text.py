@@ -1,4 +1,4 @@
-"""A distributed value as text, for terminals and for those who read no pictures."""
+"""A distributed value as text, for terminals and for front ends without pictures."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["value_text"]
 
 
 def value_text(model: ValueModel) -> str:
-    """A line for each part of it, equal components together."""
+    """Return a line for each part of the value, with equal components together."""
     lines = [model.title, *_lines("", model.components, model, "  ")]
     lines += [f"  {replicas_text((replica,))}: {why}" for replica, why in model.absent.items()]
     return "\n".join([*lines, *filter(None, [model.warning()]), *model.notes])
 
 
-def _lines(name: str, told: Mapping[int, Inspected], model: ValueModel, indent: str) -> Iterator[str]:
-    folded = fold(told)
+def _lines(name: str, components: Mapping[int, Inspected], model: ValueModel, indent: str) -> Iterator[str]:
+    folded = fold(components)
     for group in folded:
-        several = len(folded) > 1 or len(told) < model.size
+        several = len(folded) > 1 or len(components) < model.size
         whose = f"{replicas_text(group.replicas)}: " if several else ""
         drift = "  ← drift" if model.is_mirrored and group.differs else ""
         yield f"{indent}{whose}{name + ' ' if name else ''}{_facts(group)}{drift}"
-    for inner, each in parts(told):
+    for inner, each in parts(components):
         yield from _lines(inner, each, model, indent + "  ")
-    left_out = max((each.left_out for each in told.values()), default=0)
+    left_out = max((each.left_out for each in components.values()), default=0)
     if left_out:
         yield f"{indent}  … and {left_out:,} more"
 
