@@ -56,7 +56,7 @@ def block(steps, on):
     return strategy.reduce("mean", strategy.run(lambda: spent), axis=None).tolist()
 
 control = this_process.live_sink.__self__
-names = ("begin", "end", "begun", "note_step")
+names = ("begin", "end", "collective_started", "note_step")
 recording = [getattr(activity, name) for name in names]
 
 def switch(on):

@@ -1,4 +1,4 @@
-"""Distributed PyTorch to play with in a notebook, in the programming model of tf.distribute.
+"""Distributed PyTorch in notebooks, in the programming model of tf.distribute.
 
 Importing this package loads neither torch nor IPython and starts nothing: every name below is loaded at first use.
 """
@@ -74,7 +74,7 @@ _WHERE = {
     "CommunicationOptions": "distnb.options",
     "ValueContext": "distnb.options",
 }
-"""Where each public name lives: `module`, `module:other_name`, or `module:` for the module itself."""
+"""The place of each public name: `module`, `module:other_name`, or `module:` for the module itself."""
 
 __all__ = [*_WHERE, "__version__"]
 
@@ -153,14 +153,14 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """What `%load_ext distnb` calls."""
+    """Load the magics: `%load_ext distnb` calls this."""
     from distnb.magics import load_ipython_extension as load
 
     load(ipython)
 
 
 def _offer_magics() -> None:
-    """In a shell that imports distnb, let the first use of a magic do what a forgotten `%load_ext distnb` would."""
+    """Register the magics in a shell that imports distnb, so that the first use of one loads the extension."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
     if shell is not None:

@@ -1,4 +1,4 @@
-"""`python -m distnb` is the command `distnb`."""
+"""Entry point of `python -m distnb`, the same as the command `distnb`."""
 
 import sys
 

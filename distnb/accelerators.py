@@ -1,7 +1,7 @@
-"""Devices other than the CPU: what distnb uses of one type of them, asked of torch's own names for it.
+"""Operations on devices other than the CPU, through torch's own names for each type of device.
 
-A type needs no code of its own here: torch knows its module (`torch.cuda`, `torch.xpu`, or that of a backend from
-outside) and its c10d backend. Importing this loads no torch.
+A type needs no code of its own here: torch knows its module (`torch.cuda`, `torch.xpu`, or that of an external
+backend) and its c10d backend. Importing this loads no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "allocated_nbytes",
     "c10d_backend",
-    "checked",
+    "check_available",
     "count",
     "device_of_rank",
     "free_share",
@@ -30,23 +30,24 @@ __all__ = [
 ]
 
 _BOUND = ("tpu",)
-"""Types of which a process has one device, chosen by its environment, for good. Its index in the process need not be
-its number among the machine's."""
-_NOWHERE_ELSE = nullcontext()
+"""Types of device of which a process has exactly one, chosen by its environment. The device's index in the process may
+differ from its number on the machine.
+"""
+_NO_PLACEMENT = nullcontext()
 
 
 def _module(kind: str) -> Any:
-    """torch's module for a type of device; None where torch has none."""
+    """Return torch's module for a type of device, or None if torch has none."""
     import torch
 
     try:
         return torch.get_device_module(kind)
-    except RuntimeError:  # no such type, or one without a module
+    except RuntimeError:  # torch does not know the type, or has no module for it
         return None
 
 
 def torch_device(device: Device) -> torch.device:
-    """The device as torch names it here. The CPU has no index: its tensors say that they are on `cpu`."""
+    """Return torch's device object. The CPU gets no index, because torch reports CPU tensors on `cpu`."""
     import torch
 
     if device.type == "cpu":
@@ -57,15 +58,15 @@ def torch_device(device: Device) -> torch.device:
 
 
 def placed_on(device: Device) -> AbstractContextManager[Any]:
-    """A context in which new tensors and modules land on the device.
+    """Return a context in which new tensors and modules are created on the device.
 
-    On the CPU this does nothing at all, since torch's own mode for it sees every single torch call.
+    On the CPU the context is empty, because torch's own mode for it intercepts every torch call.
     """
-    return _NOWHERE_ELSE if device.type == "cpu" else torch_device(device)
+    return _NO_PLACEMENT if device.type == "cpu" else torch_device(device)
 
 
 def use(device: Device) -> None:
-    """Make it the current device of its type in this process, so that its bare name means this one."""
+    """Make the device the current one of its type in this process, so that the bare name of the type means it."""
     if device.type == "cpu":
         return
     module = _module(device.type)
@@ -78,13 +79,13 @@ def use(device: Device) -> None:
         module.set_device(device.index)
 
 
-def checked(device: Device) -> None:
+def check_available(device: Device) -> None:
     """Raise OptionError for a device that this process does not have."""
     if device.type == "cpu":
         return
-    there = ["cpu:0", *(f"{device.type}:{index}" for index in _indices(device.type))]
-    if str(device) not in there:
-        raise OptionError(f"There is no device {device} here. The devices are {', '.join(there)}.")
+    available = ["cpu:0", *(f"{device.type}:{index}" for index in _indices(device.type))]
+    if str(device) not in available:
+        raise OptionError(f"There is no device {device} here. The devices are {', '.join(available)}.")
 
 
 def _indices(kind: str) -> range:
@@ -100,13 +101,13 @@ def _indices(kind: str) -> range:
 
 
 def count(kind: str) -> int:
-    """How many devices of a type torch finds from this process."""
+    """Return the number of devices of a type that torch finds from this process."""
     module = _module(kind)
     return 0 if module is None else int(module.device_count())
 
 
 def device_of_rank(local_rank: int) -> Device:
-    """The device of one of several processes on a machine, where nothing says which: as torchrun's programs take it."""
+    """Return the default device of one of several processes on a machine, chosen as programs of torchrun do."""
     import torch
 
     current = torch.accelerator.current_accelerator(check_available=True)
@@ -116,9 +117,9 @@ def device_of_rank(local_rank: int) -> Device:
 
 
 def allocated_nbytes() -> int | None:
-    """What torch holds on the process's current device, in bytes.
+    """Return the number of bytes that torch has allocated on the process's current device.
 
-    None where torch is not loaded, or has not used a device yet (asking would initialise it, which can cost hundreds of
+    None if torch is not loaded or has not used a device yet (a query would initialise it, which can cost hundreds of
     megabytes), and for types that do not count.
     """
     torch = sys.modules.get("torch")
@@ -133,9 +134,9 @@ def allocated_nbytes() -> int | None:
 
 
 def device_memory() -> tuple[int, int] | None:
-    """Free and all memory of the process's current device, in bytes, whoever uses it.
+    """Return free and total memory of the process's current device, in bytes, over all processes.
 
-    None where torch has not used one yet, and for types that do not tell.
+    None if torch has not used a device yet, and for types that do not report it.
     """
     torch = sys.modules.get("torch")
     if torch is None or allocated_nbytes() is None:
@@ -148,9 +149,9 @@ def device_memory() -> tuple[int, int] | None:
 
 
 def free_share() -> float:
-    """How much of the process's current device is free for it, from 0 to 1; 1 where that is not known, or it has none.
+    """Return the share of the current device's memory that this process can use, from 0 to 1; 1 if it is unknown.
 
-    What torch holds and does not use is free.
+    Memory that torch has reserved and does not use is free.
     """
     memory, allocated = device_memory(), allocated_nbytes()
     if memory is None or allocated is None:
@@ -162,7 +163,7 @@ def free_share() -> float:
 
 
 class _ModuleGenerator:
-    """A device's generator, by its module's functions: of types whose module shows no generator objects."""
+    """Generator of a device, for types whose module has functions for its state but no generator objects."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -178,24 +179,24 @@ class _ModuleGenerator:
 
 
 def generator(device: Device) -> Any:
-    """The device's own generator of random numbers, with `get_state`, `set_state` and `manual_seed`.
+    """Return the device's own random generator, with `get_state`, `set_state` and `manual_seed`.
 
-    None where the type has none: on the CPU, and where random numbers are drawn on the host.
+    None if the type has none: on the CPU, and where random numbers are drawn on the host.
     """
     if device.type == "cpu":
         return None
     module = _module(device.type)
     if hasattr(module, "init"):
-        module.init()  # what CUDA's generators need first
+        module.init()  # CUDA has no generators before its initialisation
     if hasattr(module, "default_generators"):
         return module.default_generators[torch_device(device).index]
     return _ModuleGenerator(module) if hasattr(module, "set_rng_state") else None
 
 
 def c10d_backend(kind: str) -> str | None:
-    """The name of the c10d backend that carries tensors of a type between processes, each with a device of its own.
+    """Return the name of the c10d backend that carries tensors of a type between processes, each with its own device.
 
-    None where torch knows none, or none that can be made without `init_process_group`: tensors then go through host
+    None if torch knows none, or none that can be created without `init_process_group`. Tensors then go through host
     memory.
     """
     import torch.distributed as dist
@@ -205,5 +206,5 @@ def c10d_backend(kind: str) -> str | None:
         return name if dist.is_nccl_available() else None
     from distnb.compat.c10d_internals import has_plugin
 
-    # Those from outside tell torch how they are made; "fake" is torch's own that carries nothing.
+    # An external backend registers a function that creates it. "fake" is torch's own backend that transfers nothing.
     return name if name is not None and name != "fake" and has_plugin(name) else None

@@ -1,7 +1,7 @@
-"""How this process spends its time beside computing: what its threads wait in, and the latest waits, each as measured.
+"""Times that this process spends waiting: the current waits of its threads, and the latest finished ones, as measured.
 
-To record one costs about a microsecond, and so it is always done. Any thread may read. Moments are of a steady clock
-that all processes of one machine share.
+Recording a wait costs about a microsecond, so it is always on. Any thread may read. Times are of a steady clock that
+all processes of one machine share.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = [
     "Kind",
     "Wait",
     "begin",
-    "begun",
     "clock",
+    "collective_started",
     "end",
     "latest",
     "machine",
@@ -31,20 +31,23 @@ __all__ = [
 ]
 
 MOST_EVENTS: Final = 4096
-"""So many of the latest are kept."""
+"""The number of latest events that are kept."""
 
 Kind = Literal["collective", "background", "input", "servers", "program", "step"]
-"""A collective that a thread waits in; one that nobody here waits for (torch's C++ may); a batch that is asked for; an
-exchange with parameter servers; a program of the notebook's; the end of a training step."""
+""""collective": a thread waits in a collective. "background": a collective that no Python thread waits for (torch's C++
+may). "input": a batch was requested. "servers": an exchange with parameter servers. "program": a program of the
+notebook. "step": the end of a training step.
+"""
 
 
 class Arrival(NamedTuple):
-    """What is begun or waited in.
+    """The start of a wait.
 
     Attributes:
-        at: When this process came to it.
-        group, number: Names a collective on all replicas; "" if nobody else has it.
-        what: The operation, for people; where: the user's line, if it is known.
+        at: The time at which this process arrived.
+        group, number: The name of a collective on all replicas; "" if the other replicas do not take part.
+        what: The operation, in words.
+        where: The user's line, if it is known.
     """
 
     at: float
@@ -55,11 +58,11 @@ class Arrival(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A wait that is over, or a moment. As they are kept and sent, these are plain tuples: that costs less.
+    """A finished wait, or a moment. Stored and sent as a plain tuple, which is cheaper.
 
     Attributes:
-        serial: Counts the events of this process.
-        begin, end: What the process spent on it.
+        serial: The number of the event in this process.
+        begin, end: The time that the process spent on it.
         at, group, number, what, where: See `Arrival`.
     """
 
@@ -75,7 +78,7 @@ class Event(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """What a thread waits in now, since when, and what that is a part of."""
+    """A wait in progress, with the wait that contains it."""
 
     kind: Kind
     begin: float
@@ -87,15 +90,15 @@ _AT_ONCE_S: Final = 50e-6
 _NOTHING: Final = Arrival(0.0)
 _events: deque[tuple[Any, ...]] = deque(maxlen=MOST_EVENTS)
 _serials = itertools.count(1)
-_waits: dict[int, tuple[Any, ...]] = {}  # by thread, or by whatever else waits: what `Wait` has
-_program: float | None = None  # when the one began that runs
+_waits: dict[int, tuple[Any, ...]] = {}  # by thread, or by another key: the fields of `Wait`
+_program: float | None = None  # start of the running program
 _data_end: int | None = None
 
 
 def begin(kind: Kind, arrival: Arrival = _NOTHING, *, key: int | None = None) -> None:
-    """The calling thread begins to wait; or what the key stands for.
+    """Record that the calling thread, or the activity named by the key, starts to wait.
 
-    Who waits at once for what was just begun has waited since then.
+    A wait that follows its arrival immediately counts from the arrival.
     """
     key = get_ident() if key is None else key
     now = clock()
@@ -103,66 +106,66 @@ def begin(kind: Kind, arrival: Arrival = _NOTHING, *, key: int | None = None) ->
 
 
 def end(*, key: int | None = None) -> None:
-    """The wait that was begun last is over."""
+    """Record that the wait that began last has ended."""
     key = get_ident() if key is None else key
     wait = _waits.pop(key, None)
     if wait is None:
-        return  # another program has begun
+        return  # another program has started
     kind, begun, arrival, outer = wait
     if outer is not None:
         _waits[key] = outer
     _events.append((next(_serials), kind, begun, clock(), *arrival))
 
 
-def begun(arrival: Arrival) -> None:
-    """A collective was begun: what that took counts as waiting in it, if it was long."""
+def collective_started(arrival: Arrival) -> None:
+    """Record that a collective was started. The time that the start took counts as waiting in it, if it was long."""
     now = clock()
     if now - arrival.at >= _AT_ONCE_S:
         _events.append((next(_serials), "collective", arrival.at, now, *arrival))
 
 
 def waiting() -> Wait | None:
-    """What the main thread waits in; if in nothing, what some other has waited in for longest."""
+    """Return the main thread's current wait, or else the longest wait of another thread."""
     here = _waits.get(main_thread().ident or 0)
     found = here or min(list(_waits.values()), key=lambda wait: float(wait[1]), default=None)
     return Wait._make(found) if found is not None else None
 
 
 def note_step(number: int) -> None:
-    """A training step ended, the one of that number."""
+    """Record the end of the training step of that number."""
     now = clock()
     _events.append((next(_serials), "step", now, now, now, "", number, "", ""))
 
 
 def data_ended(batches: int) -> None:
-    """Note that a loop over data has ended, after so many batches: another replica may go on with its own."""
+    """Record that a loop over data ended after this number of batches. Other replicas may continue theirs."""
     global _data_end
     _data_end = batches
 
 
 def data_goes_on() -> None:
-    """Note that a loop over data was given a batch."""
+    """Record that a loop over data received a batch."""
     global _data_end
     _data_end = None
 
 
-def take_data_end() -> int | None:
-    """Return how many batches a loop over data gave that has ended since the last call; None if none has."""
+def pop_data_end() -> int | None:
+    """Return the number of batches of the loop over data that ended since the last call, or None if none has ended."""
     global _data_end
     batches, _data_end = _data_end, None
     return batches
 
 
 def program_began() -> None:
-    """A program of the notebook's began."""
+    """Record that a program of the notebook started."""
     global _program
     data_goes_on()
-    _waits.clear()  # a signal may have come between the two ends of one
+    _waits.clear()  # a signal may have interrupted the code between `begin` and `end`
     _program = clock()
 
 
 def program_ended() -> None:
-    """It ended."""
+    """Record that the program ended."""
     global _program
     began, _program = _program, None
     if began is not None:
@@ -170,11 +173,12 @@ def program_ended() -> None:
 
 
 def latest(count: int = MOST_EVENTS, after: int = 0) -> tuple[tuple[Any, ...], ...]:
-    """The latest events, oldest first: so many at most, of those whose serials are greater than `after`.
+    """Return the latest events, oldest first: at most `count`, with serials greater than `after`.
 
-    A program that runs stands at the end, with the serial 0, as if it ended now.
+    A running program comes last, with the serial 0, as if it ended now.
     """
-    newest = list(itertools.islice(reversed(_events), count))  # in C at one go: no other thread adds meanwhile
+    # in one call of C code: no other thread appends meanwhile
+    newest = list(itertools.islice(reversed(_events), count))
     found = [event for event in reversed(newest) if event[0] > after]
     if (began := _program) is not None:
         found.append((0, "program", began, clock(), *_NOTHING))
@@ -182,7 +186,9 @@ def latest(count: int = MOST_EVENTS, after: int = 0) -> tuple[tuple[Any, ...], .
 
 
 def machine() -> str:
-    """Names the machine, as it runs since it was started: those with one name have one clock. "" if it is not known."""
+    """Return an id of the machine since its last boot, or "" if it is unknown. Processes with the same id share one
+    clock.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

@@ -1,4 +1,4 @@
-"""The command `distnb`: `run` runs a script on several replicas, `worker` serves, `stacks` looks into notebooks."""
+"""The command `distnb`: `run` runs a script on several replicas, `worker` serves engines, `stacks` shows stacks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _NUMBER = re.compile(r"-n-?[0-9]+")
 
 _RUN_TEXT = """\
 Runs SCRIPT once per replica, as torchrun does on one machine: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT are set, and every connection stays on this machine. Lines are marked with their replica.
-When a replica fails the others are ended, and the exit code is its own. Ctrl-C ends all of them.
+MASTER_ADDR and MASTER_PORT are set, and every connection stays on this machine. Each output line names its replica.
+When a replica fails, distnb ends the others and exits with its exit code. Ctrl-C ends all of them.
 
-With TF_CONFIG in the environment this machine is one worker of a cluster: start the same command, with as many
-replicas, on each of its machines. They talk over the addresses in TF_CONFIG, unencrypted: use a network you trust.
+With TF_CONFIG in the environment this machine is one worker of a cluster: start the same command, with the same
+number of replicas, on each of its machines. They communicate over the addresses in TF_CONFIG, unencrypted: use a
+network you trust.
 
-distnb's options stand before SCRIPT or right after it; from the first other word on everything is the script's own.
-`--` ends them, too.
+Put distnb's options before SCRIPT or right after it. Everything from the first other word on belongs to the script.
+`--` ends distnb's options, too.
 
 examples:
   distnb run train.py -n 2
@@ -40,13 +41,13 @@ examples:
 
 
 _STACKS_TEXT = """\
-Shows where each replica is in its program, for each of your notebooks on this machine, also while a cell hangs. It asks
-the notebooks' processes, by a socket in the private directory of each cluster.
+Shows what each replica is doing, for each of your notebooks on this machine, even while a cell hangs. The command asks
+each notebook's process through a socket in the private directory of its cluster.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code: 2 for arguments that make no sense, else the failing replica's."""
+    """Run the command line. Return the exit code: 2 for invalid arguments, else the failing replica's."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     if not words:
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return serve(words[1:], "distnb worker")
     if words[0] == "stacks":
         return _stacks(words[1:])
-    parser.parse_args(words)  # --help, --version, or an error that lists what there is
+    parser.parse_args(words)  # --help, --version, or an error that lists the commands
     parser.print_help()
     return _USAGE_ERROR
 
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     commands.add_parser("run", help="run a script on several replicas of this machine", add_help=False)
     commands.add_parser("worker", help="wait for a notebook that uses this machine", add_help=False)
-    commands.add_parser("stacks", help="where each replica of this user's notebooks is", add_help=False)
+    commands.add_parser("stacks", help="show what each replica of your notebooks is doing", add_help=False)
     return parser
 
 
@@ -87,13 +88,15 @@ def _run_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "-n", dest="n", type=int, metavar="N", help="replicas; one per GPU, else 2 on the CPU, when not given"
+        "-n", dest="n", type=int, metavar="N", help="number of replicas (default: one per GPU, or 2 on the CPU)"
     )
-    parser.add_argument("--devices", metavar="LIST", help="their devices, with commas: cuda:0,cuda:1 or cpu:0,cpu:1")
+    parser.add_argument(
+        "--devices", metavar="LIST", help="the replicas' devices, separated by commas: cuda:0,cuda:1 or cpu:0,cpu:1"
+    )
     parser.add_argument(
         "--oversubscribe",
         action="store_true",
-        help="let several replicas share one device, and more than the machine can take start",
+        help="allow several replicas per device, and more replicas than the machine can hold",
     )
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module instead of a file, as python -m does")
     return parser
@@ -108,7 +111,7 @@ def _run(words: list[str]) -> int:
     try:
         if command[0] != "-m":
             _check_script(command[0])
-        # Late, so that `distnb --help` answers at once.
+        # Imported late, so that `distnb --help` answers at once.
         from distnb.cluster.devices import plan_devices
         from distnb.cluster.local.capacity import check_capacity, this_machine
         from distnb.cluster.local.script import run_script
@@ -132,7 +135,7 @@ def _run(words: list[str]) -> int:
 
 def _stacks(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="distnb stacks", description=_STACKS_TEXT)
-    parser.add_argument("pid", type=int, nargs="?", metavar="PID", help="of this notebook's process only")
+    parser.add_argument("pid", type=int, nargs="?", metavar="PID", help="only the notebook with this process id")
     chosen = parser.parse_args(words).pid
     from distnb.cluster.local.terminal_socket import ask, places, running
 
@@ -142,25 +145,25 @@ def _stacks(words: list[str]) -> int:
             process = ask(path, "process")
             if process is None or (chosen is not None and not process.startswith(f"process {chosen} ")):
                 continue
-            print(f"{process}{ask(path, 'stacks') or 'It has ended.'}")
+            print(f"{process}{ask(path, 'stacks') or 'The process has ended.'}")
         except TimeoutError:
             print(f"The process that made {path.parent} does not answer: native code holds Python's lock.\n")
         found += 1
     if not found:
         whose = f"The process {chosen} has no cluster" if chosen is not None else "No cluster of yours runs"
         print(
-            f"distnb stacks: {whose} on this machine: none is in {', '.join(places())}. A notebook whose "
-            "environment has another XDG_RUNTIME_DIR or TMPDIR is found with the same one here.",
+            f"distnb stacks: {whose} on this machine: none is in {', '.join(places())}. To find a notebook whose "
+            "environment has another XDG_RUNTIME_DIR or TMPDIR, set the same one here.",
             file=sys.stderr,
         )
     return 0 if found else 1
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Part distnb's options from the script's command.
+    """Separate distnb's options from the script's command.
 
-    Ours stand before the script and directly after it; the first word that is none of ours begins the script's. With
-    -m the module takes the script's place.
+    distnb's options come before the script or directly after it. The first word that is not one of them belongs to the
+    script. With -m the module takes the script's place.
     """
     ours: list[str] = []
     command: list[str] = []
@@ -179,7 +182,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
         elif word == "-m" and left:
             command = ["-m", left.pop(0)]
         elif word.startswith("-") and word != "-":
-            ours.append(word)  # no option of ours, or help: the parser says so
+            ours.append(word)  # --help or an unknown option: the parser reports it
         else:
             command = [word]
     return ours, command + left
@@ -197,7 +200,7 @@ def _check_script(script: str) -> None:
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     if number == signal.SIGPIPE:
-        signal.signal(number, signal.SIG_IGN)  # each further line would raise it again, amid the clean-up
+        signal.signal(number, signal.SIG_IGN)  # further lines would raise it again during clean-up
     raise SystemExit(128 + number)
 
 

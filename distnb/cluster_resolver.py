@@ -1,7 +1,7 @@
-"""Which machines belong to a cluster: `distnb.cluster_resolver.TFConfigClusterResolver()` and its kin.
+"""Resolvers of the machines of a cluster, such as `distnb.cluster_resolver.TFConfigClusterResolver`.
 
-A resolver tells the addresses of all tasks, and which of them this process is. `distnb.MultiWorkerMirroredStrategy`
-takes one.
+A resolver knows the addresses of all tasks and the task of this process. Pass one to
+`distnb.MultiWorkerMirroredStrategy`.
 
 Example:
     >>> from distnb.cluster_resolver import ClusterSpec

@@ -1,21 +1,21 @@
-"""Every error that distnb raises, in one tree::
+"""The tree of errors that distnb raises::
 
     DistnbError
     ├── ClusterError                     engines could not be started, reached or kept
     │   ├── StartError                   `%distnb start` failed; nothing was left behind
     │   ├── NoClusterError               an operation needs engines and there are none
     │   ├── EngineDied                   an engine's process ended while it was needed
-    │   ├── ReplicaStuck                 a replica sits in code that no signal reaches
-    │   └── ServerLost                   a parameter server ended; what it held is gone until recovery
+    │   ├── ReplicaStuck                 a replica is in code that no signal interrupts
+    │   └── ServerLost                   a parameter server ended; its variables are lost until recovery
     ├── ProgramError                     a distributed program could not run as written
     │   ├── ContextError      (RuntimeError)   called in the wrong context, or strategies mixed
-    │   ├── StructureError    (ValueError)     replicas returned, or were given, unlike structures
-    │   ├── OptionError       (ValueError)     an option that is unknown or cannot be honoured
-    │   ├── ClosureCancelled               a scheduled closure was ended before it had a result
-    │   ├── EndOfDataset                   a closure asked a finite dataset for more than it has
+    │   ├── StructureError    (ValueError)     replicas returned or received different structures
+    │   ├── OptionError       (ValueError)     an unknown option, or one that cannot be honoured
+    │   ├── ClosureCancelled               a scheduled closure was cancelled before it had a result
+    │   ├── EndOfDataset                   a closure read past the end of a finite dataset
     │   ├── DistributedValueError (TypeError)  a PerReplica used as if it were one plain value
-    │   ├── OutOfSyncError    (AssertionError) replicas hold different bits of what should be equal
-    │   └── UnknownNameError  (AttributeError) distnb, a strategy or a PerReplica has nothing of that name
+    │   ├── OutOfSyncError    (AssertionError) values that should be equal differ between replicas
+    │   └── UnknownNameError  (AttributeError) distnb, a strategy or a PerReplica has no such attribute
     ├── CollectiveError       (RuntimeError)   replicas could not communicate
     │   └── CollectiveMismatchError            they called different collectives
     ├── GradientError         (RuntimeError)   gradients that would be wrong
@@ -23,16 +23,16 @@
     │   └── UnsyncedGradientError              an optimizer step on a gradient never aggregated
     ├── NamespaceError                   a name cannot be carried between notebook and engines
     │   ├── CannotTravelError (TypeError)      its value cannot be sent
-    │   ├── StaleHandleError  (RuntimeError)   the object it stands for is gone
+    │   ├── StaleHandleError  (RuntimeError)   the object it represents no longer exists
     │   └── UnassignedError   (NameError)      this replica never assigned it
-    ├── CheckpointError                  a checkpoint is torn or foreign, or another program saves there
-    │   └── CheckpointMismatchError (AssertionError)  it does not fit the objects, or they are not all of it
+    ├── CheckpointError                  a checkpoint is damaged, or another program saves there
+    │   └── CheckpointMismatchError (AssertionError)  it does not match the objects
     ├── LibraryVersionError (ImportError)  another library's version is not supported
-    ├── RemoteError                      stands for a replica's exception whose type cannot travel
-    └── MessageError          (ValueError)     bytes on a channel that are no message of ours
+    ├── RemoteError                      a replica's exception whose type cannot be sent
+    └── MessageError          (ValueError)     invalid bytes on a channel
 
-`ProgramAborted` stands outside: it ends a replica's program from without, so it derives from
-BaseException, as KeyboardInterrupt does, and user code that catches Exception lets it pass.
+`ProgramAborted` is not in the tree: it ends a replica's program from outside. It derives from BaseException, as
+KeyboardInterrupt does, so that user code that catches Exception does not catch it.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ __all__ = [
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """A hint at what was probably meant, or nothing."""
+    """Return a hint at the known word that is most similar, or "" if none is."""
     names = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), names, n=1)
     return f" (did you mean {names[near[0]]}?)" if near else ""
 
 
 class DistnbError(Exception):
-    """Base of every error of distnb. Its text says what happened, what was received, and the cure."""
+    """Base of all errors of distnb. The text of each says what happened, what was received, and the cure."""
 
 
 class ClusterError(DistnbError):
@@ -92,7 +92,7 @@ class ClusterError(DistnbError):
 
 
 class StartError(ClusterError):
-    """A cluster could not start. Everything that had been started was ended again."""
+    """A cluster could not start. All processes that had been started were ended."""
 
 
 class NoClusterError(ClusterError):
@@ -104,11 +104,11 @@ class EngineDied(ClusterError):
 
 
 class ReplicaStuck(ClusterError):
-    """A replica sits in code that no signal reaches, and is still busy with an earlier program."""
+    """A replica is still busy with an earlier program, in code that no signal interrupts."""
 
 
 class ServerLost(ClusterError):
-    """A parameter server has ended; what it held is gone until recovery."""
+    """A parameter server has ended. Its variables are lost until recovery."""
 
 
 class ProgramError(DistnbError):
@@ -116,23 +116,23 @@ class ProgramError(DistnbError):
 
 
 class ContextError(ProgramError, RuntimeError):
-    """A call in the wrong context (replica or cross-replica), or two strategies mixed."""
+    """A function was called in the wrong context (replica or cross-replica), or two strategies were mixed."""
 
 
 class StructureError(ProgramError, ValueError):
-    """Replicas returned, or were given, structures that do not match."""
+    """Replicas returned or received structures that do not match."""
 
 
 class OptionError(ProgramError, ValueError):
-    """An option that is unknown, malformed, or that this strategy cannot honour."""
+    """An option is unknown or malformed, or the strategy cannot honour it."""
 
 
 class ClosureCancelled(ProgramError):
-    """A scheduled closure was ended before it had a result: another one failed, or the user interrupted."""
+    """A scheduled closure was cancelled before it had a result: another one failed, or the user interrupted."""
 
 
 class EndOfDataset(ProgramError):
-    """A closure asked a worker's dataset, which is finite, for more than it has."""
+    """A closure read past the end of a worker's finite dataset."""
 
 
 class DistributedValueError(ProgramError, TypeError):
@@ -140,22 +140,22 @@ class DistributedValueError(ProgramError, TypeError):
 
 
 class OutOfSyncError(ProgramError, AssertionError):
-    """Replicas hold different bits of something that `assert_in_sync` was asked about."""
+    """The replicas' copies of an argument of `assert_in_sync` are not equal bit by bit."""
 
 
 class UnknownNameError(ProgramError, AttributeError):
-    """Something of distnb was asked for a name that it does not have.
+    """An object of distnb has no attribute of the requested name.
 
     Args:
-        owner: Whose name it would be, in words.
-        name: It.
-        known: Names that there are.
-        cure: What to write instead, in a sentence.
+        owner: The object, in words.
+        name: The requested name.
+        known: The names that exist.
+        cure: A sentence that says what to write instead.
     """
 
     def __init__(self, owner: str, name: str, known: Iterable[str] = (), cure: str = "") -> None:
         known = tuple(known)
-        # Libraries ask for many a name with an underscore, and tell nobody.
+        # Libraries probe for names with an underscore, and catch the error; a hint would be wasted work.
         near = "" if name.startswith("_") else closest(name, known)
         super().__init__(f"{owner} has no attribute {name!r}{near}.{' ' if cure else ''}{cure}")
         self.__made_of = owner, name, known, cure
@@ -173,7 +173,7 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class GradientError(DistnbError, RuntimeError):
-    """Gradients that would make the step wrong."""
+    """Gradients would make the step wrong."""
 
 
 class MeanLossError(GradientError):
@@ -193,32 +193,32 @@ class CannotTravelError(NamespaceError, TypeError):
 
 
 class StaleHandleError(NamespaceError, RuntimeError):
-    """The object that a handle stands for is gone: its engine was restarted, or it was freed."""
+    """The object of a handle no longer exists: its engine was restarted, or the object was freed."""
 
 
 class UnassignedError(NamespaceError, NameError):
-    """A name was assigned on some replicas only, and is read on one that never did."""
+    """A name was read on a replica that did not assign it. Other replicas did."""
 
 
 class CheckpointError(DistnbError):
-    """A checkpoint is torn, damaged or foreign, or another program saves into its folder."""
+    """A checkpoint is incomplete, damaged or not distnb's, or another program saves into its folder."""
 
 
 class CheckpointMismatchError(CheckpointError, AssertionError):
-    """A checkpoint does not fit the objects that are restored, or holds more than they take."""
+    """A checkpoint does not match the restored objects, or holds more than they need."""
 
 
 class LibraryVersionError(DistnbError, ImportError):
-    """Another library is installed in a version that distnb does not work with."""
+    """Another library is installed in a version that distnb does not support."""
 
 
 class RemoteError(DistnbError):
-    """Stands for an exception of a replica whose own type cannot travel to the notebook."""
+    """A replica's exception whose own type cannot be sent to the notebook."""
 
 
 class MessageError(DistnbError, ValueError):
-    """Bytes arrived on a channel that are no message of ours."""
+    """Bytes arrived on a channel that are not a valid message."""
 
 
 class ProgramAborted(BaseException):
-    """Ends this replica's program because another replica failed, or the user interrupted."""
+    """The end of this replica's program, because another replica failed or the user interrupted."""

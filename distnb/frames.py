@@ -1,4 +1,4 @@
-"""Frames: of tracebacks, of which a user is to see his own, and those in which nothing may be raised from outside."""
+"""Stack frames: selection of the frames that a user sees, and detection of frames that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -12,44 +12,56 @@ from types import CodeType, FrameType, FunctionType, TracebackType
 
 from distnb.errors import DistnbError
 
-__all__ = ["LOCKING", "OWN", "chain", "frames_of", "ours", "rebuilt", "torch_frames", "with_frames", "within"]
+__all__ = [
+    "LOCKING",
+    "OWN",
+    "chain",
+    "frames_of",
+    "raised_by_distnb",
+    "torch_frames",
+    "traceback_of",
+    "with_frames",
+    "within",
+]
 
 OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-"""What the files of distnb's own frames begin with."""
+"""The directory of distnb's own source files."""
 
 
-def _codes(*sources: object) -> Iterator[CodeType]:
-    """Of functions and of classes' methods, with those of functions that they make."""
+def _code_objects(*sources: object) -> Iterator[CodeType]:
+    """Yield the code objects of functions, of the functions that they define, and of the methods of classes."""
     for source in sources:
         if isinstance(source, FunctionType):
             yield source.__code__
             yield from (each for each in source.__code__.co_consts if isinstance(each, CodeType))
         elif isinstance(source, type):
-            yield from _codes(*vars(source).values())
+            yield from _code_objects(*vars(source).values())
 
 
-def _of_import() -> Iterator[object]:
-    names = ("_get_module_lock", "_ModuleLock", "_ModuleLockManager", "_BlockingOnManager")  # the last: Python >= 3.12
+def _lock_code_of_import() -> Iterator[object]:
+    # the last one: Python >= 3.12
+    names = ("_get_module_lock", "_ModuleLock", "_ModuleLockManager", "_BlockingOnManager")
     return (vars(importlib._bootstrap).get(name) for name in names)
 
 
 LOCKING = frozenset(
-    _codes(
+    _code_objects(
         threading.Condition.__enter__,
         threading.Condition.__exit__,
         threading.Condition._release_save,  # type: ignore[attr-defined]
         threading.Condition._acquire_restore,  # type: ignore[attr-defined]
-        *_of_import(),
+        *_lock_code_of_import(),
     )
 )
-"""Code in which a lock is taken and not yet known to be, or about to be released: a `threading.Event`'s, or import's.
+"""Code that has acquired a lock and not recorded it yet, or is about to release one: in `threading.Event` and in
+imports.
 
-What a signal's handler raises there leaves the lock taken, and whoever wants to notify, or to import, waits for ever.
+If a signal handler raises there, the lock stays acquired, and the next notification or import waits forever.
 """
 
 
 def within(frame: FrameType | None, codes: Collection[CodeType]) -> bool:
-    """Whether a frame, or one that has called it, runs one of these codes."""
+    """Return whether a frame or one of its callers runs one of these code objects."""
     while frame is not None:
         if frame.f_code in codes:
             return True
@@ -58,24 +70,27 @@ def within(frame: FrameType | None, codes: Collection[CodeType]) -> bool:
 
 
 def torch_frames(error: BaseException) -> tuple[str, ...]:
-    """What the files of torch's frames begin with, if they are to be left out, as of an error of ours.
+    """Return the path prefixes of torch's frames if a traceback should omit them, as for errors of distnb.
 
-    That one is about the line in which the user called torch, and torch's way from there to us tells nothing.
+    Such an error is about the line in which the user called torch; torch's frames between that line and distnb do not
+    help.
     """
     file = getattr(sys.modules.get("torch"), "__file__", None)
     return (os.path.dirname(file) + os.sep,) if file and isinstance(error, DistnbError) else ()
 
 
-def ours(frame: FrameType) -> bool:
-    """Whether what a frame raised is ours: it is distnb's, and not one that does no more than call the user's function.
+def raised_by_distnb(frame: FrameType) -> bool:
+    """Return whether distnb itself raised in a frame: the frame is distnb's and does more than call the user's
+    function.
 
-    Such a one is hidden from debuggers, too; the function may be a builtin, and have no frame.
+    A frame that only calls the user's function hides itself from debuggers. That function may be a builtin without a
+    frame.
     """
     return frame.f_code.co_filename.startswith(OWN) and "__tracebackhide__" not in frame.f_locals
 
 
 def frames_of(traceback: TracebackType | None) -> list[TracebackType]:
-    """A traceback's frames, the outermost first."""
+    """Return a traceback's frames, the outermost first."""
     frames = []
     while traceback is not None:
         frames.append(traceback)
@@ -83,8 +98,8 @@ def frames_of(traceback: TracebackType | None) -> list[TracebackType]:
     return frames
 
 
-def rebuilt(frames: Sequence[TracebackType]) -> TracebackType | None:
-    """A traceback of these frames alone."""
+def traceback_of(frames: Sequence[TracebackType]) -> TracebackType | None:
+    """Return a traceback that consists of these frames."""
     whole: TracebackType | None = None
     for frame in reversed(frames):
         whole = TracebackType(whole, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
@@ -92,7 +107,7 @@ def rebuilt(frames: Sequence[TracebackType]) -> TracebackType | None:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """It, and what is shown with it: its causes, or what was being handled when it was raised."""
+    """Return an error and the errors shown with it: its causes, or those being handled when it was raised."""
     found: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and all(each is not known for known in found):
@@ -103,10 +118,10 @@ def chain(error: BaseException) -> list[BaseException]:
 
 @contextmanager
 def with_frames(error: BaseException, chosen: Callable[[BaseException], Sequence[TracebackType]]) -> Iterator[None]:
-    """For the while, give an error, and all that is shown with it, tracebacks of chosen frames."""
+    """Temporarily replace the tracebacks of an error, and of all errors shown with it, by chosen frames."""
     with ExitStack() as stack:
         for each in chain(error):
             frames = chosen(each)
             stack.callback(each.with_traceback, each.__traceback__)
-            each.with_traceback(rebuilt(frames))
+            each.with_traceback(traceback_of(frames))
         yield

@@ -1,10 +1,10 @@
-"""Metrics: torchmetrics' own, which answer to Keras's method names too, and a few short names.
+"""Metrics: those of torchmetrics, which also accept Keras's method names, and a few short names.
 
 A metric made in a strategy's scope is updated by each replica with its own slice, and aggregated over the replicas
-wherever it is read (`compute()` or `result()`): in `strategy.run`, too, where all replicas read it together. Under the
-default strategy it is a plain metric. Every metric of torchmetrics is here by its own name:
+wherever it is read (`compute()` or `result()`), in `strategy.run`, too, where all replicas read it together. Under the
+default strategy it is a plain metric. Every metric of torchmetrics is available here by its own name:
 `distnb.metrics.MulticlassAccuracy`. `update(preds, target)` is torchmetrics' own; `update_state(y_true, y_pred)` has
-Keras's order, and Keras's `sample_weight` where a metric has weights. `name=` gives any metric a name.
+Keras's order, and Keras's `sample_weight` for metrics with weights. `name=` gives any metric a name.
 
 Example:
     >>> mean = Mean()

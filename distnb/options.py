@@ -30,14 +30,14 @@ __all__ = [
 
 
 class _Named(enum.Enum):
-    """Members that users may also give as strings, in any case."""
+    """Enumeration whose members users may also give as strings, in any case."""
 
     @classmethod
     def parse(cls, name: Self | str) -> Self:
-        """The member that a user named.
+        """Return the member that a user named.
 
         Raises:
-            OptionError: There is none of that name; it lists those that are. (It is a ValueError.)
+            OptionError: No member has that name; the message lists the members. (It is a ValueError.)
         """
         if isinstance(name, cls):
             return name
@@ -45,44 +45,44 @@ class _Named(enum.Enum):
             return cls[name.upper()]
         given = repr(name) if name is None or isinstance(name, str | int | float) else f"a {type(name).__name__}"
         raise OptionError(
-            f"{given} is no {cls.__name__}. There are {', '.join(repr(each.name) for each in cls)}, as strings or as "
-            f"members of distnb.{cls.__name__}."
+            f"{given} is not a {cls.__name__}. Choose from {', '.join(repr(each.name) for each in cls)}, as strings or "
+            f"as members of distnb.{cls.__name__}."
         )
 
 
 class ReduceOp(_Named):
-    """How values of several replicas become one."""
+    """Operation that combines the values of several replicas into one."""
 
     SUM = "SUM"
     MEAN = "MEAN"
 
 
 class VariableSynchronization(_Named):
-    """When the replicas' components of a variable become one."""
+    """Moment at which the replicas' components of a variable are combined."""
 
     AUTO = "AUTO"
-    """ON_WRITE."""
+    """The same as ON_WRITE."""
     NONE = "NONE"
-    """Never: refused, since a plain tensor does that."""
+    """Never. Refused, because a plain tensor does that."""
     ON_WRITE = "ON_WRITE"
     """At each assignment: all replicas hold the same value."""
     ON_READ = "ON_READ"
-    """When it is read outside replicas: each replica assigns to, and reads, a component of its own."""
+    """When the variable is read outside replicas: each replica assigns to and reads its own component."""
 
 
 class VariableAggregation(_Named):
-    """How the replicas' components become one value."""
+    """Operation that combines the replicas' components of a variable into one value."""
 
     NONE = "NONE"
-    """Not at all: what would need it is an error."""
+    """None: code that needs an aggregate raises an error."""
     SUM = "SUM"
     MEAN = "MEAN"
     ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
-    """Replica 0's, of all replicas of all machines."""
+    """The component of replica 0, counted over the replicas of all machines."""
 
 
 DATA_LIMIT_NBYTES = 64_000_000
-"""The default size above which data stays on the engines."""
+"""Default size above which data stays on the engines."""
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate(_UNITS) if power}
@@ -93,7 +93,7 @@ def nbytes_of(size: int | str) -> int:
     """Return a size in bytes, given as a number or as text.
 
     Raises:
-        OptionError: It is no size. (It is a ValueError.)
+        OptionError: The argument is not a size. (It is a ValueError.)
 
     Example:
         >>> nbytes_of("1.5 GB")
@@ -103,13 +103,15 @@ def nbytes_of(size: int | str) -> int:
         return size
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if found is None or found[2] not in _UNITS:
-        raise OptionError(f"{size!r} is no size. Give a number of bytes, or text such as '64 MB', '2GB' or '512MiB'.")
+        raise OptionError(
+            f"{size!r} is not a size. Give a number of bytes, or text such as '64 MB', '2GB' or '512MiB'."
+        )
     return int(float(found[1]) * _UNITS[found[2]])
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How `Strategy.run` behaves when it is called from the notebook.
+    """Options of a `Strategy.run` that is called from the notebook.
 
     Attributes:
         wait: Wait until every replica has reported structure and status (never the tensors). With False the
@@ -120,33 +122,36 @@ class RunOptions:
 
 
 class AutoShardPolicy(_Named):
-    """What each worker (machine) of several reads of a dataset.
+    """Policy for dividing a dataset among several workers (machines).
 
-    With one worker all are the same. Under OFF, FILE and HINT every worker reads global batches of its own. Each is cut
-    into one slice for each replica of all workers, which the worker's replicas take in turn: a step has as many
-    examples as under DATA. Workers that have read everything get empty batches until the last one has.
+    With one worker all policies are the same. Under OFF, FILE and HINT every worker reads its own global batches. Each
+    batch is cut into one slice for each replica of all workers, and the worker's replicas take the slices in turn, so a
+    step has as many examples as under DATA. Workers that have read everything get empty batches until the last one has.
     """
 
     OFF = "OFF"
-    """Everything: each worker reads the whole dataset, in an order of its own where it is shuffled."""
+    """Every worker reads the whole dataset. If it is shuffled, each worker has its own order."""
     AUTO = "AUTO"
-    """FILE for a dataset that says which files it is made of, if they are as many as the workers; DATA for others."""
+    """FILE for a dataset that names its files, if it has at least as many files as there are workers; otherwise DATA.
+    """
     FILE = "FILE"
-    """Every n-th file. The dataset has the attribute `files`, a sequence, and the method `with_files(files)`, which
-    gives a dataset like itself that reads these files only."""
+    """Each worker reads every n-th file. The dataset has the attribute `files`, a sequence, and the method
+    `with_files(files)`,
+    which returns a dataset of the same kind that reads these files only.
+    """
     DATA = "DATA"
-    """The replicas' slices of the same global batches: the numbers are those of one replica."""
+    """The replicas read their slices of the same global batches. The numbers equal those of one replica."""
     HINT = "HINT"
-    """What the dataset's own method `shard(num_workers, worker_index)` gives."""
+    """Each worker reads what the dataset's own method `shard(num_workers, worker_index)` returns."""
 
 
 class InputReplicationMode(_Named):
-    """How many input pipelines `distribute_datasets_from_function` makes."""
+    """Number of input pipelines that `distribute_datasets_from_function` makes."""
 
     PER_WORKER = "PER_WORKER"
-    """One for each worker, whose replicas take its batches in turn."""
+    """One pipeline for each worker. The worker's replicas take its batches in turn."""
     PER_REPLICA = "PER_REPLICA"
-    """One for each replica."""
+    """One pipeline for each replica."""
 
 
 _PREFIX = "experimental_"
@@ -154,22 +159,22 @@ _PREFIX = "experimental_"
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How a distributed dataset is fed. tf.distribute's names, with `experimental_`, are accepted too.
+    """Options of a distributed dataset. tf.distribute's names, with `experimental_`, are accepted too.
 
     Attributes:
-        fetch_to_device: Bring batches to the replica's device; with False they stay in host memory.
-        replication_mode: See `InputReplicationMode`; a name will do.
+        fetch_to_device: Copy batches to the replica's device. With False they stay in host memory.
+        replication_mode: An `InputReplicationMode` or its name.
         place_dataset_on_device: Only False: datasets run on the host.
         per_replica_buffer_size: tf.distribute's name of `prefetch`.
-        prefetch: Batches read ahead per replica; None means as many as there are replicas where the data is read
-            from end to end, or its copies to a GPU are started early; 0 none.
-        collate: What a DataLoader's own `collate_fn` sees on each replica: "slice", the examples of the replica's
-            slice; "global", those of the whole global batch, from which the slice is then cut; "auto", the slice
-            where it is torch's own, else the whole batch, since padding and mixing would make a difference.
-        auto_shard_policy: See `AutoShardPolicy`; a name will do.
+        prefetch: The number of batches to read ahead per replica; 0 for none. None means one per replica if the data is
+            read sequentially or copied early to a GPU.
+        collate: The examples that a DataLoader's own `collate_fn` receives on each replica. "slice": those of the
+            replica's slice. "global": those of the whole global batch, from which the slice is then cut. "auto": the
+            slice for torch's own function, else the whole batch, since padding and mixing depend on it.
+        auto_shard_policy: An `AutoShardPolicy` or its name.
 
     Raises:
-        OptionError: An option that is malformed, or that cannot be honoured.
+        OptionError: An option is malformed or cannot be honoured.
     """
 
     fetch_to_device: bool = True
@@ -220,7 +225,7 @@ class InputOptions:
 _INPUT_OPTIONS = [each.name for each in fields(InputOptions)]
 
 
-def _made_with_prefixes(init: Callable[..., None]) -> Callable[..., None]:
+def _accept_prefixes(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def make(self: InputOptions, *args: Any, **options: Any) -> None:
         given = {name.removeprefix(_PREFIX): value for name, value in options.items()}
@@ -231,17 +236,17 @@ def _made_with_prefixes(init: Callable[..., None]) -> Callable[..., None]:
     return make
 
 
-InputOptions.__init__ = _made_with_prefixes(InputOptions.__init__)  # type: ignore[method-assign]
+InputOptions.__init__ = _accept_prefixes(InputOptions.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
 class InputContext:
-    """What `distribute_datasets_from_function` tells the function about the input pipeline that it makes.
+    """Description of the input pipeline that a function of `distribute_datasets_from_function` makes.
 
     Attributes:
-        num_input_pipelines: How many there are: one for each worker.
-        input_pipeline_id: Which of them this is.
-        num_replicas_in_sync: Replicas of all workers together.
+        num_input_pipelines: The number of pipelines, one for each worker.
+        input_pipeline_id: The index of this pipeline.
+        num_replicas_in_sync: The number of replicas of all workers.
     """
 
     num_input_pipelines: int = 1
@@ -249,7 +254,7 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """The examples of a global batch that each replica gets.
+        """Return the number of examples of a global batch that each replica gets.
 
         Raises:
             OptionError: The batch cannot be divided evenly. (It is a ValueError.)
@@ -268,26 +273,27 @@ class InputContext:
 
 
 class CommunicationImplementation(_Named):
-    """How replicas communicate."""
+    """Means by which replicas communicate."""
 
     AUTO = "AUTO"
-    """NCCL where each replica has a GPU of its own; memory that the replicas of one machine share; else Gloo's ring."""
+    """NCCL if each replica has its own GPU; otherwise shared memory for replicas of one machine; otherwise Gloo's ring.
+    """
     RING = "RING"
-    """Gloo's ring over sockets, also for GPUs, whose tensors go through host memory."""
+    """Gloo's ring over sockets. Tensors on GPUs go through host memory."""
     NCCL = "NCCL"
-    """NCCL, or an error where it cannot be."""
+    """NCCL, or an error where it is not available."""
 
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How the replicas of a MultiWorkerMirroredStrategy, or those of one call of all_reduce or all_gather, communicate.
+    """Communication options of a MultiWorkerMirroredStrategy, or of one call of all_reduce or all_gather.
 
     Attributes:
-        bytes_per_pack: Gradients, and the tensors of one reduce or all_reduce, travel in packs, each of which is closed
-            once it is larger than this. 0 leaves the size to distnb.
-        timeout_seconds: How long a replica waits in one collective for the others before it raises; None for as long
+        bytes_per_pack: The size at which a pack of tensors is closed. Gradients, and the tensors of one reduce or
+            all_reduce, travel in packs. 0 leaves the size to distnb.
+        timeout_seconds: The time that a replica waits in one collective for the others before it raises. None: as long
             as they are alive.
-        implementation: See `CommunicationImplementation`; a name will do.
+        implementation: A `CommunicationImplementation` or its name.
 
     Raises:
         OptionError: A negative number, or an unknown name.
@@ -308,7 +314,7 @@ class CommunicationOptions:
         object.__setattr__(self, "implementation", CommunicationImplementation.parse(self.implementation))
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        """These options with what others say instead: whatever of theirs is not the default.
+        """Return these options, updated with each of the other's that is not the default.
 
         Example:
             >>> CommunicationOptions(bytes_per_pack=5).merge(CommunicationOptions(timeout_seconds=9.0)).bytes_per_pack
@@ -318,16 +324,16 @@ class CommunicationOptions:
             return self
         if not isinstance(options, CommunicationOptions):
             raise OptionError(f"merge takes a distnb.CommunicationOptions and got {options!r}.")
-        said = {each.name: getattr(options, each.name) for each in fields(options)}
-        return replace(self, **{name: value for name, value in said.items() if value != _SAYS_NOTHING[name]})
+        given = {each.name: getattr(options, each.name) for each in fields(options)}
+        return replace(self, **{name: value for name, value in given.items() if value != _DEFAULTS[name]})
 
 
-_SAYS_NOTHING = {each.name: each.default for each in fields(CommunicationOptions)}
+_DEFAULTS = {each.name: each.default for each in fields(CommunicationOptions)}
 
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What `distribute_values_from_function` tells the function about the replica it makes a value for."""
+    """Description of the replica for which a function of `distribute_values_from_function` makes a value."""
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
@@ -335,12 +341,12 @@ class ValueContext:
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """Everything that says which strategy is meant; equal specs name the same strategy object in every process.
+    """Full description of a strategy. Equal specs name the same strategy object in every process.
 
     Attributes:
         kind: The word of the magic: "default", "one_device", "mirrored", "multi_worker", "central_storage", "tpu".
         devices: Devices in replica order, as strings; empty for "all that the cluster has".
-        num_replicas: Replicas in sync; 0 while it is not yet known.
+        num_replicas: The number of replicas in sync; 0 while it is not known.
         options: Sorted (name, value) pairs of hashable options, such as ("gradient_reduction", "mean").
     """
 
@@ -350,14 +356,14 @@ class StrategySpec:
     options: tuple[tuple[str, Any], ...] = field(default=())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Every program brings one: without the names of its fields."""
+        """Leave out the names of the fields: every program carries a spec, so its pickle is kept small."""
         return StrategySpec, (self.kind, self.devices, self.num_replicas, self.options)
 
     @property
     def device_type(self) -> str:
-        """The type that all its devices must have; "" for any."""
+        """The type that all devices of the strategy must have; "" for any."""
         return "tpu" if self.kind == "tpu" else ""
 
     def option(self, name: str, default: Any = None) -> Any:
-        """The value of one option."""
+        """Return the value of one option."""
         return dict(self.options).get(name, default)

@@ -1,4 +1,4 @@
-"""Into how many shards the variables of `distnb.ParameterServerStrategy(variable_partitioner=…)` are divided.
+"""Partitioners: the number of shards of each variable of `distnb.ParameterServerStrategy(variable_partitioner=…)`.
 
 Example:
     >>> from distnb.partitioners import MinSizePartitioner

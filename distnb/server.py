@@ -1,4 +1,4 @@
-"""`python -m distnb.server`, or `distnb worker`: this machine waits for a notebook that uses it."""
+"""The command `python -m distnb.server`, or `distnb worker`: a server that waits for notebooks to use this machine."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from distnb.errors import DistnbError, OptionError
 __all__ = ["Server", "main"]
 
 _TEXT = """\
-TF_CONFIG says which cluster there is, and which task of it this machine is. The server listens on that task's address
-and waits for a notebook that calls distnb.start(cluster_resolver=…); it keeps the engines that the notebook asks for,
-and ends with SIGTERM or Ctrl-C, and they with it.
+TF_CONFIG describes the cluster and this machine's task in it. The server listens on that task's address and waits for
+a notebook that calls distnb.start(cluster_resolver=…). It runs the engines that the notebook requests. SIGTERM or
+Ctrl-C ends the server and its engines.
 
-Notebook and servers authenticate by a secret file, equal on all of their machines and readable by you alone:
+Notebook and servers authenticate with a secret file, the same on all machines and readable only by you:
   (umask 077; head -c 48 /dev/urandom | base64 > ~/.distnb-secret)
 """
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m distnb.server") -> int:
-    """The command line, without the program's name; None for the process's own. Returns the exit code."""
+    """Run the command line and return the exit code. `arguments` excludes the program's name; None takes the process's
+    own.
+    """
     parser = argparse.ArgumentParser(
         prog=prog,
         description=_TEXT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--secret-file", metavar="PATH", help=f"the secret file; else {SECRET_VARIABLE} names it")
+    parser.add_argument(
+        "--secret-file", metavar="PATH", help=f"the secret file (default: the one that {SECRET_VARIABLE} names)"
+    )
     options = parser.parse_args(arguments)
     try:
         serve_until_signal(_server(options.secret_file))

@@ -1,4 +1,4 @@
-"""Where computation happens: devices, replicas, teams of engines."""
+"""Devices, replicas and teams of engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = re.compile(r"(?P<type>[a-z]+)(?::(?P<index>\d+))?")
 
 @dataclass(frozen=True, order=True)
 class Device:
-    """One device of one machine, for example `cuda:1`; `str` gives that spelling."""
+    """A device of a machine, for example `cuda:1`; `str` returns that spelling."""
 
     type: str
     index: int = 0
@@ -28,9 +28,10 @@ class Device:
 
 
 def parse_device(text: str | Device) -> Device:
-    """Read a device name, torch's spelling (`cuda:1`, `cpu`) or TensorFlow's (`/gpu:0`, `/job:w/task:1/device:GPU:0`).
+    """Parse a device name in torch's spelling (`cuda:1`, `cpu`) or TensorFlow's (`/gpu:0`,
+    `/job:w/task:1/device:GPU:0`).
 
-    `gpu` means `cuda`; a missing index means 0. Raises OptionError if it is no device name.
+    `gpu` means `cuda`; a missing index means 0. Raises OptionError if the text is not a device name.
     """
     if isinstance(text, Device):
         return text
@@ -41,21 +42,21 @@ def parse_device(text: str | Device) -> Device:
             kind = {"gpu": "cuda"}.get(match["type"], match["type"])
             return Device(kind, int(match["index"] or 0))
     raise OptionError(
-        f"{text!r} is no device. Write 'cpu:0', 'cuda:1', TensorFlow's '/gpu:0', '/job:worker/task:1/device:GPU:0'."
+        f"{text!r} is not a device. Write 'cpu:0', 'cuda:1', TensorFlow's '/gpu:0', '/job:worker/task:1/device:GPU:0'."
     )
 
 
 def device_names(devices: Iterable[str | Device] | str | None, argument: str) -> tuple[str, ...]:
-    """The names in a sequence, or in one text with commas; none where nothing was given: all that there are.
+    """Return the names in a sequence, or in a text with commas. None returns (), which means all devices.
 
-    `argument` is whose value it is, for errors.
+    `argument` is the name of the user's argument, for errors.
     """
     if devices is None:
         return ()
     if not isinstance(devices, Iterable):
         raise OptionError(
-            f"{argument}={devices!r}: name the devices, as in {argument}=['cuda:0', 'cuda:1']. How many replicas there "
-            "are without that is the number of engines: %distnb start -n 4, or distnb.start(4)."
+            f"{argument}={devices!r}: name the devices, as in {argument}=['cuda:0', 'cuda:1']. Without it there is one "
+            "replica per engine: %distnb start -n 4, or distnb.start(4)."
         )
     given = devices.split(",") if isinstance(devices, str) else list(devices)
     if not given:
@@ -67,11 +68,11 @@ WORKER, PS = "worker", "ps"
 
 
 class Task(NamedTuple):
-    """The role of an engine in a cluster with parameter servers; `str` gives "worker 0".
+    """The role of an engine in a cluster with parameter servers; `str` returns "worker 0".
 
     Attributes:
         job: WORKER or PS.
-        index: Which of that job's tasks it is, from 0.
+        index: The number of the task within its job, from 0.
     """
 
     job: str
@@ -88,11 +89,14 @@ class Team:
     Attributes:
         engines: Engine ids in replica order.
         devices: One device per replica.
-        generation: Grows whenever the process group must be formed anew (after an abort, a death, a restart).
-        store_host, store_port: The rendezvous store (torch's TCPStore, served by the notebook side); with
-            `store_directory` an address that nobody listens on, for the program's own use.
-        hosts: The machine of each replica, by any name; empty where all are on one.
-        store_directory: The private directory whose files are the rendezvous store, where all are on one machine: no
+        generation: A counter that grows whenever the process group must be rebuilt (after an abort, a death, a
+            restart).
+        store_host, store_port: The address of the rendezvous store (torch's TCPStore, served by the notebook side).
+            With
+            `store_directory` nothing listens there; the program may use the address.
+        hosts: The machine of each replica, by any name; empty if all replicas are on one machine.
+        store_directory: A private directory whose files are the rendezvous store, if all replicas are on one machine.
+            No
             other user can read or write it.
     """
 
@@ -105,7 +109,7 @@ class Team:
     store_directory: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Every program brings its team, which is hardly ever another one: it is pickled, and opened, once."""
+        """Pickle and unpickle each team once: every program carries its team, which rarely changes."""
         return _opened, (self._pickled,)
 
     @functools.cached_property
@@ -113,29 +117,29 @@ class Team:
         return pickle.dumps((self.engines, self.devices, *astuple(self)[2:]))
 
     @property
-    def apart(self) -> bool:
-        """Whether each replica has a device of its own."""
+    def has_own_devices(self) -> bool:
+        """True if each replica has its own device."""
         hosts = self.hosts or ("",) * self.size
         return len(set(zip(hosts, self.devices, strict=True))) == self.size
 
-    def beside(self, rank: int) -> tuple[int, ...]:
-        """The replicas on the machine of one of them, itself among them, in order."""
+    def on_host_of(self, rank: int) -> tuple[int, ...]:
+        """Return the replicas on the machine of one of them, in order. They include this replica."""
         if not self.hosts:
             return tuple(range(self.size))
         return tuple(other for other, host in enumerate(self.hosts) if host == self.hosts[rank])
 
     @property
     def size(self) -> int:
-        """Number of replicas."""
+        """The number of replicas."""
         return len(self.engines)
 
     def rank_of(self, engine: int) -> int:
-        """The replica id of an engine. Raises ValueError if it is not of the team."""
+        """Return the replica id of an engine. Raises ValueError if the engine is not in the team."""
         return self.engines.index(engine)
 
     @property
     def prefix(self) -> str:
-        """Where in the store this team of this generation meets."""
+        """The prefix of the store's keys for this team in this generation."""
         return f"team/{self.generation}/{'-'.join(map(str, self.engines))}"
 
 

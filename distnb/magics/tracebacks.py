@@ -14,7 +14,7 @@ import IPython
 
 from distnb.compat.ipython_internals import show_lines
 from distnb.errors import DistnbError, ProgramError
-from distnb.frames import OWN, frames_of, ours, rebuilt, torch_frames, with_frames
+from distnb.frames import OWN, frames_of, raised_by_distnb, torch_frames, traceback_of, with_frames
 from distnb.notebook.handles.handle import HANDLES
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _shown(error: BaseException) -> Sequence[TracebackType]:
     """The frames of one error. All of them where distnb fails at something that it has no word for: a defect."""
     frames = frames_of(error.__traceback__)
     known = isinstance(error, DistnbError) or not isinstance(error, Exception) or hasattr(error, "_render_traceback_")
-    if not known and frames and ours(frames[-1].tb_frame):
+    if not known and frames and raised_by_distnb(frames[-1].tb_frame):
         return frames
     return frames_of(users_part(error.__traceback__, (OWN, *torch_frames(error))))
 
@@ -127,7 +127,7 @@ def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (OWN,)) -
     frames = frames_of(traceback)
     if not any(frame.tb_frame.f_code.co_filename.startswith(own) for frame in frames):
         return traceback
-    return rebuilt(
+    return traceback_of(
         [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith((*own, _MANAGERS))] or frames
     )
 

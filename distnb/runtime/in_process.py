@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from distnb.accelerators import checked, placed_on
+from distnb.accelerators import check_available, placed_on
 from distnb.errors import OptionError
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime import contexts, step_count
@@ -44,7 +44,7 @@ class InProcess:
     def _scope(self, device: Device) -> Iterator[Owner]:
         from distnb.runtime.scopes import foreign_libraries
 
-        checked(device)
+        check_available(device)
         foreign_libraries.prepare()
         with contexts.enter_cross_replica(self._strategy), placed_on(device):
             yield self._strategy
@@ -65,7 +65,7 @@ class InProcess:
         stack.append((self._strategy, ReplicaContext(self._strategy, 0, 1, None, note.batch_size, note.slice_size)))
         try:
             with step_count.calling:
-                checked(device)
+                check_available(device)
                 with placed_on(device):
                     result = fn(*args, **kwargs)
         except TypeError as error:

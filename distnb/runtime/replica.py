@@ -286,7 +286,7 @@ class Spmd:
     def _is_distributed(self, leaf: Any, op: ReduceOp) -> bool:
         if self._has_components(leaf):
             if isinstance(leaf, DistributedValues):
-                leaf.require_alike("reduce")
+                leaf.require_same_kind("reduce")
             return True
         if op is ReduceOp.MEAN and not isinstance(leaf, (bool, str, bytes, type(None))):
             return False  # the mean of equal values is that value
@@ -314,7 +314,7 @@ class Spmd:
                     "of strategy.distribute_values_from_function."
                 )
             if isinstance(leaf, DistributedValues):
-                leaf.require_alike("gather")
+                leaf.require_same_kind("gather")
             tensor = tensor_of(self._own(leaf), "gather")
             place = checked_axis(axis, tensor, "gather")
             return tensor if process.size == 1 else gather_tensor(process.group, tensor, place, "gather")

@@ -1,4 +1,4 @@
-"""Distributed values, and the rules by which nested structures are taken apart and put together again."""
+"""Distributed values, and the rules for nested structures."""
 
 from distnb.values.distributed import DistributedValues, Mirrored, PerReplica
 

@@ -13,28 +13,28 @@ __all__ = ["DistributedValues", "Mirrored", "PerReplica"]
 _CURE = (
     "Compute with it in a function that strategy.run calls, where it is the replica's own component: "
     "strategy.run(step, args=(value,)). strategy.reduce(op, value, axis) or strategy.gather(value, axis) make one "
-    "value of all components, and strategy.local_results(value) gives those that are here."
+    "value of all components, and strategy.local_results(value) returns the components that are available here."
 )
 
 
 class DistributedValues:
-    """Base of values with one component per replica; not made directly.
+    """Base class of values with one component per replica. It is not instantiated directly.
 
-    Which components are at hand depends on where one is. On a replica it is the own one; `strategy.local_results`
-    gives what is here.
+    The components that are available depend on the process. On a replica it is the replica's own component;
+    `strategy.local_results` returns the available ones.
 
     Args:
-        components: One per replica, in order; or, by replica id, those that are here.
-        num_replicas: How many replicas the value belongs to; may be left out when all components are given.
-        global_batch_size: Examples in the whole global batch, for a slice of a distributed dataset.
+        components: One per replica, in order; or a dict of the available ones by replica id.
+        num_replicas: The number of replicas that the value belongs to. Optional when all components are given.
+        global_batch_size: The number of examples in the whole global batch, for a slice of a distributed dataset.
 
     Raises:
-        StructureError: The components do not fit the number of replicas.
+        StructureError: The components do not match the number of replicas.
     """
 
     __slots__ = ("__weakref__", "_components", "_global_batch_size", "_kinds", "_num_replicas")
 
-    _word: ClassVar[str]  # what messages call it, also where a handle stands for it
+    _word: ClassVar[str]  # the class's name in messages, also for a handle that represents such a value
 
     def __init__(
         self,
@@ -66,9 +66,10 @@ class DistributedValues:
         global_batch_size: int | None = None,
         kinds: tuple[str, ...] | None = None,
     ) -> Self:
-        """The value as a replica holds it: with its own component only. Unchecked, because each `run` makes one.
+        """Return a replica's view of the value, with the replica's own component only. Unchecked, because each `run`
+        makes one.
 
-        `kinds` says what each replica holds, where they are known to hold unlike things.
+        `kinds` describes the component of each replica, if they are known to be of different kinds.
         """
         value = cls.__new__(cls)
         value._components = {replica_id: component}
@@ -79,29 +80,29 @@ class DistributedValues:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components that are here, in replica order."""
+        """The components that are available here, in replica order."""
         return tuple(self._components[replica] for replica in sorted(self._components))
 
     @property
     def replica_ids(self) -> tuple[int, ...]:
-        """The replicas whose components are here."""
+        """The replicas whose components are available here."""
         return tuple(sorted(self._components))
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas the value belongs to, here or elsewhere."""
+        """The number of replicas that the value belongs to, here or elsewhere."""
         return self._num_replicas
 
     @property
     def global_batch_size(self) -> int | None:
-        """Examples in the whole global batch that this is a slice of; None when it is no slice of a batch."""
+        """The number of examples in the whole global batch, if this is a slice of one; otherwise None."""
         return self._global_batch_size
 
     def component(self, replica_id: int) -> Any:
-        """The component of one replica.
+        """Return the component of one replica.
 
         Raises:
-            DistributedValueError: It is not here, or there is no such replica.
+            DistributedValueError: The component is on another replica, or there is no such replica.
         """
         if replica_id in self._components:
             return self._components[replica_id]
@@ -111,8 +112,8 @@ class DistributedValues:
                 f"A {name} of {self._num_replicas} replica(s) has no component {replica_id}: they are numbered from 0."
             )
         raise DistributedValueError(
-            f"Component {replica_id} of this {name} is on another replica; here is {list(self.replica_ids)}. "
-            "strategy.local_results gives what is here; strategy.reduce and strategy.gather bring all together."
+            f"Component {replica_id} of this {name} is on another replica; available here: {list(self.replica_ids)}. "
+            "strategy.local_results returns the available components; strategy.reduce and strategy.gather combine all."
         )
 
     def __eq__(self, other: object) -> bool:
@@ -125,7 +126,7 @@ class DistributedValues:
         return f"{type(self).__name__}:{{\n" + ",\n".join(lines) + "\n}"
 
     def _repr_html_(self) -> str:
-        # What draws stands above all that has values, and is loaded when there is something to draw.
+        # The drawing code is above this package in the import order, so it is imported when there is something to draw.
         return str(import_module("distnb.widgets.value_views.showing").as_html(self))
 
     def _show(self, replica_id: int) -> str:
@@ -133,24 +134,24 @@ class DistributedValues:
             return repr(self._components[replica_id])
         return f"<{self._kinds[replica_id]} on replica {replica_id}>" if self._kinds else f"<on replica {replica_id}>"
 
-    def require_alike(self, method: str) -> None:
-        """Refuse to put unlike things together.
+    def require_same_kind(self, method: str) -> None:
+        """Refuse to combine components of different kinds.
 
         Raises:
-            DistributedValueError: The replicas are known to hold some; it says which replica holds what.
+            DistributedValueError: The components are known to be of different kinds. The message lists them by replica.
         """
         if self._kinds is not None:
             held = "; ".join(f"replica {replica} holds {kind}" for replica, kind in enumerate(self._kinds))
             raise DistributedValueError(
-                f"{method} got a {self._word} whose components are of unlike kinds: {held}. It puts tensors, arrays "
-                "and numbers of one kind together. Return the same kind on every replica, such as an empty tensor or 0 "
+                f"{method} got a {self._word} whose components are of different kinds: {held}. It combines tensors, "
+                "arrays or numbers of one kind. Return the same kind on every replica, such as an empty tensor or 0 "
                 "in place of None; strategy.local_results(value) gives components of any type."
             )
 
     def __format__(self, spec: str) -> str:
         return str(self) if not spec else self._refuse(f"cannot be formatted as {spec!r}")
 
-    # What one plain value could do, and this cannot ---------------------------------------------------------------
+    # Operations of plain values, all refused --------------------------------------------------------------------------
 
     def _refuse(self, wish: str) -> NoReturn:
         raise DistributedValueError(
@@ -195,15 +196,7 @@ for _wish, _names in _REFUSED.items():
 
 
 class PerReplica(DistributedValues):
-    """A value whose components differ, or may differ, from replica to replica.
-
-    Example:
-        >>> PerReplica([1, 2])
-        PerReplica:{
-          0: 1,
-          1: 2
-        }
-    """
+    """A value whose components may differ from replica to replica."""
 
     __slots__ = ()
     _word = "PerReplica"

@@ -1,7 +1,8 @@
-"""Nested structures: what is a container, what is a leaf, and how distributed values sit in them.
+"""Nested structures: containers, leaves, and the distributed values in them.
 
-Containers are dict (and its subclasses), list, tuple, namedtuple and dataclass instances; everything else is a leaf,
-None too. Order does not matter in dicts: two with the same keys have the same structure. Importing this loads no torch.
+Containers are dict (and its subclasses), list, tuple, namedtuple and dataclass instances. Everything else is a leaf,
+including None. The order of a dict does not matter: two dicts with the same keys have the same structure. Importing
+this loads no torch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _kinds: dict[type, _Kind] = {}
 
 
 def _kind_of(cls: type) -> _Kind:
-    """How instances of a class are taken apart; remembered, because `select` asks for every leaf."""
+    """Return how instances of a class are taken apart. The answer is cached, because `select` asks for every leaf."""
     return _kinds.get(cls) or _kinds.setdefault(cls, _classify(cls))
 
 
@@ -61,7 +62,7 @@ def _classify(cls: type) -> _Kind:
 
 
 def _children(kind: _Kind, tree: Any) -> list[tuple[Any, Any]]:
-    """(key, child) pairs, in an order that does not depend on how a dict was filled; the key is what a path shows."""
+    """Return (key, child) pairs in an order that does not depend on how a dict was filled. Paths show the key."""
     if kind == "dict":
         try:
             return sorted(tree.items(), key=lambda pair: pair[0])
@@ -74,7 +75,7 @@ def _children(kind: _Kind, tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _rebuild(kind: _Kind, model: Any, children: Sequence[Any]) -> Any:
-    """A container like `model`, with other children in the order of `_children`."""
+    """Return a container like `model` with other children, given in the order of `_children`."""
     cls = type(model)
     if kind in ("list", "tuple"):
         return cls(children)
@@ -93,9 +94,9 @@ def _rebuild(kind: _Kind, model: Any, children: Sequence[Any]) -> Any:
 
 
 def children(tree: Any, most: int | None = None) -> list[tuple[str, Any]] | None:
-    """The children of a container, each with what one writes behind the container's name for it; None of a leaf.
+    """Return the children of a container, each with the code that selects it (`[0]`, `.name`), or None for a leaf.
 
-    Of a list or tuple, the first `most`: it may have millions.
+    Of a list or tuple only the first `most` are returned: it may have millions.
     """
     kind = _kind_of(type(tree))
     if kind in ("leaf", "value"):
@@ -106,10 +107,11 @@ def children(tree: Any, most: int | None = None) -> list[tuple[str, Any]] | None
 
 
 LEAF = "*"
+"""The text of a leaf in the result of `structure_of`."""
 
 
 def structure_of(tree: Any) -> str:
-    """The structure of a tree without its leaves, as text: equal texts are equal structures.
+    """Return the structure of a tree without its leaves, as text. Equal texts mean equal structures.
 
     A distributed value is a leaf. Containers of different classes differ.
     """
@@ -128,7 +130,7 @@ def structure_of(tree: Any) -> str:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of a tree in canonical order, and what `unflatten` needs to put others in their place."""
+    """Return the leaves of a tree in canonical order, and the model that `unflatten` needs to replace them."""
     leaves: list[Any] = []
     _collect(tree, leaves)
     return leaves, tree
@@ -144,7 +146,7 @@ def _collect(tree: Any, leaves: list[Any]) -> None:
 
 
 def unflatten(shape: Any, leaves: Iterable[Any]) -> Any:
-    """A tree of the structure that `flatten` found, with these leaves."""
+    """Return a tree of the structure that `flatten` returned, with these leaves."""
     return _filled(shape, iter(leaves))
 
 
@@ -156,7 +158,7 @@ def _filled(model: Any, leaves: Iterator[Any]) -> Any:
 
 
 def paths(tree: Any) -> list[str]:
-    """Where each leaf of `flatten` is, as one would write it after a name: `['loss'][0]`."""
+    """Return the path of each leaf of `flatten`, as code that follows a name: `['loss'][0]`."""
     inner = children(tree)
     if inner is None:
         return [""]
@@ -164,21 +166,24 @@ def paths(tree: Any) -> list[str]:
 
 
 def map_structure(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with what a function makes of each leaf."""
+    """Return the tree with the function applied to each leaf."""
     leaves, shape = flatten(tree)
     return unflatten(shape, map(function, leaves))
 
 
-# -- distributed values in structures ----------------------------------------------------------------------------------
+# -- distributed values in structures ------------------------------------------------------------------------------
 
 
 def has_distributed(tree: Any) -> bool:
-    """Whether a distributed value is anywhere in the tree."""
+    """Return whether the tree contains a distributed value."""
     return any(isinstance(leaf, DistributedValues) for leaf in flatten(tree)[0])
 
 
 def replace_distributed(tree: Any, function: Callable[[DistributedValues], Any]) -> Any:
-    """The tree with something else for each distributed value; containers without any stay the objects they are."""
+    """Return the tree with each distributed value replaced by the function's result.
+
+    Containers without distributed values are returned as the same objects.
+    """
     kind = _kind_of(type(tree))
     if kind == "leaf":
         return tree
@@ -195,13 +200,13 @@ def select(
     num_replicas: int | None = None,
     seen: Callable[[DistributedValues, Any], None] | None = None,
 ) -> Any:
-    """The tree as one replica sees it: every distributed value replaced by that replica's component.
+    """Return the tree as one replica sees it: every distributed value replaced by that replica's component.
 
     Args:
         tree: Any structure.
         replica_id: The replica.
-        num_replicas: What every distributed value must have; None takes any.
-        seen: Called with each distributed value and the component taken from it.
+        num_replicas: The number of replicas that every distributed value must have; None accepts any.
+        seen: A function called with each distributed value and the component taken from it.
 
     Raises:
         StructureError: A value has components for more or for fewer replicas.
@@ -223,7 +228,7 @@ def select(
 
 
 def is_immutable(value: Any) -> bool:
-    """Whether a leaf is a plain immutable Python value: a number, text, an enum member, a dtype, None, …"""
+    """Return whether a leaf is a plain immutable Python value: a number, text, an enum member, a dtype, None, …"""
     if value is None or isinstance(value, (bool, int, float, str, bytes, complex, Enum, range)):
         return True
     if isinstance(value, (numbers.Number, PurePath, date, time, timedelta)):
@@ -233,10 +238,11 @@ def is_immutable(value: Any) -> bool:
 
 
 def regroup(trees: Sequence[Any]) -> Any:
-    """One tree of the trees that the replicas hold, leaf by leaf.
+    """Combine the trees of the replicas into one, leaf by leaf.
 
-    None on all is None, the same immutable Python value on all is that value, everything else becomes a PerReplica.
-    One tree alone is returned as it is.
+    None on all replicas stays None, and the same immutable Python value on all stays that value. Everything else
+    becomes a
+    PerReplica. A single tree is returned unchanged.
 
     Raises:
         StructureError: The structures differ; the message shows both.
@@ -253,7 +259,7 @@ def regroup(trees: Sequence[Any]) -> Any:
 
 
 def _all_same(leaves: Sequence[Any]) -> bool:
-    """Whether they are the same immutable value of the same type; NaN is the same as NaN."""
+    """Return whether the leaves are the same immutable value of the same type. NaN counts as equal to NaN."""
     first = leaves[0]
     return is_immutable(first) and all(
         type(other) is type(first) and (bool(first == other) or (first != first and other != other))
@@ -262,7 +268,7 @@ def _all_same(leaves: Sequence[Any]) -> bool:
 
 
 def unlike_structures(specs: dict[int, str]) -> StructureError:
-    """The error for results whose structures differ by replica."""
+    """Return the error for results whose structures differ by replica."""
     shown = "\n".join(f"  replica {replica}: {spec}" for replica, spec in specs.items())
     return StructureError(
         f"The replicas returned different structures:\n{shown}\nReturn the same containers with the same keys on every "

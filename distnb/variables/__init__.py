@@ -1,1 +1,1 @@
-"""Variables: values that a strategy keeps on its replicas. Importing this loads no torch; `variable` does."""
+"""Variables: values that a strategy keeps on its replicas. Only the module `variable` loads torch."""

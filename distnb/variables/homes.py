@@ -1,6 +1,6 @@
-"""Where a variable lives: what it asks of the runtime of the strategy that made it. Loads no torch.
+"""Homes of variables: what a variable needs from the runtime of the strategy that made it. Loads no torch.
 
-Variables know nothing of strategies and runtimes, which register here, at their import, how they are found.
+Variables do not import strategies or runtimes. At their import these register functions that find a variable's home.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ __all__ = ["Home", "homes"]
 
 
 class Home:
-    """One strategy in this process, as its variables see it: here, with one copy of each.
+    """The view that variables have of their strategy in this process. The base class has one copy of each variable.
 
     Attributes:
-        alone: Whether there is one copy of each variable, whatever it says of synchronization and aggregation.
-        once: Whether a variable of several replicas is one all the same, without components, whatever it says.
+        alone: True if there is one copy of each variable, regardless of its synchronization and aggregation.
+        once: True if a variable of several replicas is still a single one without components, regardless of its
+            settings.
         whole: The ON_READ variables whose components hold the whole value on each replica, while a loop is replicated.
     """
 
@@ -32,57 +33,61 @@ class Home:
 
     @property
     def num_replicas(self) -> int:
-        """How many copies there are."""
+        """The number of copies."""
         return 1
 
     @property
     def device(self) -> torch.device | None:
-        """Where variables are; None leaves an initial value where it is."""
+        """The device of new variables; None leaves an initial value on its own device."""
         return None
 
     @property
     def rank(self) -> int:
-        """Which replica this process is."""
+        """The replica id of this process."""
         return 0
 
     @property
     def execution(self) -> Literal["replicated", "split", "single"] | None:
-        """How replicas run the loop that the calling thread is in, see `contexts.Execution`; None outside one."""
+        """The mode of the loop that the calling thread is in, see `contexts.Execution`; None outside a loop."""
         return None
 
     def in_replica(self, *, writing: bool) -> bool:
-        """Whether the calling thread is in a replica context. Another strategy in force is a ContextError."""
+        """Return whether the calling thread is in a replica context.
+
+        Raises:
+            ContextError: Another strategy is in force.
+        """
         raise NotImplementedError
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the replicas, which all call this. A new tensor if there are several."""
+        """Return the sum over the replicas, as a new tensor if there are several. All replicas call this."""
         return tensor
 
     def first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What replica 0 holds, on all replicas, which all call this."""
+        """Return replica 0's tensor on all replicas. All replicas call this."""
         return tensor
 
     def every(self, value: Any) -> Sequence[Any]:
-        """What each replica gives, in replica order, on all of them, which all call this. Any sizes."""
+        """Return every replica's value, in replica order. Sizes may differ. All replicas call this."""
         return [value]
 
     def end_loop(self) -> None:
-        """Make parts again of the components that hold a whole value: a replicated loop has ended on all replicas."""
+        """Turn components that hold a whole value back into parts: a replicated loop has ended on all replicas."""
 
     def create(self, value: torch.Tensor, settings: Settings) -> Variable | None:
-        """A variable of a kind of the home's own, that holds this value; None: of the usual ones."""
+        """Return a variable of the home's own kind that holds this value, or None if the home has no own kind."""
         return None
 
     def register(self, variable: Variable) -> None:
-        """A variable was made: give it replica 0's value and keep it in sync. All replicas call this."""
+        """Give a new variable replica 0's value, and keep it in sync. All replicas call this."""
 
 
 class _Homes:
-    """There is one instance, `homes`.
+    """Functions that find homes. `homes` is the only instance.
 
     Attributes:
-        of: Gives the home of a strategy's variables in this process, as it is now: engines come and go.
-        current: Gives the strategy in whose scope, or in whose `run`, a variable is being made.
+        of: Returns the current home of a strategy's variables in this process; engines come and go.
+        current: Returns the strategy in whose scope, or in whose `run`, a variable is being created.
     """
 
     of: Callable[[Any], Home]

@@ -1,4 +1,4 @@
-"""Tensors that stand for a value: torch's functions are given the value, and changes in place go where it lives."""
+"""Tensors that represent a remote value: torch's functions receive the value, and in-place changes reach it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Intercepted"]
 
 
 class Intercepted:
-    """A tensor that stands for a value; the base of variables and of views of variables."""
+    """A tensor that represents a value: the base class of variables and of their views."""
 
     @classmethod
     def __torch_function__(
@@ -24,10 +24,10 @@ class Intercepted:
         name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
         met: list[tuple[Intercepted, torch.Tensor]] = []
         if not is_fact(function, name):
-            target = args[0] if args else kwargs.get("tensor")  # as torch.nn.init's functions call it
+            target = args[0] if args else kwargs.get("tensor")  # the name of the argument in torch.nn.init
             if changes(name) and _is_elsewhere(target):
                 return target._change_whole(function, name, args, kwargs)
-            if changes(name) and isinstance(target, (list, tuple)):  # as torch._foreach_add_ is given them
+            if changes(name) and isinstance(target, (list, tuple)):  # the case of torch._foreach_add_
                 for each in filter(_is_elsewhere, target):
                     raise each._refused(name)
             out = kwargs.get("out")
@@ -48,15 +48,15 @@ class Intercepted:
         return result
 
     def _operand(self, name: str) -> torch.Tensor:
-        """Return the value for a torch function that is not for facts."""
+        """Return the value, for a torch function that computes with it."""
         raise NotImplementedError
 
     def _result_of(self, operand: torch.Tensor, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """Return the result of a function that was given `operand` in this tensor's place, as the caller gets it."""
+        """Return the caller's result of a function that received `operand` in place of this tensor."""
         return result
 
     def _is_elsewhere(self) -> bool:
-        """Return whether there is more of it, in the calling context, than a change in place here would change."""
+        """Return whether, in the calling context, a change in place here would miss part of the value."""
         return False
 
     def _change_whole(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

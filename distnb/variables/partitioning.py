@@ -1,6 +1,6 @@
-"""Into how many shards a variable is divided, and which rows each shard has. Nothing here loads torch.
+"""Division of a variable into shards: their number and their rows. Loads no torch.
 
-A shard is some consecutive rows: variables are divided along their first axis.
+A shard is a range of consecutive rows: variables are divided along their first axis.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ __all__ = [
 
 
 class Partitioner:
-    """Base of the partitioners. One of your own overrides `shards`, or the call itself.
+    """Base class of the partitioners. Override `shards`, or the call itself, in your own.
 
-    Any callable that takes `shape` and `dtype`, and returns what this does, is a partitioner too.
+    Any callable that takes `shape` and `dtype`, and returns the same as this, is a partitioner too.
     """
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """The number of shards along each axis: 1 along all but `axis`.
+        """Return the number of shards along each axis: 1 along all but `axis`.
 
         Args:
-            shape: The variable's.
-            dtype: The variable's, of torch or NumPy.
-            axis: The axis that is divided. The strategy divides the first one, and asks for no other.
+            shape: The variable's shape.
+            dtype: The variable's dtype, of torch or NumPy.
+            axis: The axis to divide. The strategy always divides the first one.
 
         Raises:
-            OptionError: There is no such axis, or this is no dtype. (It is a ValueError.)
+            OptionError: There is no such axis, or `dtype` is not a dtype. (It is a ValueError.)
         """
         counts = [1] * len(shape)
         if not -len(shape) <= axis < len(shape):
             raise OptionError(f"axis={axis!r}: a variable of shape {tuple(shape)} has {len(shape)} axes. Leave it out.")
         itemsize = getattr(dtype, "itemsize", None)
         if not isinstance(itemsize, int):
-            raise OptionError(f"dtype={dtype!r} is no dtype of torch or NumPy. Give one, such as torch.float32.")
+            raise OptionError(f"dtype={dtype!r} is not a dtype of torch or NumPy. Give one, such as torch.float32.")
         rows = shape[axis]
         counts[axis] = max(1, min(rows, self.shards(rows, math.prod(shape) // max(1, rows) * itemsize)))
         return counts
 
     def shards(self, rows: int, row_nbytes: int) -> int:
-        """How many shards there should be; the call cuts the number to 1 … rows.
+        """Return the desired number of shards. The call limits it to 1 … rows.
 
         Args:
-            rows: Elements along the axis that is divided.
-            row_nbytes: Size of each.
+            rows: The number of elements along the axis to divide.
+            row_nbytes: The size of each element in bytes.
         """
-        raise NotImplementedError(f"{type(self).__name__} has to override `shards`, or the call.")
+        raise NotImplementedError(f"{type(self).__name__} must override `shards`, or the call.")
 
 
 @dataclass(frozen=True)
 class FixedShardsPartitioner(Partitioner):
-    """So many shards, or as many as there are rows.
+    """A partitioner that makes a fixed number of shards, or one per row if there are fewer rows.
 
     Raises:
-        OptionError: `num_shards` is no positive whole number.
+        OptionError: `num_shards` is not a positive whole number.
 
     Example:
         >>> import numpy as np
@@ -83,16 +83,16 @@ class FixedShardsPartitioner(Partitioner):
 
 @dataclass(frozen=True)
 class MinSizePartitioner(Partitioner):
-    """As many shards as the variable has multiples of a size, which is then their mean size or less.
+    """A partitioner that makes as many shards as possible with a mean size of at least `min_shard_bytes`.
 
-    Where the rows do not divide evenly, the smaller shards have one row less than the larger ones.
+    If the rows do not divide evenly, the smaller shards have one row less than the larger ones.
 
     Args:
-        min_shard_bytes: The size.
-        max_shards: The most shards.
+        min_shard_bytes: The smallest mean size of a shard in bytes.
+        max_shards: The largest number of shards.
 
     Raises:
-        OptionError: One of them is no positive whole number.
+        OptionError: One of the arguments is not a positive whole number.
 
     Example:
         >>> import numpy as np
@@ -113,14 +113,14 @@ class MinSizePartitioner(Partitioner):
 
 @dataclass(frozen=True)
 class MaxSizePartitioner(Partitioner):
-    """As few shards as there can be that have at most a size, or one row.
+    """A partitioner that makes the fewest shards of at most `max_shard_bytes`, or of one row.
 
     Args:
-        max_shard_bytes: The size.
-        max_shards: The most shards, which may then be larger; None for no limit.
+        max_shard_bytes: The largest size of a shard in bytes.
+        max_shards: The largest number of shards, which may then be larger than `max_shard_bytes`; None for no limit.
 
     Raises:
-        OptionError: One of them is no positive whole number.
+        OptionError: One of the arguments is not a positive whole number.
 
     Example:
         >>> import numpy as np
@@ -142,7 +142,7 @@ class MaxSizePartitioner(Partitioner):
 
 
 def shard_sizes(rows: int, shards: int) -> tuple[int, ...]:
-    """How many rows each shard has: the first ones have one more where the rows do not divide evenly.
+    """Return the number of rows of each shard. If the rows do not divide evenly, the first shards have one more.
 
     Example:
         >>> shard_sizes(13, 5)
@@ -153,13 +153,14 @@ def shard_sizes(rows: int, shards: int) -> tuple[int, ...]:
 
 
 def checked_shards(partitioner: Callable[..., Any], shape: Sequence[int], dtype: Any) -> int:
-    """How many shards a partitioner, perhaps a user's own, gives a variable.
+    """Return the number of shards that a partitioner, perhaps a user's own, gives a variable.
 
-    A variable without axes, or of fewer than two rows, has one shard: the partitioner is not asked.
+    A variable without axes, or with fewer than two rows, has one shard, and the partitioner is not called.
 
     Raises:
-        OptionError: It gave something else than a list of a number of shards, from 1 to the number of rows, along the
-            first axis, and 1 along each other axis. (It is a ValueError.)
+        OptionError: The partitioner did not return a list with a number of shards, from 1 to the number of rows, for
+            the
+            first axis and 1 for each other axis. (It is a ValueError.)
     """
     if not shape or shape[0] < 2:
         return 1
@@ -167,8 +168,8 @@ def checked_shards(partitioner: Callable[..., Any], shape: Sequence[int], dtype:
     counts = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
     if not counts or not all(map(_is_count, counts)) or counts[0] > shape[0] or any(each != 1 for each in counts[1:]):
         raise OptionError(
-            f"The variable_partitioner gave {given!r} for a variable of shape {tuple(shape)}. It has to give a list of "
-            f"the number of shards along each axis: 1 to {shape[0]} along the first one, and 1 along each other one."
+            f"The variable_partitioner returned {given!r} for a variable of shape {tuple(shape)}. It must return "
+            f"the list of the number of shards per axis: 1 to {shape[0]} along the first, and 1 along each other axis."
         )
     return int(counts[0])
 

@@ -1,4 +1,4 @@
-"""Changing some rows of a variable: which rows, with what, and what becomes of the replicas' rows together."""
+"""Changes of some rows of a variable: the arguments of scatter methods, and the combination of replicas' rows."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from distnb.values.distributed import DistributedValues
 from distnb.variables.homes import Home
 from distnb.variables.settings import Settings, value_for
 
-__all__ = ["apply", "of_all_replicas", "rows_and_updates"]
+__all__ = ["apply", "combine_replicas", "parse_scatter"]
 
 _SUMMED = {"scatter_add", "scatter_sub", "scatter_mul", "scatter_div"}
 _AVERAGED = {"scatter_add", "scatter_sub"}
 
 
-def rows_and_updates(
+def parse_scatter(
     variable: torch.Tensor, label: str, method: str, indices: Any, updates: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row numbers `[rows]`, and a value for each of them `[rows, ...]`, of what `Variable.scatter_add` was given.
+    """Return the row numbers `[rows]` and their updates `[rows, ...]` from the arguments of a scatter method.
 
-    `label` is how errors call the variable, and `method` the user's call.
+    `label` is the name of the variable in errors, and `method` the user's call.
     """
     if updates is None:
-        indices, updates = _taken_apart(indices, label, method)
+        indices, updates = _indices_and_values(indices, label, method)
     if isinstance(indices, DistributedValues):
         raise DistributedValueError(
             f"{method} of {label} got a {type(indices).__name__} as indices. Call it in the function that strategy.run "
@@ -38,7 +38,7 @@ def rows_and_updates(
     if variable.ndim == 0:
         raise OptionError(f"{method} of {label}: it is a scalar and has no rows. Use assign, assign_add or assign_sub.")
     if rows.is_floating_point() or rows.is_complex() or rows.dtype is torch.bool:
-        raise OptionError(f"{method} of {label}: indices are whole numbers, and these are {rows.dtype}.")
+        raise OptionError(f"{method} of {label}: indices must be whole numbers, not {rows.dtype}.")
     rows = rows.long()
     if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < variable.shape[0]):
         raise OptionError(
@@ -50,7 +50,7 @@ def rows_and_updates(
     return rows.reshape(-1), value_for(like, label, method, updates).reshape(-1, *variable.shape[1:])
 
 
-def _taken_apart(slices: Any, label: str, method: str) -> Sequence[Any]:
+def _indices_and_values(slices: Any, label: str, method: str) -> Sequence[Any]:
     if isinstance(slices, torch.Tensor) and slices.layout is torch.sparse_coo and slices.sparse_dim() == 1:
         indices, values = torch_internals.sparse_parts(slices)
         return indices[0], values
@@ -64,10 +64,10 @@ def _taken_apart(slices: Any, label: str, method: str) -> Sequence[Any]:
     )
 
 
-def of_all_replicas(
+def combine_replicas(
     home: Home, settings: Settings, method: str, rows: torch.Tensor, updates: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the replicas change together, of what each of them gives. All of them call this."""
+    """Combine the changes of all replicas. All replicas call this."""
     how = settings.aggregation
     if how is VariableAggregation.ONLY_FIRST_REPLICA:
         first, changes = home.every((rows, updates))[0]
@@ -77,22 +77,22 @@ def of_all_replicas(
     )
     if not fits:
         raise OptionError(
-            f"{method} of {settings.label} in a function that strategy.run calls, with aggregation={how.name!r}: what "
-            "the replicas' values are together is not defined. Make the variable with "
+            f"{method} of {settings.label} in a function that strategy.run calls, with aggregation={how.name!r}: the "
+            "combination of the replicas' values is not defined. Make the variable with "
             "aggregation='only_first_replica', or call it outside run."
         )
     parts = home.every((rows, updates))
-    together = torch.cat([one for one, _ in parts]), torch.cat([one for _, one in parts])
-    return (together[0], together[1] / home.num_replicas) if how is VariableAggregation.MEAN else together
+    all_rows, all_updates = torch.cat([one for one, _ in parts]), torch.cat([one for _, one in parts])
+    return all_rows, all_updates / home.num_replicas if how is VariableAggregation.MEAN else all_updates
 
 
 def apply(method: str, own: torch.Tensor, rows: torch.Tensor, updates: torch.Tensor) -> None:
-    """Change the rows in place; one that is named several times is changed several times, in order."""
+    """Change the rows in place. A row that is named several times is changed several times, in order."""
     with torch.no_grad():
         if method in ("scatter_add", "scatter_sub"):
             own.index_add_(0, rows, updates, alpha=1 if method == "scatter_add" else -1)
             return
-        # torch's own functions for these are in beta, and say so in a warning.
+        # torch's own functions for these are in beta, and warn about it.
         change = _CHANGES[method]
         if len(rows.unique()) == len(rows):
             own[rows] = change(own[rows], updates)

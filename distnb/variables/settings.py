@@ -1,4 +1,4 @@
-"""What a variable was asked to be, and what may be assigned to it."""
+"""The checked options of a variable, and the conversion of values that are assigned to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Settings", "initial_tensor", "parse_settings", "value_for"]
 
 @dataclass(frozen=True)
 class Settings:
-    """The checked options of a variable; see `distnb.Variable`."""
+    """Checked options of a variable; see `distnb.Variable`."""
 
     trainable: bool
     name: str | None
@@ -25,28 +25,28 @@ class Settings:
 
     @property
     def on_read(self) -> bool:
-        """Whether each replica's component is its own until the variable is read."""
+        """True if the replicas' components are independent until the variable is read."""
         return self.synchronization is VariableSynchronization.ON_READ
 
     @property
-    def told(self) -> str:
-        """What every replica must have asked for alike, in words."""
+    def summary(self) -> str:
+        """The options that must be equal on every replica, in words."""
         when, learns = "ON_READ" if self.on_read else "ON_WRITE", "" if self.trainable else ", not trainable"
         return f"Variable {f'{self.name} ' if self.name else ''}({when}, {self.aggregation.name}{learns})"
 
     @property
     def label(self) -> str:
-        """How errors call the variable."""
+        """The name of the variable in errors."""
         return f"variable {self.name!r}" if self.name else "a variable"
 
 
 def parse_settings(trainable: Any, name: Any, dtype: torch.dtype, synchronization: Any, aggregation: Any) -> Settings:
-    """The options of a variable of some dtype. Raises OptionError where they do not go together."""
+    """Check the options of a variable of a dtype. Raise OptionError if they are incompatible."""
     how, when = VariableAggregation.parse(aggregation), VariableSynchronization.parse(synchronization)
     if when is VariableSynchronization.NONE:
         raise OptionError(
-            "synchronization='NONE' would be a variable of one copy that nobody keeps in sync. A plain tensor is that; "
-            "of a variable say 'AUTO', 'ON_WRITE' or 'ON_READ'."
+            "synchronization='NONE' would be a single copy that is not kept in sync. Use a plain tensor for that; "
+            "for a variable choose 'AUTO', 'ON_WRITE' or 'ON_READ'."
         )
     if trainable not in (None, True, False):
         raise OptionError(f"trainable={trainable!r}: give True, False, or None to decide by the dtype.")
@@ -56,24 +56,24 @@ def parse_settings(trainable: Any, name: Any, dtype: torch.dtype, synchronizatio
     if trainable and when is VariableSynchronization.ON_READ:
         raise OptionError(
             "trainable=True with synchronization='ON_READ': replicas of a trainable variable must be equal at every "
-            "step. Leave the synchronization out, or say trainable=False."
+            "step. Leave the synchronization out, or set trainable=False."
         )
     if trainable and not floating:
         raise OptionError(f"trainable=True for {dtype}: only floating-point numbers have gradients.")
     if how is VariableAggregation.MEAN and not floating:
         raise OptionError(
-            f"aggregation='MEAN' for {dtype}: a mean is no whole number. Say dtype=torch.float32, or "
-            "another aggregation."
+            f"aggregation='MEAN' for {dtype}: a mean is not a whole number. Set dtype=torch.float32, or "
+            "choose another aggregation."
         )
     if how is VariableAggregation.SUM and dtype is torch.bool:
-        raise OptionError("aggregation='SUM' for booleans is not defined. Say dtype=torch.int64, which counts.")
+        raise OptionError("aggregation='SUM' for booleans is not defined. Set dtype=torch.int64 to count.")
     if trainable is None:
         trainable = floating and when is not VariableSynchronization.ON_READ
     return Settings(bool(trainable), name, when, how)
 
 
 def initial_tensor(value: Any, dtype: Any, device: torch.device | None) -> torch.Tensor:
-    """A new tensor with the initial value of a variable: what it, or its function, gives, of a dtype, on a device."""
+    """Return a new tensor with the initial value of a variable, which may be a function that returns the value."""
     if callable(value) and not isinstance(value, (torch.Tensor, DistributedValues)):
         value = value()
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -83,15 +83,15 @@ def initial_tensor(value: Any, dtype: Any, device: torch.device | None) -> torch
 
 
 def value_for(variable: torch.Tensor, label: str, method: str, value: Any) -> torch.Tensor:
-    """A value as it can be assigned to a variable: of its shape, dtype and device.
+    """Convert a value to the shape, dtype and device of a variable, so that it can be assigned.
 
-    `label` is how errors call the variable, and `method` the user's call.
+    `label` is the name of the variable in errors, and `method` the user's call.
     """
     tensor = _as_tensor(value, f"{method} of {label}").detach()
     if not torch.can_cast(tensor.dtype, variable.dtype):
         raise DistributedValueError(
             f"{method} of {label} got {tensor.dtype}, and the variable is {variable.dtype}: "
-            "something would be lost. Convert the value first, or make the variable with another dtype."
+            "the conversion would lose information. Convert the value first, or make the variable with another dtype."
         )
     try:
         return tensor.to(variable).expand(variable.shape)
@@ -107,8 +107,8 @@ def _as_tensor(value: Any, what: str) -> torch.Tensor:
         value = value.component(value.replica_ids[0])
     if isinstance(value, DistributedValues):
         raise DistributedValueError(
-            f"{what} got a {type(value).__name__}, which has another component on each replica. Make one value of it "
-            "first, strategy.reduce(op, value, axis=None), or assign in the function that strategy.run calls, with the "
+            f"{what} got a {type(value).__name__}, which has another component on each replica. Combine it first with "
+            "strategy.reduce(op, value, axis=None), or assign in the function that strategy.run calls, with the "
             "value in args: there the variable's aggregation combines the components."
         )
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What torch's functions do with a variable: whether they read its value, and whether they change it."""
+"""Classification of torch's functions: whether they read a variable's value, and whether they change it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", 
 
 
 def is_fact(function: Any, name: str) -> bool:
-    """Whether a function of torch has to do with shapes, dtypes, flags or gradients, and not with the value.
+    """Return whether a function of torch concerns shapes, dtypes, flags or gradients, and not the value.
 
-    Gradients are put aside during every backward pass, whichever strategy's.
+    Every strategy's backward pass stores gradients, so access to gradients does not count as a read of the value.
     """
     if name == "__get__":
         owner = getattr(function, "__self__", None)
@@ -35,7 +35,7 @@ def is_fact(function: Any, name: str) -> bool:
 
 
 def changes(name: str) -> bool:
-    """Whether a function of this name changes its first argument in place."""
+    """Return whether a function of this name changes its first argument in place."""
     if name.startswith("__"):
         return name in ("__set__", "__setitem__", "__delete__") or (name[2] == "i" and name[2:-2] in _IN_PLACE)
     return name.endswith("_")

@@ -1,4 +1,4 @@
-"""`distnb.Variable`: a tensor whose copies on the replicas a strategy keeps as one."""
+"""`distnb.Variable`: a tensor whose copies on the replicas a strategy keeps in sync."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from distnb.variables.torch_functions import changes
 __all__ = ["SyncOnReadVariable", "Variable", "component_of", "create", "make", "settings_of"]
 
 
-def _scattering(method: str, told: str) -> Callable[..., Any]:
+def _scattering(method: str, summary: str) -> Callable[..., Any]:
     def scatter(self: Variable, indices: Any, updates: Any = None) -> Variable:
         return self._scatter(method, indices, updates)
 
-    scatter.__name__, scatter.__doc__ = method, f"{told}; see `scatter_add`."
+    scatter.__name__, scatter.__doc__ = method, f"{summary}; see `scatter_add`."
     return scatter
 
 
@@ -32,28 +32,28 @@ class Variable(Intercepted, torch.nn.Parameter):
     """A value that programs read and assign to, kept by the strategy in whose scope (or `run`) it is made.
 
     Under a strategy of several replicas each of them has a copy. With ON_WRITE, which AUTO means, the copies are
-    always equal: what the replicas assign in `strategy.run` is combined by the aggregation first. With ON_READ each
-    replica assigns to a component of its own, and what is read in cross-replica context is the aggregate of them; all
+    always equal: the aggregation combines the values that the replicas assign in `strategy.run`. With ON_READ each
+    replica assigns to its own component. A read in cross-replica context returns the aggregate of the components; all
     replicas must read it together. In cross-replica context an assigned value is the value of the whole variable.
-    Under the default and one-device strategies there is one copy, and both settings are without effect; under central
-    storage there is one as well, and ON_READ means ON_WRITE.
+    Under the default and one-device strategies there is one copy, and neither setting has an effect. Under central
+    storage there is one copy, too, and ON_READ means ON_WRITE.
 
-    It is a `torch.nn.Parameter`: it takes part in torch's operations, a trainable one has gradients (which are
-    aggregated as those of all parameters made in a scope), and as an attribute of a module it is in `parameters()` and
+    A variable is a `torch.nn.Parameter` and works in torch's operations. A trainable one has gradients, which are
+    aggregated like those of all parameters made in a scope. As an attribute of a module it is in `parameters()` and
     `state_dict()`, which holds the value read in cross-replica context.
 
     Args:
-        initial_value: A number, a list, an array, a tensor, or a function that returns one. It is copied; replica 0's
-            is everyone's.
-        trainable: Whether it has gradients; None: floating-point variables have, unless they are ON_READ.
-        name: For errors and logs.
+        initial_value: A number, a list, an array, a tensor, or a function that returns one. It is copied. All replicas
+            use the value of replica 0.
+        trainable: Whether the variable has gradients. None: floating-point variables have, unless they are ON_READ.
+        name: A name for errors and logs.
         dtype: A torch.dtype; None takes the initial value's.
         synchronization: A `VariableSynchronization` or its name.
         aggregation: A `VariableAggregation` or its name.
 
     Raises:
-        OptionError: An unknown name, synchronization NONE, or options that do not go together: MEAN of integers, a
-            trainable ON_READ variable.
+        OptionError: An unknown name, synchronization NONE, or incompatible options: MEAN of integers, a trainable
+            ON_READ variable.
 
     Example:
         >>> import distnb
@@ -66,7 +66,7 @@ class Variable(Intercepted, torch.nn.Parameter):
     _strategy: Any
 
     number: int
-    """Which of its strategy's variables it is, the same on every replica; 0: a copy, or no replica's."""
+    """The number of the variable among those of its strategy, the same on every replica; 0 for a copy."""
 
     def __new__(
         cls,
@@ -85,51 +85,51 @@ class Variable(Intercepted, torch.nn.Parameter):
             settings = replace(settings, synchronization=VariableSynchronization.ON_WRITE)
         return create(component, settings, strategy)
 
-    # What it is -----------------------------------------------------------------------------------------------------
+    # Options --------------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str | None:
-        """As given."""
+        """The name that the variable was made with."""
         return self._settings.name
 
     @property
     def trainable(self) -> bool:
-        """Whether it was made to have gradients."""
+        """True if the variable was made to have gradients."""
         return self._settings.trainable
 
     @property
     def synchronization(self) -> VariableSynchronization:
-        """As given."""
+        """The synchronization that the variable was made with."""
         return self._settings.synchronization
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """As given."""
+        """The aggregation that the variable was made with."""
         return self._settings.aggregation
 
     @property
     def distribute_strategy(self) -> Any:
-        """The strategy that made it."""
+        """The strategy that made the variable."""
         return self._strategy
 
     # Reading --------------------------------------------------------------------------------------------------------
 
     def read_value(self) -> torch.Tensor:
-        """A copy of its value: in a replica the component there, in cross-replica context the whole variable's."""
+        """Return a copy of the value: in a replica its component, in cross-replica context the whole value."""
         return self._seen("read_value").clone()
 
     value = read_value
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Its value as an array of its own.
+        """Return a copy of the value as an array.
 
         Args:
-            force: There for `torch.Tensor.numpy`'s sake; a copy is made in any case.
+            force: Accepted for compatibility with `torch.Tensor.numpy`. A copy is made in any case.
         """
         return self.read_value().cpu().numpy()
 
     def item(self) -> Any:
-        """Its value as a Python number."""
+        """Return the value as a Python number."""
         return self._seen("item").item()
 
     def __float__(self) -> float:
@@ -139,14 +139,14 @@ class Variable(Intercepted, torch.nn.Parameter):
         return int(self._seen("int"))
 
     def _seen(self, method: str) -> torch.Tensor:
-        """The value in this context; it may share memory with the variable."""
+        """Return the value in this context. It may share memory with the variable."""
         homes.of(self._strategy).in_replica(writing=False)
         return component_of(self)
 
     # Assigning ------------------------------------------------------------------------------------------------------
 
     def assign(self, value: Any, *, read_value: bool = True) -> Any:
-        """Set it to a value.
+        """Set the variable to a value.
 
         Args:
             value: A number, a list, an array or a tensor that can be broadcast to the variable's shape.
@@ -156,21 +156,21 @@ class Variable(Intercepted, torch.nn.Parameter):
             The variable; None with read_value=False.
 
         Raises:
-            OptionError: In a replica, to a variable that says nothing of how the replicas' values are combined.
-            ContextError: While another strategy is in force.
-            DistributedValueError: A PerReplica in cross-replica context, or a dtype that does not fit.
-            StructureError: A shape that does not fit.
+            OptionError: In a replica, the variable has no aggregation to combine the replicas' values.
+            ContextError: Another strategy is in force.
+            DistributedValueError: A PerReplica in cross-replica context, or an incompatible dtype.
+            StructureError: A shape that does not match.
         """
         self._write("assign", value)
         return self if read_value else None
 
     def assign_add(self, value: Any, *, read_value: bool = True) -> Any:
-        """Add a value to it; see `assign`."""
+        """Add a value to the variable; see `assign`."""
         self._write("assign_add", value)
         return self if read_value else None
 
     def assign_sub(self, value: Any, *, read_value: bool = True) -> Any:
-        """Subtract a value from it; see `assign`."""
+        """Subtract a value from the variable; see `assign`."""
         self._write("assign_sub", value)
         return self if read_value else None
 
@@ -183,31 +183,34 @@ class Variable(Intercepted, torch.nn.Parameter):
     def scatter_add(self, *args: Any, **kwargs: Any) -> Any:
         """Add to some rows: `variable[indices[i]] += updates[i]` for each i.
 
-        In a replica, what all replicas give is put together first: with aggregation SUM all their rows are changed,
-        with MEAN (adding and subtracting only) by their values over the number of replicas, with ONLY_FIRST_REPLICA
-        replica 0's rows. An ON_READ variable's component there is the replica's own.
+        In a replica, the updates of all replicas are combined first. Aggregation SUM changes the rows of all of them.
+        MEAN
+        (only for additions and subtractions) divides their updates by the number of replicas. ONLY_FIRST_REPLICA
+        changes
+        replica 0's rows. An ON_READ variable changes the replica's own component.
 
         Args:
-            indices: Numbers of rows (along the first axis). Alone, without `updates`, one object that has both: the
-                attributes `indices` and `values`, a pair, or a sparse (COO) tensor.
-            updates: A value for each; of the shape of the indices and the variable's other axes, or broadcast to it.
+            indices: Row numbers along the first axis. Alone, without `updates`, one object with both: the attributes
+                `indices` and `values`, a pair, or a sparse (COO) tensor.
+            updates: A value for each index. The shape is that of the indices and the variable's other axes, or can be
+                broadcast to it.
 
         Returns:
             The variable. (With three arguments this is torch's own `scatter_add(dim, index, src)`, a new tensor.)
 
         Raises:
-            OptionError: No such row; an aggregation that does not say what the replicas' rows are together.
-            ContextError: An ON_READ variable in cross-replica context; another strategy is in force.
-            StructureError: A shape that does not fit.
+            OptionError: There is no such row, or the aggregation does not define the combination of the replicas' rows.
+            ContextError: An ON_READ variable in cross-replica context, or another strategy is in force.
+            StructureError: A shape that does not match.
         """
         if len(args) + len(kwargs) == 3:
             return super().scatter_add(*args, **kwargs)
         return self._scatter("scatter_add", *args, **kwargs)
 
-    scatter_update = _scattering("scatter_update", "Set some rows. Of a row that is named twice the last value stays")
+    scatter_update = _scattering("scatter_update", "Set some rows. If a row is named twice, the last value remains")
     scatter_sub = _scattering("scatter_sub", "Subtract from some rows")
-    scatter_min = _scattering("scatter_min", "Leave in some rows the smaller value")
-    scatter_max = _scattering("scatter_max", "Leave in some rows the larger value")
+    scatter_min = _scattering("scatter_min", "Replace some rows by the smaller of their value and the update")
+    scatter_max = _scattering("scatter_max", "Replace some rows by the larger of their value and the update")
     scatter_mul = _scattering("scatter_mul", "Multiply some rows")
     scatter_div = _scattering("scatter_div", "Divide some rows")
 
@@ -215,7 +218,7 @@ class Variable(Intercepted, torch.nn.Parameter):
         home, settings = homes.of(self._strategy), self._settings
         in_replica = home.in_replica(writing=True)
         own = component_of(self)
-        rows, changes = scattering.rows_and_updates(own, settings.label, method, indices, updates)
+        rows, changes = scattering.parse_scatter(own, settings.label, method, indices, updates)
         if not home.alone:
             if settings.on_read and not in_replica:
                 raise ContextError(
@@ -223,7 +226,7 @@ class Variable(Intercepted, torch.nn.Parameter):
                     "and all of them would change. Call it in the function that strategy.run calls."
                 )
             if in_replica and not settings.on_read:
-                rows, changes = scattering.of_all_replicas(home, settings, method, rows, changes)
+                rows, changes = scattering.combine_replicas(home, settings, method, rows, changes)
         scattering.apply(method, own, rows, changes)
         return self
 
@@ -242,17 +245,17 @@ class Variable(Intercepted, torch.nn.Parameter):
         return self
 
     def _from_replica(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
-        """What one replica assigns, as each of them is to take it."""
+        """Return the value to store on each replica when each replica assigns one."""
         if self.aggregation is VariableAggregation.NONE:
             raise OptionError(
                 f"{method} of {self._settings.label} in a function that strategy.run calls: every replica assigns a "
-                "value, and the variable does not say what becomes of them. Make it with aggregation='sum', 'mean' or "
+                "value, and the variable has no aggregation to combine them. Make it with aggregation='sum', 'mean' or "
                 "'only_first_replica', or with synchronization='on_read' and one of these; or assign outside run."
             )
         return self._aggregate(home, value, "")
 
     def _from_outside(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
-        """What is assigned in cross-replica context, as each replica is to take it."""
+        """Return the value to store on this replica when a value is assigned in cross-replica context."""
         return value
 
     def _aggregate(self, home: Home, value: torch.Tensor, method: str) -> torch.Tensor:
@@ -264,13 +267,13 @@ class Variable(Intercepted, torch.nn.Parameter):
             return home.sum(value) / home.num_replicas
         raise ContextError(
             f"{method} of {self._settings.label} in cross-replica context: each replica has a component of its own, "
-            "and aggregation='NONE' does not say what they are together. Make it with an aggregation, or look at the "
-            "components: strategy.local_results(variable)."
+            "and aggregation='NONE' does not combine them. Make it with an aggregation, or read the components: "
+            "strategy.local_results(variable)."
         )
 
-    # In torch's operations ------------------------------------------------------------------------------------------
+    # Operations of torch --------------------------------------------------------------------------------------------
 
-    # A variable of another strategy is not to be read, and one that is synchronized on reading is aggregated.
+    # A variable of another strategy must not be read. An ON_READ variable is aggregated when it is read.
 
     def _operand(self, name: str) -> torch.Tensor:
         homes.of(self._strategy).in_replica(writing=False)
@@ -279,10 +282,10 @@ class Variable(Intercepted, torch.nn.Parameter):
     def _refused(self, what: str) -> ContextError:
         return ContextError(f"{what} of {self._settings.label} is not possible here. Use assign.")
 
-    # Being an object ------------------------------------------------------------------------------------------------
+    # Object protocol ------------------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        # Never communicates: it is called wherever something is shown, on some replicas only, too.
+        # Never communicate here: only some replicas may show the variable.
         settings, home = self._settings, homes.of(self._strategy)
         name = f" {settings.name!r}" if settings.name else ""
         if home.alone:
@@ -296,7 +299,7 @@ class Variable(Intercepted, torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         if id(self) not in memo:
-            # Not kept in sync, as a copy of any parameter, unless a scope takes it in.
+            # Like a copy of any parameter, the copy is not kept in sync unless a scope registers it.
             memo[id(self)] = make(component_of(self).clone(), self._settings, self._strategy)
         copied: Variable = memo[id(self)]
         return copied
@@ -308,12 +311,13 @@ class Variable(Intercepted, torch.nn.Parameter):
 class SyncOnReadVariable(Variable):
     """A variable made with synchronization=ON_READ; see `Variable`.
 
-    A library's loop that all replicas run alike, with whole batches, computes whole values: there each component is
-    made to hold the whole value, and is a part again when the loop ends, or where a replica works on its part.
+    If all replicas run a library's loop on the same whole batches, they compute whole values. In such a loop each
+    component holds the whole value. It becomes a part again when the loop ends, or when a replica works on its own
+    part.
     """
 
     is_whole = False
-    """Whether every replica's component holds the whole value."""
+    """True if every replica's component holds the whole value."""
 
     def _seen(self, method: str) -> torch.Tensor:
         home = homes.of(self._strategy)
@@ -323,11 +327,11 @@ class SyncOnReadVariable(Variable):
         return self.aggregate(method)
 
     def content(self) -> torch.Tensor:
-        """Return the value that reading gives here, as a plain tensor that may share memory with the variable."""
+        """Return the value that a read returns here, as a plain tensor that may share memory with the variable."""
         return self._seen("reading")
 
     def aggregate(self, method: str) -> torch.Tensor:
-        """Return the whole value, in a replica, too. All replicas call this."""
+        """Return the whole value, even in a replica. All replicas call this."""
         home = homes.of(self._strategy)
         own = component_of(self)
         if home.alone or self.is_whole:
@@ -336,17 +340,17 @@ class SyncOnReadVariable(Variable):
             return self._aggregate(home, own, method)
         except CollectiveMismatchError as error:
             error.add_note(
-                f"{method} of {self._settings.label} outside strategy.run brings the replicas' components together, so "
-                "all replicas read it. To use the value on one of them, read it before `if distnb.is_chief():`."
+                f"{method} of {self._settings.label} outside strategy.run combines the replicas' components, so all "
+                "replicas must read it. To use the value on one of them, read it before `if distnb.is_chief():`."
             )
             raise
 
     def prepare(self) -> None:
-        """Have the component hold what the calling code works on, without reading it."""
+        """Make the component hold the part or the whole that the calling code works on, without reading it."""
         self._prepare(homes.of(self._strategy), assigning=False)
 
     def _prepare(self, home: Home, *, assigning: bool) -> None:
-        """Have the component hold what the calling code works on: this replica's part, or the whole value."""
+        """Make the component hold what the calling code works on: this replica's part, or the whole value."""
         execution = home.execution
         if execution == "replicated" and not self.is_whole:
             if not assigning and self.aggregation is not VariableAggregation.NONE:
@@ -359,7 +363,7 @@ class SyncOnReadVariable(Variable):
             self.become_part(home)
 
     def become_part(self, home: Home) -> None:
-        """Make the components parts of the whole value that each of them holds."""
+        """Turn the components, each of which holds the whole value, into parts of it."""
         self.is_whole = False
         if self.aggregation is VariableAggregation.SUM and home.rank:
             with torch.no_grad():
@@ -391,10 +395,10 @@ class SyncOnReadVariable(Variable):
         if not changes(name):
             return self._seen(name)
         self._prepare(homes.of(self._strategy), assigning=name in ("copy_", "fill_", "zero_"))
-        return self  # what changes it in a replica is given the variable itself, and returns it
+        return self  # an in-place function in a replica receives the variable itself, and returns it
 
     def _change_whole(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A change in cross-replica context: the few that say what the whole variable becomes."""
+        """Apply a change in cross-replica context. Only the few that define the whole variable are supported."""
         if name in ("copy_", "fill_", "zero_"):
             return self.assign(0 if name == "zero_" else args[1])
         if name not in ("__set__", "__delete__"):
@@ -402,7 +406,7 @@ class SyncOnReadVariable(Variable):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(getattr(function, "__self__", None), "__name__", "") != "data":
                 return function(*args, **kwargs)
-            # As `module.to(...)` does: the whole value, converted or moved.
+            # The case of `module.to(...)`: the whole value, converted or moved.
             self.data = self._from_outside(homes.of(self._strategy), args[1], "assign")
             return None
 
@@ -414,31 +418,31 @@ class SyncOnReadVariable(Variable):
 
 
 def _share(value: torch.Tensor, num_replicas: int, label: str) -> torch.Tensor:
-    """What each replica takes of a sum."""
+    """Return the share of a sum that each replica stores."""
     if value.is_floating_point() or value.is_complex():
         return value / num_replicas
     if bool((value % num_replicas).any()):
         raise OptionError(
-            f"assign of {label} in cross-replica context: {value.tolist()} is to be the sum of {num_replicas} whole "
-            "numbers that are equal, and cannot. Make the variable of floating-point numbers, or assign a multiple of "
+            f"assign of {label} in cross-replica context: {value.tolist()} is not the sum of {num_replicas} equal "
+            "whole numbers. Make the variable of floating-point numbers, or assign a multiple of "
             "strategy.num_replicas_in_sync."
         )
     return value // num_replicas
 
 
 def component_of(variable: Variable) -> torch.Tensor:
-    """This process's copy, as a tensor in the same memory. Reading it communicates with nobody."""
+    """Return this process's copy, as a tensor in the same memory, without communication."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.Tensor.detach(variable)
 
 
 def settings_of(variable: Variable) -> Settings:
-    """What the variable was asked to be."""
+    """Return the options that the variable was made with."""
     return variable._settings
 
 
 def create(component: torch.Tensor, settings: Settings, strategy: Any) -> Variable:
-    """Make a variable of a strategy that holds this tensor, and have the strategy keep it."""
+    """Make a variable of a strategy that holds this tensor, and register it with the strategy."""
     home = homes.of(strategy)
     variable = home.create(component, settings)
     if variable is None:
@@ -448,7 +452,7 @@ def create(component: torch.Tensor, settings: Settings, strategy: Any) -> Variab
 
 
 def make(component: torch.Tensor, settings: Settings, strategy: Any, number: int = 0) -> Variable:
-    """A variable of a strategy that holds this tensor; nobody else is told."""
+    """Make a variable of a strategy that holds this tensor, without registering it."""
     cls = SyncOnReadVariable if settings.on_read else Variable
     variable: Variable = torch_internals.make_subclass(cls, component, settings.trainable)
     variable._settings = settings

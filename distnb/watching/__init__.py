@@ -1,1 +1,1 @@
-"""What a program gives its user to watch: values as they come, files for TensorBoard, and where a value's parts are."""
+"""Tools to watch a program: live values, files for TensorBoard, and pictures of the placement of values."""

@@ -1,7 +1,7 @@
-"""`distnb.live`: values to watch while the program runs. Nothing is drawn here.
+"""`distnb.live`: values to watch while the program runs. This module draws nothing.
 
-On an engine they are sent to the notebook, in the notebook they go to the running cell's view, and in a plain script
-replica 0 writes the latest ones in a line, now and then.
+An engine sends the values to the notebook. In the notebook they go to the running cell's view. In a plain script
+replica 0 prints the latest ones in a line from time to time.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from distnb.values import DistributedValues
 __all__ = ["Point", "TextProgress", "is_ready", "live"]
 
 Point = dict[str, Any]
-"""Values of one call: {name: number}, where a number is anything that `float` takes; or {name: {replica: number}}."""
+"""The values of one call: {name: number} or {name: {replica: number}}, with any number that `float` accepts."""
 
 
 def live(*values: Any, run: Any = "", **scalars: Any) -> None:
-    """Show values while the program runs: each name gets a curve, drawn as it grows.
+    """Show values while the program runs. Each name gets a curve that grows.
 
     Call it wherever values arise: in the function that `strategy.run` calls, at the top level of a distributed
     cell, in ordinary cells, in a script. It never waits for an accelerator: a tensor's value is read later.
 
     Args:
         run: The name of the run that the values belong to, such as "lr=0.1". Charts of cells that name their runs show
-            those of earlier cells, too, to be compared. A run begins at step 0, and anew in each cell.
-        **scalars: Numbers, tensors of one element, or distributed values of them (on a replica its own component
-            is taken, in the notebook every replica's).
+            those of earlier cells, too, for comparison. A run begins at step 0 in each cell.
+        **scalars: Numbers, tensors of one element, or distributed values of them (a replica shows its own component,
+            the notebook every replica's).
 
     Raises:
-        OptionError: A value is no scalar, or has no name; or the run's name is no text.
+        OptionError: A value is not a scalar, or has no name; or the run's name is not a text.
 
     Example:
         >>> import distnb
@@ -50,7 +50,8 @@ def live(*values: Any, run: Any = "", **scalars: Any) -> None:
         )
     if not isinstance(run, str):
         raise OptionError(
-            f'live(run={repr(run)[:80]}): run= is the name of a run, a text such as "lr=0.1". Call a value otherwise.'
+            f'live(run={repr(run)[:80]}): run= is the name of a run, a text such as "lr=0.1". Choose another name for '
+            "a value."
         )
     point = {name: _scalar(name, value) for name, value in scalars.items()}
     if point:
@@ -58,17 +59,17 @@ def live(*values: Any, run: Any = "", **scalars: Any) -> None:
 
 
 def is_ready(point: Mapping[str, Any]) -> bool:
-    """Whether every number of a point can be read without waiting for a device."""
+    """Return whether every number of a point can be read without waiting for a device."""
     return all(value.ready for value in point.values() if isinstance(value, _OnDevice))
 
 
 class _OnDevice:
-    """A number on its way from an accelerator to host memory. The copy is queued behind what computes it."""
+    """A number on its way from an accelerator to host memory. The copy is queued behind the computation."""
 
     def __init__(self, tensor: Any) -> None:
         import torch
 
-        # The copy is taken now: the tensor may be changed in place before anyone reads it.
+        # Copy now: the tensor may be changed in place before the number is read.
         self._copy = tensor.to("cpu", non_blocking=True)
         self._arrived = torch.cuda.Event()
         self._arrived.record(torch.cuda.current_stream(tensor.device))
@@ -87,20 +88,20 @@ def _scalar(name: str, value: Any) -> Any:
         return float(value)
     if isinstance(value, DistributedValues):
         components = {replica: _scalar(name, value.component(replica)) for replica in value.replica_ids}
-        # A replica has its own component only, and the event that carries it says whose it is.
+        # A replica has only its own component, and the event that carries it names the replica.
         return next(iter(components.values())) if len(components) == 1 else components
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        # After a training step torch's code is in no cache: whatever is called of it takes a microsecond each time.
+        # After a training step torch's code is in no cache, so each of its functions takes a microsecond to call.
         if value.is_cuda and value.numel() == 1 and not value.is_complex():
             return _OnDevice(value.detach())
         try:
             return float(value.item())
         except (RuntimeError, TypeError):
             if value.numel() == 1 and not value.is_complex():
-                raise  # of a device, say: it tells better what happened
-            told = f"a tensor of shape {list(value.shape)}, {value.dtype}"
-            raise _no_scalar(name, told, "Reduce it first, for example by .mean().") from None
+                raise  # an error of a device, say: it explains the failure better
+            received = f"a tensor of shape {list(value.shape)}, {value.dtype}"
+            raise _no_scalar(name, received, "Reduce it first, for example by .mean().") from None
     if isinstance(value, str | bytes):
         raise _no_scalar(name, repr(value)[:80], "Text can be printed; its lines are merged over the replicas.")
     try:
@@ -114,11 +115,12 @@ def _no_scalar(name: str, received: str, cure: str) -> OptionError:
 
 
 class TextProgress:
-    """Lines in a terminal or a log: the step and the latest values, now and then, and at the end.
+    """A text display for a terminal or a log: a line with the step and the latest values, from time to time and at the
+    end.
 
     Args:
-        stream: Where they are written; None for stderr.
-        clock: Gives seconds.
+        stream: The stream to write to; None for stderr.
+        clock: A function that returns seconds.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -126,15 +128,15 @@ class TextProgress:
         self._axis = step_count.Axis()
         self._step = 0
         self._run = ""
-        self._point: Point = {}  # of each name the latest value
+        self._point: Point = {}  # the latest value of each name
         self._written: float | None = None
         self._is_new = False
 
     def __call__(self, point: Point, place: step_count.StepPosition, run: str = "") -> None:
-        """Take a point; it is written if enough time has passed since the last."""
+        """Accept a point, and write a line if enough time has passed since the last."""
         now, (step, call) = self._clock(), place
         if run != self._run:
-            self.finish()  # the last of the other run
+            self.finish()  # write the last point of the other run
             self._run, self._point = run, {}
         self._step = self._axis.put((max(step, 1), call), point)
         self._point, self._is_new = {**self._point, **point}, True
@@ -146,7 +148,7 @@ class TextProgress:
             self.finish()
 
     def finish(self) -> None:
-        """Write the latest values, if they were not yet."""
+        """Write the latest values, unless they are written already."""
         if self._is_new:
             self._is_new = False
             values = (f"{name} {_shown(value)}" for name, value in self._point.items())
@@ -164,8 +166,8 @@ _progress = TextProgress()
 
 
 def _terminal(point: Point, place: step_count.StepPosition, run: str) -> None:
-    """In a script only one process writes: replica 0."""
-    process = this_process.replica  # none in a script that has used no strategy yet
+    """Write the point in a script. Only replica 0 writes."""
+    process = this_process.replica  # None in a script that has not used a strategy yet
     rank = process.rank if process is not None else int(os.environ.get("RANK", "0"))
     if rank == 0:
         _progress(point, place, run)

@@ -10,9 +10,13 @@ __all__ = ["event_writer"]
 
 
 def event_writer(folder: str | None = None) -> Any:
-    """A `SummaryWriter` of torch's for a folder; for none, its class. OptionError without the package tensorboard."""
+    """Return torch's `SummaryWriter` for a folder, or the class if no folder is given.
+
+    Raises:
+        OptionError: The package tensorboard is missing.
+    """
     try:
-        from torch.utils.tensorboard import SummaryWriter  # loads much
+        from torch.utils.tensorboard import SummaryWriter  # a slow import
     except ImportError as error:
         raise OptionError(
             f"TensorBoard's files are written by the package tensorboard: pip install tensorboard ({error})."

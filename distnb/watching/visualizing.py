@@ -1,4 +1,4 @@
-"""`distnb.visualize`: which replica and device holds what."""
+"""`distnb.visualize`: a picture of which replica and device holds which part of a value."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ __all__ = ["visualize"]
 
 
 def visualize(value: Any) -> None:
-    """Show which replica, and which device, holds what of a value, with bytes.
+    """Show which part of a value each replica and each device holds, with its size in bytes.
 
-    Drawn are mirrored copies, variables of central storage and on parameter servers, the rows of a batch, and any
-    sharding of a `torch.distributed.tensor.DTensor`. In a notebook's ordinary cells the engines are asked where the
-    value is; in a distributed cell each replica tells what it has, and the notebook puts that together. In a
-    terminal it is told in text. Nothing of the values is sent, and replicas do not wait for each other.
+    The picture covers mirrored copies, variables of central storage and on parameter servers, the rows of a batch, and
+    any
+    sharding of a `torch.distributed.tensor.DTensor`. In a notebook's ordinary cells the notebook asks the engines. In a
+    distributed cell each replica reports its part, and the notebook combines the reports. In a terminal the result is
+    text. The values themselves are not sent, and replicas do not wait for each other.
 
     Args:
-        value: A model, an optimizer, a tensor, a batch, a distributed dataset (which rows of its batches go where),
-            anything nested of such, or a strategy: its replicas, their devices, and the memory that is free there.
+        value: A model, an optimizer, a tensor, a batch, a distributed dataset (the picture shows which rows of its
+            batches
+            go to which replica), any nested structure of these, or a strategy (the picture shows its replicas, their
+            devices, and the free memory).
 
     Raises:
-        OptionError: There is no tensor in it.
+        OptionError: The value contains no tensor.
 
     Example:
         >>> import torch, distnb
@@ -36,7 +39,7 @@ def visualize(value: Any) -> None:
     if this_process.publish is not None:
         from distnb.runtime.inspection.holdings import report
 
-        told = report(value)
-        this_process.publish({PLACEMENT: told, "text/plain": repr(told["replicas"])})
+        facts = report(value)
+        this_process.publish({PLACEMENT: facts, "text/plain": repr(facts["replicas"])})
     else:
         import_module("distnb.widgets.value_views.showing").visualize(value)

@@ -81,7 +81,7 @@ def test_options_of_distnb_stand_before_the_script_and_right_after_it(
         ("book.ipynb", "is a notebook. Open it in Jupyter and use %%distribute there"),
         ("--workers 3 train.py", "unrecognized arguments: --workers"),
         ("--devices cpu,cpu train.py", "cpu:0 appears more than once"),
-        ("--devices nonsense! train.py", "'nonsense!' is no device"),
+        ("--devices nonsense! train.py", "'nonsense!' is not a device"),
         ("-m", "argument -m: expected one argument"),
     ],
 )

@@ -78,7 +78,7 @@ def test_what_a_strategy_refuses(arguments: dict[str, Any], text: str, monkeypat
     monkeypatch.setattr("distnb.strategies.mirrored.available_gpus", lambda: 0)
     with pytest.raises(errors.OptionError, match=text):
         distnb.MirroredStrategy(**{"devices": None, **arguments})
-    with pytest.raises(errors.OptionError, match="no device"):
+    with pytest.raises(errors.OptionError, match="not a device"):
         ReductionToOneDevice("nonsense:x")
     with pytest.raises(errors.OptionError, match="function of a list of tensors"):
         ReductionToOneDevice(accumulation_fn=3)  # type: ignore[arg-type]

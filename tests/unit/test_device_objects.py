@@ -256,7 +256,7 @@ def test_sizes_as_they_are_given() -> None:
         7,
     ]
     for size in ("much", "-1", True, 1.5, "5 XB"):
-        with pytest.raises(OptionError, match="is no size"):
+        with pytest.raises(OptionError, match="is not a size"):
             nbytes_of(size)  # type: ignore[arg-type]
 
 

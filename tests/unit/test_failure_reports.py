@@ -51,13 +51,13 @@ def test_frames_of_ours_are_shown_of_no_error_in_the_chain() -> None:
     report = report_of(users)
     assert "direct cause" in "\n".join(report.traceback)
     assert "topology.py" not in "\n".join(report.traceback)
-    with pytest.raises(ValueError, match="is no device") as raised:
+    with pytest.raises(ValueError, match="is not a device") as raised:
         parse_device("cuda:x")
     raised.value.__traceback__ = raised.value.__traceback__.tb_next  # type: ignore[union-attr]
     alone = error_reports.report(raised.value)
     assert raised.value.__traceback__ is not None
     assert "topology.py" not in "\n".join(alone.traceback)
-    assert "is no device" in alone.traceback[-1]
+    assert "is not a device" in alone.traceback[-1]
 
 
 def test_a_group_shows_its_members() -> None:

@@ -284,8 +284,8 @@ def test_a_machine_where_nothing_can_be_started() -> None:
 def test_replicas_know_who_is_on_their_machine() -> None:
     gpus = (Device("cuda", 0), Device("cuda", 1)) * 2
     team = Team((0, 1, 2, 3), gpus, 1, "", 0, ("a", "a", "b", "b"))
-    assert team.apart
-    assert (team.beside(1), team.beside(2)) == ((0, 1), (2, 3))
+    assert team.has_own_devices
+    assert (team.on_host_of(1), team.on_host_of(2)) == ((0, 1), (2, 3))
     alone = Team((0, 1, 2, 3), gpus, 1, "", 0)
-    assert not alone.apart
-    assert alone.beside(3) == (0, 1, 2, 3)
+    assert not alone.has_own_devices
+    assert alone.on_host_of(3) == (0, 1, 2, 3)

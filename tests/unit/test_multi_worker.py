@@ -54,8 +54,8 @@ def test_communication_options():
         ({"timeout_seconds": -1}, "timeout_seconds=-1"),
         ({"timeout_seconds": 0}, "timeout_seconds=0"),
         ({"timeout_seconds": float("nan")}, "timeout_seconds=nan"),
-        ({"implementation": "mpi"}, "'mpi' is no CommunicationImplementation.*'AUTO', 'RING', 'NCCL'"),
-        ({"implementation": None}, "None is no CommunicationImplementation"),
+        ({"implementation": "mpi"}, "'mpi' is not a CommunicationImplementation.*'AUTO', 'RING', 'NCCL'"),
+        ({"implementation": None}, "None is not a CommunicationImplementation"),
     ],
 )
 def test_communication_options_that_make_no_sense(arguments: dict[str, Any], told: str):
@@ -111,7 +111,7 @@ def test_equal_arguments_give_the_same_strategy():
     ("arguments", "told"),
     [
         ({"communication_options": "nccl"}, "implementation='NCCL' needs a GPU .* they are on cpu:0"),
-        ({"communication_options": "mpi"}, "'mpi' is no CommunicationImplementation"),
+        ({"communication_options": "mpi"}, "'mpi' is not a CommunicationImplementation"),
         ({"communication_options": 5}, "5 is neither a ClusterResolver nor"),
         ({"communication_options": "ring", "communication": "ring"}, "are enough"),
         ({"gradient_reduction": "max"}, "'sum' or 'mean'"),

@@ -103,14 +103,14 @@ def test_a_callable_of_ones_own_is_asked_by_name(given: object):
     if isinstance(given, list | tuple) and given and given[0]:
         assert checked_shards(partitioner, (4, 3), torch.float32) == given[0]
     else:
-        with pytest.raises(ValueError, match=r"variable_partitioner gave .* 1 to 4 along the first one"):
+        with pytest.raises(ValueError, match=r"variable_partitioner returned .* 1 to 4 along the first"):
             checked_shards(partitioner, (4, 3), torch.float32)
     assert asked == [((4, 3), torch.float32)]
 
 
 @pytest.mark.parametrize("given", [[2, 2], [1, 3], [5, 1], [-1, 1], [2.0, 1], [True, 1], ["2", 1], "2", [None, 1]])
 def test_wrong_results_of_a_partitioner_are_refused(given: object):
-    with pytest.raises(OptionError, match="variable_partitioner gave"):
+    with pytest.raises(OptionError, match="variable_partitioner returned"):
         checked_shards(lambda shape, dtype: given, (4, 3), torch.float32)
 
 

@@ -56,7 +56,7 @@ def test_options_that_cannot_be_honoured() -> None:
         ({"devices": ["cpu:0", "cpu:0"]}, "oversubscribe=True"),
         ({"devices": ["cpu:0"], "num_gpus": 1}, "one of them"),
         ({"devices": []}, "empty"),
-        ({"devices": ["nonsense:x"]}, "no device"),
+        ({"devices": ["nonsense:x"]}, "not a device"),
         ({"devices": 3}, "devices=3: name the devices"),
         ({"num_gpus": 0}, "whole number"),
         ({"cross_device_ops": object()}, "cannot be honoured"),
@@ -75,7 +75,7 @@ def test_options_that_cannot_be_honoured() -> None:
         ({"compute_devices": ["cuda:0", "cuda:1"], "parameter_device": "cuda:0"}, "variables are on cpu:0"),
         ({"compute_devices": ["cuda:0"], "parameter_device": "cpu:0"}, "variables are on cuda:0"),
         ({"compute_devices": ["cpu:0", "cpu:1"], "parameter_device": "cuda:0"}, "variables are on cpu:0"),
-        ({"parameter_device": "nonsense:x"}, "no device"),
+        ({"parameter_device": "nonsense:x"}, "not a device"),
         ({"gradient_reduction": "max"}, "'sum' or 'mean'"),
     ]:
         with pytest.raises(errors.OptionError, match=text):
@@ -164,7 +164,7 @@ def test_calls_that_do_not_fit_say_what_was_given_and_the_cure(strategy: Any) ->
         strategy.reduce(PerReplica([1]))
     with pytest.raises(TypeError, match="'axis'"):
         strategy.gather(torch.ones(2))
-    with pytest.raises(ValueError, match="a PerReplica is no ReduceOp"):
+    with pytest.raises(ValueError, match="a PerReplica is not a ReduceOp"):
         strategy.reduce(PerReplica([1]), "sum", None)
     with pytest.raises(TypeError, match=r"^mine$"):
         strategy.run(raise_type_error)
@@ -249,7 +249,7 @@ def test_the_default_context() -> None:
     assert context.all_reduce("MEAN", 3) == 3
     assert context.all_gather(tensor, -1) is tensor
     assert context.merge_call(lambda strategy, x: x + 1, (1,)) == 2
-    with pytest.raises(ValueError, match="no ReduceOp"):
+    with pytest.raises(ValueError, match="not a ReduceOp"):
         context.all_reduce("max", 1)
     with pytest.raises(ValueError, match="scalar"):
         context.all_gather(torch.tensor(1), 0)

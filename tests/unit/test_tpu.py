@@ -136,7 +136,7 @@ def test_a_type_that_torch_does_not_know_has_no_devices(monkeypatch: pytest.Monk
     with pytest.raises(OptionError, match="knows no device type 'npu'"):
         accelerators.use(Device("npu"))
     with pytest.raises(OptionError, match=r"There is no device xpu:0 here\. The devices are cpu:0\."):
-        accelerators.checked(Device("xpu"))
+        accelerators.check_available(Device("xpu"))
     monkeypatch.setattr(devices, "available_gpus", lambda: 0)
     with pytest.raises(StartError, match=r"There is no xpu:0 on this machine\. It has the CPU only"):
         plan_devices(devices="xpu")

@@ -54,7 +54,7 @@ def shown(shell: InteractiveShell, capsys: pytest.CaptureFixture[str], source: s
 
 def test_it_is_shown_so_in_a_shell(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(shell, capsys, "from distnb.topology import parse_device\nparse_device('cuda:x')")
-    assert "is no device" in text
+    assert "is not a device" in text
     assert "topology.py" not in text
     assert shell.run_cell("%tb").success
     assert "topology.py" in capsys.readouterr().out, "whoever asks for it sees it whole"
@@ -71,7 +71,7 @@ except ValueError as error:
     raise RuntimeError('mine') from error
 """
     text = shown(shell, capsys, source)
-    assert "is no device" in text
+    assert "is not a device" in text
     assert "----> 3     parse_device('cuda:x')" in text
     assert "----> 5     raise RuntimeError('mine') from error" in text
     assert "topology.py" not in text
@@ -126,7 +126,7 @@ def test_a_function_that_distnb_calls_is_shown_and_not_what_calls_it() -> None:
     def fails() -> None:
         parse_device("cuda:x")
 
-    with pytest.raises(ValueError, match="is no device") as raised:
+    with pytest.raises(ValueError, match="is not a device") as raised:
         distnb.OneDeviceStrategy("cpu").run(fails)
     trimmed = tracebacks.users_part(raised.value.__traceback__)
     names = []

@@ -88,7 +88,7 @@ def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
 
 def test_values_that_do_not_fit() -> None:
     whole = distnb.Variable([1, 2])
-    with pytest.raises(TypeError, match="something would be lost"):
+    with pytest.raises(TypeError, match="would lose information"):
         whole.assign_add(0.5)
     with pytest.raises(ValueError, match=r"shape \[3\]"):
         whole.assign([1, 2, 3])

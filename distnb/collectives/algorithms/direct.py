@@ -57,7 +57,7 @@ def _own(value: Any, destinations: Any, method: str) -> tuple[Group | None, torc
     if group is not None and group.size == 1:
         group = None
     if isinstance(value, DistributedValues):
-        value.require_alike(method)
+        value.require_same_kind(method)
         if value.num_replicas != (1 if group is None else group.size):
             here = "there are none in this process" if group is None else f"there are {group.size} here"
             raise ContextError(

@@ -79,7 +79,7 @@ class Groups:
         if active is not None and active.key == team.engines and active.generation == team.generation:
             return active.interface
         client = StoreClient.of(team)
-        member = self._join(team.engines, team, rank, device, client, timeout_s, team.apart, supervised)
+        member = self._join(team.engines, team, rank, device, client, timeout_s, team.has_own_devices, supervised)
         member.set_environment(team)
         return member.interface
 

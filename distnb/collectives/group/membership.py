@@ -133,7 +133,7 @@ class Member:
 
     def set_environment(self, team: Team) -> None:
         """What torchrun would have set; programs select their GPU by LOCAL_RANK."""
-        beside = team.beside(self.rank)
+        beside = team.on_host_of(self.rank)
         local = beside.index(self.rank) if self.device.type == "cpu" else self.device.index
         self._environment = {
             "RANK": str(self.rank),

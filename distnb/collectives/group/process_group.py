@@ -350,7 +350,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             except Superseded as found:
                 current.supersede(found)
             else:
-                activity.begun(arrival)
+                activity.collective_started(arrival)
                 return current, number, made
 
     def run(

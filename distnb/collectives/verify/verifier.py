@@ -123,7 +123,7 @@ class Verifier:
 
     def _tell_of_data(self, number: int) -> None:
         """Tell the others if a loop over data ended since the collective before that number."""
-        batches = activity.take_data_end()
+        batches = activity.pop_data_end()
         if batches is not None:
             self.log.set_data_end(number - 1, batches)
 

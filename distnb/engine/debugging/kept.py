@@ -14,7 +14,7 @@ from distnb.accelerators import free_share
 from distnb.cluster.local.capacity import available_nbytes
 from distnb.engine.output.error_reports import users_part
 from distnb.errors import ProgramAborted
-from distnb.frames import OWN, chain, frames_of, rebuilt
+from distnb.frames import OWN, chain, frames_of, traceback_of
 
 __all__ = ["KeptFailure"]
 
@@ -54,7 +54,7 @@ class KeptFailure:
             frames = [each for each in frames if not each.tb_frame.f_code.co_filename.startswith(OWN)]
             while len(frames) > 1 and frames[-1].tb_frame.f_code.co_filename.startswith(_TORCH):
                 del frames[-1]
-        return rebuilt(frames)
+        return traceback_of(frames)
 
     def limit(self) -> None:
         """Let go of what need not, or must not, be kept.

@@ -16,7 +16,7 @@ from IPython.core.ultratb import AutoFormattedTB, SyntaxTB
 
 from distnb.engine.namespace import object_operations
 from distnb.errors import DistnbError
-from distnb.frames import OWN, chain, frames_of, ours, torch_frames, with_frames
+from distnb.frames import OWN, chain, frames_of, raised_by_distnb, torch_frames, with_frames
 from distnb.objects.packing import Packed
 from distnb.runtime import shared_files
 from distnb.wire import exchange
@@ -89,7 +89,7 @@ def users_part(error: BaseException) -> list[TracebackType]:
     if len(kept) > 1 and kept[0].tb_frame.f_code.co_filename == asyncio.base_events.__file__:
         del kept[0]  # the loop in which a cell awaits
     last = frames[-1].tb_frame if frames else None
-    asked = last is None or last.f_code.co_filename in _ASKED or not ours(last)
+    asked = last is None or last.f_code.co_filename in _ASKED or not raised_by_distnb(last)
     return kept if kept or isinstance(error, DistnbError) or asked else frames
 
 

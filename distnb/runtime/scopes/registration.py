@@ -141,7 +141,7 @@ class Registration:
         # Replica 0 counts: a replica that was replaced knows less.
         number = torch.tensor(self._made_variables + 1)
         if self.group.size > 1:
-            told = settings_of(variable).told
+            told = settings_of(variable).summary
             make_equal(self.group, [("number", number), (told, component_of(variable))], self._told)
         variable.number = self._made_variables = int(number)
         self._register(variable, _GroupKey(f"Variable {variable.name}" if variable.name else "Variable"))

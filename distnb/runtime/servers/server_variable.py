@@ -228,9 +228,9 @@ class ServerVariable(Variable):
     def _scatter(self, method: str, indices: Any, updates: Any = None) -> Any:
         home = homes.of(self._strategy)
         in_replica = home.in_replica(writing=True)
-        rows, changes = scattering.rows_and_updates(self.stored.like(), self._settings.label, method, indices, updates)
+        rows, changes = scattering.parse_scatter(self.stored.like(), self._settings.label, method, indices, updates)
         if in_replica and not home.alone:
-            rows, changes = scattering.of_all_replicas(home, self._settings, method, rows, changes)
+            rows, changes = scattering.combine_replicas(home, self._settings, method, rows, changes)
         this_process.servers.write_rows(self.stored, method, rows, changes)
         return self
 

@@ -241,7 +241,7 @@ def _change(held: _Held, asked: WriteShard) -> None:
     """Change a shard; nothing has changed where this raises."""
     own, method = held.parameter.detach(), asked.method
     if method.startswith("scatter_"):
-        rows, updates = scattering.rows_and_updates(own, held.label, method, asked.rows, asked.value)
+        rows, updates = scattering.parse_scatter(own, held.label, method, asked.rows, asked.value)
         scattering.apply(method, own, rows, updates)
         return
     if method == "assign_rows":
