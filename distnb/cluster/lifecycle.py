@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distnb.cluster.connection import Connection, connection_path
-from distnb.cluster.launcher import EngineOrder, Launcher
 from distnb.cluster.local.forking import ThisMachine
+from distnb.cluster.local.launcher import EngineOrder, Launcher
 from distnb.cluster.local.processes import Processes
 from distnb.errors import NoClusterError, StartError
 from distnb.topology import Device

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from distnb.cluster.remote.network import addresses_by_interface
+from distnb.cluster.network import addresses_by_interface
 from distnb.cluster.resolvers.base import ClusterResolver
 from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.errors import OptionError, StartError
 
 __all__ = [
-    "WorkerPlacement",
     "Worker",
+    "WorkerPlacement",
     "host_of",
     "is_loopback",
     "network_environment",

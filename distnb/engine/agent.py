@@ -26,7 +26,7 @@ from distnb.collectives.group.groups import groups
 from distnb.compat.ipython_internals import redirect_errors
 from distnb.engine import launched_processes, unattended
 from distnb.engine.control import Control
-from distnb.engine.debugging import debugger
+from distnb.engine.debugging import debugger, error_reports
 from distnb.engine.debugging.console import Console
 from distnb.engine.debugging.kept import KeptFailure
 from distnb.engine.executor import Executor
@@ -34,7 +34,7 @@ from distnb.engine.guard import Guard
 from distnb.engine.namespace import object_operations
 from distnb.engine.namespace.engine_namespace import EngineNamespace
 from distnb.engine.namespace.engine_objects import ObjectsOfTeams
-from distnb.engine.output import error_reports, progress_bars, telemetry, widget_comms
+from distnb.engine.output import progress_bars, telemetry, widget_comms
 from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.profiling import Profile
 from distnb.engine.started_threads import note_work_of_pools, threads_awaited

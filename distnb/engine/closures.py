@@ -13,7 +13,7 @@ import zmq
 
 from distnb.accelerators import torch_device
 from distnb.coordinator.runner import ClosureResult, Runner
-from distnb.engine.cell_sources import remember_source
+from distnb.engine.namespace.cell_sources import remember_source
 from distnb.objects.modes import RANDOM, Environment, apply_environment, capture_environment
 from distnb.runtime.randomness import streams
 from distnb.runtime.servers.access import ServerAccess

@@ -9,9 +9,8 @@ from distnb.errors import ProgramError
 from distnb.input.agreeing import Agree
 from distnb.input.dataset import DistributedDataset
 from distnb.input.dealing import ReplicaInput, Turns
-from distnb.input.draws import Drawing, on_host
+from distnb.input.draws import Drawing, Shared, on_host
 from distnb.input.sharding import part_of, policy_for
-from distnb.input.sources.base import Shared
 from distnb.input.sources.choosing import source_of
 from distnb.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from distnb.topology import Device

@@ -23,12 +23,12 @@ from torch.utils.data import (
 )
 
 from distnb.input.dealing import ReplicaInput
-from distnb.input.sources.base import Shared
 from distnb.topology import Device
 
 __all__ = [
     "Drawing",
     "ReplicaDraws",
+    "Shared",
     "WorkerSeeds",
     "capture",
     "draws_at_start_only",
@@ -38,6 +38,9 @@ __all__ = [
     "set_state",
     "state_of",
 ]
+
+Shared = Callable[[], AbstractContextManager[Any]]
+"""Makes the random stream that all replicas share the current one for a while."""
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring replicas get seeds far apart
 

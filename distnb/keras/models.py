@@ -24,7 +24,7 @@ from distnb.keras.shared_errors import raise_together
 from distnb.runtime import contexts, randomness, step_count
 from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.chief_first import chief_first
-from distnb.runtime.consistency.equal_values import make_equal
+from distnb.runtime.reduction.equal_values import make_equal
 from distnb.runtime.this_process import this_process
 from distnb.variables.homes import homes
 

@@ -154,7 +154,7 @@ def start(
     from distnb.cluster.remote.hosts import read_host_options
     from distnb.cluster.tasks import tasks_of
     from distnb.notebook.session import Session
-    from distnb.runtime.main_guard import check_main_guard
+    from distnb.runtime.scripts.main_guard import check_main_guard
 
     check_main_guard("distnb.start()")
     tasks = tasks_of(workers, ps, n, replicas_per_worker)

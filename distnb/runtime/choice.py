@@ -10,7 +10,7 @@ from distnb.options import StrategySpec
 from distnb.runtime.base import PARAMETER_SERVER, Owner, Runtime, is_in_process
 from distnb.runtime.central import setup
 from distnb.runtime.in_process import InProcess
-from distnb.runtime.main_guard import check_main_guard
+from distnb.runtime.scripts.main_guard import check_main_guard
 from distnb.runtime.this_process import this_process
 
 __all__ = ["check_honoured", "runtime_for", "started_by_launcher"]

@@ -13,8 +13,9 @@ from distnb.accelerators import use
 from distnb.collectives.group.eager import always_eager
 from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
-from distnb.runtime import contexts, loader_batches, randomness
+from distnb.runtime import contexts, randomness
 from distnb.runtime.base import Owner
+from distnb.runtime.consistency import loader_batches
 from distnb.runtime.consistency.agreement import Agreement
 from distnb.runtime.randomness import streams
 from distnb.runtime.replica import Spmd

@@ -6,12 +6,12 @@ from tests.ranks import run_ranks
 
 _PROGRAM = """
 import threading
-from distnb.collectives.group import rendezvous
+from distnb.collectives.shared_memory import host
 from distnb.collectives.verify.replicated_log import ReplicatedLog
 import distnb
 import torch.distributed as dist
 
-rendezvous.host = lambda: f"machine {os.getpid()}"  # no memory is shared
+host.identity = lambda: f"machine {os.getpid()}"  # no memory is shared
 distnb.MirroredStrategy()
 
 asked, done, late = threading.Event(), threading.Event(), []

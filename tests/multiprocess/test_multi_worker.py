@@ -38,7 +38,7 @@ def train(strategy):
     return [*losses, *(p.sum().item() for p in model.parameters())]
 """
 # Each process stands for a machine of its own, as far as shared memory goes.
-APART = "from distnb.collectives.group import rendezvous\nrendezvous.host = lambda: f'machine {os.getpid()}'\n"
+APART = "from distnb.collectives.shared_memory import host\nhost.identity = lambda: f'machine {os.getpid()}'\n"
 
 MANY_CALLS = """
 from distnb.collectives.group.interface import Group

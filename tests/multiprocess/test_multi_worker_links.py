@@ -23,8 +23,9 @@ pytestmark = [
 LOST_AFTER_S = 4.0
 # Each process stands for a machine of its own, as far as shared memory goes; silence is borne for less long.
 BEGIN = f"""
-from distnb.collectives.group import gloo_sockets, rendezvous
-rendezvous.host = lambda: f"machine {{os.getpid()}}"
+from distnb.collectives.group import gloo_sockets
+from distnb.collectives.shared_memory import host
+host.identity = lambda: f"machine {{os.getpid()}}"
 gloo_sockets.LOST_AFTER_S = {LOST_AFTER_S}
 """
 

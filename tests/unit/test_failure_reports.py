@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from distnb.engine.output import error_reports
+from distnb.engine.debugging import error_reports
 from distnb.topology import parse_device
 from distnb.wire.messages import ErrorReport
 

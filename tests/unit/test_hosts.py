@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from distnb.cluster.connection import Connection, Keys, make_keys
-from distnb.cluster.launcher import EngineOrder
 from distnb.cluster.local.capacity import Capacity
+from distnb.cluster.local.launcher import EngineOrder
 from distnb.cluster.local.processes import Processes
+from distnb.cluster.network import address_towards, interface_of, listening_address
 from distnb.cluster.process_environment import without_task_variables
 from distnb.cluster.remote.base import Hosts, Transport, probe
 from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.remote.hosts import HostOptions, are_workers, make_plan, read_host_options
-from distnb.cluster.remote.network import address_towards, interface_of, listening_address
 from distnb.cluster.remote.node_agent import Assignment
 from distnb.cluster.remote.srun import Slurm
 from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver, TFConfigClusterResolver

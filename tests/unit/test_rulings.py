@@ -210,7 +210,7 @@ def test_live_values_have_names() -> None:
 
 
 def test_a_gpu_that_is_not_there() -> None:
-    from distnb.engine.output.error_reports import report
+    from distnb.engine.debugging.error_reports import report
 
     for error in (
         AssertionError("Torch not compiled with CUDA enabled"),

@@ -87,7 +87,7 @@ def test_a_tensor_keeps_the_memory_alive() -> None:
 
 def test_replicas_that_share_no_memory_are_told_so_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(segment, "host", lambda: threading.current_thread().name)
+        patched.setattr(segment.host, "identity", lambda: threading.current_thread().name)
         for error in segments(PAGE):
             assert isinstance(error, CollectiveError)
             assert "different machines" in str(error)

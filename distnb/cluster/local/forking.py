@@ -18,8 +18,8 @@ from contextlib import suppress
 from functools import partial
 
 from distnb.cluster import tpu_chips
-from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.guardian import end_descriptor
+from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.loopback import require_loopback
 from distnb.cluster.local.orphans import adopting_orphans
 from distnb.cluster.local.processes import Processes

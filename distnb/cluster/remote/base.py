@@ -26,8 +26,8 @@ import psutil
 
 from distnb import __version__
 from distnb.cluster.connection import Connection
-from distnb.cluster.launcher import EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.capacity import Capacity
+from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.orphans import end_group
 from distnb.cluster.local.processes import Processes, describe_status
 from distnb.cluster.process_environment import PYTHON_MODULE, hash_seed, import_environment

@@ -17,10 +17,10 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from distnb.cluster.network import interface_of
 from distnb.cluster.process_environment import import_environment
 from distnb.cluster.remote.base import NODE_AGENT
 from distnb.cluster.remote.heartbeat import LOST
-from distnb.cluster.remote.network import interface_of
 from distnb.cluster.remote.secret import read_secret, secret_path
 from distnb.cluster.remote.server_client import ALIVE, END, ERROR, INPUT, OUTPUT, START, STATUS
 from distnb.cluster.resolvers.spec import ClusterSpec

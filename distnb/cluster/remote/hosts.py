@@ -10,12 +10,12 @@ from typing import Any
 
 from distnb.cluster.connection import Connection
 from distnb.cluster.devices import plan_devices
-from distnb.cluster.launcher import Launcher
 from distnb.cluster.local.capacity import Capacity, check_capacity, this_machine
 from distnb.cluster.local.forking import ThisMachine
+from distnb.cluster.local.launcher import Launcher
+from distnb.cluster.network import listening_address
 from distnb.cluster.remote.base import Hosts, Transport, probe
 from distnb.cluster.remote.mpiexec import MPI
-from distnb.cluster.remote.network import listening_address
 from distnb.cluster.remote.secret import secret_path
 from distnb.cluster.remote.server_transport import ServerTransport
 from distnb.cluster.remote.srun import Slurm, allotted_nodes, tasks_of_nodes

@@ -39,6 +39,7 @@ from distnb.cluster.devices import available_gpus
 from distnb.cluster.local.capacity import this_machine
 from distnb.cluster.local.guardian import end_descriptor
 from distnb.cluster.local.processes import Processes
+from distnb.cluster.network import address_towards, interface_of
 from distnb.cluster.process_environment import (
     DEVICE_VARIABLE,
     ENGINE_VARIABLE,
@@ -47,7 +48,6 @@ from distnb.cluster.process_environment import (
     without_task_variables,
 )
 from distnb.cluster.remote.heartbeat import heartbeat
-from distnb.cluster.remote.network import address_towards, interface_of
 from distnb.cluster.worker_placement import network_environment
 from distnb.errors import StartError
 

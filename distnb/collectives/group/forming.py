@@ -13,7 +13,7 @@ from distnb.collectives.group import exits, rendezvous
 from distnb.collectives.group.backends import Backends
 from distnb.collectives.group.communicator import Communicator
 from distnb.collectives.group.rendezvous import Card
-from distnb.collectives.shared_memory import shared_sum
+from distnb.collectives.shared_memory import host, shared_sum
 from distnb.collectives.verify import collective_log
 from distnb.collectives.verify.collective_log import CollectiveLog
 from distnb.collectives.verify.replicated_log import ReplicatedLog
@@ -59,7 +59,7 @@ class Forming:
         rank, size, beside = self._rank, self._size, shared_sum.nbytes(self._size)
         memory, descriptor = collective_log.create_memory(size, beside) if rank == 0 else (None, -1)
         try:
-            card = Card(rendezvous.host(), os.getpid(), descriptor, str(self._member.device))
+            card = Card(host.identity(), os.getpid(), descriptor, str(self._member.device))
             what = f"the process group of replicas {list(self._group.replicas)}"
             timeout_s = self._member.timeout_s
             cards = rendezvous.meet(self._store, rank, size, card, self._check, timeout_s=timeout_s, what=what)

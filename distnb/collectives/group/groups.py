@@ -26,6 +26,7 @@ from distnb.collectives.group.membership import Attempt, Member
 from distnb.collectives.group.process_group import GuardedProcessGroup
 from distnb.collectives.group.rendezvous import StoreClient
 from distnb.collectives.group.world import TorchDistributed
+from distnb.collectives.shared_memory import host
 from distnb.compat.c10d_internals import PrefixStore
 from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
 from distnb.topology import Device, Team, parse_device
@@ -160,7 +161,7 @@ class Groups:
         named = os.environ.get("DISTNB_DEVICE")  # `distnb run --devices …`: several replicas may share one
         device = parse_device(named) if named else device_of_rank(local)
         store = PrefixStore("distnb", store)
-        card = rendezvous.Card(rendezvous.host(), os.getpid(), device=str(device))
+        card = rendezvous.Card(host.identity(), os.getpid(), device=str(device))
         where = PrefixStore("devices", store)
         cards = rendezvous.meet(where, rank, size, card, lambda absent: None, timeout_s=timeout_s)
         devices = tuple(parse_device(other.device) for other in cards)

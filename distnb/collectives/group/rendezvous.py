@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -16,7 +14,7 @@ from distnb.compat.c10d_internals import FileStore, PrefixStore, Store, TCPStore
 from distnb.errors import CollectiveError
 from distnb.topology import Team
 
-__all__ = ["Card", "StoreClient", "exchange", "host", "meet"]
+__all__ = ["Card", "StoreClient", "exchange", "meet"]
 
 _CONNECT = timedelta(seconds=60)
 
@@ -36,16 +34,6 @@ class Card:
     pid: int
     log: int = -1
     device: str = ""
-
-
-def host() -> str:
-    """This machine, boot, process namespace and user."""
-    boot, namespace = "", ""
-    with suppress(OSError):
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    return f"{socket.gethostname()}/{boot}/{namespace}/{os.getuid()}"
 
 
 class StoreClient:

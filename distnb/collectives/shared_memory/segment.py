@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from distnb.collectives.group.rendezvous import host
+from distnb.collectives.shared_memory import host
 from distnb.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class SharedMemory:
         if group.rank == 0:
             descriptor, problem = _made(self.nbytes)
         try:
-            told = group.all_gather_object(_Card(host(), os.getpid(), descriptor, problem))
+            told = group.all_gather_object(_Card(host.identity(), os.getpid(), descriptor, problem))
             if group.rank != 0:
                 descriptor, problem = _opened(told[0])
             problems = [each for each in group.all_gather_object(problem) if each]
@@ -127,7 +127,7 @@ def _opened(first: _Card) -> tuple[int, str]:
     """A descriptor of the memory that replica 0 made; or -1, and what went wrong."""
     if first.problem:
         return -1, ""
-    if first.host != host():
+    if first.host != host.identity():
         return -1, "they are on different machines, or run in different containers or as different users"
     try:
         return os.open(f"/proc/{first.pid}/fd/{first.descriptor}", os.O_RDWR), ""

@@ -12,7 +12,7 @@ import torch
 
 from distnb.accelerators import free_share
 from distnb.cluster.local.capacity import available_nbytes
-from distnb.engine.output.error_reports import users_part
+from distnb.engine.debugging.error_reports import users_part
 from distnb.errors import ProgramAborted
 from distnb.frames import OWN, chain, frames_of, traceback_of
 

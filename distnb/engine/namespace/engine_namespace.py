@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from distnb.engine.cell_sources import remember_source
 from distnb.engine.guard import spared
-from distnb.engine.imported_modules import ModuleReloader
+from distnb.engine.namespace.cell_sources import remember_source
 from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
+from distnb.engine.namespace.imported_modules import ModuleReloader
 from distnb.objects.code import is_code
 from distnb.objects.constructors import open_module
 from distnb.objects.modes import Environment, Moment, apply_environment, capture_environment, outside_inference

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["Load", "Shared", "Source"]
-
-Shared = Callable[[], AbstractContextManager[Any]]
-"""Makes the random stream that all replicas share the current one for a while."""
+__all__ = ["Load", "Source"]
 
 
 class Load(NamedTuple):

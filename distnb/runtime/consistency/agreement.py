@@ -18,7 +18,7 @@ import torch
 from distnb.collectives.digests import digest_of_text
 from distnb.errors import CollectiveError, CollectiveMismatchError
 from distnb.objects.plain import SCALARS
-from distnb.runtime import loader_batches
+from distnb.runtime.consistency import loader_batches
 from distnb.values.distributed import DistributedValues, PerReplica
 from distnb.values.structure import LEAF, flatten, is_immutable, structure_of, unflatten, unlike_structures
 from distnb.variables.variable import Variable

@@ -22,8 +22,8 @@ from distnb.collectives.digests import digest, digest_of_text
 from distnb.collectives.gradients.optimizer_steps import writes
 from distnb.collectives.gradients.parameter_groups import AGGREGATED, Identity, ParameterGroup, find_mirror
 from distnb.collectives.verify import callsite
-from distnb.runtime.consistency.equal_values import make_equal
 from distnb.runtime.consistency.sync_check import contents
+from distnb.runtime.reduction.equal_values import make_equal
 from distnb.runtime.reduction.gathering import broadcast_tree
 
 if TYPE_CHECKING:

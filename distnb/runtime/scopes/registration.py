@@ -19,7 +19,7 @@ from distnb.collectives.gradients.parameter_groups import Identity, find_mirror
 from distnb.errors import ContextError
 from distnb.options import CommunicationOptions, VariableAggregation
 from distnb.runtime import contexts
-from distnb.runtime.consistency.equal_values import make_equal
+from distnb.runtime.reduction.equal_values import make_equal
 from distnb.runtime.scopes import foreign_libraries, metric_binding, running_statistics
 from distnb.runtime.scopes.first_call import equalise_at_first_call
 from distnb.runtime.scopes.made_objects import MadeObjects, own_parameters

@@ -14,8 +14,8 @@ import time
 from contextlib import suppress
 
 from distnb.cluster.worker_placement import WorkerPlacement
-from distnb.collectives.group import rendezvous
 from distnb.collectives.group.rendezvous import StoreClient
+from distnb.collectives.shared_memory import host
 from distnb.compat.c10d_internals import PrefixStore, Store
 from distnb.errors import CollectiveError, OptionError
 
@@ -80,7 +80,7 @@ def meet_workers(store: Store, placement: WorkerPlacement, rank: int, replicas: 
             absent = {each // replicas for each, key in enumerate(keys) if not meeting.check([key])}
             patience.pause(", ".join(str(placement.workers[worker]) for worker in sorted(absent)))
         # One that was restarted before all were there takes the place of what came before it.
-        me = f"{os.getpid()} on {rendezvous.host()}"
+        me = f"{os.getpid()} on {host.identity()}"
         found = meeting.compare_set(f"formed/{rank}", "", me).decode()
     except RuntimeError as error:
         if isinstance(error, CollectiveError):
