@@ -44,9 +44,10 @@ class _Named(enum.Enum):
         if isinstance(name, str) and name.upper() in cls.__members__:
             return cls[name.upper()]
         given = repr(name) if name is None or isinstance(name, str | int | float) else f"a {type(name).__name__}"
+        article = "an" if cls.__name__.startswith("A") else "a"
         raise OptionError(
-            f"{given} is not a {cls.__name__}. Choose from {', '.join(repr(each.name) for each in cls)}, as strings or "
-            f"as members of distnb.{cls.__name__}."
+            f"{given} is not {article} {cls.__name__}. Choose from {', '.join(repr(each.name) for each in cls)}, as "
+            f"strings or as members of distnb.{cls.__name__}."
         )
 
 

@@ -97,7 +97,7 @@ class Agent:
         self._device = device
         self._process: spmd.SpmdProcess  # from the first program on
         self._guard = Guard()
-        workers.raise_of_workers_only_while(lambda: self._guard.running)
+        workers.raise_worker_errors_only_while(lambda: self._guard.running)
         self._failure: KeptFailure | None = None
         self._who, self._size = "", 1  # of the latest program: which replica this is, and of how many
         place = str(torch_device(device))

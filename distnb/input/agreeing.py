@@ -1,9 +1,9 @@
-"""What replicas tell each other while they read: that their batches are the same, or what each pipeline gives.
+"""Comparison of what the replicas read, and agreement on the next global batch of several input pipelines.
 
-Where workers read pipelines of their own, each pipeline alone knows how large its next batch is, and whether there is
-one. So the replicas tell each other, in one small exchange per batch: the global batch is what all pipelines give for
-one step, a pipeline that has ended gives empty batches until the last one has, and one that cannot be read is told to
-all.
+If workers read their own pipelines, only each pipeline knows whether there is a next batch and how large it is. The
+replicas therefore exchange one small message per batch. The global batch consists of the elements of all pipelines for
+one step. A pipeline that has ended yields empty batches until the last one has ended. If one cannot be read, all
+replicas raise.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from distnb.errors import ProgramError, StructureError
 from distnb.input.batch_placement import BatchPlacement
 from distnb.input.cutting import map_parts
 from distnb.input.dealing import ReplicaInput
-from distnb.input.reading import Batch, Reader, may_be_empty, nothing_of
+from distnb.input.reading import Batch, Reader, empty_like, may_be_empty
 from distnb.values.distributed import PerReplica
 
 __all__ = ["Agree", "OwnData", "SameData"]
 
 Agree = Callable[[Any], Sequence[Any]]
-"""Gathers one small value of each replica on all, in replica order."""
+"""A function that gathers one small value of each replica on all, in replica order."""
 
 
 class SameData:
-    """One iteration of replicas that read the same global batches; the first one and the end are compared."""
+    """An iteration of replicas that read the same global batches. The first batch and the end are compared."""
 
     def __init__(self, reader: Reader, agree: Agree | None) -> None:
         self._reader = reader
@@ -38,7 +38,7 @@ class SameData:
         self._digest = 0
 
     def next(self) -> Any:
-        """The replica's part of the next batch. Raises StructureError where replicas read different data."""
+        """Return the replica's part of the next batch. Raise StructureError if replicas read different data."""
         try:
             batch = self._reader.read()
         except StopIteration:
@@ -59,14 +59,14 @@ class SameData:
             return
         self._reader.close()
         self._agree = None
-        lines = "; ".join(f"replica {replica_id} {_told(*one)}" for replica_id, one in enumerate(seen))
+        lines = "; ".join(f"replica {replica_id} {_describe(*one)}" for replica_id, one in enumerate(seen))
         raise StructureError(
-            f"Replicas read different data: {lines}. Each must read the same global batches in the same order: seed "
-            "whatever shuffles them alike on all replicas, and do not pick files or examples by rank."
+            f"Replicas read different data: {lines}. Each must read the same global batches in the same order: use "
+            "the same seed for shuffling on all replicas, and do not select files or examples by rank."
         )
 
 
-def _told(moment: str, number: int | None, digest: int) -> str:
+def _describe(moment: str, number: int | None, digest: int) -> str:
     drawn = f" (examples {digest:08x})" if digest else ""
     if moment == "end":
         return f"ended after {number} batches{drawn}"
@@ -74,14 +74,14 @@ def _told(moment: str, number: int | None, digest: int) -> str:
 
 
 class _NextBatch(NamedTuple):
-    """What a replica tells of its next batch.
+    """A replica's report of its next batch.
 
     Attributes:
-        pipeline: Which one it reads.
+        pipeline: The pipeline that it reads.
         moment: "batch", "end", or "error".
-        size: Examples that the pipeline gives for this step; None where they cannot be counted.
-        digest: Of the indices so far.
-        knows: Whether it has had a batch, so that it can make empty ones.
+        size: The number of examples in the pipeline's elements for this step; None if they cannot be counted.
+        digest: A digest of the indices so far.
+        knows: Whether the replica has had a batch, so that it can make empty ones.
         text: The error.
     """
 
@@ -94,7 +94,7 @@ class _NextBatch(NamedTuple):
 
 
 class OwnData:
-    """One iteration of replicas that read pipelines of their own."""
+    """An iteration of replicas that read their own pipelines."""
 
     def __init__(self, reader: Reader, place: ReplicaInput, placement: BatchPlacement, agree: Agree) -> None:
         assert place.turns is not None
@@ -107,34 +107,34 @@ class OwnData:
         self._empty: tuple[Any] | None = None
 
     def next(self) -> Any:
-        """This replica's part of the next global batch; StopIteration once every pipeline has ended.
+        """Return this replica's part of the next global batch. Raise StopIteration once every pipeline has ended.
 
-        All replicas call it together. What reading raises on one of them, the others raise as a ProgramError.
+        All replicas call it together. If reading raises on one of them, the others raise a ProgramError.
         """
         batch, error = None, None
-        told = _NextBatch(self._pipeline, "end", knows=self._empty is not None)
+        report = _NextBatch(self._pipeline, "end", knows=self._empty is not None)
         if not self._ended:
             try:
                 batch = self._reader.read()
-                told = _NextBatch(self._pipeline, "batch", batch.size, batch.digest)
+                report = _NextBatch(self._pipeline, "batch", batch.size, batch.digest)
                 if self._empty is None:
-                    self._empty = (map_parts(batch.tree, self._emptied),)
+                    self._empty = (map_parts(batch.tree, self._empty_leaf),)
             except StopIteration:
                 self._ended = True
-            except Exception as failure:  # noqa: BLE001 - raised once the others know
+            except Exception as failure:  # noqa: BLE001 - raised once the others know of it
                 error = failure
-                told = _NextBatch(self._pipeline, "error", text=f"{type(failure).__name__}: {failure}")
-        seen = [_NextBatch(*one) for one in self._agree(tuple(told))]
+                report = _NextBatch(self._pipeline, "error", text=f"{type(failure).__name__}: {failure}")
+        seen = [_NextBatch(*one) for one in self._agree(tuple(report))]
         if error is not None:
             raise error
         self._check(seen)
         if all(one.moment == "end" for one in seen):
             raise StopIteration
         if not all(one.knows for one in seen):
-            self._learn()
+            self._share_structure()
         sizes = {one.pipeline: one.size for one in seen}
         known = [size for size in sizes.values() if size is not None]
-        return self._marked(batch, sum(known) if len(known) == len(sizes) else None)
+        return self._with_size(batch, sum(known) if len(known) == len(sizes) else None)
 
     def _check(self, seen: Sequence[_NextBatch]) -> None:
         failed = [f"replica {replica}: {one.text}" for replica, one in enumerate(seen) if one.moment == "error"]
@@ -149,12 +149,12 @@ class OwnData:
             if one[1:4] != same[1:4]:
                 raise StructureError(
                     f"Replicas of one input pipeline read different data: replica {other} has {_shown(same)}; replica "
-                    f"{replica} has {_shown(one)}. Each replica makes its worker's pipeline for itself: seed whatever "
-                    "shuffles it alike, and do not pick files or examples by rank."
+                    f"{replica} has {_shown(one)}. Each replica makes its worker's pipeline for itself: use the "
+                    "same seed for shuffling, and do not select files or examples by rank."
                 )
 
-    def _learn(self) -> None:
-        """Tell what a batch looks like, or learn it from a replica whose pipeline is not empty."""
+    def _share_structure(self) -> None:
+        """Send the structure of a batch, or receive it from a replica whose pipeline is not empty."""
 
         def sent(component: Any) -> Any:
             return self._wrapped(component.cpu() if isinstance(component, torch.Tensor) else component, 0)
@@ -162,9 +162,9 @@ class OwnData:
         def received(leaf: Any) -> Any:
             return None if leaf is None else self._wrapped(self._placement.carry(leaf.values[0], False), 0)
 
-        shown = self._agree(None if self._empty is None else (self._of_leaves(self._empty[0], sent),))
+        examples = self._agree(None if self._empty is None else (self._of_leaves(self._empty[0], sent),))
         if self._empty is None:
-            [example] = next(one for one in shown if one is not None)
+            [example] = next(one for one in examples if one is not None)
             self._empty = (map_parts(example, received),)
 
     def _of_leaves(self, tree: Any, change: Callable[[Any], Any]) -> Any:
@@ -173,18 +173,18 @@ class OwnData:
 
         return map_parts(tree, part)
 
-    def _emptied(self, leaf: Any) -> Any:
+    def _empty_leaf(self, leaf: Any) -> Any:
         if not isinstance(leaf, PerReplica):
             return leaf
         component = leaf.component(self._place.replica_id)
         if leaf.global_batch_size is not None and not may_be_empty(component):
-            return leaf  # refused if it is ever needed
-        nothing = nothing_of(component)
-        # A view would keep the whole batch.
+            return leaf  # an error is raised if an empty one is ever needed
+        nothing = empty_like(component)
+        # A view would keep the whole batch alive.
         return self._wrapped(nothing.clone() if isinstance(nothing, torch.Tensor) else copy.copy(nothing), 0)
 
-    def _marked(self, batch: Batch | None, size: int | None) -> Any:
-        """The batch, or an empty one, whose leaves know how many examples the replicas have of it together."""
+    def _with_size(self, batch: Batch | None, size: int | None) -> Any:
+        """Return the batch, or an empty one, with the number of examples in the global batch in its leaves."""
         assert self._empty is not None
 
         def mark(component: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Batches on their way to the replica's device."""
+"""Movement of batches to the replica's device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["BatchPlacement", "placement_for"]
 
 
 class BatchPlacement:
-    """Brings the leaves of batches to a device."""
+    """Mover of the leaves of batches to a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def carry(self, leaf: Any, borrowed: bool) -> Any:
-        """The leaf on the device: a tensor, a list that holds some, or an object with a `to` method.
+        """Return the leaf on the device: a tensor, a list with tensors, or an object with a `to` method.
 
-        With `borrowed` it is a view of the user's data, so the result must be a copy.
+        With `borrowed` the leaf is a view of the user's data, so the result must be a copy.
         """
 
         def part(node: Any) -> Any:
@@ -39,21 +39,23 @@ class BatchPlacement:
         return tensor.to(self._device, copy=borrowed)
 
     def batch(self, make: Callable[[], Any], ahead: bool) -> Any:
-        """What `make` makes, whose leaves are carried; `ahead` of the time when it is asked for. For `hand_over`."""
+        """Call `make`, which carries the leaves of a batch, perhaps `ahead` of the request. Pass the result to
+        `hand_over`.
+        """
         return make()
 
     def hand_over(self, made: Any) -> Any:
-        """The batch itself, ready for work that the calling thread starts now."""
+        """Return the batch itself, ready for work that the calling thread starts now."""
         return made
 
 
 def placement_for(device: Device) -> BatchPlacement:
-    """How batches reach a device."""
+    """Return the object that moves batches to a device."""
     return (_Cuda if device.type == "cuda" else BatchPlacement)(torch_device(device))
 
 
 class _Cuda(BatchPlacement):
-    """Copies from pinned memory that the host does not wait for; for batches made ahead, on a stream of their own."""
+    """Asynchronous copies from pinned memory. Batches made ahead use their own stream."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -86,5 +88,5 @@ class _Cuda(BatchPlacement):
             current = torch.cuda.current_stream(self._device)
             current.wait_event(done)
             for tensor in carried:
-                tensor.record_stream(current)  # its memory may not be used anew before this stream is past it
+                tensor.record_stream(current)  # the memory must not be reused before this stream has passed here
         return batch

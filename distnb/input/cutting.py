@@ -1,10 +1,10 @@
-"""Where a global batch is cut, and what in it is structure, or a leaf with one entry per example.
+"""Cutting of global batches: the bounds of slices, and the leaves of a batch's structure.
 
 Slices are contiguous, and their sizes differ by at most one: larger ones first, replica 0 first.
 
-Tensors and arrays are leaves, and so is a list or tuple that holds one item per example (strings, label lists, images
-of differing sizes); any other list, tuple, dict, namedtuple or dataclass is structure. Where a list could be either
-(two fields, two examples), it is structure when everything in it has the batch's size.
+Tensors and arrays are leaves. So is a list or tuple that holds one item per example (strings, label lists, images of
+different sizes). Any other list, tuple, dict, namedtuple or dataclass is structure. If a list could be either (two
+fields, two examples), it is structure when everything in it has the batch's size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TEXT = (str, bytes, bytearray)
 
 
 def slice_bounds(n: int, replicas: int, replica_id: int) -> tuple[int, int]:
-    """First and one-past-last example of one replica's slice of a global batch of `n` examples.
+    """Return the first and one-past-last example of one replica's slice of a global batch of `n` examples.
 
     Example:
         >>> slice_bounds(8, 3, 2)
@@ -37,14 +37,14 @@ def slice_bounds(n: int, replicas: int, replica_id: int) -> tuple[int, int]:
 
 
 def cut(leaf: Any, start: int, stop: int) -> Any:
-    """Examples `start` to `stop` of one leaf of a batch; tensors and arrays give views."""
+    """Return examples `start` to `stop` of one leaf of a batch. The result of a tensor or array is a view."""
     if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
         return leaf.narrow_copy(0, start, stop - start)  # sparse layouts have no views
     return leaf[start:stop]
 
 
 class _MisfitError(Exception):
-    """A part of a batch that cannot be a leaf; `path` grows while the error climbs to the root."""
+    """Error for a part of a batch that cannot be a leaf. `path` grows while the error propagates to the root."""
 
     def __init__(self, part: Any, sizes_differ: bool) -> None:
         super().__init__()
@@ -58,17 +58,17 @@ def map_leaves(batch: Any, count: int, leaf: Callable[[Any], Any], *, own: bool 
 
     Args:
         batch: The batch, or a slice of one.
-        count: How many examples it holds.
+        count: The number of examples it holds.
         leaf: The function.
-        own: The batch is a slice that was collated by itself, so nothing will be cut: arrays may then have any leading
+        own: The batch is a slice that was collated by itself and will not be cut. Arrays may then have any leading
             dimension, and objects of any class may be leaves.
 
     Raises:
-        StructureError: A leaf was never batched, or leading dimensions disagree with the count.
+        StructureError: A leaf was never batched, or leading dimensions differ from the count.
     """
     kind = type(batch)
     if (kind is list or kind is tuple) and batch:
-        # Nearly every batch is a few tensors: no need to look for anything else then.
+        # Fast path: nearly every batch is a few tensors.
         for field in batch:
             if type(field) is not torch.Tensor or not field.ndim or field.shape[0] != count:
                 break
@@ -81,7 +81,7 @@ def map_leaves(batch: Any, count: int, leaf: Callable[[Any], Any], *, own: bool 
 
 
 def map_parts(node: Any, part: Callable[[Any], Any]) -> Any:
-    """Apply a function to everything in a structure that is no container itself, batched or not."""
+    """Apply a function to every part of a structure that is not a container, batched or not."""
     keys = _keys(node)
     if keys is None:
         return part(node)
@@ -89,17 +89,15 @@ def map_parts(node: Any, part: Callable[[Any], Any]) -> Any:
 
 
 def count_examples(batch: Any) -> int:
-    """How many examples a whole batch holds. Raises StructureError where leaves disagree, or one was never batched."""
+    """Return the number of examples in a whole batch. Raise StructureError if leaves disagree or one is unbatched."""
     likeliest = None
     for count in _candidates(batch):
         if _fits(batch, count):
             return count
         likeliest = count if likeliest is None else likeliest
-    # None fits: walk it under the likeliest count for an error that names the leaf.
+    # No count fits: walk the batch with the likeliest count to raise an error that names the leaf.
     map_leaves(batch, likeliest or 0, lambda leaf: leaf)
-    raise StructureError(
-        f"A batch without any tensor, array or list was received ({_short(batch)}). Yield batches of tensors."
-    )
+    raise StructureError(f"A batch contains no tensor, array or list ({_short(batch)}). Yield batches of tensors.")
 
 
 def _walk(node: Any, count: int, leaf: Callable[[Any], Any], own: bool, listed: bool) -> Any:
@@ -126,10 +124,10 @@ def _walk(node: Any, count: int, leaf: Callable[[Any], Any], own: bool, listed: 
 
 
 def _keys(node: Any) -> Sequence[Any] | None:
-    """Names of a container's children; None for what is no container."""
+    """Return the names of a container's children, or None if the node is not a container."""
     if isinstance(node, (list, tuple)):
         if hasattr(node, "to"):
-            return None  # a packed sequence: a tuple by implementation, one object by meaning
+            return None  # a packed sequence: a tuple by implementation, a single object by meaning
         fields: Sequence[Any] | None = getattr(node, "_fields", None)
         return range(len(node)) if fields is None else fields
     if isinstance(node, Mapping):
@@ -157,7 +155,7 @@ def _rebuild(node: Any, keys: Sequence[Any], mapped: list[Any]) -> Any:
         return dict(zip(keys, mapped, strict=True))
     if isinstance(node, (list, tuple)):
         return kind(*mapped) if hasattr(node, "_fields") else kind(mapped)
-    # Classes with constructors of their own (a tokenizer's batch encoding, a dataclass): copy, then fill.
+    # Classes with their own constructors (a tokenizer's batch encoding, a dataclass): copy, then fill.
     clone = copy.copy(node)
     for key, value in zip(keys, mapped, strict=True):
         if isinstance(node, Mapping):
@@ -168,32 +166,32 @@ def _rebuild(node: Any, keys: Sequence[Any], mapped: list[Any]) -> Any:
 
 
 def _is_per_example(node: list[Any] | tuple[Any, ...], count: int, own: bool) -> bool:
-    """Whether a list is one item per example and cannot be structure."""
+    """Return whether a list holds one item per example and cannot be structure."""
     if len(node) != count:
         return False
     if all(_fits(item, count) for item in node):
         return count == 0
-    # A slice collated by itself may hold arrays of any leading dimension beside one of the batch's size.
+    # A slice collated by itself may hold arrays of any leading dimension next to one of the batch's size.
     return not (own and any(_is_array(item) and _length(item) == count for item in node))
 
 
 def _some_listed(children: list[Any], count: int, own: bool) -> bool:
-    """Whether a list among siblings is surely one item per example; then its equally long siblings are, too.
+    """Return whether a list among siblings surely holds one item per example; its equally long siblings then do, too.
 
-    Three images of three channels beside three dicts of boxes are three examples, not three fields.
+    Three images of three channels next to three dicts of boxes are three examples, not three fields.
     """
     lists = [child for child in children if _is_list(child)]
     return len(lists) > 1 and any(_is_per_example(child, count, own) and _holds_arrays(child) for child in lists)
 
 
 def _holds_arrays(node: Any) -> bool:
-    """Whether there is an array anywhere in a part: lists of strings beside a pair of fields say nothing about it."""
+    """Return whether a part contains an array. Lists of strings, for example, do not decide about a pair of fields."""
     keys = _keys(node)
     return _is_array(node) if keys is None else any(_holds_arrays(_child(node, key)) for key in keys)
 
 
 def _fits(node: Any, count: int) -> bool:
-    """Whether a part of a batch can be cut as part of a batch of so many examples."""
+    """Return whether a part of a batch can be cut as part of a batch of that many examples."""
     if node is None:
         return True
     keys = _keys(node)
@@ -203,11 +201,12 @@ def _fits(node: Any, count: int) -> bool:
 
 
 def _candidates(batch: Any) -> Iterator[int]:
-    """Numbers of examples that a whole batch may hold, the likeliest first.
+    """Yield numbers of examples that a whole batch may hold, the likeliest first.
 
-    Collated batches are fields of arrays, so the first array's axis 0 says most. A list of alike tuples or dicts is
-    examples that were not collated. Last come the lengths of lists within. The outermost list's length is no candidate
-    where arrays are in it: fields of unlike lengths must not pass for examples.
+    Collated batches are fields of arrays, so axis 0 of the first array is the best candidate. A list of tuples or dicts
+    of
+    one form holds examples that were not collated. The lengths of inner lists come last. If the outermost list contains
+    arrays, its length is not a candidate: fields of different lengths must not be mistaken for examples.
     """
     if isinstance(batch, (list, tuple)) and not batch:
         return
@@ -225,7 +224,7 @@ def _candidates(batch: Any) -> Iterator[int]:
 
 
 def _first_leaf(node: Any) -> tuple[Any, list[int]]:
-    """The first array of a part, if any, and the lengths of the lists around the first leaf, innermost first."""
+    """Return the first array of a part, if any, and the lengths of the lists around the first leaf, innermost first."""
     keys = _keys(node)
     if keys is None:
         length = _length(node)
@@ -244,7 +243,7 @@ def _first_leaf(node: Any) -> tuple[Any, list[int]]:
 
 
 def _are_examples(batch: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether the outermost list holds examples: several alike tuples, dicts or objects."""
+    """Return whether the outermost list holds examples: several tuples, dicts or objects of one form."""
     if not isinstance(batch, list):
         return False
     if len({type(item) for item in batch}) != 1 or isinstance(batch[0], list):
@@ -254,7 +253,7 @@ def _are_examples(batch: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _is_list(node: Any) -> bool:
-    """Whether a container is a list or tuple without names for its fields."""
+    """Return whether a container is a list or tuple without named fields."""
     return isinstance(node, (list, tuple)) and not hasattr(node, "_fields") and not hasattr(node, "to")
 
 
@@ -264,12 +263,12 @@ def _is_array(node: Any) -> bool:
 
 
 def _is_object(node: Any) -> bool:
-    """Whether a part is an object of some class that can hold many examples."""
+    """Return whether a part is an object of a class that can hold many examples."""
     return not isinstance(node, (*_TEXT, int, float, complex, np.generic)) and not _is_array(node)
 
 
 def _length(node: Any) -> int:
-    """Entries along the first axis of an array or sequence; -1 for anything else."""
+    """Return the number of entries along the first axis of an array or sequence; -1 for anything else."""
     if _is_array(node):
         return int(node.shape[0]) if node.shape else -1
     return len(node) if isinstance(node, Sequence) and not isinstance(node, _TEXT) and not hasattr(node, "to") else -1
@@ -306,7 +305,7 @@ def _explain(misfit: _MisfitError, batch: Any, count: int) -> StructureError:
 
 
 def _leading(node: Any, path: str) -> Iterator[tuple[str, int]]:
-    """The leaves of a batch that have a first axis, with its size."""
+    """Yield the path of each leaf of a batch that has a first axis, with the size of that axis."""
     if _is_array(node) and node.shape:
         yield path, node.shape[0]
     for key in _keys(node) or ():

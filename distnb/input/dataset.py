@@ -1,4 +1,4 @@
-"""A dataset of global batches on one replica, and one iteration over it."""
+"""A dataset of global batches on one replica, and its iterations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distnb.input.agreeing import Agree, OwnData, SameData
 from distnb.input.batch_placement import placement_for
 from distnb.input.dealing import ReplicaInput
 from distnb.input.draws import Drawing, ReplicaDraws, capture, on_host, restore, set_state, state_of
-from distnb.input.optional import AskedIterator
+from distnb.input.optional import BatchIterator
 from distnb.input.progress import VERSION, Progress, checked_state, pipelines_of
 from distnb.input.reading import Reader
 from distnb.input.sources.base import Source
@@ -25,25 +25,27 @@ __all__ = ["DistributedDataset", "DistributedIterator", "program_began", "progra
 
 UNKNOWN_CARDINALITY = -2
 
-_AHEAD = 4  # a message from the notebook for every batch would cost a third of a short step
+_AHEAD = 4  # one message from the notebook per batch would cost a third of a short step
 
 
 class DistributedDataset(Iterable[Any]):
-    """A dataset of global batches, of which this replica gets its slices; made by `distribute`.
+    """A dataset of global batches, of which this replica gets its slices. `distribute` makes it.
 
-    Iterating yields each batch's structure with `PerReplica` leaves that hold the replica's own component (with one
-    replica: the batches themselves, on the device). Iterating again starts again.
+    An iteration yields each batch's structure with `PerReplica` leaves that hold the replica's own component (with one
+    replica: the batches themselves, on the device). A second iteration starts from the beginning.
 
-    Reading ahead, on the caller's thread: by default as many batches as there are replicas, of iterables and functions
-    (generators), and of what workers load or is in memory, whose copies to a GPU are started early. Other data that is
-    asked for single examples by this process (`num_workers=0`) is read when it is asked for; with
-    `InputOptions(prefetch=k)` k batches ahead. `InputOptions(prefetch=0)` never reads ahead.
+    Reading ahead happens on the caller's thread. By default the dataset reads as many batches ahead as there are
+    replicas,
+    if the data is an iterable or a function (generator), or if workers load it or it is in memory and its copies to a
+    GPU can start early. Other data, whose examples this process loads itself (`num_workers=0`), is read on request.
+    `InputOptions(prefetch=k)` reads k batches ahead, and `InputOptions(prefetch=0)` never reads ahead.
 
-    Random numbers: samplers draw from the stream that all replicas share, as in a run on one process. What examples
-    draw when they are loaded (augmentation) comes from a stream of the replica's own. Where workers read
-    pipelines of their own, each has a stream of its own, which begins with a number of the shared one.
+    Random numbers: samplers draw from the stream that all replicas share, as in a run on one process. Examples that
+    draw
+    while they are loaded (augmentation) use the replica's own stream. If workers read their own pipelines, each
+    pipeline has its own stream, which is seeded with a number of the shared one.
 
-    Going on in the middle of an epoch: `state_dict` and `load_state_dict`.
+    To resume in the middle of an epoch, use `state_dict` and `load_state_dict`.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class DistributedDataset(Iterable[Any]):
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
-        # What stands in a notebook for the engines' dataset is one, too.
+        # The notebook's representative of the engines' dataset counts, too.
         return True if getattr(other, "is_distributed_dataset", False) else NotImplemented
 
     def __iter__(self) -> DistributedIterator:
@@ -76,14 +78,16 @@ class DistributedDataset(Iterable[Any]):
         placement = placement_for(self._place.target)
         reader = Reader(loads, self._place, placement, self._depth())
         if resume is not None and resume["position"]:
-            reader.fill()  # what was read ahead had been drawn when the state was taken
+            reader.fill()  # the saved state includes the draws of the batches that had been read ahead
             restore(self._drawing.shared, resume["random"])
         if self._source.exclusive:
             self._end_previous = loads.close
         if self._agree is not None and self._place.several_pipelines:
             own = OwnData(reader, self._place, placement, self._agree)
             return DistributedIterator(reader, own, progress, 0, self._source.data)
-        # What others do meanwhile must not matter: no random numbers are drawn, and none of the user's code runs here.
+        # Only a quiet source may be read ahead of a request: reading draws no random numbers then, and runs no user
+        # code here, so
+        # the order relative to the user's program does not matter.
         depth = self._options.prefetch
         ahead = 0 if not self._source.quiet else _AHEAD if depth is None else min(depth, _AHEAD)
         return DistributedIterator(reader, SameData(reader, self._agree), progress, ahead, self._source.data)
@@ -93,7 +97,7 @@ class DistributedDataset(Iterable[Any]):
         return 0 if last is None else last.epoch + (last.ended or last.steps > 0)
 
     def _start(self, progress: Progress, resume: dict[str, Any] | None) -> Any:
-        """Begin to read; where an earlier iteration is gone on with, as that one began."""
+        """Start to read. To resume an earlier iteration, restore the states with which it started."""
         skip = 0
         if resume is not None:
             skip = resume["position"]
@@ -108,32 +112,32 @@ class DistributedDataset(Iterable[Any]):
             return self._source.start(skip, kept)
 
     def __len__(self) -> int:
-        """Number of global batches. Raises TypeError when it is not known."""
+        """Return the number of global batches. Raise TypeError if it is unknown."""
         try:
             if self._place.several_pipelines:
-                raise TypeError("it depends on what the longest of several input pipelines gives.")
+                raise TypeError("it depends on the longest of several input pipelines.")
             return -(-self._source.length() // self._place.elements_per_step)
         except (TypeError, NotImplementedError) as error:
             raise TypeError(f"The number of batches of this dataset is not known beforehand: {error}") from None
 
     @property
     def place(self) -> ReplicaInput:
-        """Which replica reads, and which part of each batch is its."""
+        """The replica that reads, and its part of each batch."""
         return self._place
 
     @property
     def reads_once(self) -> bool:
-        """Whether a second iteration would find nothing, as that of a generator."""
+        """True if a second iteration would be empty, as for a generator."""
         return isinstance(self._source.data, Iterator)
 
     @property
     def sizes(self) -> tuple[int, int] | None:
-        """How many examples there are, and how many a full global batch has; None where reading alone tells."""
+        """The number of examples, and of those in a full global batch; None if they are unknown before reading."""
         return self._source.sizes()
 
     @property
     def cardinality(self) -> int:
-        """Number of global batches; -2 (tf.data's UNKNOWN_CARDINALITY) when it is not known beforehand."""
+        """The number of global batches; -2 (tf.data's UNKNOWN_CARDINALITY) if it is unknown beforehand."""
         try:
             return len(self)
         except TypeError:
@@ -141,7 +145,7 @@ class DistributedDataset(Iterable[Any]):
 
     @property
     def epoch(self) -> int:
-        """The number of the iteration that is under way or, after its end, of the next one; the first is 0."""
+        """The number of the running iteration or, after its end, of the next one; the first is 0."""
         if self._resume is not None:
             return int(self._resume["epoch"])
         progress = self._progress
@@ -151,36 +155,39 @@ class DistributedDataset(Iterable[Any]):
     def element_spec(self) -> Any:
         """The structure of a batch with a `TensorSpec` for each leaf; with several replicas, a PerReplica of them.
 
-        It is learned from a first batch, which is loaded for that purpose where the data is not in memory; nothing is
-        consumed. The axis of examples has size None, the others are as in that batch.
+        It is derived from a first batch, which is loaded for that purpose if the data is not in memory. Nothing is
+        consumed.
+        The axis of examples has size None; the other axes are as in that batch.
 
         Raises:
-            ProgramError: The data can be read once only, or is empty.
+            ProgramError: The data can be read only once, or is empty.
         """
         if self._spec is None:
             try:
                 with ReplicaDraws(0).entered(), on_host(self._place.device):
                     batch = self._source.peek()
             except StopIteration:
-                raise ProgramError("This dataset is empty, so what its batches look like is not known.") from None
+                raise ProgramError("This dataset is empty, so the structure of its batches is unknown.") from None
             self._spec = spec_of(batch, self._place.num_replicas, as_it_is=self._place.takes_whole_batches)
         return self._spec
 
     def state_dict(self) -> dict[str, Any]:
-        """How far reading has come: which epoch, which batch of it, and the random states of its shuffling.
+        """Return the progress of reading: the epoch, the batch, and the random states of its shuffling.
 
-        It is for the latest iteration and the batches that it gave, whatever is read ahead; plain values, the
-        same on all replicas (but where workers read data of their own, each has its own). `torch.save` takes it.
+        The state describes the latest iteration and the batches that it returned, regardless of read-ahead. It consists
+        of
+        plain values, the same on all replicas (unless workers read their own data: then each worker has its own state).
+        `torch.save` accepts it.
         """
         if self._resume is not None:
             return dict(self._resume)
         progress, now = self._progress or Progress(0), self._circumstances()
-        under_way = progress.steps > 0 and not progress.ended
-        before = progress.before if under_way else now
+        resumable = progress.steps > 0 and not progress.ended
+        before = progress.before if resumable else now
         return {
             "version": VERSION,
             "epoch": progress.epoch + progress.ended,
-            "position": progress.steps * self._place.elements_per_step if under_way else 0,
+            "position": progress.steps * self._place.elements_per_step if resumable else 0,
             "began": before["random"],
             "generators": before["generators"],
             "random": now["random"],
@@ -189,7 +196,7 @@ class DistributedDataset(Iterable[Any]):
         }
 
     def _circumstances(self) -> dict[str, Any]:
-        """What decides how the next iteration reads: the states of the streams, and workers that are there already."""
+        """Return the state that determines the next iteration: random streams, and whether workers are running."""
         return {
             "random": capture(self._drawing.shared),
             "generators": [state_of(each) for each in self._source.generators()],
@@ -197,15 +204,18 @@ class DistributedDataset(Iterable[Any]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Have the next iteration go on where `state_dict` was taken: with exactly the remaining batches.
+        """Make the next iteration resume where `state_dict` was called, with exactly the remaining batches.
 
-        The dataset must be made of the same data; the number of replicas may be another one. The global random
-        generators are set when that iteration begins, so that the epochs after it are shuffled alike, too. Map-style
-        data is not loaded for what is left out; of iterable data the batches are read and dropped. What examples draw
-        when they are loaded on several replicas (augmentation) begins anew.
+        The dataset must be made of the same data; the number of replicas may differ. The global random generators are
+        set when
+        that iteration starts, so that later epochs are shuffled the same way, too. Skipped map-style data is not
+        loaded;
+        skipped batches of iterable data are read and dropped. The streams from which examples draw while they are
+        loaded on
+        several replicas (augmentation) start again.
 
         Raises:
-            OptionError: It is no such state, or one of other input pipelines.
+            OptionError: The argument is not such a state, or belongs to other input pipelines.
         """
         self._resume = checked_state(state_dict, self._place)
 
@@ -217,11 +227,11 @@ class DistributedDataset(Iterable[Any]):
         return f"<DistributedDataset of {batches} over {self._place.num_replicas} replica(s)>"
 
     def __reduce__(self) -> Any:
-        # A dataset stays where it is. Who looks for what it leads to finds the user's data, and nothing of ours.
+        # A dataset stays on its replica. A search for the objects that it leads to finds only the user's data.
         return _stays, (self._source.data, self._place)
 
     def _depth(self) -> int:
-        """How many batches are read ahead."""
+        """Return the number of batches to read ahead."""
         source, depth = self._source, self._options.prefetch
         if depth is not None:
             return depth
@@ -231,16 +241,16 @@ class DistributedDataset(Iterable[Any]):
 
 def _stays(*parts: Any) -> Any:
     raise ProgramError(
-        "A distributed dataset was to be copied to another process. It stays on its replica: iterate over it there, or "
-        "distribute the data it was made from once more."
+        "A distributed dataset cannot be copied to another process. Iterate over it on its replica, or distribute the "
+        "original data again."
     )
 
 
-class DistributedIterator(AskedIterator):
-    """One iteration over a distributed dataset. Dropping it ends what reads ahead; `close` does so at once.
+class DistributedIterator(BatchIterator):
+    """An iteration over a distributed dataset. Deleting it ends the read-ahead; `close` does so immediately.
 
     Attributes:
-        ahead: How many batches may be read before they are asked for: see `peek`.
+        ahead: The number of batches that may be read before they are requested: see `peek`.
     """
 
     @classmethod
@@ -282,21 +292,21 @@ class DistributedIterator(AskedIterator):
             self._progress.ended = True
             raise
         except Exception:
-            self._progress.steps += 1  # reading may go on behind a bad batch, as with a DataLoader
+            self._progress.steps += 1  # reading may continue after a bad batch, as with a DataLoader
             raise
         except BaseException:
             self.cut_short()
             raise
         finally:
             activity.end()
-        self._progress.gave()
+        self._progress.count_batch()
         activity.data_goes_on()
         return batch
 
     def peek(self, count: int) -> list[Any]:
-        """The batches that `next` gives next, up to where it raises; they do not count as given.
+        """Return the next batches, up to where `next` would raise. They do not count as returned.
 
-        It is for the notebook, and only for as many as `ahead` says.
+        Only the notebook calls this, for at most `ahead` batches.
         """
         if not self._open:
             return []
@@ -311,12 +321,12 @@ class DistributedIterator(AskedIterator):
             activity.end()
 
     def close(self) -> None:
-        """End this iteration: later calls of `next` find nothing."""
+        """End this iteration. Later calls of `next` raise StopIteration."""
         self._open = False
         self._reader.close()
 
     def cut_short(self) -> None:
-        """End it with the program that read it: later calls of `next` say so."""
+        """End this iteration together with the failed program that read it. Later calls of `next` raise an error."""
         if self._open:
             self._open, self._cut_short = False, True
             self._reader.cut_short()
@@ -325,26 +335,27 @@ class DistributedIterator(AskedIterator):
         return _stays, (self._data, id(self))
 
 
-# -- the programs of this process, which read iterations that are under way --------------------------------------------
+# -- iterations that the programs of this process read ---------------------------------------------------------------
 
 _program = 0
 _under_way: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
 
 
 def program_began() -> None:
-    """A program began: what it reads is its own from now on."""
+    """Record that a program started; iterations that it reads belong to it."""
     global _program
     _program += 1
 
 
 def program_failed() -> None:
-    """The program ended half-way: end every iteration that it read, also those that names or tracebacks hold.
+    """End every iteration that the failed program read, also those that names or tracebacks still hold.
 
     The replicas may have read different numbers of batches.
     """
     for iteration in list(_under_way):
         if iteration._read_in == _program:
-            with contextlib.suppress(Exception):  # one that is ending already must not keep the others
+            # an iteration that is already ending must not prevent the end of the others
+            with contextlib.suppress(Exception):
                 iteration.cut_short()
 
 

@@ -1,4 +1,4 @@
-"""Who gets what of the batches: a slice of each global batch, or elements of an input pipeline in turn."""
+"""The replica's portion of the batches: a slice of each global batch, or elements of an input pipeline in turn."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Dealer", "Portion", "ReplicaInput", "Turns"]
 
 @dataclass(frozen=True)
 class Turns:
-    """How a replica takes from an input pipeline whose elements its readers take in turn.
+    """Turns of replicas that read one input pipeline.
 
     Attributes:
-        pipelines: How many pipelines there are.
-        pipeline: Which of them this replica reads.
-        takers: Replicas that read it.
-        turn: This replica's place among them.
-        pieces: Into how many elements each batch of the pipeline is cut; 1 where a batch is an element.
+        pipelines: The number of pipelines.
+        pipeline: The index of the pipeline that this replica reads.
+        takers: The number of replicas that read it.
+        turn: This replica's position among them.
+        pieces: The number of elements that each batch of the pipeline is cut into; 1 if a batch is an element.
     """
 
     pipelines: int
@@ -35,14 +35,14 @@ class Turns:
 
 @dataclass(frozen=True)
 class ReplicaInput:
-    """Which replica reads, of how many, and where it wants its batches.
+    """The replica that reads, and the destination of its batches.
 
     Attributes:
-        num_replicas: Replicas in sync.
-        replica_id: Which of them reads.
-        device: Where it computes.
-        target: Where its batches go: the device, or the host.
-        turns: How it takes from a pipeline; None where it gets its slice of each batch.
+        num_replicas: The number of replicas in sync.
+        replica_id: The replica that reads.
+        device: The device on which it computes.
+        target: The destination of its batches: the device, or the host.
+        turns: The replica's turns at a pipeline; None if it gets a slice of each batch.
     """
 
     num_replicas: int
@@ -53,28 +53,28 @@ class ReplicaInput:
 
     @property
     def several_pipelines(self) -> bool:
-        """Whether other replicas read other data."""
+        """True if other replicas read other data."""
         return self.turns is not None and self.turns.pipelines > 1
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Whether a batch of the pipeline is one replica's, so that nobody cuts it."""
+        """True if a batch of the pipeline belongs to one replica and is not cut."""
         return self.turns is not None and self.turns.pieces == 1
 
     @property
     def elements_per_step(self) -> int:
-        """What all readers of the pipeline take of it together for one step."""
+        """The number of elements that all readers of the pipeline take together for one step."""
         return self.turns.takers if self.turns else 1
 
 
 class Portion(NamedTuple):
-    """What a replica gets of one global batch.
+    """A replica's part of one global batch.
 
     Attributes:
-        batch: The batch that it is part of.
-        examples: How many that batch holds; None for an element that is not cut, such as a scalar.
-        start, stop: Which of them are the replica's; equal where it gets none.
-        size: Examples in the global batch; None where they cannot be counted.
+        batch: The batch that contains the part.
+        examples: The number of examples in that batch; None for an element that is not cut, such as a scalar.
+        start, stop: The range of the replica's examples; empty if it gets none.
+        size: The number of examples in the global batch; None if they cannot be counted.
     """
 
     batch: Any
@@ -85,8 +85,10 @@ class Portion(NamedTuple):
 
 
 class Dealer(ABC):
-    """This replica's portion of each global batch. Who has the batches inherits from it: a loader's workers end when
-    nobody refers to what reads, and an object of its own, with a way back, would be a cycle.
+    """Base class of objects that select this replica's portion of each global batch.
+
+    The class with the batches inherits from it, because a separate object with a reference back would form a cycle: a
+    loader's workers end when the last reference to their reader is gone.
     """
 
     def __init__(self, place: ReplicaInput) -> None:
@@ -96,21 +98,21 @@ class Dealer(ABC):
 
     @abstractmethod
     def _batch(self) -> Any:
-        """The next batch: a structure of examples, a list of indices, a range."""
+        """Return the next batch: a structure of examples, a list of indices, a range."""
 
     def _count(self, batch: Any) -> int | None:
-        """How many examples a batch holds; None for one that is not to be cut."""
+        """Return the number of examples in a batch, or None if the batch must not be cut."""
         return len(batch)
 
     def skip(self, elements: int) -> None:
-        """Leave out batches or, where replicas take turns, elements."""
+        """Skip batches or, if replicas take turns, elements."""
         take = self._next_element if self._place.turns else self._batch
         with suppress(StopIteration):
             for _ in range(elements):
                 take()
 
     def deal(self) -> Portion:
-        """The next portion. Raises StopIteration at the end."""
+        """Return the next portion. Raise StopIteration at the end."""
         turns = self._place.turns
         if turns is None:
             batch = self._batch()
@@ -119,7 +121,7 @@ class Dealer(ABC):
                 return Portion(batch, None, 0, 1, None)
             return Portion(batch, count, *slice_bounds(count, self._place.num_replicas, self._place.replica_id), count)
         with suppress(StopIteration):
-            # What was taken stays when reading the next one fails: the caller may go on.
+            # If the next read fails, keep the elements taken so far: the caller may continue.
             while len(self._group) < turns.takers:
                 self._group.append(self._next_element())
         group, self._group = self._group, []

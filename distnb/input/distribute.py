@@ -1,4 +1,4 @@
-"""Any dataset, distributed over the replicas: each global batch is cut, and this replica gets its slice."""
+"""Distribution of any dataset over the replicas: each global batch is cut, and this replica gets its slice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distnb.input.agreeing import Agree
 from distnb.input.dataset import DistributedDataset
 from distnb.input.dealing import ReplicaInput, Turns
 from distnb.input.draws import Drawing, Shared, on_host
-from distnb.input.sharding import part_of, policy_for
+from distnb.input.sharding import part_for_worker, resolve_policy
 from distnb.input.sources.choosing import source_of
 from distnb.options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from distnb.topology import Device
@@ -32,23 +32,23 @@ def distribute(
 ) -> DistributedDataset:
     """Distribute a dataset of global batches. Runs on each replica.
 
-    Map-style data is loaded by the slice; what can only be read from end to end (iterable datasets, generators, lists
-    of batches) every replica reads whole and cuts. A `collate_fn` that may pad or mix gets whole batches (see
-    `InputOptions.collate`).
+    A replica loads only its slice of map-style data. Data that can only be read sequentially (iterable datasets,
+    generators, lists of batches) is read completely and cut by every replica. A `collate_fn` that may pad or mix gets
+    whole batches (see `InputOptions.collate`).
 
     Args:
         dataset: A DataLoader whose batches are the global batches; or, with `batch_size`, a Dataset or a structure of
             tensors, arrays and lists with one entry per example; or an iterable of batches, or a function without
             arguments that returns one.
-        num_replicas, replica_id, device: How many slices each batch is cut into; whose are wanted, and where.
-        batch_size: Examples in a global batch, for data that is not batched yet. Batches come in order.
-        options: How the dataset is fed.
+        num_replicas, replica_id, device: The number of slices of each batch, the replica, and its device.
+        batch_size: The number of examples in a global batch, for data that is not batched yet. Batches come in order.
+        options: The input options.
         shared_randomness: Makes the random stream that all replicas share the current one; shuffles draw from it.
         agree: Gathers one small value of each replica on all, in replica order. It is called after the first batch
-            and at the end of each iteration, to find replicas that read different data; for each batch where they are
-            to read different data.
+            and at the end of each iteration, to detect replicas that read different data. If the replicas read
+            different data on purpose, it is called for each batch.
         workers: The worker (machine) of each replica, numbered from 0; None for one worker. With several, the
-            `auto_shard_policy` of the options says what each of them reads.
+            `auto_shard_policy` of the options selects the data of each.
 
     Example:
         >>> from contextlib import nullcontext
@@ -63,13 +63,13 @@ def distribute(
     _check_undistributed(dataset)
     turns = None
     own = _turns(workers or [0] * num_replicas, replica_id, num_replicas)
-    policy = policy_for(dataset, options.auto_shard_policy, own.pipelines)
+    policy = resolve_policy(dataset, options.auto_shard_policy, own.pipelines)
     if policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.HINT):
-        # Workers read global batches of their own.
-        dataset = part_of(dataset, policy, own.pipeline, own.pipelines)
+        # Each worker reads its own global batches.
+        dataset = part_for_worker(dataset, policy, own.pipeline, own.pipelines)
         turns = own if own.pipelines > 1 else None
     place = ReplicaInput(num_replicas, replica_id, device, _target(device, options), turns)
-    return _made(dataset, batch_size, place, options, Drawing(shared_randomness, place), agree)
+    return _make_dataset(dataset, batch_size, place, options, Drawing(shared_randomness, place), agree)
 
 
 def distribute_from_function(
@@ -85,13 +85,16 @@ def distribute_from_function(
 ) -> DistributedDataset:
     """Distribute the input pipelines that a function makes. Runs on each replica.
 
-    Each replica is a process, so each makes its worker's pipeline for itself: the same one, since random numbers are
-    drawn from a stream that the worker's replicas share. Of every n successive batches of it, the worker's n replicas
-    take one each, in order. Map-style data is loaded only by the replica that takes it; other pipelines are read from
-    end to end by every replica of the worker.
+    Each replica is a process and makes its worker's pipeline for itself. The pipelines of a worker's replicas are the
+    same,
+    since random numbers are drawn from a stream that these replicas share. Of every n successive batches, the worker's
+    n
+    replicas take one each, in order. Map-style data is loaded only by the replica that takes it. Other pipelines are
+    read
+    completely by every replica of the worker.
 
-    `make` is called with an `InputContext`; it gives an iterable of batches (a DataLoader, a generator's function, a
-    list) that are already as large as a replica's shall be. For the rest see `distribute`.
+    `make` is called with an `InputContext`. It returns an iterable of batches (a DataLoader, a generator's function, a
+    list) of the size for one replica. The other arguments are those of `distribute`.
     """
     options = options or InputOptions()
     alone = options.replication_mode is InputReplicationMode.PER_REPLICA
@@ -106,13 +109,13 @@ def distribute_from_function(
     _check_undistributed(dataset)
     if dataset is None:
         raise ProgramError(
-            "The function that was given to distribute_datasets_from_function returned None. It must return its "
-            "dataset: an iterable of batches, such as a DataLoader."
+            "The function that distribute_datasets_from_function called returned None. It must return its dataset: an "
+            "iterable of batches, such as a DataLoader."
         )
-    return _made(dataset, None, place, options, drawing, agree)
+    return _make_dataset(dataset, None, place, options, drawing, agree)
 
 
-def _made(
+def _make_dataset(
     dataset: Any,
     batch_size: int | None,
     place: ReplicaInput,

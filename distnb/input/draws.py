@@ -1,7 +1,7 @@
-"""The random streams that reading draws from: the one that all replicas share, and each replica's own for its slices.
+"""Random streams for reading: one that all replicas share, and each replica's own for its slices.
 
-Each replica loads other examples, and slices are uneven: were random augmentations drawn from the shared stream, the
-replicas' streams would part, and with them the next epoch's shuffle.
+Each replica loads different examples, and slices are uneven. If random augmentations were drawn from the shared stream,
+the replicas' streams would diverge, and with them the next epoch's shuffle.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ __all__ = [
 ]
 
 Shared = Callable[[], AbstractContextManager[Any]]
-"""Makes the random stream that all replicas share the current one for a while."""
+"""A function whose context makes the random stream that all replicas share the current one."""
 
 _ODD = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring replicas get seeds far apart
 
 
 def fold(seed: int, replica_id: int) -> int:
-    """A replica's own seed, made from one that is the same on all. Replica 0 keeps it."""
+    """Derive a replica's own seed from one that is the same on all. Replica 0 keeps it."""
     return (seed + replica_id * _ODD) % 2**63
 
 
 def on_host(device: Device) -> AbstractContextManager[Any]:
-    """Where samplers and datasets run: a scope's default device must not move their tensors (nor their draws)."""
+    """Return the context for samplers and datasets: a scope's default device must not move their tensors or draws."""
     if device.type == "cpu" or torch.get_default_device().type == "cpu":
         return nullcontext()
     return torch.device("cpu")
 
 
 def draws_at_start_only(batch_sampler: Any) -> bool:
-    """Whether a batch sampler takes nothing from the global generators once it gave its first batch."""
+    """Return whether a batch sampler draws nothing from the global generators after its first batch."""
     if type(batch_sampler) is not BatchSampler:
         return False
     sampler = batch_sampler.sampler
     if type(sampler) is SequentialSampler:
         return True
-    # With a generator of the user's own they go on to draw from it, and others may, too.
+    # With a user's generator they continue to draw from it, and so may other code.
     known = type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     return known and getattr(sampler, "generator", None) is None
 
 
 class ReplicaDraws:
-    """A stream that the global generators of torch, NumPy and `random` can hold for a while."""
+    """A random stream that can temporarily replace the states of the global generators of torch, NumPy and `random`."""
 
     def __init__(self, seed: int) -> None:
         numpy = np.random.RandomState(_words(seed)).get_state(legacy=False)
@@ -79,7 +79,7 @@ class ReplicaDraws:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A context in which the generators hold this stream."""
+        """Use this stream in the global generators within the context."""
         if self._inside:
             yield
             return
@@ -102,12 +102,12 @@ _States = tuple[torch.Tensor, Any, Any]
 
 
 def _words(seed: int) -> list[int]:
-    """A seed in the form that NumPy takes."""
+    """Return a seed in NumPy's form."""
     return [seed & 0xFFFFFFFF, seed >> 32]
 
 
 class WorkerSeeds:
-    """A `worker_init_fn` that gives the workers of one replica seeds of their own, then calls the user's."""
+    """A `worker_init_fn` that gives the workers of one replica their own seeds, then calls the user's function."""
 
     def __init__(self, replica_id: int, user_init: Callable[[int], None] | None) -> None:
         self._replica_id = replica_id
@@ -126,10 +126,10 @@ class WorkerSeeds:
 
 
 class Drawing:
-    """The stream that all replicas share; or, where there are several pipelines, a stream of the pipeline's own.
+    """The stream that all replicas share or, with several pipelines, the pipeline's own stream.
 
-    Pipelines draw unequally often (their data is of unequal length), which would part the replicas' shared streams: so
-    each begins a stream of its own with a number that is drawn from the shared one.
+    Pipelines draw different numbers of times, because their data has different lengths, which would make the replicas'
+    shared streams diverge. So each pipeline has its own stream, seeded with a number from the shared one.
     """
 
     def __init__(self, shared: Shared, place: ReplicaInput) -> None:
@@ -138,19 +138,19 @@ class Drawing:
         self._own: ReplicaDraws | None = None
 
     def begin(self) -> None:
-        """An iteration begins, or the pipeline is made: each pipeline has a new stream."""
+        """Start a new stream for each pipeline, at the start of an iteration or before the pipeline is made."""
         if self._pipeline is not None:
             with self.shared():
                 seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
             self._own = ReplicaDraws(fold(seed, self._pipeline))
 
     def __call__(self) -> AbstractContextManager[Any]:
-        """A context in which the global generators hold the stream."""
+        """Return a context in which the global generators use the stream."""
         return self.shared() if self._own is None else self._own.entered()
 
 
 def capture(shared: Shared) -> dict[str, Any]:
-    """The shared stream's present states, of plain values."""
+    """Return the current states of the shared stream, as plain values."""
     with shared():
         of_torch, of_random = state_of(torch.default_generator), random.getstate()
         name, key, *rest = cast("tuple[Any, ...]", np.random.get_state())
@@ -158,7 +158,7 @@ def capture(shared: Shared) -> dict[str, Any]:
 
 
 def restore(shared: Shared, states: Mapping[str, Any]) -> None:
-    """Set the shared stream to what `capture` gave."""
+    """Set the shared stream to the states that `capture` returned."""
     version, internal, gauss = states["python"]
     with shared():
         set_state(torch.default_generator, states["torch"])
@@ -167,10 +167,10 @@ def restore(shared: Shared, states: Mapping[str, Any]) -> None:
 
 
 def state_of(generator: torch.Generator) -> bytes:
-    """The state of a generator as bytes: unlike pickled tensors they are equal in all processes where the state is."""
+    """Return the state of a generator as bytes, which, unlike pickled tensors, are equal in all processes if it is."""
     return generator.get_state().numpy().tobytes()
 
 
 def set_state(generator: torch.Generator, state: bytes) -> None:
-    """Set what `state_of` gave."""
+    """Set a generator to the state that `state_of` returned."""
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

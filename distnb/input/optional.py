@@ -1,4 +1,4 @@
-"""Asking an iteration for its next batch in tf.distribute's words. Loads no torch."""
+"""Requests for the next batch under tf.distribute's names. Loads no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from distnb.errors import OptionError
 
-__all__ = ["AskedIterator", "OptionalBatch"]
+__all__ = ["BatchIterator", "OptionalBatch"]
 
 
 class OptionalBatch:
-    """A batch, or nothing: what `get_next_as_optional` gives.
+    """A batch or nothing, the result of `get_next_as_optional`.
 
     Args:
         *batch: The batch, if there is one.
@@ -23,34 +23,32 @@ class OptionalBatch:
         self._batch = batch
 
     def has_value(self) -> bool:
-        """Whether there is a batch."""
+        """Return whether there is a batch."""
         return bool(self._batch)
 
     def get_value(self) -> Any:
-        """The batch.
+        """Return the batch.
 
         Raises:
-            OptionError: There is none: the data had ended.
+            OptionError: There is no batch, because the data had ended.
         """
         if not self._batch:
-            raise OptionError(
-                "get_value() of an optional batch without one: the data had ended. Ask has_value() first."
-            )
+            raise OptionError("get_value() of an empty optional batch: the data had ended. Check has_value() first.")
         return self._batch[0]
 
     def __repr__(self) -> str:
         return f"OptionalBatch({', '.join(map(repr, self._batch))})"
 
 
-class AskedIterator(Iterator[Any]):
-    """An iterator that can be asked by `get_next`, too."""
+class BatchIterator(Iterator[Any]):
+    """An iterator that also has `get_next`."""
 
     def get_next(self) -> Any:
-        """The next batch, as `next(iterator)` gives it. Raises StopIteration at the end."""
+        """Return the next batch, as `next(iterator)` does. Raise StopIteration at the end."""
         return next(self)
 
     def get_next_as_optional(self) -> OptionalBatch:
-        """The next batch, or none at the end: `optional.has_value()`, `optional.get_value()`."""
+        """Return the next batch, or none at the end: `optional.has_value()`, `optional.get_value()`."""
         try:
             return OptionalBatch(next(self))
         except StopIteration:

@@ -1,4 +1,4 @@
-"""How far the reading of a distributed dataset has come, and going on from there."""
+"""The progress of reading a distributed dataset, and the state from which reading resumes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ _KEYS = {"version", "epoch", "position", "began", "generators", "random", "kept"
 
 @dataclass
 class Progress:
-    """One iteration.
+    """The progress of one iteration.
 
     Attributes:
-        epoch: Iterations that were begun before it.
-        before: What it began with: states of the shared stream and of the user's own generators, and whether its
+        epoch: The number of iterations that were started before it.
+        before: The state at its start: the states of the shared stream and of the user's own generators, and whether
+            its
             source had workers.
-        steps: Batches that it gave.
-        ended: It has given all.
-        batches: How many it will have given; None: it is not known beforehand.
-        epochs: How many iterations there will be, the first being 0; None: it is not known, as in a loop of the user's.
+        steps: The number of batches returned so far.
+        ended: Whether it has returned all batches.
+        batches: The total number of batches; None if it is unknown beforehand.
+        epochs: The total number of iterations, the first being 0; None if it is unknown, as in a user's own loop.
     """
 
     latest: ClassVar[Progress | None] = None
-    """The iteration of which this process was given a batch last."""
+    """The iteration that most recently returned a batch in this process."""
 
     epoch: int
     before: dict[str, Any] = field(default_factory=dict)
@@ -41,14 +42,14 @@ class Progress:
     batches: int | None = None
     epochs: int | None = None
 
-    def gave(self) -> None:
-        """It gave a batch."""
+    def count_batch(self) -> None:
+        """Count a batch that was returned."""
         self.steps += 1
         Progress.latest = self
 
 
 def pipelines_of(place: ReplicaInput) -> list[int]:
-    """What must be the same where the state is loaded: nothing, where all replicas read the same data."""
+    """Return the properties that must be the same when the state is loaded; none if all replicas read the same data."""
     turns = place.turns
     if turns is None or not place.several_pipelines:
         return []
@@ -56,17 +57,21 @@ def pipelines_of(place: ReplicaInput) -> list[int]:
 
 
 def checked_state(state: Any, place: ReplicaInput) -> dict[str, Any]:
-    """A state that was given to a dataset. Raises OptionError for none, and for that of another pipeline of several."""
+    """Return a state that was passed to a dataset, as a dict.
+
+    Raises:
+        OptionError: The argument is not a state, or belongs to another one of several pipelines.
+    """
     if not isinstance(state, Mapping) or not set(state) >= _KEYS or state["version"] != VERSION:
         raise OptionError(
-            f"load_state_dict takes what state_dict() of a distributed dataset gave, and got a {type(state).__name__}"
-            f"{' with ' + ', '.join(map(str, state)) if isinstance(state, Mapping) else ''}."
+            f"load_state_dict takes the result of a distributed dataset's state_dict(), and got a "
+            f"{type(state).__name__}{' with ' + ', '.join(map(str, state)) if isinstance(state, Mapping) else ''}."
         )
     saved, here = list(state["pipelines"]), pipelines_of(place)
     if saved != here:
         raise OptionError(
-            f"This state is of {_named(saved)}, and here is {_named(here)}. Where workers read data of their own, each "
-            "saves its own state, and the same workers with the same replicas load it."
+            f"This state is of {_named(saved)}, and here is {_named(here)}. If workers read their own data, each "
+            "saves its own state, and the same workers with the same replicas must load it."
         )
     return dict(state)
 

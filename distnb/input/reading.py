@@ -1,4 +1,4 @@
-"""Reading batches when they are asked for, or ahead."""
+"""Reading of batches on request, or ahead."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from distnb.input.dealing import ReplicaInput
 from distnb.input.sources.base import Load
 from distnb.values.distributed import PerReplica
 
-__all__ = ["Batch", "Reader", "may_be_empty", "nothing_of"]
+__all__ = ["Batch", "Reader", "may_be_empty", "empty_like"]
 
 
 class Batch(NamedTuple):
-    """One batch on this replica.
+    """A batch on this replica.
 
     Attributes:
         tree: Its structure, with the replica's part of each leaf.
-        size: Examples in the global batch; None where they cannot be counted.
+        size: The number of examples in the global batch; None if they cannot be counted.
         digest: As in `Load`.
     """
 
@@ -32,7 +32,8 @@ class Batch(NamedTuple):
 
 
 class Reader:
-    """One iteration: the replica's part of each global batch, cut, carried to the device, marked as per-replica.
+    """The reader of one iteration. It cuts the replica's part of each global batch, moves it to the device, and wraps
+    it.
 
     It reads `depth` batches ahead, so that copies to the device overlap with the caller's work.
     """
@@ -45,7 +46,7 @@ class Reader:
         self._ready: deque[Batch | Exception] = deque()
 
     def fill(self) -> None:
-        """Read as many batches as are read ahead."""
+        """Read ahead as many batches as the depth allows."""
         self._have(self._depth)
 
     def _have(self, count: int) -> None:
@@ -54,39 +55,40 @@ class Reader:
             try:
                 ready.append(self._next())
             except StopIteration:
-                ready.append(StopIteration())  # its traceback would keep what reads, and with that workers
-            except Exception as error:  # noqa: BLE001 - raised when its turn comes
+                # a new object: the traceback would keep the reader, and with it the workers, alive
+                ready.append(StopIteration())
+            except Exception as error:  # noqa: BLE001 - raised at its place among the batches
                 ready.append(error)
 
     def read(self) -> Batch:
-        """The next batch. Raises StopIteration at the end, and what the source raised, at its place."""
+        """Return the next batch. Raise StopIteration at the end, and the source's errors at their place."""
         self._have(self._depth + 1)
         if isinstance(self._ready[0], StopIteration):
             raise StopIteration
         item = self._ready.popleft()
         try:
             if isinstance(item, Batch):
-                return self._handed_over(item)
+                return self._hand_over(item)
             raise item
         finally:
-            del item  # an exception's traceback knows this frame: were it kept here, neither would ever go
+            del item  # an exception's traceback refers to this frame; a reference back would form a cycle
 
     def peek(self, count: int) -> list[Batch]:
-        """The batches that `read` gives next, so many at most: up to where it raises."""
+        """Return the next batches that `read` would return, at most `count`, up to where it would raise."""
         self._have(count)
         ready = itertools.takewhile(lambda each: isinstance(each, Batch), itertools.islice(self._ready, count))
-        return [self._handed_over(batch) for batch in ready if isinstance(batch, Batch)]
+        return [self._hand_over(batch) for batch in ready if isinstance(batch, Batch)]
 
-    def _handed_over(self, batch: Batch) -> Batch:
+    def _hand_over(self, batch: Batch) -> Batch:
         return batch._replace(tree=self._placement.hand_over(batch.tree))
 
     def close(self) -> None:
-        """End the iteration early. It may be called from any thread, and again."""
+        """End the iteration early. Any thread may call it, any number of times."""
         self._loads.close()
         self._ready = deque([StopIteration()])
 
     def cut_short(self) -> None:
-        """End the iteration early and for good: workers that outlive iterations end too."""
+        """End the iteration early and finally. Persistent workers end, too."""
         self.close()
         if hasattr(self._loads, "give_up"):
             self._loads.give_up()
@@ -105,7 +107,7 @@ class Reader:
         def element(node: Any) -> Any:
             if node is None:
                 return None
-            component = carry(node if load.stop else nothing_of(node), load.borrowed)
+            component = carry(node if load.stop else empty_like(node), load.borrowed)
             return PerReplica.own(replica_id, component, replicas)
 
         def leaf(node: Any) -> Any:
@@ -125,12 +127,12 @@ class Reader:
 
 
 def may_be_empty(node: Any) -> bool:
-    """Whether a leaf can be cut down to no example at all."""
+    """Return whether a leaf can be cut down to no example at all."""
     return hasattr(node, "shape") or (isinstance(node, Sequence) and not hasattr(node, "to"))
 
 
-def nothing_of(node: Any) -> Any:
-    """What stands for no element like this one: an empty tensor, array or list; None for what cannot be empty."""
+def empty_like(node: Any) -> Any:
+    """Return an empty tensor, array or list in place of an element, or None if the element cannot be empty."""
     if hasattr(node, "reshape") and not len(node.shape):
         return node.reshape(1)[:0]
     return cut(node, 0, 0) if may_be_empty(node) else None

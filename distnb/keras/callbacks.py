@@ -137,7 +137,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         skips = self.skips
         if name.startswith("train_batch"):
             self._reading.steps = batch  # an execution may be of several
-            self._reading.gave()
+            self._reading.count_batch()
         if name == "train_batch_end":
             self._resuming.end_batch(batch)
         if skips:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
-from distnb.input.optional import AskedIterator
+from distnb.input.optional import BatchIterator
 from distnb.notebook.handles.pending import BesideCall, itself
 from distnb.notebook.handles.state import state_of_handle
 
@@ -81,7 +81,7 @@ class RemoteDataset:
         return itself, (self._handle,)
 
 
-class RemoteIterator(AskedIterator):
+class RemoteIterator(BatchIterator):
     """One iteration over the engines' dataset.
 
     The replicas are asked for some of the next batches while they work on the last that is here. Each counts as given

@@ -114,7 +114,7 @@ def test_values_that_were_never_batched(value: Any) -> None:
 
 def test_batches_without_examples() -> None:
     for empty in ({}, (), None, {"x": None}):
-        with pytest.raises(StructureError, match="without any tensor"):
+        with pytest.raises(StructureError, match="contains no tensor"):
             split_batch(empty, 2)
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
 import distnb
 from distnb import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, PerReplica, TensorSpec
 from distnb.errors import OptionError, ProgramError, StructureError
-from distnb.input.distribute import distribute, distribute_from_function, part_of
+from distnb.input.distribute import distribute, distribute_from_function, part_for_worker
 from distnb.topology import Device
 
 
@@ -94,7 +94,7 @@ def test_options_have_tensorflows_names_too() -> None:
         ({"experimental_place_dataset_on_device": True}, "cannot be honoured: datasets run on the host"),
         ({"per_replica_buffer_size": -1}, "0 or more"),
         ({"per_replica_buffer_size": 1, "prefetch": 1}, "two names of one option"),
-        ({"auto_shard_policy": "FILES"}, "no AutoShardPolicy"),
+        ({"auto_shard_policy": "FILES"}, "not an AutoShardPolicy"),
         ({"experimental_nonsense": 1}, "no option 'nonsense'"),
     ],
 )
@@ -418,16 +418,16 @@ def test_files_are_dealt_out() -> None:
         return [int(each) for batch in data for each in batch]
 
     loader = DataLoader(Numbers(), batch_size=2)
-    assert numbers(part_of(loader, AutoShardPolicy.FILE, 0, 2)) == [0, 1, 2, 20, 21, 22]
-    assert list(part_of(Numbers(), AutoShardPolicy.FILE, 1, 2)) == [10, 11, 12]
-    assert part_of(loader, AutoShardPolicy.FILE, 0, 1) is loader
-    with pytest.raises(OptionError, match=r"each of 4 workers.*made of 3: 0, 10, 20.*at least 4 files"):
-        part_of(loader, AutoShardPolicy.FILE, 0, 4)
+    assert numbers(part_for_worker(loader, AutoShardPolicy.FILE, 0, 2)) == [0, 1, 2, 20, 21, 22]
+    assert list(part_for_worker(Numbers(), AutoShardPolicy.FILE, 1, 2)) == [10, 11, 12]
+    assert part_for_worker(loader, AutoShardPolicy.FILE, 0, 1) is loader
+    with pytest.raises(OptionError, match=r"each of 4 workers.*has 3: 0, 10, 20.*at least 4 files"):
+        part_for_worker(loader, AutoShardPolicy.FILE, 0, 4)
     for workers in (1, 2):  # said at once, not on the day when there are several machines
-        with pytest.raises(OptionError, match=r"does not say which files.*with_files"):
-            part_of(DataLoader(range(4)), AutoShardPolicy.FILE, 0, workers)
+        with pytest.raises(OptionError, match=r"does not list its files.*with_files"):
+            part_for_worker(DataLoader(range(4)), AutoShardPolicy.FILE, 0, workers)
         with pytest.raises(OptionError, match=r"no method `shard\(num_shards, index\)`"):
-            part_of(DataLoader(range(4)), AutoShardPolicy.HINT, 0, workers)
+            part_for_worker(DataLoader(range(4)), AutoShardPolicy.HINT, 0, workers)
 
 
 def test_loaders_of_parts_shuffle_these() -> None:
@@ -437,11 +437,13 @@ def test_loaders_of_parts_shuffle_these() -> None:
 
     data = Sharded(torch.arange(7))
     generator = torch.Generator().manual_seed(1)
-    part = part_of(DataLoader(data, batch_size=2, shuffle=True, generator=generator), AutoShardPolicy.HINT, 1, 2)
+    part = part_for_worker(
+        DataLoader(data, batch_size=2, shuffle=True, generator=generator), AutoShardPolicy.HINT, 1, 2
+    )
     assert sorted(int(each) for [batch] in part for each in batch) == [1, 3, 5]
     assert part.sampler.generator is generator
     with pytest.raises(OptionError, match="SubsetRandomSampler was made for the whole dataset"):
-        part_of(DataLoader(data, sampler=SubsetRandomSampler(range(3))), AutoShardPolicy.HINT, 0, 2)
+        part_for_worker(DataLoader(data, sampler=SubsetRandomSampler(range(3))), AutoShardPolicy.HINT, 0, 2)
 
 
 # -- what batches look like --------------------------------------------------------------------------------------------
@@ -471,7 +473,7 @@ def test_element_specs() -> None:
     assert mixed.element_spec == {"x": image, "number": TensorSpec((), int)}
     in_turn = distribute_from_function(lambda context: generated, **place(2, 1))
     assert in_turn.element_spec.component(1) == label
-    with pytest.raises(ProgramError, match="can be read once only"):
+    with pytest.raises(ProgramError, match="can be read only once"):
         distribute(generated(), **place(2, 0)).element_spec
     with pytest.raises(ProgramError, match="is empty"):
         distribute([], **place(2, 0)).element_spec

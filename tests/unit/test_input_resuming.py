@@ -193,7 +193,7 @@ def test_a_resumption_that_failed_is_tried_again() -> None:
 def test_states_that_do_not_fit() -> None:
     dataset = distribute(X, batch_size=4, **place(2, 0))
     for wrong in ({}, None, {"position": 3}):
-        with pytest.raises(OptionError, match=r"takes what state_dict\(\) of a distributed dataset gave"):
+        with pytest.raises(OptionError, match=r"takes the result of a distributed dataset's state_dict\(\)"):
             dataset.load_state_dict(wrong)
     workers = place(2, 0) | {"workers": [0, 1]}
     apart = distribute(X, batch_size=4, options=InputOptions(auto_shard_policy="OFF"), **workers)

@@ -1,1 +1,1 @@
-"""What reads a dataset."""
+"""Sources: the readers of all kinds of datasets."""

@@ -1,4 +1,4 @@
-"""Tensors and arrays in memory, cut into global batches in order."""
+"""Source of tensors and arrays in memory, cut into global batches in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ArraySource"]
 
 
 class ArraySource(Source):
-    """A structure of tensors, arrays and lists that all have one entry per example. Nothing is drawn.
+    """A structure of tensors, arrays and lists that all have one entry per example. It draws no random numbers.
 
     Numeric arrays give batches of tensors, everything else slices of its own kind.
     """
@@ -51,7 +51,7 @@ class ArraySource(Source):
 
 
 class _Ranges(Dealer):
-    """Batches of so many examples, each as the range of their numbers."""
+    """Batches of a fixed number of examples, each as a range of their numbers."""
 
     def __init__(self, examples: int, size: int, place: ReplicaInput) -> None:
         super().__init__(place)
@@ -62,7 +62,7 @@ class _Ranges(Dealer):
 
 
 class _Column(Sequence[Any]):
-    """A list of one item per example, told from structure once and for all."""
+    """A list of one item per example, marked so that it is not taken for structure."""
 
     def __init__(self, items: Sequence[Any]) -> None:
         self._items = items
@@ -78,9 +78,9 @@ def _column(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
         native = leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
         if not native.flags.writeable or any(stride < 0 for stride in native.strides):
-            native = native.copy()  # torch takes neither
+            native = native.copy()  # torch accepts neither
         try:
             return torch.from_numpy(native)
         except TypeError:
-            return leaf  # a number type that torch does not have
+            return leaf  # torch lacks this number type
     return _Column(leaf) if isinstance(leaf, (list, tuple)) else leaf

@@ -1,4 +1,4 @@
-"""Where batches come from: the interface of a source, and what it loads."""
+"""The interface of sources, and the batches that they load."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["Load", "Source"]
 
 
 class Load(NamedTuple):
-    """What a source loaded for this replica's portion of one global batch.
+    """Loaded data for this replica's portion of one global batch.
 
     Attributes:
-        tree: The structure that was loaded.
-        examples: How many it holds; None for an element that is handed out as it is (or nothing in its place).
-        start, stop: Which of them are the portion.
-        size: Examples in the global batch; None where they cannot be counted.
-        separate: The tree was collated from the portion alone, so that nothing has to be cut.
+        tree: The loaded structure.
+        examples: The number of examples it holds; None for an element that is passed on as it is (or as nothing).
+        start, stop: The range of the examples in the portion.
+        size: The number of examples in the global batch; None if they cannot be counted.
+        separate: The tree was collated from the portion alone, so nothing has to be cut.
         borrowed: The tree is the user's data itself, so slices must be copies.
-        digest: Of the indices of all global batches so far, to see that replicas drew the same; 0 without indices.
+        digest: A digest of the indices of all global batches so far, to compare the replicas' draws; 0 without indices.
     """
 
     tree: Any
@@ -33,13 +33,13 @@ class Load(NamedTuple):
 
 
 class Source(ABC):
-    """A dataset that can be read batch by batch, again and again.
+    """A dataset that can be read batch by batch, any number of times.
 
     Attributes:
-        data: What the user distributed, for whoever looks at what a dataset leads to.
-        quiet: Reading it runs none of the user's code in this process, and draws no random numbers once it has begun.
-        iterable: It is read from end to end.
-        exclusive: Only one iteration can be under way: starting a new one ends the last.
+        data: The object that the user distributed, for code that inspects what a dataset refers to.
+        quiet: Once started, reading runs no user code in this process and draws no random numbers.
+        iterable: The data can only be read sequentially.
+        exclusive: Only one iteration can run: a new one ends the last.
     """
 
     data: Any
@@ -49,32 +49,34 @@ class Source(ABC):
 
     @abstractmethod
     def start(self, skip: int = 0, kept: bool | None = None) -> Iterator[Load]:
-        """Begin to read, on the caller's thread.
+        """Start to read, on the caller's thread.
 
-        Random numbers are drawn as an ordinary DataLoader draws them, from the shared stream. An iterator with a
-        `close` method is closed when reading ends early; one with `give_up` has workers, which that ends.
+        Random numbers are drawn as an ordinary DataLoader draws them, from the shared stream. If reading ends early,
+        the
+        iterator's `close` method is called, if it has one. If it has workers, `give_up` ends them.
 
         Args:
-            skip: Batches to leave out (elements, where replicas take turns). Reading them draws what it always draws.
-            kept: What `kept` said before the iteration that is gone on with; None for a new one.
+            skip: The number of batches to skip (elements, if replicas take turns). Reading them draws the usual
+                numbers.
+            kept: The result of `kept` before the iteration to resume; None for a new iteration.
         """
 
     @abstractmethod
     def length(self) -> int:
-        """Number of batches. Raises TypeError when it is not known."""
+        """Return the number of batches. Raise TypeError if it is unknown."""
 
     @abstractmethod
     def peek(self) -> Any:
-        """The structure of a first batch, or of part of one. Nothing is consumed; random numbers may be drawn."""
+        """Return the structure of (part of) a first batch without consuming it. Random numbers may be drawn."""
 
     def sizes(self) -> tuple[int, int] | None:
-        """How many examples there are, and how many a full global batch has; None where reading alone tells."""
+        """Return the numbers of examples and of those in a full global batch; None if unknown before reading."""
         return None
 
     def kept(self) -> bool:
-        """Whether the next iteration uses workers that are there already, so that it draws no seed for them."""
+        """Return whether the next iteration uses workers that are already running and so draws no seed for them."""
         return False
 
     def generators(self) -> list[Any]:
-        """The user's own random generators that reading draws from."""
+        """Return the user's own random generators that reading draws from."""
         return []

@@ -1,4 +1,4 @@
-"""One iteration over a DataLoader, or over batches of any other kind."""
+"""Iterations over a DataLoader, or over batches of any other kind."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from distnb.input.cutting import count_examples
 from distnb.input.dealing import Dealer, ReplicaInput
 from distnb.input.draws import on_host
 from distnb.input.sources.base import Load
-from distnb.input.sources.feeding import Feeding
+from distnb.input.sources.feeding import FeedIteration
 from distnb.input.sources.workers import end_workers, forget_workers
 
 __all__ = ["Batches"]
 
 
 class Batches(Dealer, Iterator[Load]):
-    """Loads this replica's portions: by cutting whole batches, or as the feed had them loaded.
+    """Loader of this replica's portions. It cuts whole batches, or receives the portions that the feed requested.
 
     Args:
-        iterator: Gives the batches.
+        iterator: The iterator that returns batches.
         place: The replica that reads.
-        around: Makes the context in which a batch is loaded.
-        feeding: What tells the loader which examples to load.
-        skip: How much is left out of what the iterator gives.
-        goes_on: Whether it may go on behind a batch that could not be loaded.
+        around: A function that returns the context for loading a batch.
+        feeding: The iteration of the feed that selects the examples to load.
+        skip: The number of the iterator's batches to skip.
+        goes_on: Whether the iteration may continue after a batch that could not be loaded.
         persistent: The loader, if its workers serve later iterations, too.
     """
 
@@ -38,7 +38,7 @@ class Batches(Dealer, Iterator[Load]):
         place: ReplicaInput,
         around: Callable[[], AbstractContextManager[Any]],
         *,
-        feeding: Feeding | None = None,
+        feeding: FeedIteration | None = None,
         skip: int = 0,
         goes_on: bool = True,
         persistent: DataLoader[Any] | None = None,
@@ -57,7 +57,7 @@ class Batches(Dealer, Iterator[Load]):
     def __next__(self) -> Load:
         if self._feeding is not None and self._feeding.sliced:
             tree = self._load()
-            portion, digest = self._feeding.asked.popleft()
+            portion, digest = self._feeding.requested.popleft()
             own = portion.stop - portion.start
             return Load(tree, own or 1, 0, own, portion.size, separate=True, digest=digest)
         portion = self.deal()
@@ -66,12 +66,12 @@ class Batches(Dealer, Iterator[Load]):
     def _batch(self) -> Any:
         tree = self._load()
         if self._feeding is not None:
-            _, self._digest = self._feeding.asked.popleft()
+            _, self._digest = self._feeding.requested.popleft()
         return tree
 
     def _count(self, batch: Any) -> int | None:
         if self._place.num_replicas == 1:
-            return None  # one replica gets the very batch, whatever is in it
+            return None  # a single replica gets the batch itself, whatever it contains
         try:
             return count_examples(batch)
         except StructureError:
@@ -85,8 +85,8 @@ class Batches(Dealer, Iterator[Load]):
             raise StopIteration
         if self._failed:
             raise ProgramError(
-                "Loading a batch failed before, so this iteration has ended. Start a new one: iterate over the "
-                "dataset again."
+                "This iteration ended when a batch could not be loaded. Start a new one: iterate over the dataset "
+                "again."
             )
         try:
             with on_host(self._place.device), self._around():
@@ -96,17 +96,17 @@ class Batches(Dealer, Iterator[Load]):
         except BaseException:
             self._failed = not self._goes_on
             if self._feeding is not None:
-                self._feeding.asked.clear()  # what was to be loaded is lost
+                self._feeding.requested.clear()  # the requested examples are lost
             raise
 
     def close(self) -> None:
-        """End the workers; persistent ones stay, and a generator stays where it is."""
+        """End the workers, except persistent ones. A generator keeps its position."""
         self._closed = True
         if self._persistent is None:
             self.give_up()
 
     def give_up(self) -> None:
-        """End the workers, persistent ones, too."""
+        """End the workers, including persistent ones."""
         if self._persistent is not None:
             forget_workers(self._persistent)
         iterator, self._iterator = self._iterator, None

@@ -1,4 +1,4 @@
-"""Which source reads a dataset."""
+"""Choice of the source that reads a dataset."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["check_batched", "source_of"]
 def source_of(
     dataset: Any, batch_size: int | None, place: ReplicaInput, options: InputOptions, drawing: Drawing
 ) -> Source:
-    """What reads this kind of dataset. Arguments and errors are those of `distribute`."""
+    """Return the source for this kind of dataset. Arguments and errors are those of `distribute`."""
     if batch_size is not None:
         dataset = _batched(dataset, _checked(batch_size), place)
     else:
@@ -39,9 +39,9 @@ def source_of(
         return LoaderSource(dataset, place, options, drawing)
     if isinstance(dataset, IterableDataset) and place.num_replicas > 1 and not place.takes_whole_batches:
         warnings.warn(
-            f"The elements of a {type(dataset).__name__} are taken for global batches, and cut along axis 0. If they "
+            f"The elements of a {type(dataset).__name__} are treated as global batches, and cut along axis 0. If they "
             "are single examples, give distribute_dataset the size of the global batch (batch_size=…). "
-            "DataLoader(dataset, batch_size=None) says that they are batches.",
+            "Use DataLoader(dataset, batch_size=None) to declare that they are batches.",
             stacklevel=2,
         )
     if isinstance(dataset, Iterable) or callable(dataset):
@@ -53,7 +53,7 @@ def source_of(
 
 
 _ARRAYS = (torch.Tensor, np.ndarray, Mapping, tuple)
-_UNBATCHED = (Dataset, *_ARRAYS, str, bytes)  # a list may be one of batches
+_UNBATCHED = (Dataset, *_ARRAYS, str, bytes)  # a list may be a list of batches
 
 
 def check_batched(dataset: Any) -> None:
@@ -72,7 +72,7 @@ def _checked(batch_size: int) -> int:
 
 
 def _batched(dataset: Any, batch_size: int, place: ReplicaInput) -> DataLoader[Any] | Source:
-    """Data that is not batched yet, with a batch size."""
+    """Return a loader or source of data that is not batched yet, with a batch size."""
     if isinstance(dataset, DataLoader):
         raise OptionError(
             "batch_size was given for a DataLoader, which makes batches itself. Leave it out, or give the DataLoader "
@@ -85,15 +85,16 @@ def _batched(dataset: Any, batch_size: int, place: ReplicaInput) -> DataLoader[A
     if hasattr(dataset, "iloc"):
         raise OptionError(f"A {type(dataset).__name__} with a batch size: pass its values, such as frame.to_numpy().")
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, (str, bytes)):
-        return DataLoader(dataset, batch_size=batch_size)  # a list of examples, or what acts as a Dataset
+        # a list of examples, or an object with the interface of a Dataset
+        return DataLoader(dataset, batch_size=batch_size)
     raise OptionError(
-        f"batch_size was given for a {type(dataset).__name__}, which is no Dataset and no structure of arrays. An "
-        "iterable must yield global batches itself: leave batch_size out."
+        f"batch_size was given for a {type(dataset).__name__}, which is neither a Dataset nor a structure of arrays. "
+        "An iterable must yield global batches itself: leave batch_size out."
     )
 
 
 def _is_list_of_fields(dataset: Any) -> bool:
-    """Whether a list holds arrays of one length (fields), and not examples."""
+    """Return whether a list holds arrays of one length (fields), and not examples."""
     if not isinstance(dataset, list) or not any(isinstance(field, (torch.Tensor, np.ndarray)) for field in dataset):
         return False
     try:
@@ -103,18 +104,18 @@ def _is_list_of_fields(dataset: Any) -> bool:
 
 
 def _check_uncut(loader: DataLoader[Any], place: ReplicaInput) -> None:
-    """Refuse what cuts itself by rank: it would be cut twice."""
+    """Refuse loaders that divide their data by rank: it would be divided twice."""
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     for candidate in (sampler, loader.batch_sampler):
-        # Each of several pipelines may have a part of the data, and this is a way to make it.
+        # A DistributedSampler is a valid way to give each of several pipelines its part of the data.
         if place.turns is None and isinstance(candidate, DistributedSampler) and candidate.num_replicas > 1:
             raise ProgramError(
-                "The DataLoader has a DistributedSampler, so its batches are one replica's part already; distributing "
+                "The DataLoader has a DistributedSampler, so its batches are already one replica's part; distributing "
                 "them would cut them twice. Either give the DataLoader an ordinary sampler (shuffle=True) and the "
                 "global batch size, or iterate over it directly, without distribute_dataset."
             )
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         raise ProgramError(
-            "The DataLoader reads a data pipe, which cuts itself by rank inside the loader; distributing its batches "
-            "would cut them twice. Wrap what it yields in an IterableDataset of your own."
+            "The DataLoader reads a data pipe, which divides its data by rank inside the loader; distributing its "
+            "batches would cut them twice. Wrap its elements in an IterableDataset of your own."
         )

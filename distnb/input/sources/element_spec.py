@@ -1,4 +1,4 @@
-"""What the batches of a distributed dataset look like."""
+"""The structure, shapes and dtypes of the batches of a distributed dataset."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class TensorSpec:
     """Shape and dtype of one leaf of a batch.
 
     Attributes:
-        shape: With None for the axis of examples, whose size differs; the other axes are those of the first batch.
-        dtype: torch's or NumPy's; of a list of one item per example, the class of the items.
+        shape: The shape, with None for the axis of examples, whose size varies. The other axes are those of the first
+            batch.
+        dtype: A dtype of torch or NumPy; for a list of one item per example, the class of the items.
     """
 
     shape: tuple[int | None, ...]
@@ -27,7 +28,7 @@ class TensorSpec:
 
 
 def spec_of(batch: Any, num_replicas: int, *, as_it_is: bool = False) -> Any:
-    """The structure of a batch with a `TensorSpec` for each leaf, per replica where there are several.
+    """Return the structure of a batch with a `TensorSpec` for each leaf, per replica if there are several.
 
     A batch that is not cut (`as_it_is`) may be anything.
     """

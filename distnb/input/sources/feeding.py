@@ -1,4 +1,4 @@
-"""What a DataLoader of ours is to load: the batch sampler that stands before the user's."""
+"""The batch sampler that replaces the user's in a DataLoader, and selects the examples to load."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from distnb.input.dealing import Dealer, Portion, ReplicaInput
 from distnb.input.draws import Drawing
 
-__all__ = ["Feed", "Feeding"]
+__all__ = ["Feed", "FeedIteration"]
 
 
 class Feed:
-    """A batch sampler that asks for this replica's portion of each global batch (`sliced`), or for all of it.
+    """A batch sampler that requests this replica's portion of each global batch (`sliced`), or the whole batch.
 
     Attributes:
-        skip: What the next iteration leaves out: batches or, where replicas take turns, elements.
+        skip: The number of batches (elements, if replicas take turns) that the next iteration skips.
         latest: The latest iteration.
     """
 
@@ -29,23 +29,24 @@ class Feed:
         self._drawing = drawing
         self._sliced = sliced
         self.skip = 0
-        self.latest: Feeding
+        self.latest: FeedIteration
 
     def __iter__(self) -> Iterator[Any]:
-        # No generator: the user's sampler may draw as soon as it is asked for an iterator, as a DataLoader asks it.
-        self.latest = Feeding(iter(self._batches), self._place, self._drawing, self._sliced, self.skip)
+        # Not a generator: the user's sampler may draw when it is asked for an iterator, as a DataLoader asks it.
+        self.latest = FeedIteration(iter(self._batches), self._place, self._drawing, self._sliced, self.skip)
         return self.latest
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
 
-class Feeding(Dealer, Iterator[Any]):
-    """One iteration of a `Feed`.
+class FeedIteration(Dealer, Iterator[Any]):
+    """An iteration of a `Feed`.
 
     Attributes:
         sliced: See `Feed`.
-        asked: What was asked for and has not come yet, in order, each with the digest of all indices so far.
+        requested: The requested portions that have not arrived yet, in order, each with the digest of all indices so
+            far.
     """
 
     def __init__(self, batches: Iterator[Any], place: ReplicaInput, drawing: Drawing, sliced: bool, skip: int) -> None:
@@ -53,11 +54,11 @@ class Feeding(Dealer, Iterator[Any]):
         self._batches = batches
         self._drawing = drawing
         self.sliced = sliced
-        self._left_out = skip
+        self._skip = skip
         self._digest = 0
         self._next: Portion | None = None
-        # One replica gets what comes, and need not know.
-        self.asked: deque[tuple[Portion, int]] = deque(maxlen=0 if place.num_replicas == 1 else None)
+        # A single replica gets every batch and needs no record of its requests.
+        self.requested: deque[tuple[Portion, int]] = deque(maxlen=0 if place.num_replicas == 1 else None)
 
     def _batch(self) -> Any:
         batch = next(self._batches)
@@ -68,21 +69,21 @@ class Feeding(Dealer, Iterator[Any]):
             self._digest = zlib.crc32(repr(indices).encode(), self._digest)
         return indices
 
-    def leave_out(self) -> None:
-        """Leave out now what is to be left out: a DataLoader draws a number of its own before it asks for a batch."""
-        skip, self._left_out = self._left_out, 0
+    def skip_now(self) -> None:
+        """Skip now, because a DataLoader draws a number of its own before it requests a batch."""
+        skip, self._skip = self._skip, 0
         self.skip(skip)
 
-    def ask(self) -> None:
-        """Decide now what is loaded next: examples may be loaded with another stream than samplers draw from."""
+    def request_next(self) -> None:
+        """Select the next examples now, because loading them may use another random stream than the sampler."""
         if self._next is None:
             with self._drawing():
-                self.leave_out()
+                self.skip_now()
                 self._next = self.deal()
-            self.asked.append((self._next._replace(batch=None), self._digest))
+            self.requested.append((self._next._replace(batch=None), self._digest))
 
     def __next__(self) -> Any:
-        self.ask()
+        self.request_next()
         assert self._next is not None
         (batch, _, start, stop, _), self._next = self._next, None
-        return batch[start:stop] if stop > start else batch[:1]  # from which an empty slice learns what it looks like
+        return batch[start:stop] if stop > start else batch[:1]  # one example shows the structure of an empty slice

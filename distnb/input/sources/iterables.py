@@ -1,4 +1,4 @@
-"""Any iterable of batches, or a function that returns one: every replica reads all of it."""
+"""Source of any iterable of batches, or a function that returns one. Every replica reads all of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["IterableSource"]
 
 
 class IterableSource(Source):
-    """Lists, generators, functions that make generators."""
+    """A list, a generator, or a function that makes a generator."""
 
     iterable = True
 
@@ -30,7 +30,7 @@ class IterableSource(Source):
     def start(self, skip: int = 0, kept: bool | None = None) -> Iterator[Load]:
         if isinstance(self.data, Iterator):
             if self._started:
-                raise self._gone("was read before: a second iteration would find nothing")
+                raise self._gone("was read before: a second iteration would be empty")
             self._started = True
         return Batches(self._iterator(), self._place, self._drawing, skip=skip)
 
@@ -39,7 +39,7 @@ class IterableSource(Source):
 
     def _gone(self, what: str) -> ProgramError:
         return ProgramError(
-            f"This dataset was made from a {type(self.data).__name__}, which can be read once only, and {what}. "
+            f"This dataset was made from a {type(self.data).__name__}, which can be read only once, and {what}. "
             "Distribute something that can be read again: a list, a DataLoader, or the function that makes the "
             "generator (distribute_dataset(make_batches) instead of distribute_dataset(make_batches()))."
         )
@@ -49,5 +49,5 @@ class IterableSource(Source):
 
     def peek(self) -> Any:
         if isinstance(self.data, Iterator):
-            raise self._gone("looking at its first batch would take it away")
+            raise self._gone("inspecting its first batch would consume it")
         return next(self._iterator())

@@ -1,4 +1,4 @@
-"""DataLoaders: map-style data is loaded by the slice, where its collate function allows it; all else is read whole."""
+"""Source of DataLoaders. Map-style data is loaded by the slice if its collate function allows it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from distnb.input.dealing import ReplicaInput
 from distnb.input.draws import Drawing, ReplicaDraws, WorkerSeeds, draws_at_start_only, fold
 from distnb.input.sources.base import Load, Source
 from distnb.input.sources.batches import Batches
-from distnb.input.sources.feeding import Feed, Feeding
+from distnb.input.sources.feeding import Feed, FeedIteration
 from distnb.input.sources.workers import forget_workers, has_lost_workers, has_workers
 from distnb.options import InputOptions
 
-__all__ = ["LoaderSource", "changed", "is_plain"]
+__all__ = ["LoaderSource", "copy_loader", "is_plain"]
 
 
 def is_plain(loader: DataLoader[Any]) -> bool:
-    """Whether iterating the loader is what torch wrote, whatever its class."""
+    """Return whether the loader iterates with torch's own code, whatever its class."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and loader_internals.makes_plain_iterators(loader)
 
 
-def changed(loader: DataLoader[Any], **attributes: Any) -> Any:
-    """A copy of a loader with other attributes, also those that its constructor has fixed; it shares no workers."""
+def copy_loader(loader: DataLoader[Any], **attributes: Any) -> Any:
+    """Return a copy of a loader with other attributes, even those fixed by its constructor. It shares no workers."""
     copied = copy.copy(loader)
-    copied.__dict__.update(attributes)  # its setters refuse
+    copied.__dict__.update(attributes)  # the loader's own setters refuse
     loader_internals.forget_iterator(copied)
     return copied
 
@@ -40,8 +40,9 @@ def changed(loader: DataLoader[Any], **attributes: Any) -> Any:
 class LoaderSource(Source):
     """The batches of a DataLoader.
 
-    The work is done by a copy of the loader whose batch sampler asks for the replica's portions, so that torch's own
-    machinery (seeds, persistent workers, pinning, time-outs) acts as it does for the user's loader.
+    A copy of the loader does the work. Its batch sampler requests the replica's portions, so torch's own machinery
+    (seeds,
+    persistent workers, pinning, time-outs) acts as it does for the user's loader.
     """
 
     def __init__(self, loader: DataLoader[Any], place: ReplicaInput, options: InputOptions, drawing: Drawing) -> None:
@@ -55,16 +56,18 @@ class LoaderSource(Source):
         self._in_memory = (
             not loader.num_workers and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate
         )
-        settled = draws_at_start_only(loader.batch_sampler)
-        elsewhere = loader.num_workers > 0
-        self.quiet = self._plain and (settled if self._in_memory else elsewhere and (self.iterable or settled))
+        drawn_at_start = draws_at_start_only(loader.batch_sampler)
+        in_workers = loader.num_workers > 0
+        self.quiet = self._plain and (
+            drawn_at_start if self._in_memory else in_workers and (self.iterable or drawn_at_start)
+        )
         self.exclusive = self._plain and bool(loader.persistent_workers)
         self._copy: DataLoader[Any] | None = None
 
     def start(self, skip: int = 0, kept: bool | None = None) -> Iterator[Load]:
         loader, place = self._reading(kept), self._place
         self._copy = loader
-        # Pieces of batches are left out where batches are cut.
+        # Pieces of batches are skipped by the code that cuts batches.
         cut_later = place.turns is not None and not place.takes_whole_batches and not self._sliced
         early = skip if self._fed and not cut_later else 0
         feed: Feed | None = loader.batch_sampler if self._fed else None
@@ -73,26 +76,30 @@ class LoaderSource(Source):
         iterator: Any = iter(loader)
         feeding = feed.latest if feed is not None else None
         if feeding is not None:
-            feeding.leave_out()
+            feeding.skip_now()
         around: Callable[[], AbstractContextManager[Any]] = self._drawing
         if self._plain and (loader.num_workers > 0 or self._in_memory):
             around = nullcontext
         elif feeding is not None and feeding.sliced:
-            # Where an iteration goes on, what is drawn there is no repetition of what was drawn at its beginning.
-            around = _apart(feeding, ReplicaDraws(fold(loader_internals.base_seed(iterator) + skip, place.replica_id)))
+            # A resumed iteration must not repeat the draws made at the start of the original one.
+            around = _slice_context(
+                feeding, ReplicaDraws(fold(loader_internals.base_seed(iterator) + skip, place.replica_id))
+            )
         return Batches(
             iterator,
             place,
             around,
             feeding=feeding if place.num_replicas > 1 else None,
             skip=skip - early,
-            # Whether a failed batch counts among those that were asked for is the workers' secret.
+            # Only the workers know whether a failed batch counts among the requested ones.
             goes_on=not (self._fed and loader.num_workers and place.num_replicas > 1),
             persistent=loader if self.exclusive else None,
         )
 
     def _reading(self, kept: bool | None) -> Any:
-        """The loader that reads. One with persistent workers is kept; others see what the user changed since."""
+        """Return the loader to read with. One with persistent workers is kept; a new copy has the user's latest
+        changes.
+        """
         if self._copy is not None and self.exclusive:
             if has_lost_workers(self._copy):
                 forget_workers(self._copy)
@@ -103,14 +110,14 @@ class LoaderSource(Source):
         if self._fed:
             attributes["batch_sampler"] = Feed(loader.batch_sampler, place, self._drawing, self._sliced)
         if place.num_replicas > 1 and not loader.in_order:
-            attributes["in_order"] = True  # without it there is no telling which global batch a batch is part of
+            attributes["in_order"] = True  # otherwise a batch could not be assigned to its global batch
         if self._sliced and place.replica_id:
             attributes["worker_init_fn"] = WorkerSeeds(place.replica_id, loader.worker_init_fn)
         if kept and not self.kept():
-            attributes["generator"] = torch.Generator()  # its workers' seeds are drawn from nobody's stream
+            attributes["generator"] = torch.Generator()  # its workers' seeds do not come from any existing stream
         if self._in_memory and all(map(_is_simple, loader.dataset.tensors)):
             attributes |= {"dataset": _Rows(loader.dataset.tensors), "collate_fn": _as_it_is}
-        return changed(loader, **attributes) if attributes or self._plain else loader
+        return copy_loader(loader, **attributes) if attributes or self._plain else loader
 
     def sizes(self) -> tuple[int, int] | None:
         loader = self.data
@@ -127,17 +134,16 @@ class LoaderSource(Source):
         return len(self.data)
 
     def peek(self) -> Any:
-        """A first batch, as its collate function makes it; the loader and its generators stay as they are."""
+        """Return a first batch as the collate function makes it, without changing the loader or its generators."""
         loader, generators = self.data, self.generators()
         before = [generator.get_state() for generator in generators]
         try:
-            workers = min(
-                1, loader.num_workers
-            )  # a file that the dataset opens must not be opened here and then forked
+            # In a worker if the loader has some: a file that the dataset opens must not be opened here and then forked.
+            workers = min(1, loader.num_workers)
             alone: dict[str, Any] = {"num_workers": workers, "persistent_workers": False, "pin_memory": False}
             if self._fed:
                 alone["batch_sampler"] = [next(iter(loader.batch_sampler))]
-            return next(iter(changed(loader, **alone)))
+            return next(iter(copy_loader(loader, **alone)))
         finally:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
@@ -149,21 +155,21 @@ class LoaderSource(Source):
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
-def _apart(feeding: Feeding, draws: ReplicaDraws) -> Callable[[], AbstractContextManager[Any]]:
-    """Contexts in which a replica loads its slice: the sampler draws before, from the shared stream."""
+def _slice_context(feeding: FeedIteration, draws: ReplicaDraws) -> Callable[[], AbstractContextManager[Any]]:
+    """Return contexts for loading a replica's slice. The sampler draws before, from the shared stream."""
 
     def around() -> AbstractContextManager[Any]:
-        feeding.ask()
+        feeding.request_next()
         return draws.entered()
 
     return around
 
 
 def _collates_slices(loader: DataLoader[Any], place: ReplicaInput, options: InputOptions) -> bool:
-    """Whether the collate function sees a replica's slice only.
+    """Return whether the collate function sees only a replica's slice.
 
-    Torch's own treats examples one by one, so the slice's batch is the batch's slice. One that pads to the longest
-    example, mixes examples or packs them gives other values for a slice.
+    torch's own function handles examples one by one, so the slice's batch is the batch's slice. A function that pads to
+    the longest example, mixes examples or packs them gives other values for a slice.
     """
     if (
         place.takes_whole_batches
@@ -175,15 +181,15 @@ def _collates_slices(loader: DataLoader[Any], place: ReplicaInput, options: Inpu
         name = getattr(loader.collate_fn, "__qualname__", type(loader.collate_fn).__qualname__)
         warnings.warn(
             f"The collate function {name} may give other values for a slice than for a whole batch (by padding or "
-            f"mixing), so each of the {place.num_replicas} replicas loads every global batch whole and keeps its "
-            'slice. If it treats examples one by one, pass InputOptions(collate="slice").',
+            f"mixing), so each of the {place.num_replicas} replicas loads every global batch completely and keeps "
+            'its slice. If it handles examples one by one, pass InputOptions(collate="slice").',
             stacklevel=2,
         )
     return False
 
 
 class _Rows:
-    """Tensors in memory: in one indexing each, what collating example by example gives, bit for bit."""
+    """Tensors in memory. One indexing operation each gives the same bits as collating example by example."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors

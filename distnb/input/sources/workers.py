@@ -1,4 +1,4 @@
-"""The processes that load for this one: whether they live, and how they end."""
+"""Worker processes of DataLoaders: whether they are alive, and how they end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "forget_workers",
     "has_lost_workers",
     "has_workers",
-    "raise_of_workers_only_while",
+    "raise_worker_errors_only_while",
 ]
 
 _PATIENCE_S = 1.0
@@ -33,33 +33,33 @@ _TIDY_UP_S = 5.0  # nobody waits for it
 
 
 def has_workers(loader: DataLoader[Any]) -> bool:
-    """Whether persistent workers of a loader wait for the next iteration."""
+    """Return whether persistent workers of a loader wait for the next iteration."""
     return loader_internals.kept_iterator(loader) is not None and not has_lost_workers(loader)
 
 
 def has_lost_workers(loader: DataLoader[Any]) -> bool:
-    """Whether persistent workers of a loader have ended, as those of an interrupted program do."""
+    """Return whether persistent workers of a loader have ended, as those of an interrupted program do."""
     kept = loader_internals.kept_iterator(loader)
-    # Not `is_alive()`, which says yes of one that another thread waits for, when it has only just ended.
+    # Not `is_alive()`, which returns True for a process that has just ended while another thread waits for it.
     return kept is not None and bool(connection.wait([worker.sentinel for worker in loader_internals.workers(kept)], 0))
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Have a loader start other workers for its next iteration."""
+    """Make a loader start new workers for its next iteration."""
     loader_internals.forget_iterator(loader)
 
 
 def end_workers(iterator: Any) -> None:
-    """Shut the workers of a DataLoader's iterator down: tracebacks may hold the iterator for long.
+    """Shut down the workers of a DataLoader's iterator. Tracebacks may keep the iterator alive for long.
 
-    An interrupted program does not wait for one that is stuck.
+    An interrupted program does not wait for a worker that is stuck.
     """
     if not loader_internals.is_shut_down(iterator):
         threading.Thread(target=_shut_down, args=(iterator,), name="distnb-input-end", daemon=True).start()
 
 
 def _shut_down(iterator: Any) -> None:
-    # Torch waits 5 s for one that is stuck, then ends it without letting it tidy up: it is interrupted before.
+    # torch waits 5 s for a stuck worker, then terminates it without clean-up. Interrupt it earlier.
     hurry = threading.Timer(_PATIENCE_S, _interrupt, (loader_internals.workers(iterator),))
     hurry.daemon = True
     hurry.start()
@@ -71,7 +71,7 @@ _interrupted: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
 
 
 def _interrupt(children: Iterable[BaseProcess]) -> None:
-    """Do what Ctrl-C in a terminal would. Once to each: a second one would disturb its tidying up."""
+    """Send SIGINT, as Ctrl-C in a terminal does. Send it once: a second one would disturb the clean-up."""
     for child in children:
         if child not in _interrupted and child.pid is not None and child.is_alive():
             _interrupted.add(child)
@@ -80,7 +80,7 @@ def _interrupt(children: Iterable[BaseProcess]) -> None:
 
 
 def end_processes(children: Iterable[BaseProcess]) -> None:
-    """End them without waiting: those that do not heed an interrupt are terminated in a while."""
+    """End processes without waiting. Those that ignore an interrupt are terminated later."""
     children = list(children)
     _interrupt(children)
     if children:
@@ -95,19 +95,20 @@ def _terminate_late(children: list[BaseProcess]) -> None:
             child.terminate()
 
 
-def raise_of_workers_only_while(running: Callable[[], bool]) -> None:
-    """Keep torch's news of a worker that failed away from an engine which runs no program: it would end the engine.
+def raise_worker_errors_only_while(running: Callable[[], bool]) -> None:
+    """Suppress torch's error about a failed worker while the engine runs no program: the error would end the engine.
 
-    Torch tells by a handler of SIGCHLD that raises in whatever the main thread does. Who reads on is told anyhow. Call
-    it in the main thread, before any loader has begun.
+    torch reports it from a handler of SIGCHLD that raises in the main thread, whatever that does. A thread that
+    continues
+    to read the loader gets the error anyway. Call this in the main thread, before the first loader starts.
     """
     loader_internals.handle_ends_of_workers()
-    tell = signal.getsignal(signal.SIGCHLD)
-    assert callable(tell)
+    report = signal.getsignal(signal.SIGCHLD)
+    assert callable(report)
 
     def handle(number: int, frame: FrameType | None) -> None:
         try:
-            tell(number, frame)
+            report(number, frame)
         except RuntimeError:
             if running():
                 raise
@@ -115,22 +116,22 @@ def raise_of_workers_only_while(running: Callable[[], bool]) -> None:
     signal.signal(signal.SIGCHLD, handle)
 
 
-# A worker hands tensors over by a socket that multiprocessing puts into a temporary folder: made late, on a thread that
-# the worker's end does not wait for. It stays behind when the worker is terminated, or ends at the wrong moment. So the
-# socket has an address that is no file.
+# Why workers use a socket without a file. A worker sends tensors through a socket that multiprocessing creates late, in
+# a temporary folder, on a thread that the worker's end does not wait for. If the worker is terminated or ends at the
+# wrong moment, the file remains. So the socket gets an abstract address, which is not a file.
 
 _WORKERS = "torch.utils.data._utils.worker"
 
 
 def _prepare(_: object) -> None:
-    """Called first of all in each process that multiprocessing forks from this one."""
+    """Set the address in each process that multiprocessing forks from this one. It runs there first."""
     process: Any = multiprocessing.current_process()
     if getattr(process._target, "__module__", "") == _WORKERS:
         vars(connection)["arbitrary_address"] = _address_without_file
 
 
 def _address_without_file(family: str) -> str:
-    # Linux keeps such a name as long as the socket is open; who connects must know multiprocessing's key.
+    # Linux keeps such a name as long as the socket is open. A peer must know multiprocessing's key to connect.
     return f"\0distnb-{os.getpid()}-{secrets.token_hex(8)}"
 
 
