@@ -345,7 +345,8 @@ class StrategySpec:
     """Full description of a strategy. Equal specs name the same strategy object in every process.
 
     Attributes:
-        kind: The word of the magic: "default", "one_device", "mirrored", "multi_worker", "central_storage", "tpu".
+        kind: The word of the strategy's class in `%%distribute`, such as "mirrored"; "module:Class" for a class
+            outside distnb.
         devices: Devices in replica order, as strings; empty for "all that the cluster has".
         num_replicas: The number of replicas in sync; 0 while it is not known.
         options: Sorted (name, value) pairs of hashable options, such as ("gradient_reduction", "mean").
@@ -359,11 +360,6 @@ class StrategySpec:
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave out the names of the fields: every program carries a spec, so its pickle is kept small."""
         return StrategySpec, (self.kind, self.devices, self.num_replicas, self.options)
-
-    @property
-    def device_type(self) -> str:
-        """The type that all devices of the strategy must have; "" for any."""
-        return "tpu" if self.kind == "tpu" else ""
 
     def option(self, name: str, default: Any = None) -> Any:
         """Return the value of one option."""

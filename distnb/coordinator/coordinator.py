@@ -43,7 +43,6 @@ from distnb.coordinator.sent import Sent
 from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
 from distnb.coordinator.waiter import Waiter
 from distnb.errors import CheckpointError, ClosureCancelled, NoClusterError, OptionError, ServerLost
-from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.interrupts import Interrupts
 from distnb.runtime.servers import roles
 from distnb.runtime.step_count import Reading
@@ -102,7 +101,7 @@ class ClusterCoordinator:
     def __new__(
         cls, strategy: Strategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30
     ) -> ClusterCoordinator:
-        if not isinstance(strategy, Strategy) or strategy.spec.kind != PARAMETER_SERVER:
+        if not isinstance(strategy, Strategy) or not strategy.has_coordinator:
             raise OptionError(
                 f"ClusterCoordinator needs a ParameterServerStrategy; got {strategy!r}. Other strategies run on all "
                 "replicas together, and need no coordinator: strategy.run(fn, args)."

@@ -22,11 +22,9 @@ from distnb.keras.forward import SharedForward
 from distnb.keras.parameter_servers import ModelOnServers
 from distnb.keras.shared_errors import raise_together
 from distnb.runtime import contexts, randomness, step_count
-from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.chief_first import chief_first
 from distnb.runtime.reduction.equal_values import make_equal
 from distnb.runtime.this_process import this_process
-from distnb.variables.homes import homes
 
 __all__ = ["adopt", "beside", "parts"]
 
@@ -45,7 +43,7 @@ def adopt(strategy: Any, model: Any) -> None:
     class.
     """
     if "fit" not in vars(model):
-        names = ModelOnServers.methods if strategy.spec.kind == PARAMETER_SERVER else _ALL
+        names = ModelOnServers.methods if strategy.has_coordinator else _ALL
         for name in names:
             vars(model)[name] = _first(strategy, model, name, names)
 
@@ -124,7 +122,7 @@ class ModelOnReplicas:
         finally:
             self._callbacks = callbacks
             if before is None:
-                homes.of(self._strategy).end_loop()
+                self._strategy.home.end_loop()
 
     def _share_callbacks(self, bound: inspect.BoundArguments) -> None:
         """Let the chief's callbacks act for all, and the chief alone show progress."""

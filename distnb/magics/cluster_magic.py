@@ -30,8 +30,8 @@ from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
 from distnb.notebook.views.closures_model import runs_text, server_texts
 from distnb.notebook.views.event_files import EventFiles
 from distnb.options import StrategySpec
-from distnb.runtime.base import PARAMETER_SERVER
 from distnb.runtime.this_process import this_process
+from distnb.strategies import resolve
 from distnb.topology import PS, WORKER, Task
 from distnb.widgets import exports
 from distnb.widgets.publisher import publisher_for
@@ -80,26 +80,13 @@ class ClusterMagic:
                 getattr(self, command)(COMMANDS[command].read(rest))
 
     def ensure(self, spec: StrategySpec = _ANY) -> Session:
-        """The running session; without one a cluster is started that suits a strategy, and it is said so."""
-        session = sessions.current()
-        if spec.kind == PARAMETER_SERVER:
-            if session is None:
-                workers = available_gpus() or 2
-                print(
-                    f"No cluster is running: starting one of {_count(workers, 'worker')} and 1 parameter server. "
-                    "%distnb start --workers N --ps N chooses another size.",
-                    flush=True,
-                )
-                session = self._start(None, None, workers=workers, ps=1)
-            sessions.require_tasks()
-        elif session is None:
-            count = spec.num_replicas or None
-            devices = spec.devices or ((spec.device_type,) if spec.device_type else None)
-            what = "the default one. %distnb start -n N chooses another size"
-            if devices or count:
-                what = f"one on {', '.join(devices)}" if devices else f"one with {count} engines"
-            print(f"No cluster is running: starting {what}.", flush=True)
-            session = self._start(count, devices, oversubscribe=bool(spec.option("oversubscribe")))
+        """Return the running session. Without one, start a cluster that suits a strategy, and print so."""
+        session, strategy = sessions.current(), resolve(spec)
+        if session is None:
+            options = strategy.start_options()
+            print(f"No cluster is running: starting {_described(options)}.", flush=True)
+            session = self._start(options.pop("n", None), options.pop("devices", None), **options)
+        strategy.check_cluster()
         return session
 
     # -- commands --------------------------------------------------------------------------------------------------
@@ -350,6 +337,18 @@ def _work() -> dict[str, tuple[str, str]]:
             for server, text in server_texts(this_process.servers.placement()).items():
                 found[str(Task(PS, server))] = ("", text)
     return found
+
+
+def _described(options: dict[str, Any]) -> str:
+    """Describe the cluster that options of `distnb.start` make."""
+    if "workers" in options:
+        roles = f"{_count(options['workers'], 'worker')} and {_count(options['ps'], 'parameter server')}"
+        return f"one of {roles}. %distnb start --workers N --ps N chooses another size"
+    if options.get("devices"):
+        return f"one on {', '.join(options['devices'])}"
+    if options.get("n"):
+        return f"one with {options['n']} engines"
+    return "the default one. %distnb start -n N chooses another size"
 
 
 def _count(number: int, thing: str) -> str:

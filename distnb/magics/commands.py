@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from distnb.errors import OptionError, closest
 from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
+from distnb.strategies import WORDS, class_of
 
 __all__ = ["AUTODISTRIBUTE", "COMMANDS", "DISTRIBUTE", "LIVE_MODES", "asks_for_help", "distnb_help"]
 
@@ -164,10 +165,11 @@ def _start(parser: LineParser) -> None:
 def _distribute() -> LineParser:
     parser = LineParser(
         "%%distribute",
-        "run the cell on every replica of a strategy: default, one_device, mirrored, multi_worker, central_storage, "
-        "tpu, or a strategy object by its name. In the cell, `strategy` is the strategy. Under parameter_server "
-        "it runs here, and `coordinator` hands out work to the workers.",
+        "run the cell on every replica of a strategy. In the cell, `strategy` is the strategy. Strategies:\n"
+        + "".join(f"\n  {word:<18}{class_of(word).about}" for word in WORDS)
+        + "\n\nInstead of a word: the name of a strategy object, or MODULE:CLASS for a class in a module of yours.",
     )
+    parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=84)
     add = parser.add_argument
     add("word", metavar="STRATEGY", nargs="?", default="", help="one of these words, or the name of a variable")
     add("-n", dest="replicas", metavar="N", type=_count, help="how many replicas; without it, one on each engine")

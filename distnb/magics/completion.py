@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMatcherResult, context_matcher
 
-from distnb.magics.cell_request import WORDS, is_strategy
+from distnb.magics.cell_request import is_strategy
 from distnb.magics.commands import COMMANDS, DISTRIBUTE, LIVE_MODES
 from distnb.notebook import compose
+from distnb.strategies import WORDS
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

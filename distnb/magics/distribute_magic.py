@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import OptionError, StartError
@@ -25,7 +26,7 @@ from distnb.notebook import compose as sessions
 from distnb.notebook.output.profiles import profile_folder
 from distnb.notebook.output.wording import cell_name
 from distnb.options import StrategySpec
-from distnb.runtime.base import PARAMETER_SERVER
+from distnb.strategies import class_of, resolve
 from distnb.wire.messages import UsersFunction
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ _ENTER = "get_ipython()._distnb_local"
 class DistributeMagic(ast.NodeTransformer):
     """Runs `%%distribute` cells of one shell; `ensure` gives the running session, or starts one that suits a strategy.
 
-    The name `strategy`, and `coordinator`, stays bound after the cell, unless it was the user's own before.
+    The name `strategy`, and others of the strategy's (`coordinator`), stay bound after the cell, unless they were the
+    user's own before.
     """
 
     has_side_effects = False  # IPython's question to a transformer
@@ -63,14 +65,10 @@ class DistributeMagic(ast.NodeTransformer):
         self._raw_cell = raw_cell
 
     def _names(self, request: CellRequest) -> None:
-        from distnb.strategies import resolve
-
         user_ns, strategy = self._shell.user_ns, resolve(request.spec)
         names: dict[str, Any] = {"strategy": strategy}
-        if request.spec.kind == PARAMETER_SERVER:
-            from distnb.coordinator import ClusterCoordinator
-
-            names["coordinator"] = ClusterCoordinator(strategy)
+        for name, place in strategy.cell_names.items():
+            names[name] = resolve_name(place)(strategy)
         for name, value in names.items():
             if name in user_ns and (name not in self._ours or user_ns[name] is not self._ours[name]):
                 self._users[name] = user_ns[name]
@@ -193,7 +191,7 @@ class DistributeMagic(ast.NodeTransformer):
         with presented():
             check_no_nested_magic(text)
             request = read_request(line, self._shell.user_ns)
-            if request.spec.kind == PARAMETER_SERVER:
+            if class_of(request.spec.kind).needs_engines:
                 self._ensure(request.spec)
             self._names(request)
             session = sessions.current()

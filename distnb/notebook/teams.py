@@ -10,6 +10,7 @@ from distnb.cluster.lifecycle import Cluster
 from distnb.cluster.rendezvous_store import RendezvousStore, free_port
 from distnb.errors import ClusterError, OptionError
 from distnb.options import StrategySpec
+from distnb.strategies import class_of
 from distnb.topology import Device, Team
 
 __all__ = ["Teams", "choose_engines"]
@@ -72,12 +73,13 @@ def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]
     if not alive:
         raise ClusterError("Every engine of the cluster has ended. %distnb restart starts them anew.")
     there = ", ".join(map(str, alive.values()))
-    if spec.device_type:
-        alive = {engine: device for engine, device in alive.items() if device.type == spec.device_type}
+    device_type = class_of(spec.kind).device_type
+    if device_type:
+        alive = {engine: device for engine, device in alive.items() if device.type == device_type}
         if not alive:
             raise OptionError(
-                f"The strategy {spec.kind} needs engines on {spec.device_type} devices, and the cluster's engines have "
-                f"{there}. Start one that has them: %distnb stop, then %distnb start --devices {spec.device_type}."
+                f"The strategy {spec.kind} needs engines on {device_type} devices, and the cluster's engines have "
+                f"{there}. Start one that has them: %distnb stop, then %distnb start --devices {device_type}."
             )
     if not spec.devices:
         wanted = spec.num_replicas or len(alive)

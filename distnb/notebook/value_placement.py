@@ -10,7 +10,6 @@ from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.remote_dataset import RemoteDataset
 from distnb.notebook.views.devices_model import DevicesModel
 from distnb.notebook.views.placement_model import PlacementModel
-from distnb.runtime.base import PARAMETER_SERVER, is_in_process
 from distnb.values import structure
 from distnb.wire.value_facts import Holding
 
@@ -81,11 +80,11 @@ def devices_model(user_ns: Mapping[str, Any], idle: Iterable[str]) -> DevicesMod
 def devices_of(strategy: Strategy) -> DevicesModel:
     """The devices that a strategy's replicas compute on, likewise."""
     devices, session = strategy.worker_devices, sessions.current()
-    if session is None or is_in_process(strategy.spec):
+    if session is None or not strategy.needs_engines:
         return DevicesModel.of_nobody(devices)
     rows = session.status()
     names = {row.engine: row.task for row in rows}
-    if strategy.spec.kind != PARAMETER_SERVER:
+    if not strategy.is_local:
         names = {engine: f"replica {rank}" for rank, engine in enumerate(session.team(strategy.spec).engines)}
     memory = {engine: each for engine, each in session.memory().items() if engine in names}
     held = {} if session.stuck else _held(session.user_ns)
@@ -93,11 +92,12 @@ def devices_of(strategy: Strategy) -> DevicesModel:
 
 
 def server_placement(strategy: Strategy) -> PlacementModel | None:
-    """What parameter servers hold of a strategy's variables; None where there are none."""
-    if strategy.spec.kind != PARAMETER_SERVER:
+    """Return the shards of a strategy's variables on parameter servers; None where it has no such placement."""
+    placement = getattr(type(strategy), "placement", None)
+    if placement is None:
         return None
     rows: dict[str, list[PlacedShard]] = {}
-    for row in strategy.placement():
+    for row in placement(strategy):
         rows.setdefault(row.name, []).append(row)
     held = [
         Holding(name, row.shape, None, "stored", _dtype(row), "", row.nbytes, f"ps {row.server}")

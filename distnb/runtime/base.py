@@ -4,37 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
 
-__all__ = ["DEFAULT", "PARAMETER_SERVER", "Owner", "Runtime", "is_in_process"]
+if TYPE_CHECKING:
+    from distnb.runtime.replica import Spmd
+    from distnb.runtime.spmd import SpmdProcess
 
-DEFAULT = "default"
-"""The kind of the strategy that is in force where no other is."""
-
-PARAMETER_SERVER = "parameter_server"
-"""The kind of the strategy whose variables live on servers."""
-
-
-def is_in_process(spec: StrategySpec) -> bool:
-    """Whether a strategy always computes in the calling process."""
-    return spec.kind in (DEFAULT, "one_device")
+__all__ = ["Owner", "Runtime"]
 
 
 class Owner(Protocol):
-    """What a runtime sees of the strategy that it works for."""
+    """The part of a strategy that the runtime layer uses.
+
+    Attributes:
+        is_default: Whether this is the strategy in force outside every scope. Every other strategy may use its
+            variables.
+        device_type: The type that all its devices must have; "" for any.
+    """
+
+    is_default: ClassVar[bool]
+    device_type: ClassVar[str]
 
     @property
     def spec(self) -> StrategySpec:
-        """What the strategy is."""
+        """The description from which every process makes the same strategy."""
+
+    def join(self) -> Runtime | None:
+        """Make a script's process one of several replicas. Return a runtime if it trains alone instead."""
+
+    def make_runtime(self, process: SpmdProcess) -> Spmd:
+        """Make the runtime for one replica of several."""
+
+    def check_honoured(self, devices: tuple[str, ...], nccl: bool, workers: tuple[int, ...] = ()) -> None:
+        """Raise OptionError if replicas on these devices cannot do what the strategy asks for."""
 
 
 class Runtime(Protocol):
-    """Where one strategy runs. There are three: in process, SPMD, and remote (the session's).
+    """The place where one strategy runs: in process, on one of several replicas (SPMD), or remote (the session's).
 
-    Every public method of `Strategy` goes through the method of the same name here, after checks that need no
-    replica; an implementation is complete by itself. `call` is for what uses several of them.
+    Every public method of `Strategy` calls the method of the same name here, after checks that need no replica. Each
+    implementation is complete by itself. `call` runs code that uses several of them.
     """
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -128,7 +128,7 @@ def require_cross_replica(strategy: Any, method: str) -> None:
     """Raise a ContextError for a call that replicas cannot make, or that mixes strategies."""
     stack = _here.stack
     owner, replica = stack[-1] if stack else (strategy, None)
-    in_default_run = not stack and _here.in_default_run and strategy.spec.kind == "default"
+    in_default_run = not stack and _here.in_default_run and strategy.is_default
     if replica is not None or (in_default_run and method in ("run", "reduce", "gather", "scope")):
         raise ContextError(
             f"strategy.{method} was called in a replica context, inside a function that strategy.run called. "

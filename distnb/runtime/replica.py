@@ -27,7 +27,6 @@ from distnb.options import (
 from distnb.runtime import contexts, shared_files, step_count
 from distnb.runtime.base import Owner
 from distnb.runtime.call_arguments import BatchNote, check_fits
-from distnb.runtime.central import setup
 from distnb.runtime.central.shared_optimizers import SharedOptimizers
 from distnb.runtime.central.shared_variables import SharedVariables
 from distnb.runtime.consistency.agreement import distributed
@@ -58,15 +57,16 @@ class Spmd:
     """One strategy on this replica. Every replica makes the same calls in the same order.
 
     Args:
-        process: What this process is.
-        strategy: Whose runtime this is.
+        process: The replica that this process is.
+        strategy: The strategy that runs here.
+        single_copy: Keep one copy of each variable in memory that all replicas share.
 
     Attributes:
         preferences: See `GroupCore.prefer`.
         registration: The strategy's variables on this replica, and `home`: where they are.
     """
 
-    def __init__(self, process: SpmdProcess, strategy: Owner) -> None:
+    def __init__(self, process: SpmdProcess, strategy: Owner, *, single_copy: bool = False) -> None:
         self._process = process
         self._strategy = strategy
         options = strategy.spec.option("communication_options", CommunicationOptions())
@@ -86,7 +86,7 @@ class Spmd:
         )
         self._shared: SharedVariables | None = None
         self._optimizers: SharedOptimizers | None = None
-        if strategy.spec.kind == setup.KIND:
+        if single_copy:
             self._shared = SharedVariables(lambda: process.group)
             self._optimizers = SharedOptimizers(lambda: process.group, self._shared, self._sync)
         self.registration = Registration(strategy, self._sync, lambda: process.group, self._shared)

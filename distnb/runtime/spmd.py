@@ -63,7 +63,7 @@ class SpmdProcess:
         """The runtime of a strategy in this process; it lives as long as the process, and its variables with it."""
         runtime = self._runtimes.get(strategy)
         if runtime is None:
-            runtime = self._runtimes[strategy] = Spmd(self, strategy)
+            runtime = self._runtimes[strategy] = strategy.make_runtime(self)
         # The replicas have one process group for all strategies: it goes by the one that is used.
         self.group.process_group.prefer(*runtime.preferences)
         return runtime

@@ -1,4 +1,4 @@
-"""Where the variables of strategies live in this process: alone, or as the components of one replica."""
+"""The homes of variables in this process: alone, or as the components of one replica."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from distnb.errors import ContextError
 from distnb.options import ReduceOp
 from distnb.runtime import contexts
-from distnb.runtime.base import DEFAULT, PARAMETER_SERVER, is_in_process
+from distnb.runtime.base import Owner
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import map_structure
-from distnb.variables.homes import Home, homes
+from distnb.variables.homes import Home
 
 if TYPE_CHECKING:
     import torch
@@ -20,15 +20,20 @@ if TYPE_CHECKING:
     from distnb.runtime.scopes.registration import Registration
     from distnb.variables.variable import Variable
 
-__all__ = ["ReplicaHome"]
+__all__ = ["AloneHome", "ReplicaHome", "home_on_replicas"]
 
 
-class _Alone(Home):
-    """One copy, in this process: under the default and one-device strategies, and of a copy fetched from replicas."""
+class AloneHome(Home):
+    """One copy of each variable, in this process: a strategy that computes here, or a copy fetched from replicas.
 
-    def __init__(self, strategy: Any) -> None:
+    Args:
+        strategy: The strategy that made the variables.
+        is_copy: Whether they were made on replicas and fetched to this process, which is none.
+    """
+
+    def __init__(self, strategy: Owner, *, is_copy: bool = False) -> None:
         self._strategy = strategy
-        self._is_copy = not is_in_process(strategy.spec)  # it was made on replicas, and this process is none
+        self._is_copy = is_copy
 
     @property
     def device(self) -> torch.device | None:
@@ -46,7 +51,7 @@ class _Alone(Home):
         strategy, replica = innermost
         if self._is_copy or strategy is self._strategy:
             return replica is not None
-        if self._strategy.spec.kind != DEFAULT:
+        if not self._strategy.is_default:
             raise contexts.mixing(strategy, self._strategy)
         if writing and replica is not None and replica.num_replicas_in_sync > 1:
             raise ContextError(
@@ -124,13 +129,7 @@ class ReplicaHome(Home):
         self._registration.take_variable(variable)
 
 
-def _home_of(strategy: Any) -> Home:
-    if strategy.spec.kind == PARAMETER_SERVER:
-        from distnb.runtime.servers.roles import ServerHome
-
-        return ServerHome(strategy)
+def home_on_replicas(strategy: Owner) -> Home:
+    """Return the home of a strategy of several replicas: this replica's, or that of copies in the notebook."""
     process = this_process.replica
-    return _Alone(strategy) if process is None or is_in_process(strategy.spec) else process.home_of(strategy)
-
-
-homes.of = _home_of
+    return AloneHome(strategy, is_copy=True) if process is None else process.home_of(strategy)

@@ -10,60 +10,193 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from distnb.errors import OptionError, UnknownNameError
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, StrategySpec, ValueContext
-from distnb.runtime import choice, contexts, variable_homes  # noqa: F401  (finds homes from its import on)
+from distnb.runtime import choice, contexts, variable_homes
 from distnb.runtime.base import Runtime
 from distnb.runtime.call_arguments import check_call, check_input_function, check_input_options
 from distnb.runtime.this_process import this_process
 from distnb.strategies.aliases import METHODS
 from distnb.strategies.strategy_scope import StrategyScope
+from distnb.strategies.word_options import WordOptions
 from distnb.values.structure import flatten
+from distnb.variables.homes import Home
 
 if TYPE_CHECKING:
     from distnb.cluster.resolvers import ClusterResolver
+    from distnb.collectives.algorithms.base import CrossDeviceOps
+    from distnb.runtime.replica import Spmd
+    from distnb.runtime.spmd import SpmdProcess
 
-__all__ = ["Strategy", "kept_options", "resolve"]
+__all__ = ["WORDS", "Strategy", "class_of", "kept_options", "resolve"]
 
-_CLASSES = {
+WORDS = {
     "default": "distnb.strategies.default:DefaultStrategy",
     "one_device": "distnb.strategies.one_device:OneDeviceStrategy",
     "mirrored": "distnb.strategies.mirrored:MirroredStrategy",
-    "central_storage": "distnb.strategies.central_storage:CentralStorageStrategy",
     "multi_worker": "distnb.strategies.multi_worker:MultiWorkerMirroredStrategy",
+    "central_storage": "distnb.strategies.central_storage:CentralStorageStrategy",
     "tpu": "distnb.strategies.tpu:TPUStrategy",
     "parameter_server": "distnb.strategies.parameter_server:ParameterServerStrategy",
 }
+"""The classes that the words of `%%distribute` name. A class outside distnb is its own word, "module:Class"."""
+
 _OF_DISTNB = ("replica_id", "is_chief", "on_chief", "live", "nn", "metrics", "get_replica_context")
 _made: dict[StrategySpec, Strategy] = {}
 
 
+def class_of(kind: str) -> type[Strategy]:
+    """Return the class that a word of `%%distribute` names, or "module:Class".
+
+    Raises:
+        OptionError: There is no such class here.
+    """
+    module, colon, name = WORDS.get(kind, kind).partition(":")
+    if not colon:
+        raise OptionError(f"{kind!r} is no strategy. The strategies are {', '.join(sorted(WORDS))}.")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(
+            f"The strategy {kind} cannot be imported in this process: {error}. Define its class in a module (a file) "
+            "that the notebook and the engines can import."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        raise OptionError(f"{kind} is no subclass of distnb.Strategy: {found!r}.")
+    return found
+
+
 def resolve(spec: StrategySpec) -> Strategy:
-    """The strategy that a spec names: the same object for equal specs, in each process.
+    """Return the strategy that a spec describes: the same object for equal specs, in each process.
 
     Raises:
         OptionError: There is no strategy of that kind.
     """
     strategy = _made.get(spec)
-    if strategy is None:
-        if spec.kind not in _CLASSES:
-            raise OptionError(f"{spec.kind!r} is no strategy. The strategies are {', '.join(sorted(_CLASSES))}.")
-        module, _, name = _CLASSES[spec.kind].partition(":")
-        strategy = cast("type[Strategy]", getattr(importlib.import_module(module), name))._of(spec)
-    return strategy
+    return class_of(spec.kind)._of(spec) if strategy is None else strategy
 
 
 class Strategy:
-    """How a computation is spread over devices. Subclasses are made by their own arguments.
+    """The distribution of a computation over devices. Subclasses are made by their own arguments.
 
     Equal arguments give the same object. Methods may be called in the notebook, on replicas, and in scripts; they do
     the same everywhere.
 
+    A new strategy is one class in a module of its own. Its `__new__` returns `cls._of(StrategySpec(cls.kind, …))`. Its
+    differences from a mirrored strategy are the attributes and methods of the section "For authors of strategies" that
+    it overrides. A line in `WORDS` gives it a short word.
+
     Attributes:
-        spec: Everything that says which strategy this is.
+        spec: The description from which every process makes the same strategy.
     """
 
-    kind: ClassVar[str]
-    _devices_argument: ClassVar[str] = "devices"
     spec: StrategySpec
+
+    # For authors of strategies ------------------------------------------------------------------------------------
+
+    kind: ClassVar[str]
+    """The word in `%%distribute`; for classes that do not set it, "module:Class"."""
+    about: ClassVar[str] = ""
+    """The line about it in the help of `%%distribute`."""
+    is_default: ClassVar[bool] = False
+    """Whether this is the strategy in force outside every scope. Every other strategy may use its variables."""
+    is_local: ClassVar[bool] = False
+    """Whether the notebook's own process runs a `%%distribute` cell, and not the replicas."""
+    needs_engines: ClassVar[bool] = True
+    """Whether a notebook needs a running cluster for it."""
+    has_coordinator: ClassVar[bool] = False
+    """Whether a ClusterCoordinator hands out its work to workers, one closure at a time."""
+    device_type: ClassVar[str] = ""
+    """The type that all its devices must have; "" for any."""
+    cell_names: ClassVar[Mapping[str, str]] = {}
+    """The names that a local cell sees besides `strategy`: each with the "module:Class" that is called with it."""
+    word_options: ClassVar[tuple[str, ...]] = ("-n", "--devices", "--gradients", "--oversubscribe")
+    """The options that the word takes in `%%distribute`."""
+    refusal: ClassVar[str] = ""
+    """The reason why it takes no others, for the error."""
+    _devices_argument: ClassVar[str] = "devices"
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "kind" not in vars(cls):
+            cls.kind = f"{cls.__module__}:{cls.__qualname__}"
+
+    @property
+    def runtime(self) -> Runtime:
+        """The place where the strategy runs from here: this process, one of several replicas, or engines."""
+        return choice.on_replicas(self)
+
+    @property
+    def home(self) -> Home:
+        """The place of the strategy's variables in this process."""
+        return variable_homes.home_on_replicas(self)
+
+    def make_runtime(self, process: SpmdProcess) -> Spmd:
+        """Make the runtime for one replica of several."""
+        from distnb.runtime.replica import Spmd
+
+        return Spmd(process, self)
+
+    def join(self) -> Runtime | None:
+        """Make a script's process one of several replicas. Return a runtime if it trains alone instead."""
+        choice.join_launched(self)
+        return None
+
+    def check_honoured(self, devices: tuple[str, ...], nccl: bool, workers: tuple[int, ...] = ()) -> None:
+        """Raise OptionError if replicas on these devices cannot do what the strategy asks for.
+
+        Args:
+            devices: The replicas' devices, in order.
+            nccl: Whether NCCL connects the replicas.
+            workers: The machine of each replica, by number; empty for one machine.
+        """
+        ops: CrossDeviceOps | None = self.spec.option("cross_device_ops")
+        if ops is not None:
+            ops.check(devices, nccl)
+
+    def check_cluster(self) -> None:
+        """Raise if the notebook's running cluster is of the wrong kind."""
+
+    def start_options(self) -> dict[str, Any]:
+        """Return the arguments of `distnb.start` for a notebook in which no cluster runs."""
+        spec = self.spec
+        devices = spec.devices or ((self.device_type,) if self.device_type else None)
+        return {
+            "n": spec.num_replicas or None,
+            "devices": devices,
+            "oversubscribe": bool(spec.option("oversubscribe")),
+        }
+
+    @classmethod
+    def spec_of_word(cls, given: WordOptions) -> StrategySpec:
+        """Return the spec for a word and its options: that of the object which the class makes of equal arguments.
+
+        Raises:
+            OptionError: An option makes no sense, or cannot be honoured.
+        """
+        given.refuse_others(cls.word_options, cls.refusal)
+        who, devices = f"%%distribute {given.word}", given.devices
+        if given.num_replicas is not None and devices and given.num_replicas != len(devices):
+            raise OptionError(
+                f"{who}: -n {given.num_replicas} and {len(devices)} devices ({', '.join(devices)}) contradict each "
+                "other. Give one of the two."
+            )
+        if len(set(devices)) < len(devices) and not given.oversubscribe:
+            share = "--oversubscribe" in cls.word_options
+            cure = "If replicas are to share it, add --oversubscribe" if share else "Name each once"
+            raise OptionError(f"{who}: a device is named twice in {', '.join(devices)}. {cure}.")
+        options = {"gradient_reduction": given.gradients, "oversubscribe": given.oversubscribe}
+        kept = tuple(sorted((name, value) for name, value in options.items() if value and value != "sum"))
+        spec = StrategySpec(cls.kind, devices, 0 if devices else given.num_replicas or 0, kept)
+        cls.check_here(spec, who)
+        return spec
+
+    @classmethod
+    def check_here(cls, spec: StrategySpec, who: str) -> None:
+        """Raise if this machine or notebook cannot have such a strategy, before anything starts.
+
+        Args:
+            spec: The strategy.
+            who: The name of the caller, for the error.
+        """
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         raise OptionError(
@@ -72,20 +205,25 @@ class Strategy:
         )
 
     def _meet(self) -> bool:
-        """Whether there are replicas: in a notebook engines, which start now, or a script's, which meet now.
+        """Return whether there are replicas: in a notebook engines, which start now, or a script's, which meet now.
 
-        A script's share their random numbers from here on. What they cannot do is refused here.
+        From here on a script's replicas share their random numbers. A strategy that they cannot honour is refused.
         """
         if this_process.remote is None:
             return choice.started_by_launcher() and self.num_replicas_in_sync > 0
+        if type(self).__module__ == "__main__":
+            raise OptionError(
+                f"The engines cannot import {type(self).__name__}, a class that this notebook itself defines. Define "
+                "it in a module (a file), and import that."
+            )
         devices = self.worker_devices
         apart = len(set(devices)) == len(devices)
-        choice.check_honoured(self.spec, devices, apart and all(name.startswith("cuda") for name in devices))
+        self.check_honoured(devices, apart and all(name.startswith("cuda") for name in devices))
         return True
 
     @classmethod
     def _of(cls, spec: StrategySpec) -> Self:
-        """The object of a spec, made if need be."""
+        """Return the object of a spec, made at its first use."""
         strategy = _made.get(spec)
         if strategy is None:
             strategy = object.__new__(cls)
@@ -115,10 +253,7 @@ class Strategy:
             )
         raise UnknownNameError(type(self).__name__, name, (each for each in dir(self) if not each.startswith("_")))
 
-    @property
-    def runtime(self) -> Runtime:
-        """Where the strategy runs from here: in this process, as one of several replicas, or on engines."""
-        return choice.runtime_for(self)
+    # The cluster ----------------------------------------------------------------------------------------------------
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -150,7 +285,7 @@ class Strategy:
             ...     model = torch.nn.Linear(64, 10)
         """
         contexts.require_cross_replica(self, "scope")
-        choice.runtime_for(self)  # raises where there are no replicas
+        _ = self.runtime  # raises where there are no replicas
         return StrategyScope(self)
 
     def colocate_with(self, variable: Any) -> AbstractContextManager[Any]:

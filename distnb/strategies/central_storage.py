@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
 from distnb.runtime.central import setup
 from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, device_names, parse_device
+
+if TYPE_CHECKING:
+    from distnb.runtime.replica import Spmd
+    from distnb.runtime.spmd import SpmdProcess
 
 __all__ = ["CentralStorageStrategy"]
 
@@ -42,7 +46,10 @@ class CentralStorageStrategy(Strategy):
         >>> strategy = distnb.CentralStorageStrategy()  # doctest: +SKIP
     """
 
-    kind = setup.KIND
+    kind = "central_storage"
+    about = "on every engine of one machine: every variable lives once, in host memory"
+    word_options = ("-n", "--devices", "--gradients")
+    refusal = "a device has one replica there"
     _devices_argument = "compute_devices"
 
     def __new__(
@@ -60,7 +67,22 @@ class CentralStorageStrategy(Strategy):
         place = None if parameter_device is None else str(parse_device(parameter_device))
         options = kept_options(gradient_reduction, check_mean_loss, parameter_device=place)
         spec = StrategySpec(cls.kind, names, 0, options)
-        setup.check_places(spec, names, ())
+        cls.check_here(spec, cls.__name__)
         strategy = cls._of(spec)
         strategy._meet()
         return strategy
+
+    @classmethod
+    def check_here(cls, spec: StrategySpec, who: str) -> None:
+        """Raise OptionError for devices that have no memory in common."""
+        setup.check_places(spec, spec.devices, ())
+
+    def check_honoured(self, devices: tuple[str, ...], nccl: bool, workers: tuple[int, ...] = ()) -> None:
+        """Raise OptionError for devices, or machines, that have no memory in common."""
+        setup.check_places(self.spec, devices, workers)
+
+    def make_runtime(self, process: SpmdProcess) -> Spmd:
+        """Make the runtime for one replica, with variables in memory that all replicas share."""
+        from distnb.runtime.replica import Spmd
+
+        return Spmd(process, self, single_copy=True)

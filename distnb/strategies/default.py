@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from distnb.options import StrategySpec
-from distnb.runtime import contexts, step_count
+from distnb.runtime import choice, contexts, step_count
+from distnb.runtime.base import Runtime
 from distnb.runtime.call_arguments import check_call, check_fits
+from distnb.runtime.variable_homes import AloneHome
 from distnb.strategies.base import Strategy
+from distnb.variables.homes import Home
 
 __all__ = ["DefaultStrategy"]
 
@@ -17,7 +20,22 @@ __all__ = ["DefaultStrategy"]
 class DefaultStrategy(Strategy):
     """There is one, given by `distnb.get_strategy()` outside every scope. `run` calls the function and does no more."""
 
-    kind: ClassVar[str] = "default"
+    kind = "default"
+    about = "in the notebook's own process, as an ordinary cell"
+    is_default = is_local = True
+    needs_engines = False
+    word_options = ()
+    refusal = "it runs in the notebook's own process"
+
+    @property
+    def runtime(self) -> Runtime:
+        """This process, as it is."""
+        return choice.in_process(self, None)
+
+    @property
+    def home(self) -> Home:
+        """This process."""
+        return AloneHome(self)
 
     def __new__(cls) -> Self:
         return cls._of(StrategySpec(cls.kind))

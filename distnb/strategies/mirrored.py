@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 from distnb.cluster.devices import available_gpus
 from distnb.collectives.algorithms.base import CrossDeviceOps, checked_ops
@@ -36,7 +36,8 @@ class MirroredStrategy(Strategy):
         OptionError: An argument that is malformed, or that cannot be honoured.
     """
 
-    kind: ClassVar[str] = "mirrored"
+    kind = "mirrored"
+    about = "on every engine: each replica has a copy of every variable"
 
     def __new__(
         cls,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from distnb.cluster.resolvers import ClusterResolver
 from distnb.cluster.resolvers.replica_task import ReplicaTaskResolver
 from distnb.errors import OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
+from distnb.runtime import choice
+from distnb.runtime.base import Runtime
 from distnb.runtime.scripts import script_worker
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy, kept_options
@@ -41,7 +43,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         ContextError: This process has another place in another cluster already.
     """
 
-    kind: ClassVar[str] = script_worker.KIND
+    kind = "multi_worker"
+    about = "on every engine of several machines, as mirrored"
 
     def __new__(
         cls,
@@ -65,11 +68,25 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
         strategy = cls._of(StrategySpec(cls.kind, (), 0, options))
         script_worker.check_still(strategy.spec)
-        if this_process.remote is not None:
-            script_worker.check_notebook(strategy.spec, this_process.machines())
+        cls.check_here(strategy.spec, cls.__name__)
         if not strategy._meet():
             _ = strategy.num_replicas_in_sync  # in a script that was started alone the workers meet now
         return strategy
+
+    @classmethod
+    def check_here(cls, spec: StrategySpec, who: str) -> None:
+        """Raise OptionError in a notebook while a cluster of other machines than its engines' is described."""
+        if this_process.remote is not None:
+            script_worker.check_notebook(spec, this_process.machines())
+
+    def join(self) -> Runtime | None:
+        """Join the other workers; without any, return the runtime of a process that trains alone."""
+        device = script_worker.enter(self.spec, choice.started_by_launcher())
+        return None if device is None else choice.in_process(self, device)
+
+    def check_honoured(self, devices: tuple[str, ...], nccl: bool, workers: tuple[int, ...] = ()) -> None:
+        """Raise OptionError if replicas on these devices cannot communicate as the strategy asks."""
+        script_worker.check_communication(self.spec, devices, nccl)
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from distnb.cluster.devices import available_gpus
 from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
-from distnb.runtime.base import PARAMETER_SERVER
+from distnb.runtime.base import Runtime
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
+from distnb.variables.homes import Home
 
 if TYPE_CHECKING:
     from distnb.runtime.servers.shard_placement import PlacedShard
@@ -47,7 +49,12 @@ class ParameterServerStrategy(Strategy):
         >>> coordinator = distnb.coordinator.ClusterCoordinator(strategy)        # doctest: +SKIP
     """
 
-    kind: ClassVar[str] = PARAMETER_SERVER
+    kind = "parameter_server"
+    about = "here, as the coordinator: `coordinator` hands out work to the workers"
+    is_local = has_coordinator = True
+    cell_names: ClassVar[Mapping[str, str]] = {"coordinator": "distnb.coordinator:ClusterCoordinator"}
+    word_options = ()
+    refusal = "it runs in the notebook's own process"
     _resolver: ClusterResolver | None = None
 
     def __new__(
@@ -70,9 +77,31 @@ class ParameterServerStrategy(Strategy):
         if cluster_resolver is not None:
             strategy._resolver = cluster_resolver
         if this_process.servers is None or not this_process.servers.is_worker:
-            this_process.require_tasks(strategy._resolver)
+            strategy.check_cluster()
             _ = strategy.runtime
         return strategy
+
+    @property
+    def runtime(self) -> Runtime:
+        """The coordinator, or a worker, that this process is."""
+        from distnb.runtime.servers.roles import runtime_of
+
+        return runtime_of(self)
+
+    @property
+    def home(self) -> Home:
+        """The parameter servers."""
+        from distnb.runtime.servers.roles import ServerHome
+
+        return ServerHome(self)
+
+    def check_cluster(self) -> None:
+        """Raise if the running cluster has no parameter servers; start the one that a resolver describes."""
+        this_process.require_tasks(self._resolver)
+
+    def start_options(self) -> dict[str, Any]:
+        """Return the arguments of `distnb.start`: a worker for each GPU, or two, and a server."""
+        return {"workers": available_gpus() or 2, "ps": 1}
 
     def placement(self) -> tuple[PlacedShard, ...]:
         """Which parameter server holds what: variables, and the parts of those that a partitioner divides.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from distnb.cluster import tpu_chips
 from distnb.errors import OptionError, StartError
@@ -12,7 +12,7 @@ from distnb.runtime import choice
 from distnb.strategies.base import Strategy, kept_options
 from distnb.topology import Device, device_names, parse_device
 
-__all__ = ["TPUStrategy", "check_available"]
+__all__ = ["TPUStrategy"]
 
 
 class TPUStrategy(Strategy):
@@ -35,7 +35,11 @@ class TPUStrategy(Strategy):
         StartError: torch_tpu is not installed, or finds no chip.
     """
 
-    kind: ClassVar[str] = "tpu"
+    kind = "tpu"
+    about = "on the TPU chips of this machine, as mirrored"
+    device_type = "tpu"
+    word_options = ("-n", "--devices", "--gradients")
+    refusal = "a chip belongs to one process"
 
     def __new__(
         cls,
@@ -55,16 +59,19 @@ class TPUStrategy(Strategy):
         options = kept_options(gradient_reduction, check_mean_loss)
         strategy = cls._of(StrategySpec(cls.kind, names, 0, options))
         if not choice.started_by_launcher():
-            check_available("TPUStrategy")
+            cls.check_here(strategy.spec, cls.__name__)
         strategy._meet()
         return strategy
 
-
-def check_available(who: str) -> None:
-    """Raise StartError, in the name of who asks for TPU chips, where there can be none."""
-    why = tpu_chips.why_none()
-    if why:
-        raise StartError(f"{who}: there is no TPU here. {why}")
+    @classmethod
+    def check_here(cls, spec: StrategySpec, who: str) -> None:
+        """Raise for devices that are no TPU chips, and where there are none."""
+        wrong = [name for name in spec.devices if not name.startswith("tpu:")]
+        if wrong:
+            raise OptionError(f"{who}: {wrong[0]} is no tpu device. Use mirrored for others.")
+        why = tpu_chips.why_none()
+        if why:
+            raise StartError(f"{who}: there is no TPU here. {why}")
 
 
 def _refuse(name: str, value: Any, reason: str) -> None:

@@ -1,6 +1,6 @@
 """Homes of variables: what a variable needs from the runtime of the strategy that made it. Loads no torch.
 
-Variables do not import strategies or runtimes. At their import these register functions that find a variable's home.
+Variables do not import strategies or runtimes. A strategy has a `home`.
 """
 
 from __future__ import annotations
@@ -86,11 +86,9 @@ class _Homes:
     """Functions that find homes. `homes` is the only instance.
 
     Attributes:
-        of: Returns the current home of a strategy's variables in this process; engines come and go.
         current: Returns the strategy in whose scope, or in whose `run`, a variable is being created.
     """
 
-    of: Callable[[Any], Home]
     current: Callable[[], Any]
 
 

@@ -78,7 +78,7 @@ class Variable(Intercepted, torch.nn.Parameter):
         aggregation: VariableAggregation | str = VariableAggregation.NONE,
     ) -> Variable:
         strategy = homes.current()
-        home = homes.of(strategy)
+        home = strategy.home
         component = initial_tensor(initial_value, dtype, home.device)
         settings = parse_settings(trainable, name, component.dtype, synchronization, aggregation)
         if home.once and settings.on_read:
@@ -140,7 +140,7 @@ class Variable(Intercepted, torch.nn.Parameter):
 
     def _seen(self, method: str) -> torch.Tensor:
         """Return the value in this context. It may share memory with the variable."""
-        homes.of(self._strategy).in_replica(writing=False)
+        self._strategy.home.in_replica(writing=False)
         return component_of(self)
 
     # Assigning ------------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Variable(Intercepted, torch.nn.Parameter):
     scatter_div = _scattering("scatter_div", "Divide some rows")
 
     def _scatter(self, method: str, indices: Any, updates: Any = None) -> Self:
-        home, settings = homes.of(self._strategy), self._settings
+        home, settings = self._strategy.home, self._settings
         in_replica = home.in_replica(writing=True)
         own = component_of(self)
         rows, changes = scattering.parse_scatter(own, settings.label, method, indices, updates)
@@ -231,7 +231,7 @@ class Variable(Intercepted, torch.nn.Parameter):
         return self
 
     def _write(self, method: str, value: Any) -> Self:
-        home = homes.of(self._strategy)
+        home = self._strategy.home
         in_replica = home.in_replica(writing=True)
         own = component_of(self)
         new = value_for(own, self._settings.label, method, value)
@@ -276,7 +276,7 @@ class Variable(Intercepted, torch.nn.Parameter):
     # A variable of another strategy must not be read. An ON_READ variable is aggregated when it is read.
 
     def _operand(self, name: str) -> torch.Tensor:
-        homes.of(self._strategy).in_replica(writing=False)
+        self._strategy.home.in_replica(writing=False)
         return self
 
     def _refused(self, what: str) -> ContextError:
@@ -286,7 +286,7 @@ class Variable(Intercepted, torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         # Never communicate here: only some replicas may show the variable.
-        settings, home = self._settings, homes.of(self._strategy)
+        settings, home = self._settings, self._strategy.home
         name = f" {settings.name!r}" if settings.name else ""
         if home.alone:
             return f"<Variable{name}: {component_of(self)!r}>"
@@ -320,7 +320,7 @@ class SyncOnReadVariable(Variable):
     """True if every replica's component holds the whole value."""
 
     def _seen(self, method: str) -> torch.Tensor:
-        home = homes.of(self._strategy)
+        home = self._strategy.home
         if home.in_replica(writing=False) or home.alone or home.execution is not None:
             self._prepare(home, assigning=False)
             return component_of(self)
@@ -332,7 +332,7 @@ class SyncOnReadVariable(Variable):
 
     def aggregate(self, method: str) -> torch.Tensor:
         """Return the whole value, even in a replica. All replicas call this."""
-        home = homes.of(self._strategy)
+        home = self._strategy.home
         own = component_of(self)
         if home.alone or self.is_whole:
             return own
@@ -347,7 +347,7 @@ class SyncOnReadVariable(Variable):
 
     def prepare(self) -> None:
         """Make the component hold the part or the whole that the calling code works on, without reading it."""
-        self._prepare(homes.of(self._strategy), assigning=False)
+        self._prepare(self._strategy.home, assigning=False)
 
     def _prepare(self, home: Home, *, assigning: bool) -> None:
         """Make the component hold what the calling code works on: this replica's part, or the whole value."""
@@ -388,13 +388,13 @@ class SyncOnReadVariable(Variable):
         return _share(value, home.num_replicas, self._settings.label)
 
     def _is_elsewhere(self) -> bool:
-        home = homes.of(self._strategy)
+        home = self._strategy.home
         return not (home.in_replica(writing=True) or home.alone or home.execution is not None)
 
     def _operand(self, name: str) -> torch.Tensor:
         if not changes(name):
             return self._seen(name)
-        self._prepare(homes.of(self._strategy), assigning=name in ("copy_", "fill_", "zero_"))
+        self._prepare(self._strategy.home, assigning=name in ("copy_", "fill_", "zero_"))
         return self  # an in-place function in a replica receives the variable itself, and returns it
 
     def _change_whole(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -407,7 +407,7 @@ class SyncOnReadVariable(Variable):
             if getattr(getattr(function, "__self__", None), "__name__", "") != "data":
                 return function(*args, **kwargs)
             # The case of `module.to(...)`: the whole value, converted or moved.
-            self.data = self._from_outside(homes.of(self._strategy), args[1], "assign")
+            self.data = self._from_outside(self._strategy.home, args[1], "assign")
             return None
 
     def _refused(self, what: str) -> ContextError:
@@ -443,7 +443,7 @@ def settings_of(variable: Variable) -> Settings:
 
 def create(component: torch.Tensor, settings: Settings, strategy: Any) -> Variable:
     """Make a variable of a strategy that holds this tensor, and register it with the strategy."""
-    home = homes.of(strategy)
+    home: Home = strategy.home
     variable = home.create(component, settings)
     if variable is None:
         variable = make(component, settings, strategy)

@@ -436,6 +436,6 @@ def test_an_error_within_a_property_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     def runtime(strategy: Any) -> Any:
         return strategy.no_such_name_within
 
-    monkeypatch.setattr(distnb.Strategy, "runtime", property(runtime))
+    monkeypatch.setattr(distnb.OneDeviceStrategy, "runtime", property(runtime))
     with pytest.raises(AttributeError, match="no_such_name_within"):
         _ = ONE.num_replicas_in_sync

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
 
-__all__ = ["KIND", "check_places"]
-
-KIND = "central_storage"
+__all__ = ["check_places"]
 
 
 def check_places(spec: StrategySpec, devices: Sequence[str], workers: Sequence[int]) -> None:

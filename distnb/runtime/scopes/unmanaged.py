@@ -26,7 +26,6 @@ from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.errors import ContextError
 from distnb.objects.code import content_of, names_of_code
 from distnb.runtime import contexts
-from distnb.runtime.base import DEFAULT
 from distnb.runtime.scopes.made_objects import CHANGES, own_parameters
 from distnb.variables.variable import Variable
 
@@ -73,7 +72,7 @@ class UnmanagedCheck:
             for variable in parameters:
                 # Another strategy's must not even be read: this replica's component is not what that strategy says.
                 owner = variable.distribute_strategy if isinstance(variable, Variable) else self._strategy
-                if owner is not self._strategy and owner.spec.kind != DEFAULT:
+                if owner is not self._strategy and not owner.is_default:
                     raise contexts.mixing(self._strategy, owner)
             if isinstance(value, torch.nn.Module):
                 self._check(f"{name!r} (a {type(value).__name__})", parameters)

@@ -21,9 +21,8 @@ from distnb.cluster.worker_placement import (
 from distnb.errors import ContextError, OptionError
 from distnb.options import CommunicationImplementation, CommunicationOptions, StrategySpec
 
-__all__ = ["KIND", "check_communication", "check_notebook", "check_still", "enter", "resolver_of"]
+__all__ = ["check_communication", "check_notebook", "check_still", "enter", "resolver_of"]
 
-KIND = "multi_worker"
 _FORMING_S = 60.0  # all were there a moment ago
 
 _joined: WorkerPlacement | None = None

@@ -15,7 +15,6 @@ from distnb.runtime.servers.shard_placement import Stored
 from distnb.runtime.servers.variable_view import VariableView, seen_through, view_of
 from distnb.runtime.this_process import this_process
 from distnb.variables import scattering
-from distnb.variables.homes import homes
 from distnb.variables.settings import Settings, value_for
 from distnb.variables.variable import Variable
 
@@ -106,7 +105,7 @@ class ServerVariable(Variable):
     # Reading --------------------------------------------------------------------------------------------------------
 
     def _seen(self, method: str) -> torch.Tensor:
-        homes.of(self._strategy).in_replica(writing=False)
+        self._strategy.home.in_replica(writing=False)
         value: torch.Tensor = this_process.servers.read(self.stored)
         return value
 
@@ -117,7 +116,7 @@ class ServerVariable(Variable):
     value = read_value
 
     def _operand(self, name: str) -> torch.Tensor:
-        homes.of(self._strategy).in_replica(writing=False)
+        self._strategy.home.in_replica(writing=False)
         tensor: torch.Tensor = this_process.servers.cached(self.stored)
         tensor.requires_grad_(self.requires_grad)
         if tensor.requires_grad and not torch_internals.has_gradient_hook(tensor):
@@ -152,7 +151,7 @@ class ServerVariable(Variable):
         Raises:
             IndexError: There is no such row.
         """
-        homes.of(self._strategy).in_replica(writing=False)
+        self._strategy.home.in_replica(writing=False)
         unique, inverse = torch.unique(rows.long(), return_inverse=True)
         if unique.numel() and not (int(unique[0]) >= 0 and int(unique[-1]) < self.shape[0]):
             raise IndexError(
@@ -217,7 +216,7 @@ class ServerVariable(Variable):
     # Assigning ------------------------------------------------------------------------------------------------------
 
     def _write(self, method: str, value: Any) -> Any:
-        home = homes.of(self._strategy)
+        home = self._strategy.home
         in_replica = home.in_replica(writing=True)
         new = value_for(self.stored.like(), self._settings.label, method, value)
         if in_replica and not home.alone:
@@ -226,7 +225,7 @@ class ServerVariable(Variable):
         return self
 
     def _scatter(self, method: str, indices: Any, updates: Any = None) -> Any:
-        home = homes.of(self._strategy)
+        home = self._strategy.home
         in_replica = home.in_replica(writing=True)
         rows, changes = scattering.parse_scatter(self.stored.like(), self._settings.label, method, indices, updates)
         if in_replica and not home.alone:
@@ -269,7 +268,7 @@ class ServerVariable(Variable):
 
     def _refuse_in_replicas(self, what: str) -> None:
         """Raise where each replica of a worker would change it by itself."""
-        home = homes.of(self._strategy)
+        home = self._strategy.home
         if home.in_replica(writing=True) and not home.alone:
             raise ContextError(
                 f"{what} of {self._settings.label} in a function that strategy.run calls: each replica would change "
