@@ -49,7 +49,8 @@ from distnb.runtime.step_count import Reading
 from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
-from distnb.wire.messages import Fence, Reply, RunClosure
+from distnb.wire.closure_messages import Fence, RunClosure
+from distnb.wire.messages import Reply
 
 __all__ = ["ClusterCoordinator", "running_coordinators"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from distnb.wire.messages import ErrorReport, Reply, RunClosure
+from distnb.wire.closure_messages import RunClosure
+from distnb.wire.messages import ErrorReport, Reply
 
 if TYPE_CHECKING:
     from distnb.coordinator.coordinator import ClusterCoordinator

@@ -19,7 +19,7 @@ from distnb.runtime.servers.access import ClosureRun, ServerAccess
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
 from distnb.runtime.servers.shard_placement import Stored
 from distnb.values.structure import map_structure
-from distnb.wire.messages import RunClosure
+from distnb.wire.closure_messages import RunClosure
 
 __all__ = [
     "ClosureResult",

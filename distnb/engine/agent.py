@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import multiprocessing
 import os
@@ -37,6 +38,7 @@ from distnb.engine.namespace.engine_objects import ObjectsOfTeams
 from distnb.engine.output import progress_bars, telemetry, widget_comms
 from distnb.engine.output.streams import ReplicaDisplayPublisher, ReplicaStream, pipe_descriptor
 from distnb.engine.profiling import Profile
+from distnb.engine.rooms import ROOMS, ProgramKind
 from distnb.engine.started_threads import note_work_of_pools, threads_awaited
 from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveMismatchError, ProgramAborted
@@ -47,7 +49,7 @@ from distnb.objects.packing import Packed
 from distnb.runtime import spmd, step_count
 from distnb.runtime.inspection import inspecting
 from distnb.runtime.this_process import this_process
-from distnb.topology import PS, Device, Team
+from distnb.topology import Device, Team
 from distnb.values import DistributedValues
 from distnb.values.structure import select
 from distnb.wire import unix_socket
@@ -62,9 +64,6 @@ from distnb.wire.messages import (
     ProgramEnded,
     Reply,
     RunCell,
-    RunClosure,
-    ServersReplaced,
-    TakeTask,
     Unread,
 )
 
@@ -72,13 +71,9 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from distnb.cluster.connection import Connection
-    from distnb.engine.closures import ServerTask, WorkerTask
 
 __all__ = ["Agent", "install"]
 
-Program = RunCell | CallFunction | Apply | PostMortem | TakeTask | RunClosure
-
-_ANEW = (RunCell, CallFunction, RunClosure)  # what failed before these is not looked at any more
 _DRAWING_S = 0.7  # where several replicas fail, each may still tell why; longer than that, nobody waits
 _DESCRIBING_S = 1.0  # what a program did that was told to end: the notebook waits no longer
 _LINGER_MS = 1  # the next small call often follows at once, and the way through the event loop costs as much as it
@@ -88,13 +83,19 @@ class Agent:
     """Serves programs, one at a time and in order, on the engine's main thread.
 
     The user namespace of the engine's IPython shell is its one namespace.
+
+    Attributes:
+        kinds: The kind of program that each class of messages is. A room adds its own: see `distnb.engine.rooms`.
+        notices: Handles messages that are no programs and get no reply, by their class.
+        suspensions: Called before each program that is not a room's own.
+        connection, engine, device: The cluster, and this engine's number and device in it.
     """
 
     def __init__(self, shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> None:
         self._shell = shell
-        self._connection = connection
-        self._engine = engine
-        self._device = device
+        self.connection = connection
+        self.engine = engine
+        self.device = device
         self._process: spmd.SpmdProcess  # from the first program on
         self._guard = Guard()
         workers.raise_worker_errors_only_while(lambda: self._guard.running)
@@ -115,8 +116,6 @@ class Agent:
         else:
             self._programs = Link(context, engine, connection.program_url, **keys)
         self._links = [self._programs]
-        self._worker: WorkerTask | None = None
-        self._server: ServerTask | None = None
         pipes = {}
         logs = {}
         streams: tuple[tuple[int, Literal["stdout", "stderr"]], ...] = ((1, "stdout"), (2, "stderr"))
@@ -139,14 +138,14 @@ class Agent:
         self._serving = self._listening = False
         self._served = time.monotonic()
         self._executor = Executor(engine, shell, self._control)
-        self._handlers: dict[type, Callable[[Any, int], Reply]] = {
-            RunCell: self._run_cell,
-            CallFunction: self._call,
-            Apply: self._apply,
-            PostMortem: self._post_mortem,
-            TakeTask: self._take_task,
-            RunClosure: self._run_closure,
+        self.kinds: dict[type, ProgramKind] = {
+            RunCell: ProgramKind(self._run_cell, self.replica_in, drops_failure=True),
+            CallFunction: ProgramKind(self._call, self.replica_in, drops_failure=True),
+            Apply: ProgramKind(self._apply, self.replica_in, measured=False),
+            PostMortem: ProgramKind(self._post_mortem, self._failed_replica, measured=False),
         }
+        self.notices: dict[type, Callable[[Any], None]] = {}
+        self.suspensions: list[Callable[[], None]] = []
         self._adapt_shell(logs)
         note_work_of_pools()
         this_process.note_names = self._namespace.note_names
@@ -154,7 +153,7 @@ class Agent:
 
     def serve(self) -> None:
         """Begin to serve on the running event loop of this thread, and say hello."""
-        hello = Hello(self._engine, os.getpid(), socket.gethostname())
+        hello = Hello(self.engine, os.getpid(), socket.gethostname())
         self._leave = signal.signal(signal.SIGTERM, self._terminate)
         self._control.start()
         self._control.emit(hello, urgent=True)
@@ -213,17 +212,16 @@ class Agent:
                         break
                     if message is not None:
                         latest = link
-                        if isinstance(message, ServersReplaced):
-                            assert self._worker is not None
-                            self._worker.renew(message)
+                        if (handle := self.notices.get(type(message))) is not None:
+                            handle(message)
                         else:
-                            if self._failure is not None and isinstance(message, _ANEW):
+                            kind = self._kind_of(message)
+                            if self._failure is not None and kind.drops_failure:
                                 # What a failed cell held may take seconds to end (a DataLoader waits for its workers).
                                 self._guard.release(self._forget_failure)
                             link.send(self.perform(message))
                             if self._failure is not None and not self._failure.text:
-                                closure = isinstance(message, RunClosure)
-                                self._guard.release(self._forget_failure if closure else self._failure.limit)
+                                self._guard.release(self._failure.limit if kind.keeps_failure else self._forget_failure)
                         break
                 else:
                     return
@@ -250,22 +248,33 @@ class Agent:
                 IOLoop.current().remove_handler(link.fileno())
             self._listening = False
 
+    def _kind_of(self, message: Any) -> ProgramKind:
+        """Return the kind of a program, whose room is loaded first if need be."""
+        if type(message) not in self.kinds:
+            importlib.import_module(ROOMS[type(message).__module__]).install(self)
+        return self.kinds[type(message)]
+
+    def receive_from(self, link: ProgramLink, before: ProgramLink | None = None) -> None:
+        """Receive programs from one more link, in the place of an earlier one if that is given."""
+        self._ignore()  # all links are watched again after the program that runs
+        self._links = [*(each for each in self._links if each is not before), link]
+
     def _forget_failure(self) -> None:
         self._failure = None
 
-    def perform(self, message: Program) -> Reply:
+    def perform(self, message: Any) -> Reply:
         """Run one program to its end and describe how it ended. Never raises."""
-        replica = self._replica(message)
+        kind = self._kind_of(message)
+        replica = kind.replica(message)
         step_count.watch_optimizers()
         datasets.program_began()
-        self._console.closures = isinstance(message, RunClosure)
-        measured = not isinstance(message, Apply | PostMortem | TakeTask)
-        self._control.program_began(message.program, replica, measured=measured)
+        self._console.refusal = kind.refusal
+        self._control.program_began(message.program, replica, measured=kind.measured)
         began = time.monotonic()
         try:
-            reply = self._handlers[type(message)](message, replica)
+            reply = kind.run(message, replica)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
-            reply = self._failed(message.program, error)
+            reply = self.failed(message.program, error)
         reply = reply._replace(seconds=time.monotonic() - began)
         folder_locks.release_kept()
         debugger.stop_stepping()
@@ -280,22 +289,26 @@ class Agent:
         where = ""
         if self._failure is not None and reply.status != "ok":
             where = telemetry.where_it_failed(self._failure.error)
-        self._control.program_ended(ProgramEnded(self._engine, message.program, reply.status, summary, where))
+        self._control.program_ended(ProgramEnded(self.engine, message.program, reply.status, summary, where))
         return reply
 
-    def _replica(self, message: Program) -> int:
-        if isinstance(message, RunClosure):
-            assert self._worker is not None
-            return self._worker.number
-        if self._worker is not None:
-            self._worker.suspend()
-        if isinstance(message, PostMortem):
-            return self._failure.replica if self._failure is not None else 0
-        replica = message.team.rank_of(self._engine)
+    def _failed_replica(self, message: PostMortem) -> int:
+        self._suspend_rooms()
+        return self._failure.replica if self._failure is not None else 0
+
+    def _suspend_rooms(self) -> None:
+        for suspend in self.suspensions:
+            suspend()
+
+    def replica_in(self, message: Any) -> int:
+        """Return the replica that this engine is in a program of a team."""
+        self._suspend_rooms()
+        replica: int = message.team.rank_of(self.engine)
         self._who, self._size = f"replica {replica} ({message.team.devices[replica]})", message.team.size
         return replica
 
-    def _failed(self, program: int, error: BaseException, value: Any = None, *, alone: bool = False) -> Reply:
+    def failed(self, program: int, error: BaseException, value: Any = None, *, alone: bool = False) -> Reply:
+        """Return the reply of a program that raised. `alone`: its error is not packed with the namespace."""
         datasets.program_failed()
         ended = groups.failure()
         if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:
@@ -330,10 +343,13 @@ class Agent:
         frames = stopped[1] if stopped is not None and stopped[0] is error else None
         self._failure = KeptFailure(self._who, running[1] if running is not None else 0, error, frames)
 
-    def _join(self, team: Team, replica: int) -> None:
-        self._process = spmd.enter(
-            team, replica, self._device, groups.join(team, replica, self._device, supervised=True)
-        )
+    def guarded(self, program: int, body: Callable[[], Any]) -> Any:
+        """Run a part of a program, which the notebook can end."""
+        return self._guard.call(program, body)
+
+    def join(self, team: Team, replica: int) -> None:
+        """Become a replica of a team, in its process group."""
+        self._process = spmd.enter(team, replica, self.device, groups.join(team, replica, self.device, supervised=True))
 
     def _run_cell(self, message: RunCell, replica: int) -> Reply:
         program, mark = message.program, None
@@ -344,7 +360,7 @@ class Agent:
 
         def body() -> None:
             nonlocal mark
-            self._join(message.team, replica)
+            self.join(message.team, replica)
             self._namespace.open(message.snapshot, replica)
             mark = self._namespace.begin(message.source)
             groups.program_began(program)
@@ -372,7 +388,7 @@ class Agent:
             if failed is None:
                 changed = self._process.changed_by_hand()
                 return Reply(program, "ok", value=results, renew=renew, changed=changed, profile=trace)
-            return self._failed(program, failed, results)._replace(profile=trace)
+            return self.failed(program, failed, results)._replace(profile=trace)
         finally:
             failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
 
@@ -420,7 +436,7 @@ class Agent:
         before = step_count.steps
 
         def joined() -> Any:
-            self._join(team, replica)
+            self.join(team, replica)
             groups.program_began(program)
             return body()
 
@@ -429,7 +445,7 @@ class Agent:
         except BaseException as error:  # noqa: BLE001  # what it did until then is told, as of a cell
             groups.program_ended(True)
             results, _ = self._described(program, self._namespace.give_up_call)
-            return self._failed(program, error, results)
+            return self.failed(program, error, results)
         renew = groups.program_ended(False)
         return Reply(program, "ok", value=value, renew=renew, steps=step_count.steps - before)
 
@@ -452,52 +468,9 @@ class Agent:
             )
             return Reply(message.program, "ok", value=True)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
-            reply = self._failed(message.program, error)
+            reply = self.failed(message.program, error)
             self._failure = kept
             return reply
-
-    # -- closures --------------------------------------------------------------------------------------------------
-
-    def _take_task(self, message: TakeTask, replica: int) -> Reply:
-        from distnb.engine.closures import ServerTask, WorkerTask  # what few engines need
-
-        value = None
-        if message.tasks[self._engine].job == PS:
-            self._server = self._server or ServerTask(self._connection, spread=message.spread)
-            value = self._server.address
-        else:
-            before = self._worker
-            self._ignore()  # what is listened to at the end
-            if before is not None:  # another replica of this worker was replaced, and all of them begin anew
-                before.close()
-            self._worker = WorkerTask(message, self._connection, self._engine, self._device, before)
-            self._links = [self._programs, self._worker.link]
-            self._worker.link.send(Hello(self._engine, os.getpid(), socket.gethostname()))
-        return Reply(message.program, "ok", value=value)
-
-    def _run_closure(self, message: RunClosure, replica: int) -> Reply:
-        worker, program = self._worker, message.program
-        assert worker is not None
-        worker.take_in(message)
-
-        def body() -> Any:
-            self._join(message.team or worker.alone, worker.rank)
-            groups.program_began(program)
-            with threads_awaited():
-                return worker.run(message)
-
-        try:
-            value = self._guard.call(program, body)
-            disturbed = groups.program_ended(False)
-        except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
-            groups.program_ended(True)
-            reply = self._failed(program, error, alone=True)
-            disturbed = True
-        else:
-            reply = Reply(program, "ok", value=value)
-        if disturbed and message.team is None:
-            groups.leave()
-        return reply._replace(renew=disturbed)
 
     # -- the shell of the engine -----------------------------------------------------------------------------------
 
@@ -510,10 +483,10 @@ class Agent:
     def _adapt_shell(self, logs: Mapping[Literal["stdout", "stderr"], int]) -> None:
         """Turn everything that a cell writes, shows or asks towards the notebook."""
         progress_bars.install()
-        widget_comms.install(self._engine, self._control, self._shell)
+        widget_comms.install(self.engine, self._control, self._shell)
         # IPython sets it for those who ask whether a person types here: they then want to start processes of their own.
         vars(sys).pop("ps1", None)
-        engine, control = self._engine, self._control
+        engine, control = self.engine, self._control
         sys.stdout = ReplicaStream(engine, "stdout", control, logs["stdout"], 1, sys.stdout)
         sys.stderr = ReplicaStream(engine, "stderr", control, logs["stderr"], 2, sys.stderr)
         self._shell.display_pub = ReplicaDisplayPublisher(engine, control, self._shell.display_pub, parent=self._shell)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 from dataclasses import replace
@@ -12,23 +13,98 @@ import torch
 import zmq
 
 from distnb.accelerators import torch_device
+from distnb.collectives.group.groups import groups
 from distnb.coordinator.runner import ClosureResult, Runner
 from distnb.engine.namespace.cell_sources import remember_source
+from distnb.engine.rooms import ProgramKind
+from distnb.engine.started_threads import threads_awaited
 from distnb.objects.modes import RANDOM, Environment, apply_environment, capture_environment
 from distnb.runtime.randomness import streams
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.client import Servers
 from distnb.runtime.servers.service import Service
 from distnb.runtime.this_process import this_process
-from distnb.topology import Device, Team
+from distnb.topology import PS, Device, Team
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink
-from distnb.wire.messages import RunClosure, ServersReplaced, TakeTask
+from distnb.wire.closure_messages import RunClosure, ServersReplaced, TakeTask
+from distnb.wire.messages import Hello, Reply
 
 if TYPE_CHECKING:
     from distnb.cluster.connection import Connection
+    from distnb.engine.agent import Agent
 
-__all__ = ["ServerTask", "WorkerTask"]
+__all__ = ["REFUSAL", "ServerTask", "TaskRoom", "WorkerTask", "install"]
+
+REFUSAL = (
+    "{what} was called in a closure. Closures run while the notebook goes on, and cannot ask its user. Call the "
+    "function in an ordinary cell, or under %%distribute default: there input(), breakpoint() and %debug work."
+)
+
+
+def install(agent: Agent) -> None:
+    """Let the engine take a task of a cluster with parameter servers: see `distnb.engine.rooms`."""
+    TaskRoom(agent)
+
+
+class TaskRoom:
+    """The programs that an engine gets as a parameter server or as a worker."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._worker: WorkerTask | None = None
+        self._server: ServerTask | None = None
+        agent.kinds[TakeTask] = ProgramKind(self._take_task, agent.replica_in, measured=False)
+        agent.kinds[RunClosure] = ProgramKind(
+            self._run_closure, self._replica, drops_failure=True, keeps_failure=False, refusal=REFUSAL
+        )
+
+    def _take_task(self, message: TakeTask, replica: int) -> Reply:
+        agent = self._agent
+        if message.tasks[agent.engine].job == PS:
+            self._server = self._server or ServerTask(agent.connection, spread=message.spread)
+            return Reply(message.program, "ok", value=self._server.address)
+        before = self._worker
+        if before is not None:  # another replica of this worker was replaced, and all of them start again
+            before.close()
+        else:
+            agent.suspensions.append(lambda: self._working.suspend())
+            agent.notices[ServersReplaced] = lambda notice: self._working.renew(notice)
+        self._worker = worker = WorkerTask(message, agent.connection, agent.engine, agent.device, before)
+        agent.receive_from(worker.link, None if before is None else before.link)
+        worker.link.send(Hello(agent.engine, os.getpid(), socket.gethostname()))
+        return Reply(message.program, "ok")
+
+    @property
+    def _working(self) -> WorkerTask:
+        assert self._worker is not None, "closures and notices come by the worker's own link"
+        return self._worker
+
+    def _replica(self, message: RunClosure) -> int:
+        return self._working.number
+
+    def _run_closure(self, message: RunClosure, replica: int) -> Reply:
+        agent, worker, program = self._agent, self._working, message.program
+        worker.take_in(message)
+
+        def body() -> Any:
+            agent.join(message.team or worker.alone, worker.rank)
+            groups.program_began(program)
+            with threads_awaited():
+                return worker.run(message)
+
+        try:
+            value = agent.guarded(program, body)
+            disturbed = groups.program_ended(False)
+        except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
+            groups.program_ended(True)
+            reply = agent.failed(program, error, alone=True)
+            disturbed = True
+        else:
+            reply = Reply(program, "ok", value=value)
+        if disturbed and message.team is None:
+            groups.leave()
+        return reply._replace(renew=disturbed)
 
 
 class ServerTask:

@@ -35,18 +35,8 @@ from distnb.notebook.programs.supervision import GiveUpOn
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import drain
 from distnb.topology import PS, WORKER, Task, Team
-from distnb.wire.messages import (
-    Died,
-    ErrorReport,
-    GivenBack,
-    Hello,
-    Output,
-    Reply,
-    RunClosure,
-    ServersReplaced,
-    TakeTask,
-    Unread,
-)
+from distnb.wire.closure_messages import RunClosure, ServersReplaced, TakeTask
+from distnb.wire.messages import Died, ErrorReport, GivenBack, Hello, Output, Reply, Unread
 
 if TYPE_CHECKING:
     from distnb.coordinator.coordinator import ClusterCoordinator

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from distnb.activity import Kind
 from distnb.options import StrategySpec
-from distnb.topology import Task, Team
+from distnb.topology import Team
 
 __all__ = [
     "Abort",
@@ -27,12 +27,10 @@ __all__ = [
     "DumpActivity",
     "DumpStacks",
     "ErrorReport",
-    "Fence",
     "Flush",
     "Flushed",
     "GivenBack",
     "GoesOn",
-    "NO_FENCE",
     "Hello",
     "Live",
     "MeasureMemory",
@@ -43,12 +41,9 @@ __all__ = [
     "Prompting",
     "Reply",
     "RunCell",
-    "RunClosure",
-    "ServersReplaced",
     "Stacks",
     "Status",
     "TakeBack",
-    "TakeTask",
     "TelemetrySample",
     "Unread",
     "UsersFunction",
@@ -135,81 +130,6 @@ class PostMortem(NamedTuple):
 
     program: int
     team: Team
-
-
-class TakeTask(NamedTuple):
-    """Take part in a cluster with parameter servers: serve variables, or take closures from a channel of their own.
-
-    The reply to a parameter server's gives the address of its service.
-
-    Attributes:
-        tasks: What each engine is.
-        listener, url: Where workers reach the coordinator: the path of a UNIX socket, or ZeroMQ's address.
-        servers: The address of each parameter server.
-        spread: Whether engines are on several machines.
-    """
-
-    program: int
-    team: Team
-    tasks: Mapping[int, Task]
-    listener: str = ""
-    url: str = ""
-    servers: Mapping[int, Any] = {}
-    spread: bool = False
-
-
-# -- closure channel, coordinator to worker ----------------------------------------------------------------------
-
-
-class ServersReplaced(NamedTuple):
-    """Parameter servers are where these addresses say. It has no reply, and waits for the closure that runs."""
-
-    servers: Mapping[int, Any]
-
-
-class Fence(NamedTuple):
-    """The closures that have ended. A parameter server refuses their changes: a process may still ask for some.
-
-    Attributes:
-        oldest: The smallest number that has not ended.
-        astray: Ended closures above it that a lost, stuck or interrupted worker had begun.
-    """
-
-    oldest: int = 0
-    astray: tuple[int, ...] = ()
-
-
-NO_FENCE = Fence()
-
-
-class RunClosure(NamedTuple):
-    """Call a function that was scheduled. The reply's value is what `coordinator.runner.Runner` gives.
-
-    Attributes:
-        closure: Its number, the same however often it is sent.
-        fence: The closures that have ended, for the parameter servers.
-        definitions: What it needs that the worker has not been sent yet: numbers, and packed values.
-        data, buffers: The function and its arguments, packed.
-        inputs: Results of other closures that are among the arguments: their numbers, and packed values.
-        forget: Definitions that nothing will need any more.
-        sources: Of cells that functions are from, the first time: what code objects carry, the text, and the label.
-        team: The replicas of a worker that has several: each gets the message, and runs it with the others.
-        modes: Torch's and other modes, as they were when it was scheduled; None: as those of the last message.
-        seed: Of the worker's random numbers, with the first closure that it gets.
-    """
-
-    program: int
-    closure: int
-    fence: Fence
-    definitions: tuple[tuple[int, Any], ...]
-    data: Any
-    buffers: tuple[Any, ...]
-    inputs: tuple[tuple[int, Any], ...] = ()
-    forget: tuple[int, ...] = ()
-    sources: tuple[tuple[str, str, str], ...] = ()
-    modes: Any = None
-    seed: int | None = None
-    team: Team | None = None
 
 
 # -- program channel, engine to notebook -------------------------------------------------------------------------

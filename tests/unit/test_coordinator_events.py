@@ -17,7 +17,8 @@ from distnb.coordinator.runner import ClosureResult
 from distnb.errors import ClosureCancelled
 from distnb.runtime.servers import roles
 from distnb.runtime.this_process import this_process
-from distnb.wire.messages import ErrorReport, Reply, RunClosure
+from distnb.wire.closure_messages import RunClosure
+from distnb.wire.messages import ErrorReport, Reply
 from tests.unit.test_server_variables import InHouse
 
 

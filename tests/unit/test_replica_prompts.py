@@ -18,6 +18,7 @@ import IPython.core.debugger
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from distnb.engine import closures
 from distnb.engine.debugging import debugger, kept
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
@@ -86,10 +87,10 @@ def test_nobody_is_asked_while_nothing_runs_in_a_closure_and_in_a_child() -> Non
     replica.running = None
     with pytest.raises(RuntimeError, match="where nobody can be asked"):
         replica.console.input()
-    replica.running, replica.console.closures = PROGRAM, True
+    replica.running, replica.console.refusal = PROGRAM, closures.REFUSAL
     with pytest.raises(RuntimeError, match=r"input\(\) was called in a closure.*%%distribute default"):
         replica.console.input()
-    replica.console.closures = False
+    replica.console.refusal = ""
     child = os.fork()
     if not child:
         try:

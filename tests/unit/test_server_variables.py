@@ -24,7 +24,7 @@ from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.server_messages import Describe, ServerRequest
 from distnb.runtime.servers.store import ShardStore
 from distnb.runtime.this_process import this_process
-from distnb.wire.messages import NO_FENCE, Fence, RunClosure
+from distnb.wire.closure_messages import NO_FENCE, Fence, RunClosure
 
 
 class InHouse:

@@ -28,7 +28,7 @@ from distnb.runtime.servers.server_messages import (
     WriteShard,
 )
 from distnb.runtime.servers.store import ShardStore
-from distnb.wire.messages import NO_FENCE, Fence
+from distnb.wire.closure_messages import NO_FENCE, Fence
 
 W, B, TABLE = (0, 0), (1, 0), (2, 3)
 FIRST = 100

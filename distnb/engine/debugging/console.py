@@ -24,10 +24,6 @@ _NOBODY = (
     "{what} was called where nobody can be asked: in a child process of a replica (num_workers=0 keeps a DataLoader in "
     "the replica itself), or while the notebook runs nothing on it."
 )
-_CLOSURE = (
-    "{what} was called in a closure. Closures run while the notebook goes on, and cannot ask its user. Call the "
-    "function in an ordinary cell, or under %%distribute default: there input(), breakpoint() and %debug work."
-)
 _BLOCKED_S = 0.3  # a collective that lasts longer waits for other replicas
 _AWAY_S = 2.0  # a debugger's command that lasts longer lets other replicas ask meanwhile
 _COLLECTIVES = os.path.join(OWN, "collectives", "")
@@ -44,7 +40,7 @@ class Console(io.TextIOBase):
         emit: Sends an event to the notebook, at once if it is `urgent`.
 
     Attributes:
-        closures: The program that runs is a closure.
+        refusal: The reason why the program that runs cannot ask the user, with a place for `{what}`; "" if it can.
         stopped_in: What ended the program at a debugger's prompt, and the user's frames there.
     """
 
@@ -62,7 +58,7 @@ class Console(io.TextIOBase):
         self._inside = False  # the notebook takes its user to be here
         self._debugging = False  # a debugger has asked, and will ask again
         self._since: float | None = None  # when a debugger got the line that it is busy with
-        self.closures = False
+        self.refusal = ""
         self.stopped_in: tuple[BaseException, TracebackType | None] | None = None
 
     # -- the replica's threads -------------------------------------------------------------------------------------
@@ -108,8 +104,8 @@ class Console(io.TextIOBase):
         running = self._running()
         if running is None or os.getpid() != self._owner:
             raise RuntimeError(_NOBODY.format(what=what))
-        if self.closures:
-            raise RuntimeError(_CLOSURE.format(what=what))
+        if self.refusal:
+            raise RuntimeError(self.refusal.format(what=what))
         with self._turn:
             self._since = None
             while not self._answers.empty():

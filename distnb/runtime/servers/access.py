@@ -33,7 +33,7 @@ from distnb.runtime.servers.server_messages import (
 )
 from distnb.runtime.servers.shard_placement import Part, PlacedShard, Stored
 from distnb.runtime.this_process import this_process
-from distnb.wire.messages import Fence
+from distnb.wire.closure_messages import Fence
 
 if TYPE_CHECKING:
     from distnb.runtime.servers.client import Servers

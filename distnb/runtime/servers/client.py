@@ -17,7 +17,7 @@ from distnb import activity
 from distnb.errors import NoClusterError, ServerLost
 from distnb.runtime.servers.server_messages import Address, ServerReply, ServerRequest
 from distnb.wire.channel import Link, ProgramLink
-from distnb.wire.messages import NO_FENCE, Fence
+from distnb.wire.closure_messages import NO_FENCE, Fence
 from distnb.wire.tensors import encode_tensors
 from distnb.wire.unix_socket import connect
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distnb.objects.modes import NO_CHANGES, Environment
-from distnb.wire.messages import Fence
+from distnb.wire.closure_messages import Fence
 
 __all__ = [
     "Address",

@@ -31,7 +31,7 @@ from distnb.runtime.servers.server_messages import (
 )
 from distnb.variables import scattering
 from distnb.variables.settings import value_for
-from distnb.wire.messages import Fence
+from distnb.wire.closure_messages import Fence
 
 __all__ = ["ShardStore"]
 

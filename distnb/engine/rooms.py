@@ -1,0 +1,40 @@
+"""The extension point of the agent: kinds of programs, and the rooms that add theirs when the notebook needs them.
+
+A room is a module of this folder with messages of its own in `distnb.wire`. The agent loads it with the first of its
+messages, and calls its function `install(agent)`, which adds to the agent's `kinds` and `notices`, and may open further
+links (`Agent.receive_from`). An engine that gets no such message never loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from distnb.wire.messages import Reply
+
+__all__ = ["ROOMS", "ProgramKind"]
+
+ROOMS = {"distnb.wire.closure_messages": "distnb.engine.closures"}
+"""The module of each room, by the module of its messages."""
+
+
+@dataclass(frozen=True)
+class ProgramKind:
+    """The way in which the agent runs the programs of one class of messages.
+
+    Attributes:
+        run: Runs a program: called with the message and the replica that this engine is in it.
+        replica: Gives that replica.
+        measured: Whether its time counts in the timeline.
+        drops_failure: Whether the frames of an earlier failure are released before it.
+        keeps_failure: Whether `%distnb debug` can look at the frames of its own failure.
+        refusal: The reason why it cannot ask the user for input, with a place for `{what}`; "" if it can.
+    """
+
+    run: Callable[[Any, int], Reply]
+    replica: Callable[[Any], int]
+    measured: bool = True
+    drops_failure: bool = False
+    keeps_failure: bool = True
+    refusal: str = ""
