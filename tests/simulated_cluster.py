@@ -30,9 +30,9 @@ from distnb.coordinator.runner import Runner
 from distnb.errors import ServerLost
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_messages import ServerReply, ServerRequest
 from distnb.runtime.servers.store import ShardStore
-from distnb.runtime.this_process import this_process
 from distnb.wire.closure_messages import NO_FENCE, Fence, RunClosure
 from distnb.wire.messages import ErrorReport, Reply
 
@@ -118,12 +118,12 @@ class SimulatedWorker:
 
     def resume(self) -> None:
         """Let it run until it waits."""
-        before = this_process.servers, roles._runtimes
-        this_process.servers, roles._runtimes = self._access, self._runtimes
+        before = servers_here.access, roles._runtimes
+        servers_here.access, roles._runtimes = self._access, self._runtimes
         runner._runner = self._runner
         self._go.release()
         self._paused.acquire()
-        this_process.servers, roles._runtimes = before
+        servers_here.access, roles._runtimes = before
         assert self.error is None, self.error
 
     def end(self) -> None:

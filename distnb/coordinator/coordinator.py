@@ -45,8 +45,8 @@ from distnb.coordinator.waiter import Waiter
 from distnb.errors import CheckpointError, ClosureCancelled, NoClusterError, OptionError, ServerLost
 from distnb.runtime.interrupts import Interrupts
 from distnb.runtime.servers import roles
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.step_count import Reading
-from distnb.runtime.this_process import this_process
 from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
 from distnb.wire.closure_messages import Fence, RunClosure
@@ -126,13 +126,8 @@ class ClusterCoordinator:
         self._max_nbytes = max_queued_nbytes
 
     def _begin(self, strategy: Strategy) -> None:
-        if this_process.cluster_link is None:
-            raise NoClusterError(
-                "A coordinator needs a cluster. Start one with distnb.start(workers=2, ps=1), or %distnb start "
-                "--workers 2 --ps 1 in a notebook."
-            )
         self.strategy = strategy
-        self._link: ClusterLink = this_process.cluster_link()
+        self._link: ClusterLink = servers_here.link()
         self._queue = ClosureQueue(_DEPTH if self._link.replicas_per_worker == 1 else 1)
         runtime = roles.coordinating(strategy)
         runtime.access.fence = _fence

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from distnb.errors import CannotTravelError, OptionError, ProgramError
 from distnb.input.batch_placement import placement_for
 from distnb.options import InputContext
-from distnb.runtime.this_process import this_process
+from distnb.runtime.servers.here import servers_here
 from distnb.topology import parse_device
 from distnb.values.structure import map_structure
 
@@ -105,7 +105,7 @@ class _MakeIterator:
         self._dataset = dataset
 
     def make_for_worker(self, worker: int) -> Any:
-        device = this_process.servers.device
+        device = servers_here.access.device
         if device.type == "cpu":
             return iter(self._dataset)
         placement = placement_for(parse_device(str(device)))

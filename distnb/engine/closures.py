@@ -22,8 +22,8 @@ from distnb.objects.modes import RANDOM, Environment, apply_environment, capture
 from distnb.runtime.randomness import streams
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.client import Servers
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.service import Service
-from distnb.runtime.this_process import this_process
 from distnb.topology import PS, Device, Team
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink
@@ -165,7 +165,7 @@ class WorkerTask:
         access.is_one_of_several = len(mates) > 1
         if before is not None:
             access.replicas = before.access.replicas
-        this_process.servers = self.access = access
+        servers_here.access = self.access = access
         self._runner = Runner(access, role.index)
         self.alone = _team_of_one(message.team, engine, device)
         self._definitions: tuple[tuple[int, Any], ...] = ()  # that have come, and may not be the runner's yet

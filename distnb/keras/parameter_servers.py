@@ -23,6 +23,7 @@ from distnb.keras.by_state import HERE, METHODS, READS, OfKeras
 from distnb.keras.data import DatasetCreator, as_tensor
 from distnb.keras.server_optimizer import make_remote
 from distnb.options import InputOptions
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_variable import ServerVariable
 from distnb.runtime.step_count import Reading
 from distnb.runtime.this_process import this_process
@@ -42,7 +43,7 @@ def _steps(model: Any, _optimizer: Any, data: Any, count: int, kind: str) -> dic
     make, run = getattr(model, f"make_{kind}_function"), f"{kind}_function"
     make()
     logs: Any = None
-    with keras.device(str(this_process.servers.device)):
+    with keras.device(str(servers_here.access.device)):
         for place in range(count):
             batch = data[place] if isinstance(data, list) else next(data, None)
             if batch is None:
@@ -119,7 +120,7 @@ class ModelOnServers:
         self._registration = strategy.runtime.registration
         self._access = strategy.runtime.access
         self._coordinator = ClusterCoordinator(strategy)
-        self._ahead = _AHEAD * len(this_process.cluster_link().workers)  # type: ignore[misc]
+        self._ahead = _AHEAD * len(servers_here.link().workers)
         self._loops: list[_Loop] = []
         keras_internals.keep_ddp_away(model)
         own: dict[str, Callable[..., Any]] = {

@@ -16,9 +16,9 @@ from distnb.coordinator.libraries import ResourceDescription
 from distnb.errors import CannotTravelError, ContextError, OptionError
 from distnb.keras import keras_internals
 from distnb.runtime.servers import remote_optimizer
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_messages import Gradient, SetOptimizer, Shard, StepOptimizer
 from distnb.runtime.servers.shard_placement import Stored
-from distnb.runtime.this_process import this_process
 
 __all__ = ["RemoteApply", "described", "make_remote", "set_options"]
 
@@ -186,7 +186,7 @@ class RemoteApply:
             found = [each / own.loss_scale_factor for each in found]
         if any(getattr(own, name) for name in ("clipnorm", "global_clipnorm", "clipvalue")):
             found = keras_internals.clip(own, [each.to_dense() for each in found])
-        servers = this_process.servers
+        servers = servers_here.access
         known = {stored.number for stored in self._remote.stored}
         gradients: dict[int, dict[Shard, Gradient]] = {}
         for variable, gradient in zip(variables, found, strict=True):
@@ -227,10 +227,10 @@ class RemoteApply:
     def variables(self) -> list[Any]:
         """What it keeps, as it is on the servers now."""
         own = keras_internals.optimizer_variables(self)
-        if this_process.servers.is_worker:
+        if servers_here.access.is_worker:
             return own
         self.send_changes()
-        states = this_process.servers.optimizer_states(self._remote.number, self._remote.servers)
+        states = servers_here.access.optimizer_states(self._remote.number, self._remote.servers)
         kept = {shard: each for found in states.values() for shard, each in found["state"].items()}
         for place, stored in enumerate(self._remote.stored):
             parts = [kept[shard] for shard, _ in stored.shards()]
@@ -255,7 +255,7 @@ class RemoteApply:
                     for name, where in names.items()
                 }
         steps = int(keras_internals.iterations_of(self).value)
-        this_process.servers.set_optimizer_states(
+        servers_here.access.set_optimizer_states(
             {server: SetOptimizer(self._remote.number, state, steps) for server, state in states.items()}
         )
         self._note()
@@ -265,7 +265,7 @@ class RemoteApply:
         if self.use_ema:  # type: ignore[attr-defined]
             _ = self.variables
             super().finalize_variable_values(var_list)  # type: ignore[misc]
-            this_process.servers.send_changes()
+            servers_here.access.send_changes()
 
     def _note(self) -> None:
         vars(self)["_seen"] = _versions(keras_internals.optimizer_variables(self), self)
@@ -304,7 +304,7 @@ def make_remote(optimizer: Any) -> None:
     if isinstance(optimizer, RemoteApply):
         return
     _check(optimizer)
-    servers = this_process.servers
+    servers = servers_here.access
     trained = keras_internals.trained_variables(optimizer)
     stored = [servers.stored_of(each.value) for each in trained]
     if not all(stored):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from distnb.cluster.resolvers import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
-from distnb.errors import OptionError, ServerLost, closest
+from distnb.errors import OptionError, closest
 from distnb.magics.cell_history import HEADER
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
@@ -27,12 +26,9 @@ from distnb.notebook import value_placement
 from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.notebook.reports import stacks_text
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
-from distnb.notebook.views.closures_model import runs_text, server_texts
 from distnb.notebook.views.event_files import EventFiles
 from distnb.options import StrategySpec
-from distnb.runtime.this_process import this_process
 from distnb.strategies import resolve
-from distnb.topology import PS, WORKER, Task
 from distnb.widgets import exports
 from distnb.widgets.publisher import publisher_for
 from distnb.widgets.timeline import timeline
@@ -131,10 +127,11 @@ class ClusterMagic:
         if sessions.current() is None:
             print("No cluster is running. %distnb start begins one.")
             return
-        work = _work()
+        session = sessions.require()
+        work = session.work()
         rows = [
             [str(row.engine), row.task, row.device, row.state, *work.get(row.task, ("", "")), str(row.pid), row.host]
-            for row in sessions.require().status()
+            for row in session.status()
         ]
         header, rows = filled(["engine", "task", "device", "state", "runs", "holds", "pid", "host"], rows)
         self._table(tuple(header), [tuple(row) for row in rows], numeric=("engine", "pid"))
@@ -321,22 +318,6 @@ def _progress(shell: InteractiveShell) -> Iterator[Callable[[str], None]]:
         yield lambda text: publisher.area((text[:1].upper() + text[1:],))
     finally:
         publisher.area(())
-
-
-def _work() -> dict[str, tuple[str, str]]:
-    """What each worker runs, and what each parameter server holds, by task; nothing where there is no coordinator."""
-    found: dict[str, tuple[str, str]] = {}
-    module = sys.modules.get("distnb.coordinator.coordinator")  # else there is none
-    for coordinator in module.running_coordinators() if module is not None else ():
-        for each in coordinator.status().workers:
-            seconds = f" for {each.seconds:.1f} s" if each.state == "running" else ""
-            runs = [f"{runs_text(each)}{seconds}"] if each.state != "idle" else []
-            found[str(Task(WORKER, each.worker))] = (", ".join([*runs, f"{each.done:,} done"]), "")
-    if found and this_process.servers is not None:
-        with contextlib.suppress(ServerLost):
-            for server, text in server_texts(this_process.servers.placement()).items():
-                found[str(Task(PS, server))] = ("", text)
-    return found
 
 
 def _described(options: dict[str, Any]) -> str:

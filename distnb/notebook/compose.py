@@ -6,13 +6,12 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
-from distnb.topology import PS, Task
 
 if TYPE_CHECKING:
     from distnb.cluster.resolvers.base import ClusterResolver
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from distnb.notebook.views.runs import History
     from distnb.topology import Device
 
-__all__ = ["attach", "current", "history", "machines", "require", "require_tasks", "start", "stop"]
+__all__ = ["attach", "current", "history", "machines", "require", "start", "stop"]
 
 
 _front = FrontEnd()
@@ -66,7 +65,6 @@ def _register_remote() -> None:
     from distnb.runtime.this_process import this_process
 
     this_process.remote = lambda strategy: Remote(strategy, lambda: _front.session_for(strategy) or require())
-    this_process.cluster_link = lambda: require().cluster_link()
     this_process.machines = machines
 
 
@@ -211,49 +209,6 @@ def stop() -> None:
             atexit.unregister(stop)
             session.stop()
             _follow(None)
-
-
-def require_tasks(resolver: ClusterResolver | None = None) -> None:
-    """See to it that a cluster with workers and parameter servers runs, for a ParameterServerStrategy.
-
-    Args:
-        resolver: Tells of it; where none runs it is started. None for the one that runs, or that TF_CONFIG tells of.
-
-    Raises:
-        OptionError: The resolver's cluster lacks workers or servers, or another cluster runs.
-        StartError: Not every server of the cluster could be reached; the text names those.
-        NoClusterError: None runs, and nothing tells of one.
-    """
-    from distnb.cluster.resolvers import TFConfigClusterResolver
-    from distnb.cluster.tasks import tasks_in
-
-    session = current()
-    if resolver is None and session is None and TFConfigClusterResolver().cluster_spec():
-        resolver = TFConfigClusterResolver()
-    told = None if resolver is None else set(tasks_in(resolver.cluster_spec()))
-    if session is None and resolver is not None:
-        start(cluster_resolver=resolver, on_progress=lambda text: print(f"distnb: {text}", file=sys.stderr, flush=True))
-        return
-    if session is None:
-        raise NoClusterError(
-            "A ParameterServerStrategy needs a cluster with workers and parameter servers, and none is running. Start "
-            "one with %distnb start --workers 2 --ps 1, or distnb.start(workers=2, ps=1); or give a cluster_resolver."
-        )
-    there = set(session.tasks.values())
-    if not there:
-        raise OptionError(
-            "The cluster that is running has no parameter servers: its engines are all alike. A "
-            "ParameterServerStrategy needs another: %distnb stop, then %distnb start --workers 2 --ps 1."
-        )
-    if told not in (None, there):
-        raise OptionError(
-            f"The cluster_resolver tells of {_list(told)}, and the cluster that is running has {_list(there)}. Leave "
-            "the resolver out to use that one, or end it first: distnb.stop()."
-        )
-
-
-def _list(tasks: Iterable[Task]) -> str:
-    return ", ".join(map(str, sorted(tasks, key=lambda task: (task.job == PS, task.index))))
 
 
 def machines() -> tuple[str, ...]:

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from distnb.checkpoint import folder_locks
 from distnb.cluster.local.terminal_socket import TerminalSocket
 from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
 from distnb.errors import NoClusterError, OptionError, ProgramError
-from distnb.notebook.closure_channel import ClosureChannel
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.handles.pending import BesideCall, PendingCall, Unsettled
@@ -26,6 +25,7 @@ from distnb.notebook.output.profiles import write_profiles
 from distnb.notebook.programs.dispatch import Outcome
 from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, unlike_steps, warn_of_drift
 from distnb.notebook.reports import process_text, stacks_text
+from distnb.notebook.session_part import SessionPart
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.options import StrategySpec
@@ -35,6 +35,8 @@ from distnb.wire.exchange import Snapshot
 from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, PostMortem, RunCell, Status, UsersFunction
 
 __all__ = ["CellTimes", "EngineStatus", "Session"]
+
+Part = TypeVar("Part", bound=SessionPart)
 
 _OUTPUT_PATIENCE_S = 1.0
 
@@ -88,7 +90,7 @@ class Session:
         self._dispatch = self._engines.dispatch
         self._dispatch.prompts.front = lambda: self.front
         self.failure: Failure | None = None
-        self._closures: ClosureChannel | None = None
+        self._parts: list[SessionPart] = []
         self._terminal: TerminalSocket | None = None
         self._unsettled = Unsettled()
         self._besides: list[BesideCall] = []
@@ -133,8 +135,8 @@ class Session:
     def stop(self) -> None:
         """End every process of the cluster and free what it held. Calling it again does nothing."""
         if os.getpid() == self._owner:  # a forked child must not end its parent's engines
-            if self._closures is not None:
-                self._closures.close()
+            for part in self._parts:
+                part.close()
             if self._terminal is not None:
                 self._terminal.close()
             self._engines.stop()
@@ -173,16 +175,20 @@ class Session:
         with self._dispatch.turn:
             chosen = self._engines.choose(engines, missing=missing)
             if chosen:
-                if self._closures is not None:
-                    self._closures.leave(chosen)
+                for part in self._parts:
+                    part.leave(chosen)
                 self._engines.replace(chosen, on_progress, awaited=bool(self._unsettled))
-                if self._closures is not None:
-                    self._closures.enlist(chosen)
+                for part in self._parts:
+                    part.enlist(chosen)
         return chosen
 
     def status(self) -> tuple[EngineStatus, ...]:
         """What each engine is, and does."""
         return self._engines.status()
+
+    def work(self) -> dict[str, tuple[str, str]]:
+        """Return what each task, by its name, computes and holds now, in words; nothing of ordinary engines."""
+        return {task: words for part in self._parts for task, words in part.work().items()}
 
     @property
     def stuck(self) -> tuple[int, ...]:
@@ -550,18 +556,19 @@ class Session:
                 "of the user's failed there."
             )
 
-    def cluster_link(self) -> ClosureChannel:
-        """The coordinator's way to workers and parameter servers, which take their tasks when it is first asked for."""
+    def part(self, kind: type[Part]) -> Part:
+        """Return the session's part of this class, which is made, and given the engines, at its first use."""
         with self._dispatch.turn:
-            if self._closures is None:
-                closures = ClosureChannel(self._engines, self._ask, lambda: self.front, self.namespace.open_error)
+            found = next((each for each in self._parts if isinstance(each, kind)), None)
+            if found is None:
+                found = kind(self._engines, self._ask, lambda: self.front, self.namespace.open_error)
                 try:
-                    closures.enlist(self._engines.left)
+                    found.enlist(self._engines.left)
                 except BaseException:
-                    closures.close()
+                    found.close()
                     raise
-                self._closures = closures
-            return self._closures
+                self._parts.append(found)
+            return found
 
     @contextmanager
     def between_programs(self) -> Iterator[None]:
@@ -581,7 +588,7 @@ class Session:
     def interrupt(self) -> bool:
         """End the program that runs, as the notebook's stop button does; from any thread. False if none runs.
 
-        Closures end, too.
+        The programs of its parts end, too.
         """
-        closures = self._closures is not None and self._closures.user_interrupts()
-        return self._dispatch.interrupt() or closures
+        ended = [part.user_interrupts() for part in self._parts]
+        return self._dispatch.interrupt() or any(ended)

@@ -6,20 +6,13 @@ A plain script that nobody hosts has nothing of it. Loads no torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distnb.cluster.resolvers.base import ClusterResolver
-    from distnb.coordinator.link import ClusterLink
     from distnb.runtime.base import Owner, Runtime
     from distnb.runtime.spmd import SpmdProcess
 
 __all__ = ["this_process"]
-
-
-def _require_tasks(resolver: ClusterResolver | None) -> None:
-    import_module("distnb.notebook.compose").require_tasks(resolver)
 
 
 class _ThisProcess:
@@ -30,13 +23,7 @@ class _ThisProcess:
             script under torchrun or `distnb run` is one for as long as it lives. Set by `spmd.enter`.
         remote: Gives the runtime of a strategy whose replicas are engines, and starts a cluster when there is none.
             Set by the session in a notebook.
-        servers: What it does with variables on parameter servers, as their coordinator or as a worker.
         machines: Names the other machines of these engines; empty where there are none. Set with `remote`.
-        cluster_link: Gives the coordinator its way to workers and parameter servers; NoClusterError where there are
-            none. Set with `remote`.
-        require_tasks: Sees to it that a cluster with workers and parameter servers runs: the one that a resolver tells
-            of, which is started if none runs; None for the one that runs, or that TF_CONFIG tells of. This process is
-            the coordinator then, a plain script too.
         live_sink: Takes what `distnb.live` is given: the values, (training step, call of `run`), and the run's name.
             Set by an engine, which sends them, and by a notebook, which draws them; None: to the terminal.
         publish: Sends a display's data, by MIME type, to where it is drawn. Set by an engine, whose notebook draws.
@@ -47,10 +34,7 @@ class _ThisProcess:
     def __init__(self) -> None:
         self.replica: SpmdProcess | None = None
         self.remote: Callable[[Owner], Runtime] | None = None
-        self.servers: Any = None  # a ServerAccess: whoever asks has such a variable
         self.machines: Callable[[], tuple[str, ...]] = tuple
-        self.cluster_link: Callable[[], ClusterLink] | None = None
-        self.require_tasks: Callable[[ClusterResolver | None], None] = _require_tasks
         self.live_sink: Callable[[dict[str, Any], tuple[int, int], str], None] | None = None
         self.publish: Callable[[dict[str, Any]], None] | None = None
         self.note_names: Callable[[], Callable[[], None]] = lambda: lambda: None

@@ -10,7 +10,7 @@ from distnb.cluster.resolvers import ClusterResolver, TFConfigClusterResolver
 from distnb.errors import OptionError
 from distnb.options import StrategySpec
 from distnb.runtime.base import Runtime
-from distnb.runtime.this_process import this_process
+from distnb.runtime.servers.here import servers_here
 from distnb.strategies.base import Strategy
 from distnb.variables.homes import Home
 
@@ -76,7 +76,7 @@ class ParameterServerStrategy(Strategy):
         strategy = cls._of(StrategySpec(cls.kind, (), 0, options))
         if cluster_resolver is not None:
             strategy._resolver = cluster_resolver
-        if this_process.servers is None or not this_process.servers.is_worker:
+        if servers_here.access is None or not servers_here.access.is_worker:
             strategy.check_cluster()
             _ = strategy.runtime
         return strategy
@@ -97,7 +97,7 @@ class ParameterServerStrategy(Strategy):
 
     def check_cluster(self) -> None:
         """Raise if the running cluster has no parameter servers; start the one that a resolver describes."""
-        this_process.require_tasks(self._resolver)
+        servers_here.require(self._resolver)
 
     def start_options(self) -> dict[str, Any]:
         """Return the arguments of `distnb.start`: a worker for each GPU, or two, and a server."""
@@ -116,7 +116,7 @@ class ParameterServerStrategy(Strategy):
             ServerLost: A server is gone.
         """
         _ = self.runtime
-        rows: tuple[PlacedShard, ...] = this_process.servers.placement()
+        rows: tuple[PlacedShard, ...] = servers_here.access.placement()
         return rows
 
     @property

@@ -5,19 +5,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distnb.notebook.output.output_merger import OutputMerger
 from distnb.notebook.views.live_model import LiveCall, LiveModel
 from distnb.notebook.views.runs import History
+from distnb.notebook.views.watch import Watch
 from distnb.topology import Team
-from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.live_views import LiveView
 from distnb.widgets.publisher import Publisher
 from distnb.wire.messages import Asks, Died, Display, GoesOn, Live, Output, ProgramEnded, Status, TelemetrySample
-
-if TYPE_CHECKING:
-    from distnb.coordinator.coordinator import ClusterCoordinator
 
 __all__ = ["VIEW_EVENTS", "CellView"]
 
@@ -71,7 +68,7 @@ class CellView:
         self._replicas = replicas
         self._workers = workers or {}
         self._who = who
-        self._watch: CoordinatorWatch | None = None
+        self._watch: Watch | None = None
         self._view: LiveView | None = None
         self._mergers: dict[int, OutputMerger] = {}  # by program; 0 for all programs that were not announced
         self._running: dict[int, Team] = {}  # programs that were announced
@@ -109,16 +106,16 @@ class CellView:
             return OutputMerger(max(self._workers.values()) + 1, f"{self._name}-0", self._who)
         return OutputMerger(self._replicas, f"{self._name}-0")
 
-    def watches(self, coordinator: ClusterCoordinator) -> bool:
-        """Return whether the view follows this coordinator now, and will go on to."""
-        return self._watch is not None and self._watch.coordinator is coordinator and self._watch.due
+    def watches(self, subject: object) -> bool:
+        """Return whether the view samples this thing now, and will go on to."""
+        return self._watch is not None and self._watch.subject is subject and self._watch.due
 
-    def watch(self, watch: CoordinatorWatch, now: float) -> None:
-        """Follow a coordinator from now on."""
+    def watch(self, watch: Watch, now: float) -> None:
+        """Sample a thing that the cell uses, from now on."""
         self._now = now
-        if self._watch is None or self._watch.coordinator is not watch.coordinator:
+        if self._watch is None or self._watch.subject is not watch.subject:
             self._watch = watch
-            self.model.follow(watch.model, watch.coordinator.strategy.spec.kind, now)
+            watch.add_to(self.model, now)
         self._watch.due = True
 
     def feed_local(self, call: LiveCall, now: float) -> None:
@@ -161,7 +158,7 @@ class CellView:
             self.publisher.apply(merger.collect(now))
         if self.model.ended_at is not None:
             return
-        if self._watch is not None and self._watch.poll(now, servers=self._view is not None):
+        if self._watch is not None and self._watch.poll(now, drawn=self._view is not None):
             self.model.sampled(now)
             self._changed = True
         if self._view is None and not self.quiet:

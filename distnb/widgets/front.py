@@ -19,11 +19,11 @@ from distnb.notebook.views.event_files import EventFiles
 from distnb.notebook.views.front_end import ask_here
 from distnb.notebook.views.live_model import HERE, LiveCall, LiveModel
 from distnb.notebook.views.runs import History
+from distnb.notebook.views.watch import Watch
 from distnb.runtime import step_count
 from distnb.topology import WORKER
 from distnb.watching import live
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
-from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.live_views import LiveView, PictureView, TextView
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
 from distnb.widgets.replica_widgets import ReplicaWidgets
@@ -32,7 +32,6 @@ from distnb.wire.messages import Asks, Died, Display, Output, ProgramEnded, Stat
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from distnb.coordinator.coordinator import ClusterCoordinator
     from distnb.notebook.session import Session
 
 __all__ = ["Front"]
@@ -126,14 +125,11 @@ class Front:
             self._queue.append((partial(view.feed_local, call), None))
             self._wake_up()
 
-    def watch(self, coordinator: ClusterCoordinator) -> None:
-        """Show a coordinator that has, or waits for, closures. It is called under the coordinator's lock.
-
-        So this takes no lock of its own.
-        """
+    def watch(self, subject: Any, make: Callable[[Any], Watch]) -> None:
+        """Show a thing that the running cell uses. It is called under the thing's lock, so it takes none."""
         view = self._current
-        if view is not None and not view.watches(coordinator):
-            self._queue.append((partial(view.watch, CoordinatorWatch(coordinator)), None))
+        if view is not None and not view.watches(subject):
+            self._queue.append((partial(view.watch, make(subject)), None))
             self._wake_up()
 
     # -- cells -----------------------------------------------------------------------------------------------------

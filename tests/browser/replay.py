@@ -40,6 +40,9 @@ class ReplaySession:
             EngineStatus(engine=i, device=f"cpu:{i}", state="idle", pid=0, host="") for i in range(self.replicas)
         )
 
+    def work(self) -> dict[str, tuple[str, str]]:
+        return {}
+
     def looking(self) -> Any:
         return nullcontext()
 

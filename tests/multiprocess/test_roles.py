@@ -17,7 +17,7 @@ import pytest
 import distnb
 from distnb.cluster_resolver import SimpleClusterResolver
 from distnb.errors import StartError
-from distnb.runtime.this_process import this_process
+from distnb.runtime.servers.here import servers_here
 from tests import processes
 from tests.kernel import Notebook
 from tests.multiprocess.test_server import free_addresses
@@ -28,7 +28,7 @@ _COORDINATOR = """
 import json, os, sys, torch, distnb
 from distnb.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolver
 from distnb.notebook import compose
-from distnb.runtime.this_process import this_process
+from distnb.runtime.servers.here import servers_here
 
 def tell():
     print(json.dumps([[row.task, row.pid, row.state] for row in compose.require().status()]), flush=True)
@@ -100,7 +100,7 @@ def test_a_server_and_a_worker_are_replaced(notebook: Notebook) -> None:
 
 def test_a_cluster_without_servers_is_none_for_parameter_servers(notebook: Notebook) -> None:
     notebook.run("%distnb stop\n%distnb start -n 1", timeout_s=90)
-    failed = notebook.try_run("from distnb.runtime.this_process import this_process; this_process.require_tasks(None)")
+    failed = notebook.try_run("from distnb.runtime.servers.here import servers_here; servers_here.require(None)")
     assert failed.error_name == "OptionError"
     assert "has no parameter servers" in failed.error_text
     assert "%distnb start --workers 2 --ps 1" in failed.error_text
@@ -173,7 +173,7 @@ def test_a_chief_under_tf_config_waits_for_its_servers_and_replaces_one() -> Non
         return running("-m", "distnb", "worker", **task(job, index))
 
     script = f"""{_COORDINATOR}
-this_process.require_tasks(TFConfigClusterResolver())
+servers_here.require(TFConfigClusterResolver())
 tell()
 while sys.stdin.readline():
     print(json.dumps([total(), compose.require().restart(missing=True)]), flush=True)
@@ -213,10 +213,10 @@ def test_servers_in_the_coordinators_process_leave_nothing_behind(ending: str) -
     script = f"""{_COORDINATOR}
 cluster = {{"worker": {worker!r}, "ps": {ps!r}}}
 servers = [distnb.Server(cluster, job, index) for job in cluster for index in range(len(cluster[job]))]
-this_process.require_tasks(SimpleClusterResolver(cluster))
-this_process.require_tasks(None)
+servers_here.require(SimpleClusterResolver(cluster))
+servers_here.require(None)
 try:
-    this_process.require_tasks(SimpleClusterResolver({{"worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}}))
+    servers_here.require(SimpleClusterResolver({{"worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}}))
 except ValueError as error:
     print(json.dumps([total(), str(error)]), flush=True)
 tell()
@@ -258,7 +258,7 @@ def test_servers_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -
     server = distnb.Server(cluster, "worker", 0)
     try:
         with pytest.raises(StartError) as caught:
-            this_process.require_tasks(SimpleClusterResolver(cluster))
+            servers_here.require(SimpleClusterResolver(cluster))
     finally:
         server.stop()
         server.join()

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from distnb.coordinator.status import CoordinatorStatus, WorkerStatus
+from distnb.notebook.closures.coordinator_watch import CoordinatorWatch
 from distnb.notebook.views.closures_model import ClosuresModel, largest, runs_text, server_texts
 from distnb.notebook.views.live_model import LiveModel
 from distnb.runtime import step_count
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.shard_placement import PlacedShard
-from distnb.runtime.this_process import this_process
 from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import head_text, picture_bundle, plain_summary, worker_table
-from distnb.widgets.coordinator_watch import CoordinatorWatch
 from distnb.widgets.live_views import PictureView
 from distnb.widgets.publisher import Publisher
 from distnb.widgets.queue_picture import queue_picture
@@ -231,7 +231,7 @@ Watching = tuple[Coordinator, CellView, Kept]
 @pytest.fixture
 def watching(monkeypatch: pytest.MonkeyPatch) -> Watching:
     coordinator, kept = Coordinator(), Kept()
-    monkeypatch.setattr(this_process, "servers", coordinator)
+    monkeypatch.setattr(servers_here, "access", coordinator)
     view = CellView(kept, PictureView, workers={0: 0, 1: 1})
     view.watch(CoordinatorWatch(coordinator), 0.0)  # type: ignore[arg-type]
     coordinator.current = status(5, 2, 30)

@@ -16,7 +16,7 @@ from distnb.coordinator.link import ClosureEnded, ClosureGivenBack, ClosureGiven
 from distnb.coordinator.runner import ClosureResult
 from distnb.errors import ClosureCancelled
 from distnb.runtime.servers import roles
-from distnb.runtime.this_process import this_process
+from distnb.runtime.servers.here import servers_here
 from distnb.wire.closure_messages import RunClosure
 from distnb.wire.messages import ErrorReport, Reply
 from tests.unit.test_server_variables import InHouse
@@ -61,9 +61,9 @@ class Link(SimpleNamespace):
 @pytest.fixture
 def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
     link = Link()
-    monkeypatch.setattr(this_process, "cluster_link", lambda: link)
-    monkeypatch.setattr(this_process, "servers", None)
-    monkeypatch.setattr(this_process, "require_tasks", lambda resolver: None)
+    monkeypatch.setattr(servers_here, "link", lambda: link)
+    monkeypatch.setattr(servers_here, "access", None)
+    monkeypatch.setattr(servers_here, "require", lambda resolver: None)
     monkeypatch.setattr(roles, "_runtimes", {})
     yield link
     link.closed = True

@@ -17,6 +17,7 @@ import distnb
 from distnb.coordinator.per_worker import MakeDataset, PerWorkerDataset
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.this_process import this_process
 from tests.unit.test_server_variables import InHouse, Worker, packer_of
 
@@ -46,7 +47,7 @@ class Coordinator:
     def __init__(self, strategy: Any) -> None:
         self.packer = packer_of(strategy)
         servers = strategy.runtime.access.servers
-        self.workers = [Worker(servers, index) for index in this_process.cluster_link().workers]
+        self.workers = [Worker(servers, index) for index in servers_here.link().workers]
         self.numbers = itertools.count(1)
         self.scheduled = 0
         Coordinator.latest = self
@@ -105,9 +106,9 @@ def servers(monkeypatch: pytest.MonkeyPatch, workers: int) -> Iterator[InHouse]:
     house = InHouse(2)
     monkeypatch.setattr(parameter_servers, "ClusterCoordinator", Coordinator)
     link = SimpleNamespace(servers=house, num_servers=2, replicas_per_worker=1, workers=tuple(range(workers)))
-    monkeypatch.setattr(this_process, "cluster_link", lambda: link)
-    monkeypatch.setattr(this_process, "require_tasks", lambda resolver: None)
-    monkeypatch.setattr(this_process, "servers", None)
+    monkeypatch.setattr(servers_here, "link", lambda: link)
+    monkeypatch.setattr(servers_here, "require", lambda resolver: None)
+    monkeypatch.setattr(servers_here, "access", None)
     roles._runtimes.clear()
     yield house
     roles._runtimes.clear()
@@ -182,7 +183,7 @@ def test_fit_is_as_in_one_process(strategy: Any, kind: str, compiled: str) -> No
     data = batches(30)
     expected = plain.fit((each for each in data), epochs=3, steps_per_epoch=10, verbose=0).history
     # Workers in turn read one sequence: the first one its first batch, and so on.
-    count = len(this_process.cluster_link().workers)
+    count = len(servers_here.link().workers)
     creator = distnb.keras.DatasetCreator(lambda context: batches(30)[context.input_pipeline_id :: count])
     found = model.fit(creator, epochs=3, steps_per_epoch=10, verbose=0).history
     assert found.keys() == expected.keys()

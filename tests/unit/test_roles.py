@@ -17,7 +17,7 @@ from distnb.cluster.remote.server_client import connect_patience_s
 from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
 from distnb.cluster.tasks import server_cluster_tasks, tasks_in, tasks_of
 from distnb.errors import NoClusterError, OptionError, StartError
-from distnb.notebook.compose import require_tasks
+from distnb.notebook.closures.task_cluster import require
 from distnb.topology import Task
 
 W0, W1, W2, PS0, PS1 = Task("worker", 0), Task("worker", 1), Task("worker", 2), Task("ps", 0), Task("ps", 1)
@@ -190,6 +190,6 @@ def test_how_long_servers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_cluster_is_required() -> None:
     with pytest.raises(NoClusterError, match=r"none is running\. Start one with %distnb start --workers 2 --ps 1"):
-        require_tasks()
+        require()
     with pytest.raises(OptionError, match="has no ps"):
-        require_tasks(SimpleClusterResolver({"worker": ["a:1"]}))
+        require(SimpleClusterResolver({"worker": ["a:1"]}))

@@ -21,9 +21,9 @@ from distnb.coordinator.runner import Runner
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_messages import Describe, ServerRequest
 from distnb.runtime.servers.store import ShardStore
-from distnb.runtime.this_process import this_process
 from distnb.wire.closure_messages import NO_FENCE, Fence, RunClosure
 
 
@@ -72,13 +72,13 @@ class Worker:
         self.known.update(closure.needs)
         self.known.difference_update(forget)
         message = RunClosure(0, number, Fence(), definitions, closure.data, closure.buffers, (), forget)
-        before = this_process.servers, dict(roles._runtimes)
-        this_process.servers = self.access
+        before = servers_here.access, dict(roles._runtimes)
+        servers_here.access = self.access
         roles._runtimes.clear()
         try:
             result = self.runner.run(message, self.access.take_fresh())
         finally:
-            this_process.servers = before[0]
+            servers_here.access = before[0]
             roles._runtimes.clear()
             roles._runtimes.update(before[1])
         packer.merge(result.contributions or {})
@@ -88,13 +88,13 @@ class Worker:
 @pytest.fixture
 def servers() -> Iterator[InHouse]:
     house = InHouse(3)
-    before = this_process.cluster_link, this_process.servers, this_process.require_tasks
-    this_process.cluster_link = lambda: SimpleNamespace(servers=house, num_servers=3, replicas_per_worker=1)  # type: ignore[assignment,return-value]
-    this_process.servers = None
-    this_process.require_tasks = lambda resolver: None
+    before = servers_here.link, servers_here.access, servers_here.require
+    servers_here.link = lambda: SimpleNamespace(servers=house, num_servers=3, replicas_per_worker=1)  # type: ignore[assignment,return-value]
+    servers_here.access = None
+    servers_here.require = lambda resolver: None
     roles._runtimes.clear()
     yield house
-    this_process.cluster_link, this_process.servers, this_process.require_tasks = before
+    servers_here.link, servers_here.access, servers_here.require = before
     roles._runtimes.clear()
 
 

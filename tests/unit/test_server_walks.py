@@ -10,7 +10,7 @@ import torch
 
 from distnb.coordinator import coordinator, queue
 from distnb.runtime.servers import roles
-from distnb.runtime.this_process import this_process
+from distnb.runtime.servers.here import servers_here
 from tests.server_walks import Walk
 from tests.simulated_cluster import SimulatedCluster, SimulatedWaiter
 
@@ -27,12 +27,12 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Simul
             each.close()
         made[:] = [SimulatedCluster(seed, workers=2, servers=2)]
         SimulatedWaiter.world = made[0]
-        monkeypatch.setattr(this_process, "cluster_link", lambda: made[0].link)
-        monkeypatch.setattr(this_process, "servers", None)
+        monkeypatch.setattr(servers_here, "link", lambda: made[0].link)
+        monkeypatch.setattr(servers_here, "access", None)
         monkeypatch.setattr(roles, "_runtimes", {})
         return made[0]
 
-    monkeypatch.setattr(this_process, "require_tasks", lambda resolver: None)
+    monkeypatch.setattr(servers_here, "require", lambda resolver: None)
     monkeypatch.setattr(coordinator, "Waiter", SimulatedWaiter)
     monkeypatch.setattr(queue, "_PATIENCE_S", 0.0)
     yield make

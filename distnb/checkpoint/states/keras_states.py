@@ -8,7 +8,7 @@ from typing import Any
 
 from distnb.checkpoint.states.base import Kind, described
 from distnb.errors import OptionError
-from distnb.runtime.this_process import this_process
+from distnb.runtime.servers.here import servers_here
 
 __all__ = ["KerasObjects", "is_state_of_keras"]
 
@@ -38,8 +38,8 @@ class KerasObjects(Kind):
                 "after `fit`, or call `build`."
             )
         parts = _parts(value).items()
-        if this_process.servers is not None:  # with parameter servers these are copies of what is there
-            this_process.servers.read_anew([each.value for _, variables in parts for each in variables])
+        if servers_here.access is not None:  # with parameter servers these are copies of what is there
+            servers_here.access.read_anew([each.value for _, variables in parts for each in variables])
         values = {part: [each.value.detach() for each in variables] for part, variables in parts}
         return values | ({_CLASS: _class_of_optimizer(value)} if "optimizer" in values else {})
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from distnb.checkpoint.states.base import Kind, TensorOutline, described, misfit_of_tensor
-from distnb.runtime.this_process import this_process
+from distnb.runtime.servers.here import servers_here
 from distnb.variables.variable import SyncOnReadVariable
 
 __all__ = ["Tensors"]
@@ -40,7 +40,7 @@ class Tensors(Kind):
 
 def _now(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's value; on a coordinator of parameter servers, a parameter is a copy of what they have."""
-    servers = this_process.servers
+    servers = servers_here.access
     if servers is not None and servers.stored_of(tensor) is not None:
         servers.read_anew([tensor])
     return tensor.detach()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from distnb.wire.messages import Asks
 
 if TYPE_CHECKING:
-    from distnb.coordinator.coordinator import ClusterCoordinator
     from distnb.notebook.views.runs import History
+    from distnb.notebook.views.watch import Watch
 
 __all__ = ["FrontEnd", "ask_here"]
 
@@ -35,7 +35,7 @@ class FrontEnd:
         catch_up: Shows all output of the replicas before an error of theirs is raised, so that the error is below it.
         callers_lines: Returns the lines where the notebook's own code called the operation that failed.
         ask: Asks the user for a line on the main thread. Raises EOFError at the end of the input.
-        watch: Shows a coordinator in the running cell until its closures have ended.
+        watch: Shows a thing in the cell that uses it. Called with the thing, and a function that makes its `Watch`.
         module_version: Returns the version of the file that a module was loaded from, if the front end reloads modules;
             None if it knows of none.
         history: The runs that the front end drew.
@@ -47,6 +47,6 @@ class FrontEnd:
     catch_up: Callable[[], None] = lambda: None
     callers_lines: Callable[[BaseException], list[str]] = lambda error: []
     ask: Callable[[Asks], str] = ask_here
-    watch: Callable[[ClusterCoordinator], None] = lambda coordinator: None
+    watch: Callable[[Any, Callable[[Any], Watch]], None] = lambda subject, make: None
     module_version: Callable[[str], object] = lambda name: None
     history: History | None = None

@@ -15,6 +15,7 @@ from distnb.input.cutting import slice_bounds
 from distnb.input.dataset import DistributedDataset
 from distnb.runtime.inspection.inspecting import as_tensor, device_of, optimizer_state
 from distnb.runtime.scopes.registration import is_scope_buffer
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.this_process import this_process
 from distnb.values import DistributedValues, Mirrored, structure
 from distnb.wire.value_facts import Bounds, Holding, Kind
@@ -163,7 +164,7 @@ def _owner(value: Any) -> int | None:
 
 def _stored(value: Any) -> Any:
     """Where a variable on parameter servers is; None of others."""
-    servers = this_process.servers
+    servers = servers_here.access
     return None if servers is None or not isinstance(value, torch.Tensor) else servers.stored_of(value)
 
 

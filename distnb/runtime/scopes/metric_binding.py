@@ -25,6 +25,7 @@ from distnb.compat.torchmetrics_internals import default_states, updates
 from distnb.errors import ContextError
 from distnb.runtime import contexts
 from distnb.runtime.scopes.metric_names import add_names
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.this_process import this_process
 from distnb.values.structure import has_distributed, map_structure, select
 
@@ -87,7 +88,7 @@ def install() -> None:
     def merge(collection: Any) -> None:
         # torchmetrics has metrics share a state if their states are equal after the first batch. On replicas and in
         # scheduled functions a batch may be too small to tell them apart, or empty.
-        servers = this_process.servers
+        servers = servers_here.access
         if not aggregates_here() and (servers is None or not servers.is_worker):
             merge_groups(collection)
 

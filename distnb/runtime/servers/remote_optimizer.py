@@ -15,10 +15,10 @@ import torch
 from distnb.compat import torch_internals
 from distnb.errors import ContextError, OptionError
 from distnb.runtime import contexts
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_messages import Gradient, RowsGradient, SetOptimizer, Shard, StepOptimizer
 from distnb.runtime.servers.server_variable import ServerVariable
 from distnb.runtime.servers.shard_placement import Stored
-from distnb.runtime.this_process import this_process
 
 __all__ = [
     "RemoteSteps",
@@ -67,7 +67,7 @@ class RemoteSteps:
         """How many steps the servers have taken with it, of all workers."""
         if not is_remote(self):
             return 0 if self._loaded is None else _steps_in_state(self._loaded)
-        return self._steps_in(this_process.servers.optimizer_states(self._remote.number, self._remote.servers))
+        return self._steps_in(servers_here.access.optimizer_states(self._remote.number, self._remote.servers))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send the gradients to the servers, which update the variables: each server's in one piece."""
@@ -90,7 +90,7 @@ class RemoteSteps:
         options = tuple(
             {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
         )
-        servers = this_process.servers
+        servers = servers_here.access
         servers.step(
             {
                 server: StepOptimizer(self._remote.number, mine, options, servers.versions(mine))
@@ -114,7 +114,7 @@ class RemoteSteps:
             plain: dict[str, Any] = super().state_dict()  # type: ignore[misc]
             loaded = self._loaded
             return plain if loaded is None else {**plain, "state": loaded["state"], "iterations": self.iterations}
-        states = this_process.servers.optimizer_states(self._remote.number, self._remote.servers)
+        states = servers_here.access.optimizer_states(self._remote.number, self._remote.servers)
         kept: dict[Shard, Any] = {shard: each for found in states.values() for shard, each in found["state"].items()}
         variables = [stored for group in self._remote.groups for stored in group]
         state = {}
@@ -166,7 +166,7 @@ class RemoteSteps:
                     key: piece_of_state(stored, part, value) for key, value in kept.items()
                 }
         steps = _steps_in_state(state_dict)
-        this_process.servers.set_optimizer_states(
+        servers_here.access.set_optimizer_states(
             {server: SetOptimizer(self._remote.number, state, steps) for server, state in by_server.items()}
         )
 
@@ -240,7 +240,7 @@ def make_remote(optimizer: Any) -> None:
         ContextError: Some parameters do not.
         OptionError: It computes losses again and again.
     """
-    servers = this_process.servers
+    servers = servers_here.access
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptionError(
             "LBFGS computes the loss several times in each step, and the servers that take steps compute no losses. "

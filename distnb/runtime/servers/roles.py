@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from distnb.errors import ContextError, NoClusterError
+from distnb.errors import ContextError
 from distnb.options import RunOptions
 from distnb.runtime import contexts
 from distnb.runtime.base import Owner
 from distnb.runtime.in_process import InProcess
 from distnb.runtime.servers.access import ServerAccess
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_registration import ServerRegistration
 from distnb.runtime.servers.shard_placement import Placement
 from distnb.runtime.servers.worker_replicas import WorkingTogether
-from distnb.runtime.this_process import this_process
 from distnb.variables.homes import Home
 from distnb.variables.settings import Settings
 
@@ -29,7 +29,7 @@ class ServerHome(Home):
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._replicas = getattr(this_process.servers, "replicas", None)
+        self._replicas = getattr(servers_here.access, "replicas", None)
         self.alone = self._replicas is None
 
     @property
@@ -126,7 +126,7 @@ def runtime_of(strategy: Owner) -> Coordinating | Working | WorkingTogether:
     Raises:
         NoClusterError: This process is no worker, and has no workers and servers.
     """
-    runtime, servers = _runtimes.get(strategy), this_process.servers
+    runtime, servers = _runtimes.get(strategy), servers_here.access
     if servers is not None and servers.is_worker:
         if servers.replicas is None:
             if not isinstance(runtime, Working):
@@ -134,14 +134,9 @@ def runtime_of(strategy: Owner) -> Coordinating | Working | WorkingTogether:
         elif not isinstance(runtime, WorkingTogether):
             runtime = _runtimes[strategy] = WorkingTogether(strategy, servers.replicas)
         return runtime
-    if this_process.cluster_link is None:
-        raise NoClusterError(
-            f"{strategy!r} needs workers and parameter servers, and this process has none. Start some: %distnb start "
-            "--workers 2 --ps 1, or distnb.start(workers=2, ps=1); or give the strategy a cluster_resolver."
-        )
-    link = this_process.cluster_link()
+    link = servers_here.link()
     if servers is None or servers.servers is not link.servers:
-        servers = this_process.servers = ServerAccess(link.servers, is_worker=False)
+        servers = servers_here.access = ServerAccess(link.servers, is_worker=False)
     if not isinstance(runtime, Coordinating) or runtime.access is not servers:
         runtime = _runtimes[strategy] = Coordinating(strategy, servers, link)
     return runtime

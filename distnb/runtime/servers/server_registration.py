@@ -19,10 +19,10 @@ from distnb.runtime.scopes import metric_binding
 from distnb.runtime.scopes.made_objects import MadeObjects, own_parameters
 from distnb.runtime.scopes.registration import adopters_of, roots_of
 from distnb.runtime.servers.access import ServerAccess
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.remote_optimizer import make_remote, will_be_remote
 from distnb.runtime.servers.server_variable import ServerVariable, stand_in
 from distnb.runtime.servers.shard_placement import Placement, Stored
-from distnb.runtime.this_process import this_process
 from distnb.variables.settings import Settings
 
 __all__ = ["RefreshHook", "ServerRegistration"]
@@ -34,7 +34,7 @@ class RefreshHook:
     """On the coordinator, a model's copies are read anew before it computes; on a worker, when a closure starts."""
 
     def __call__(self, module: torch.nn.Module, _args: Any) -> None:
-        servers = this_process.servers
+        servers = servers_here.access
         if servers is None or servers.is_worker:
             return
         servers.read_anew((*module.parameters(), *module.buffers()))

@@ -11,9 +11,9 @@ import torch
 from distnb.compat import torch_internals
 from distnb.errors import ContextError, OptionError, StructureError
 from distnb.runtime import contexts
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.shard_placement import Stored
 from distnb.runtime.servers.variable_view import VariableView, seen_through, view_of
-from distnb.runtime.this_process import this_process
 from distnb.variables import scattering
 from distnb.variables.settings import Settings, value_for
 from distnb.variables.variable import Variable
@@ -106,7 +106,7 @@ class ServerVariable(Variable):
 
     def _seen(self, method: str) -> torch.Tensor:
         self._strategy.home.in_replica(writing=False)
-        value: torch.Tensor = this_process.servers.read(self.stored)
+        value: torch.Tensor = servers_here.access.read(self.stored)
         return value
 
     def read_value(self) -> torch.Tensor:
@@ -117,7 +117,7 @@ class ServerVariable(Variable):
 
     def _operand(self, name: str) -> torch.Tensor:
         self._strategy.home.in_replica(writing=False)
-        tensor: torch.Tensor = this_process.servers.cached(self.stored)
+        tensor: torch.Tensor = servers_here.access.cached(self.stored)
         tensor.requires_grad_(self.requires_grad)
         if tensor.requires_grad and not torch_internals.has_gradient_hook(tensor):
             tensor.register_post_accumulate_grad_hook(self._take_from)
@@ -158,7 +158,7 @@ class ServerVariable(Variable):
                 f"Rows {int(unique[0])} to {int(unique[-1])} were asked for of {self.stored.name or 'a variable'}, "
                 f"which has the rows 0 to {self.shape[0] - 1}."
             )
-        values = this_process.servers.read_rows(self.stored, unique)
+        values = servers_here.access.read_rows(self.stored, unique)
         if sparse is not None:
             self.sparse_gradients = sparse
         if self.requires_grad and torch.is_grad_enabled():
@@ -221,7 +221,7 @@ class ServerVariable(Variable):
         new = value_for(self.stored.like(), self._settings.label, method, value)
         if in_replica and not home.alone:
             new = self._from_replica(home, new, method)
-        this_process.servers.write(self.stored, method, new)
+        servers_here.access.write(self.stored, method, new)
         return self
 
     def _scatter(self, method: str, indices: Any, updates: Any = None) -> Any:
@@ -230,7 +230,7 @@ class ServerVariable(Variable):
         rows, changes = scattering.parse_scatter(self.stored.like(), self._settings.label, method, indices, updates)
         if in_replica and not home.alone:
             rows, changes = scattering.combine_replicas(home, self._settings, method, rows, changes)
-        this_process.servers.write_rows(self.stored, method, rows, changes)
+        servers_here.access.write_rows(self.stored, method, rows, changes)
         return self
 
     def _is_elsewhere(self) -> bool:
@@ -238,7 +238,7 @@ class ServerVariable(Variable):
 
     def _change_whole(self, function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = tuple(args[1:]), {key: value for key, value in kwargs.items() if key != "tensor"}
-        servers = this_process.servers
+        servers = servers_here.access
         if name == "copy_":
             return self.assign(args[0])
         if name == "__delete__":
@@ -257,7 +257,7 @@ class ServerVariable(Variable):
     def _set_item(self, function: Any, index: Any, value: Any) -> None:
         if isinstance(value, VariableView) and value.was_written_as(self, index):
             return
-        servers, found = this_process.servers, self._rows_of(index)
+        servers, found = servers_here.access, self._rows_of(index)
         if found is None:
             servers.change(self.stored, lambda whole: function(whole, index, value))
             return
@@ -315,7 +315,7 @@ class ShardedVariable(ServerVariable):
     @property
     def device(self) -> Any:  # type: ignore[override]
         """Where its value, or rows of it, are in torch's operations. Where a shard lives, its own `device` tells."""
-        return this_process.servers.device
+        return servers_here.access.device
 
     @property
     def variables(self) -> list[ServerVariable]:

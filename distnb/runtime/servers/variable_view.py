@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from distnb.errors import ContextError
-from distnb.runtime.this_process import this_process
+from distnb.runtime.servers.here import servers_here
 from distnb.values.structure import map_structure
 from distnb.variables.intercepted import Intercepted
 
@@ -72,7 +72,7 @@ class VariableView(Intercepted, torch.Tensor):
         if derive is None or name in _RESHAPING:
             raise self._refused(name)
         self._variable._refuse_in_replicas(name)
-        servers = this_process.servers
+        servers = servers_here.access
         block = servers.change(self._variable.stored, lambda value: function(derive(value), *rest, **named), self._rows)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.detach(self).copy_(derive(block))
@@ -88,7 +88,7 @@ class VariableView(Intercepted, torch.Tensor):
     def was_written_as(self, variable: ServerVariable, index: Any) -> bool:
         """Return whether it is `variable[index]` and has just been changed in place, as by `variable[index] += 1`."""
         return (
-            self._written_at == this_process.servers.exchanges
+            self._written_at == servers_here.access.exchanges
             and self._variable is variable
             and _same_index(self._index, index)
         )

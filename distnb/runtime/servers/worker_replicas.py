@@ -16,6 +16,7 @@ from distnb.runtime.reduction.gathering import broadcast_bytes
 from distnb.runtime.replica import Spmd
 from distnb.runtime.scopes import metric_binding
 from distnb.runtime.scopes.registration import Registration
+from distnb.runtime.servers.here import servers_here
 from distnb.runtime.this_process import this_process
 from distnb.runtime.variable_homes import ReplicaHome
 from distnb.values.distributed import PerReplica
@@ -182,7 +183,7 @@ class _GradientsElsewhere:
 
     @property
     def aggregates(self) -> bool:
-        return self._replicas.process.size > 1 and this_process.servers is self._replicas.access
+        return self._replicas.process.size > 1 and servers_here.access is self._replicas.access
 
     def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
         self._in_replica = contexts.in_replica()

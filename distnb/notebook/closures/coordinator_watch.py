@@ -7,10 +7,12 @@ import threading
 from typing import TYPE_CHECKING
 
 from distnb.notebook.views.closures_model import ClosuresModel
-from distnb.runtime.this_process import this_process
+from distnb.notebook.views.watch import Watch
+from distnb.runtime.servers.here import servers_here
 
 if TYPE_CHECKING:
     from distnb.coordinator.coordinator import ClusterCoordinator
+    from distnb.notebook.views.live_model import LiveModel
 
 __all__ = ["CoordinatorWatch"]
 
@@ -19,7 +21,7 @@ _QUERY_S = 1.0
 _PATIENCE_S = 0.5
 
 
-class CoordinatorWatch:
+class CoordinatorWatch(Watch):
     """The sampled state of a coordinator, for the view of a cell.
 
     Servers are queried on a separate thread, so that a server that hangs does not hold up the view.
@@ -29,25 +31,25 @@ class CoordinatorWatch:
 
     Attributes:
         model: The data that the view shows of the coordinator.
-        due: True while closures may be under way, so that the coordinator is to be sampled.
     """
 
     def __init__(self, coordinator: ClusterCoordinator) -> None:
+        super().__init__(coordinator)
         self.coordinator = coordinator
         self.model = ClosuresModel(coordinator.status())
-        self.due = True
         self._query: threading.Thread | None = None
         self._polled = self._queried = -math.inf
 
-    def poll(self, now: float, *, servers: bool) -> bool:
-        """Sample the queue a few times a second, and with `servers` query these once a second.
+    def add_to(self, model: LiveModel, now: float) -> None:
+        """Show the coordinator's closures in a cell's model."""
+        model.follow(self.model, self.coordinator.strategy.spec.kind, now)
 
-        Return whether the queue was sampled.
-        """
+    def poll(self, now: float, *, drawn: bool) -> bool:
+        """Sample the queue a few times a second; while the view is `drawn`, query the servers once a second."""
         if not self.due or now < self._polled + _POLL_S:
             return False
         self._sample(now)
-        if servers and now >= self._queried + _QUERY_S and (self._query is None or not self._query.is_alive()):
+        if drawn and now >= self._queried + _QUERY_S and (self._query is None or not self._query.is_alive()):
             self._start_query(now)
         return True
 
@@ -72,6 +74,6 @@ class CoordinatorWatch:
 
     def _fetch_placement(self) -> None:
         try:
-            self.model.place(this_process.servers.placement())
+            self.model.place(servers_here.access.placement())
         except Exception:  # noqa: BLE001
             return  # a lost server is reported by the program that needs it

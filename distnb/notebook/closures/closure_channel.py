@@ -6,6 +6,7 @@ engine: the supervisor follows it, so that it can be ended, and what it writes i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
@@ -28,12 +29,16 @@ from distnb.coordinator.link import (
     WorkerLost,
     WorkerUp,
 )
-from distnb.errors import MessageError, StartError
+from distnb.errors import MessageError, ServerLost, StartError
+from distnb.notebook.closures.coordinator_watch import CoordinatorWatch
 from distnb.notebook.output.wording import cell_name
 from distnb.notebook.programs.failures import reported
 from distnb.notebook.programs.supervision import GiveUpOn
+from distnb.notebook.session_part import Ask, SessionPart
+from distnb.notebook.views.closures_model import runs_text, server_texts
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import drain
+from distnb.runtime.servers.here import servers_here
 from distnb.topology import PS, WORKER, Task, Team
 from distnb.wire.closure_messages import RunClosure, ServersReplaced, TakeTask
 from distnb.wire.messages import Died, ErrorReport, GivenBack, Hello, Output, Reply, Unread
@@ -47,8 +52,6 @@ __all__ = ["ClosureChannel"]
 
 _MEETING_S = 30.0
 _COORDINATOR = 0  # how the parameter servers know this process; engine e is e + 1
-
-Ask = Callable[[Sequence[int], Callable[[int, Any], Any]], dict[int, Any]]
 
 
 class _UnderWay:
@@ -78,15 +81,8 @@ def _gravity(reply: Reply) -> int:
     return ("error", "interrupted", "aborted").index(reply.status)
 
 
-class ClosureChannel:
-    """Implements `coordinator.link.ClusterLink` on a session's engines.
-
-    Args:
-        engines: They have roles, or all are workers.
-        ask: Runs a program on some engines: called with them, and with what makes the message of a program's number
-            and team. Gives the values of the replies, by engine.
-        front: Gives the front end that shows what happens.
-        open_error: Opens an exception that was packed.
+class ClosureChannel(SessionPart):
+    """The session's part that implements `coordinator.link.ClusterLink` on its engines.
 
     Attributes:
         workers: The indices of the worker tasks.
@@ -98,10 +94,7 @@ class ClosureChannel:
     def __init__(
         self, engines: Engines, ask: Ask, front: Callable[[], FrontEnd], open_error: Callable[[Any], Any]
     ) -> None:
-        self._engines = engines
-        self._ask = ask
-        self._front = front
-        self._open_error = open_error
+        super().__init__(engines, ask, front, open_error)
         self._tasks = engines.tasks or {engine: Task(WORKER, engine) for engine in engines.ids}
         self._engines_of: dict[int, tuple[int, ...]] = {}  # by worker, in replica order
         for engine, task in sorted(self._tasks.items()):
@@ -233,7 +226,7 @@ class ClosureChannel:
 
     def watch(self, coordinator: ClusterCoordinator) -> None:
         """Show what a coordinator does."""
-        self._front().watch(coordinator)
+        self._front().watch(coordinator, CoordinatorWatch)
 
     def cell_name(self, filename: str) -> str:
         """How tracebacks call a cell."""
@@ -268,6 +261,22 @@ class ClosureChannel:
         busy = bool(self._under_way)
         self._run(partial(self._tell, UserInterrupted()))
         return busy
+
+    def work(self) -> dict[str, tuple[str, str]]:
+        """Return what each worker runs, and what each parameter server holds, by task."""
+        from distnb.coordinator.coordinator import running_coordinators
+
+        found: dict[str, tuple[str, str]] = {}
+        for coordinator in running_coordinators():
+            for each in coordinator.status().workers:
+                seconds = f" for {each.seconds:.1f} s" if each.state == "running" else ""
+                runs = [f"{runs_text(each)}{seconds}"] if each.state != "idle" else []
+                found[str(Task(WORKER, each.worker))] = (", ".join([*runs, f"{each.done:,} done"]), "")
+        if found and servers_here.access is not None:
+            with contextlib.suppress(ServerLost):
+                for server, text in server_texts(servers_here.access.placement()).items():
+                    found[str(Task(PS, server))] = ("", text)
+        return found
 
     def close(self) -> None:
         """The cluster is stopped."""

@@ -1,0 +1,76 @@
+"""The running cluster as a ParameterServerStrategy needs it: with workers and parameter servers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from distnb.errors import NoClusterError, OptionError
+from distnb.notebook import compose
+from distnb.notebook.closures.closure_channel import ClosureChannel
+from distnb.topology import PS, Task
+
+if TYPE_CHECKING:
+    from distnb.cluster.resolvers.base import ClusterResolver
+
+__all__ = ["link", "require"]
+
+_NONE = (
+    "A ParameterServerStrategy needs a cluster with workers and parameter servers, and none is running. Start one with "
+    "%distnb start --workers 2 --ps 1, or distnb.start(workers=2, ps=1); or give a cluster_resolver."
+)
+
+
+def link() -> ClosureChannel:
+    """Return the coordinator's connection with workers and servers, which take their tasks when it is first used.
+
+    Raises:
+        NoClusterError: No cluster is running.
+    """
+    session = compose.current()
+    if session is None:
+        raise NoClusterError(_NONE)
+    return session.part(ClosureChannel)
+
+
+def require(resolver: ClusterResolver | None = None) -> None:
+    """Make sure that a cluster with workers and parameter servers runs.
+
+    Args:
+        resolver: Describes the cluster, which is started if none runs. None for the running one, or that of TF_CONFIG.
+
+    Raises:
+        OptionError: The resolver's cluster lacks workers or servers, or another cluster runs.
+        StartError: Some servers of the cluster could not be reached; the text names them.
+        NoClusterError: None runs, and nothing describes one.
+    """
+    from distnb.cluster.resolvers import TFConfigClusterResolver
+    from distnb.cluster.tasks import tasks_in
+
+    session = compose.current()
+    if resolver is None and session is None and TFConfigClusterResolver().cluster_spec():
+        resolver = TFConfigClusterResolver()
+    told = None if resolver is None else set(tasks_in(resolver.cluster_spec()))
+    if session is None and resolver is not None:
+        compose.start(
+            cluster_resolver=resolver, on_progress=lambda text: print(f"distnb: {text}", file=sys.stderr, flush=True)
+        )
+        return
+    if session is None:
+        raise NoClusterError(_NONE)
+    there = set(session.tasks.values())
+    if not there:
+        raise OptionError(
+            "The cluster that is running has no parameter servers: its engines are all alike. A "
+            "ParameterServerStrategy needs another: %distnb stop, then %distnb start --workers 2 --ps 1."
+        )
+    if told not in (None, there):
+        raise OptionError(
+            f"The cluster_resolver tells of {_list(told)}, and the cluster that is running has {_list(there)}. Leave "
+            "the resolver out to use that one, or end it first: distnb.stop()."
+        )
+
+
+def _list(tasks: Iterable[Task]) -> str:
+    return ", ".join(map(str, sorted(tasks, key=lambda task: (task.job == PS, task.index))))

@@ -1,0 +1,51 @@
+"""The extension point of the session: parts that only some programs need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distnb.notebook.engines import Engines
+    from distnb.notebook.views.front_end import FrontEnd
+
+__all__ = ["Ask", "SessionPart"]
+
+Ask = Callable[[Sequence[int], Callable[[int, Any], Any]], dict[int, Any]]
+
+
+class SessionPart:
+    """A part of a session with processes, channels or programs of its own. `Session.part` makes it at its first use.
+
+    Args:
+        engines: The session's engines.
+        ask: Runs a program on some engines: called with them, and with a function that makes the message of the
+            program's number and team. Returns the values of the replies, by engine.
+        front: Returns the front end that shows what happens.
+        open_error: Opens an exception that was packed.
+    """
+
+    def __init__(
+        self, engines: Engines, ask: Ask, front: Callable[[], FrontEnd], open_error: Callable[[Any], Any]
+    ) -> None:
+        self._engines = engines
+        self._ask = ask
+        self._front = front
+        self._open_error = open_error
+
+    def enlist(self, engines: Iterable[int]) -> None:
+        """Use engines that have just started. The caller has the session's turn."""
+
+    def leave(self, engines: Iterable[int]) -> None:
+        """Release engines that are about to be replaced."""
+
+    def user_interrupts(self) -> bool:
+        """End the programs of this part, as the user asks. Return False if none runs."""
+        return False
+
+    def work(self) -> Mapping[str, tuple[str, str]]:
+        """Return what each task, by its name, computes and holds now, in words, for `%distnb status`."""
+        return {}
+
+    def close(self) -> None:
+        """End with the cluster."""
