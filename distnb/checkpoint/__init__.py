@@ -1,1 +1,1 @@
-"""Portable checkpoints: saved under any strategy and number of replicas, restored under any other, or none."""
+"""Portable checkpoints: saved under any strategy and number of replicas, restored under any other, or under none."""

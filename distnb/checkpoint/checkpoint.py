@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distnb.checkpoint import files, folder_locks
-from distnb.checkpoint.chief import agreed, on_chief
+from distnb.checkpoint.chief import gather_lines, on_chief
 from distnb.checkpoint.restore_status import RestoreStatus
 from distnb.checkpoint.states.object_states import check_object, restore_all, state_of, unused
 from distnb.errors import CheckpointError, ContextError, OptionError
@@ -28,19 +28,20 @@ __all__ = ["Checkpoint"]
 class Checkpoint:
     """Objects whose state is saved and restored together, under any strategy and number of replicas.
 
-    What it holds is found again by the names that are given here. A checkpoint is a folder of safetensors files and
-    one of JSON: reading it executes nothing. It appears under its name when all of it is on the disk, so that a process
-    which is killed while it saves leaves the earlier ones as they are; and it has digests of all that it holds.
+    A checkpoint stores each state under the name given here. It is a folder of safetensors files and one JSON file, so
+    reading it executes nothing. It appears under its name once all of it is on the disk: if a process is killed while
+    it
+    saves, the earlier checkpoints remain intact. A checkpoint includes digests of its content.
 
     In a distributed cell and in scripts all replicas call its methods, in cross-replica context; replica 0 writes and
-    reads the files. In the notebook its objects may be handles: the files are the notebook's then.
+    reads the files. In the notebook its objects may be handles, and the files are in the notebook's file system.
 
     Args:
-        objects: By name: modules, optimizers, learning rate schedules, distributed datasets and whatever else has
-            `state_dict()` and `load_state_dict()`; `distnb.Variable`; tensors; dicts and lists of these.
+        objects: The objects by name: modules, optimizers, learning rate schedules, distributed datasets and anything
+            else with `state_dict()` and `load_state_dict()`; `distnb.Variable`; tensors; dicts and lists of these.
 
     Raises:
-        OptionError: Something that cannot be restored in place, such as a number: make it a `distnb.Variable`.
+        OptionError: An object cannot be restored in place, such as a number: make it a `distnb.Variable`.
 
     Example:
         >>> import distnb, tempfile, torch
@@ -56,15 +57,15 @@ class Checkpoint:
 
     def __init__(self, **objects: Any) -> None:
         if not objects:
-            raise OptionError("Checkpoint() holds nothing. Name what it is to hold: Checkpoint(model=model, …).")
+            raise OptionError("Checkpoint() holds nothing. Name its objects: Checkpoint(model=model, …).")
         for name, value in objects.items():
             check_object(value, name)
         self._objects = objects
         self._writing: Future[None] | None = None
-        self._copies: list[Any] = []  # of the last save without waiting: the next one needs the memory again
+        self._copies: list[Any] = []  # of the last save without waiting; the next one reuses their memory
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[dict[str, Any]]]:
-        return _made, (self._objects,)
+        return _make_checkpoint, (self._objects,)
 
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(f'{name}=<{type(each).__name__}>' for name, each in self._objects.items())})"
@@ -75,26 +76,28 @@ class Checkpoint:
         """Save the objects' states as the folder `path`.
 
         Args:
-            path: There must be nothing of that name yet.
-            wait: False returns when the states have been copied to host memory, while a thread writes them; how that
-                ends is known at the next call of `write`, `save`, `restore` or `wait`.
+            path: The path of the new folder. It must not exist yet.
+            wait: With False, return once the states are copied to host memory, and write them in a thread. The next
+                call of
+                `write`, `save`, `restore` or `wait` raises the thread's error, if any.
 
         Returns:
             The path.
 
         Raises:
-            OptionError: The name is taken, or a state holds what a checkpoint cannot (the error names it).
+            OptionError: The path exists, or a state contains something that a checkpoint cannot hold (the error names
+                it).
             CheckpointError: Another program saves checkpoints of this name into the folder.
             ContextError: In a replica context.
-            OSError: As the file system has it, on every replica.
+            OSError: The file system's error, on every replica.
         """
         return self._write(lambda: Path(os.path.abspath(path)), wait)
 
     def save(self, prefix: str | os.PathLike[str], *, wait: bool = True) -> str:
-        """Save the objects' states as the folder `prefix-1`, or with the number that follows the newest one's.
+        """Save the objects' states as the folder `prefix-1`, or with the number after that of the newest one.
 
         Args:
-            prefix: Path and beginning of the name.
+            prefix: The path without the number.
             wait: See `write`.
 
         Returns:
@@ -110,12 +113,12 @@ class Checkpoint:
     def _require_all_replicas(self) -> None:
         if contexts.in_replica():
             raise ContextError(
-                "A Checkpoint was to be saved in a replica context, inside a function that strategy.run called. Save "
-                "it after strategy.run."
+                "A Checkpoint cannot be saved in a replica context, inside a function that strategy.run calls. Save it "
+                "after strategy.run."
             )
 
     def _write(self, target: Callable[[], Path], wait: bool, old: Sequence[Path] = ()) -> str:
-        """Save to the path that `target` gives, and delete `old` ones when the checkpoint is there; on the chief."""
+        """Save to the path that `target` returns, then delete the `old` checkpoints. The chief does both."""
         self._require_all_replicas()
         states = {name: state_of(value, name) for name, value in self._objects.items()}
 
@@ -145,7 +148,7 @@ class Checkpoint:
         return on_chief(begin)
 
     def wait(self) -> None:
-        """Wait until what `wait=False` began to write is there.
+        """Wait until the checkpoint that `wait=False` started to write is complete.
 
         Raises:
             OSError: It could not be written.
@@ -153,7 +156,7 @@ class Checkpoint:
         on_chief(self._finish)
 
     def _copied(self, states: Any) -> Any:
-        """The states, with copies of all tensors in host memory."""
+        """Return the states, with copies of all tensors in host memory."""
         leaves, shape = flatten(states)
         before = self._copies if len(self._copies) == len(leaves) else [None] * len(leaves)
         self._copies = [_copy(leaf, old) for leaf, old in zip(leaves, before, strict=True)]
@@ -167,27 +170,28 @@ class Checkpoint:
     # Restoring ------------------------------------------------------------------------------------------------------
 
     def restore(self, path: str | os.PathLike[str] | None) -> RestoreStatus:
-        """Give the objects the states that a checkpoint holds of them: all of them, or none. It may hold more.
+        """Restore the states of all objects from a checkpoint, or of none. The checkpoint may hold more states.
 
-        It may be called in a replica context, too, by all replicas.
+        All replicas may also call it in a replica context.
 
         Args:
-            path: What `write` or `save` returned; None, as `latest_checkpoint` is when there is none, does nothing.
+            path: The result of `write` or `save`. None, the value of `latest_checkpoint` if there is none, does
+                nothing.
 
         Returns:
             A status with TensorFlow's assertions: `assert_consumed()`, `expect_partial()`.
 
         Raises:
-            CheckpointMismatchError: It does not hold one of the objects, or another object's state. Nothing was
+            CheckpointMismatchError: It lacks the state of an object, or holds that of another object. Nothing was
                 changed.
-            CheckpointError: It is no whole checkpoint.
+            CheckpointError: It is not a complete checkpoint.
         """
         return self._restore([Path(os.path.abspath(path))]) if path is not None else RestoreStatus(None)
 
-    read = restore  # TensorFlow's word for what `write` wrote
+    read = restore  # TensorFlow's name for reading the result of `write`
 
     def _restore(self, paths: Sequence[Path]) -> RestoreStatus:
-        """Restore the first of some checkpoints that is whole."""
+        """Restore the first complete checkpoint of several."""
         replica = get_replica_context() if contexts.in_replica() else None
         if replica is not None:
             status: RestoreStatus = replica.merge_call(lambda _: self._restore(paths))
@@ -200,11 +204,11 @@ class Checkpoint:
             return str(path), needed, unused(self._objects, states)
 
         path, states, left = on_chief(found)
-        restore_all(self._objects, states, path, agreed)
+        restore_all(self._objects, states, path, gather_lines)
         return RestoreStatus(path, tuple(left))
 
 
-def _made(objects: dict[str, Any]) -> Checkpoint:
+def _make_checkpoint(objects: dict[str, Any]) -> Checkpoint:
     return Checkpoint(**objects)
 
 
@@ -217,13 +221,13 @@ def _first_whole(paths: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
             damaged.append(error)
             continue
         for one in damaged:
-            warnings.warn(f"{one} An older one is used: {path}", stacklevel=2)
+            warnings.warn(f"{one} distnb uses an older checkpoint: {path}", stacklevel=2)
         return path, states
     raise damaged[0]
 
 
 def _copy(leaf: Any, old: Any) -> Any:
-    """A copy of a tensor in host memory, if possible in that of an old one; anything else as it is."""
+    """Return a copy of a tensor in host memory, if possible in that of an old copy. Return anything else as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if not isinstance(old, torch.Tensor) or old.shape != leaf.shape or old.dtype != leaf.dtype:
@@ -235,7 +239,7 @@ _threads: list[ThreadPoolExecutor] = []
 
 
 def _writers() -> ThreadPoolExecutor:
-    """The thread that writes. A process that ends waits for it."""
+    """Return the thread that writes. The end of the process waits for it."""
     if not _threads:
         _threads.append(ThreadPoolExecutor(1, "distnb-checkpoint"))
         atexit.register(_threads[0].shutdown)

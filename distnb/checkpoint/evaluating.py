@@ -1,4 +1,4 @@
-"""What an evaluator does: it waits for the chief's saved weights, evaluates the newest, and logs what came out."""
+"""An evaluator's loop: wait for the chief's checkpoints, evaluate the newest, and log the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOG = "evaluations.jsonl"
 _UNFINISHED = (".tmp", ".part", "~")
 
 _Key = tuple[str, int]
-"""A checkpoint's name and when it was saved, in ns: a name that is written anew is another checkpoint."""
+"""A checkpoint's name and its time of saving in ns. A name that is written again is another checkpoint."""
 
 
 def evaluate_checkpoints(
@@ -36,29 +36,32 @@ def evaluate_checkpoints(
 ) -> list[dict[str, Any]]:
     """Evaluate each newest checkpoint that appears in a directory, until the last one.
 
-    An evaluator calls it (a process of its own: task type "evaluator" in TF_CONFIG, or any script), while the workers
-    train. Checkpoints that were overtaken while it evaluated are left out. What the log has already, after a restart,
-    is not evaluated again. A checkpoint must appear as a whole, as a `distnb.Checkpoint` does; or the chief saves under
-    a name that ends in ".tmp", which is left alone here, and then gives it its own name by `os.replace`. Archives, such
-    as Keras's `.keras` and torch's `.pt`, are left alone until their end is written, if each has a name of its own.
+    An evaluator calls it while the workers train. The evaluator is a process of its own: the task type "evaluator" in
+    TF_CONFIG, or any script. Checkpoints that a newer one overtook during an evaluation are skipped. After a restart,
+    those
+    already in the log are not evaluated again. A checkpoint must appear as a whole, as a `distnb.Checkpoint` does.
+    Otherwise the chief saves under a name that ends in ".tmp", which is ignored, and then renames it by `os.replace`.
+    Archives, such as Keras's `.keras` and torch's `.pt`, are ignored until they are complete, if each has its own name.
 
     Args:
-        directory: Where the chief saves; it may not exist yet.
-        evaluate: Called with the path of a checkpoint, a file or a folder. Returns numbers: one, or a dict of them.
-        pattern: Which names are checkpoints, as in a shell.
-        last: The name of the last one, or a function that tells from its path. None: there is no last one.
-        timeout_s: End when none has appeared for so long; None: never.
-        log: Where to append one line of JSON for each: "checkpoint", "saved" and "evaluated" (seconds since 1970),
-            "seconds" that it took, and "results". None for `evaluations.jsonl` in the directory.
-        poll_s: How often to look.
+        directory: The directory where the chief saves. It need not exist yet.
+        evaluate: A function that is called with the path of a checkpoint, a file or a folder. It returns a number or a
+            dict of numbers.
+        pattern: The pattern of the checkpoints' names, as in a shell.
+        last: The name of the last checkpoint, or a function that returns True for its path. None: there is no last one.
+        timeout_s: End when no checkpoint has appeared for this time; None: never.
+        log: The file to which one line of JSON is appended for each checkpoint: "checkpoint", "saved" and "evaluated"
+            (seconds since 1970), "seconds" of the evaluation, and "results". None for `evaluations.jsonl` in the
+            directory.
+        poll_s: The time between two looks at the directory.
 
     Returns:
-        What was appended to the log.
+        The lines that were appended to the log.
 
     Raises:
         ContextError: This process is one of several replicas.
-        OptionError: An argument makes no sense, or `evaluate` returned something else than numbers.
-        ClusterError: None appeared at all within `timeout_s`.
+        OptionError: An argument is invalid, or `evaluate` returned something other than numbers.
+        ClusterError: No checkpoint appeared within `timeout_s`.
 
     Example:
         >>> import tempfile, torch
@@ -79,34 +82,34 @@ def evaluate_checkpoints(
         return path.name == last if isinstance(last, str) else last is not None and last(path)
 
     ended = any(is_last(path) for key, path in _checkpoints(folder, pattern, target).items() if key in done)
-    heard = time.monotonic()
+    last_seen = time.monotonic()
     while not ended:
         found = _checkpoints(folder, pattern, target)
         new = found.keys() - done
         if not new:
-            if timeout_s is None or time.monotonic() - heard <= timeout_s:
+            if timeout_s is None or time.monotonic() - last_seen <= timeout_s:
                 time.sleep(poll_s)
                 continue
             if found:
                 break
             raise ClusterError(
-                f"No checkpoint appeared in {folder} within {timeout_s:g} s (names like {pattern!r}). Is that where "
-                "the chief saves?"
+                f"No checkpoint appeared in {folder} within {timeout_s:g} s (names like {pattern!r}). Does the "
+                "chief save there?"
             )
         newest = max(new, key=lambda key: key[::-1])
-        done |= new  # those that it overtook are not evaluated later, when nothing newer has come
-        is_end = is_last(found[newest])  # asked before, since the name may be written anew meanwhile
+        done |= new  # overtaken checkpoints are not evaluated later, either
+        is_end = is_last(found[newest])  # asked before the evaluation, during which the name may be written again
         line = _evaluated(evaluate, found[newest], newest)
         if line is not None:
             _append(target, line)
             lines.append(line)
             ended = is_end
-        heard = time.monotonic()
+        last_seen = time.monotonic()
     return lines
 
 
 def _evaluated(evaluate: Callable[[Path], Any], path: Path, key: _Key) -> dict[str, Any] | None:
-    """The log's line for a checkpoint; None if the chief deleted it before it was read."""
+    """Return the log's line for a checkpoint, or None if the chief deleted it before it was read."""
     began = time.time()
     try:
         results = _numbers(evaluate(path))
@@ -122,11 +125,11 @@ def _check(directory: Any, evaluate: Any, pattern: Any, last: Any, timeout_s: An
     def is_time(value: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
-    def require(fits: bool, told: str) -> None:
+    def require(fits: bool, message: str) -> None:
         if not fits:
-            raise OptionError(told)
+            raise OptionError(message)
 
-    seconds = "give a positive number of seconds (timeout_s=None waits for ever)."
+    seconds = "give a positive number of seconds (timeout_s=None waits forever)."
     is_folder = isinstance(directory, (str, os.PathLike)) and not Path(directory).is_file()
     is_last = last is None or isinstance(last, str) or callable(last)
     require(is_folder, f"directory={directory!r}: give the path of the directory where the chief saves.")
@@ -138,24 +141,26 @@ def _check(directory: Any, evaluate: Any, pattern: Any, last: Any, timeout_s: An
     process = this_process.replica
     if process is not None and process.size > 1:
         raise ContextError(
-            f"evaluate_checkpoints was called on replica {process.rank} of {process.size}. An evaluator is a process "
-            'of its own: give it the task type "evaluator" in TF_CONFIG, or start it apart.'
+            f"evaluate_checkpoints was called on replica {process.rank} of {process.size}. An evaluator is a "
+            'separate process: give it the task type "evaluator" in TF_CONFIG, or start it separately.'
         )
 
 
 def _checkpoints(folder: Path, pattern: str, log: Path) -> dict[_Key, Path]:
-    """What is in the folder now as a whole, without hidden and unfinished names, by name and when it was saved."""
+    """Return the complete checkpoints in the folder, without hidden and unfinished ones, by name and time."""
     found = {}
     for path in folder.glob(pattern):
         if not path.name.startswith(".") and not path.name.endswith(_UNFINISHED) and path != log:
-            with suppress(FileNotFoundError):  # deleted meanwhile
+            with suppress(FileNotFoundError):  # deleted in the meantime
                 if _is_whole(path):
                     found[path.name, path.stat().st_mtime_ns] = path
     return found
 
 
 def _is_whole(path: Path) -> bool:
-    """False for a file that has only begun: an empty one, and a ZIP archive, whose directory is written last."""
+    """Return whether a file is complete. Empty files are not. A ZIP archive is once it has its directory, which comes
+    last.
+    """
     if path.is_dir():
         return True
     with path.open("rb") as file:
@@ -164,21 +169,19 @@ def _is_whole(path: Path) -> bool:
 
 
 def _numbers(results: Any) -> dict[str, float | int | str]:
-    """Plain numbers by name; text for those that JSON does not have ("nan", "inf")."""
+    """Return plain numbers by name. Values that JSON lacks ("nan", "inf") become text."""
     numbers: dict[str, float | int | str] = {}
     for name, value in (results if isinstance(results, Mapping) else {"result": results}).items():
         if callable(getattr(value, "item", None)) and getattr(value, "shape", None) in ((), (1,)):
             value = value.item()
         if not isinstance(value, (int, float)):
-            raise OptionError(
-                f"evaluate returned {name!r}: {value!r}, and numbers are needed: one, or a dict from name to number."
-            )
+            raise OptionError(f"evaluate returned {name!r}: {value!r}. Return a number, or a dict from name to number.")
         numbers[str(name)] = value if math.isfinite(value) else str(value)
     return numbers
 
 
 def _logged(target: Path) -> set[_Key]:
-    """What earlier runs evaluated. A last line that was cut off counts for nothing."""
+    """Return the checkpoints that earlier runs evaluated. An incomplete last line is ignored."""
     known: set[_Key] = set()
     for line in target.read_text(encoding="utf-8").splitlines() if target.exists() else ():
         with suppress(ValueError, KeyError, TypeError):
@@ -189,6 +192,7 @@ def _logged(target: Path) -> set[_Key]:
 
 def _append(target: Path, line: Mapping[str, Any]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    cut = target.exists() and target.read_bytes()[-1:] not in (b"", b"\n")  # the line of one that failed there
+    # a program was killed while it wrote its line
+    cut = target.exists() and target.read_bytes()[-1:] not in (b"", b"\n")
     with target.open("a", encoding="utf-8") as file:
         file.write(("\n" if cut else "") + json.dumps(line) + "\n")

@@ -1,7 +1,8 @@
-"""A checkpoint on disk: a folder of safetensors files and one of JSON, which says what they hold.
+"""The files of a checkpoint: a folder of safetensors files and one JSON file that describes them.
 
-It is made under another name, and gets its own when all of it is on the disk: a process that is killed while it writes
-leaves the checkpoints before. torch.distributed.checkpoint can read its tensors, too, of which each file holds slices.
+The folder is made under a temporary name, and renamed when all of it is on the disk. If a process is killed while it
+writes, the earlier checkpoints remain intact. torch.distributed.checkpoint can read the tensors, too: each file
+holds slices of them.
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ __all__ = ["Shards", "check", "check_free", "numbered", "read", "remove", "remov
 _MANIFEST = "checkpoint.json"
 _FORMAT, _VERSION = "distnb checkpoint", 1
 _UNFINISHED, _REMOVED = ".unfinished-", ".removed-"
-# The word for it in files that torch.distributed.checkpoint reads.
+# The keys in files that torch.distributed.checkpoint reads.
 _SLICES, _BEGINNING = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A tensor in slices along its first axis, in order; it is one tensor again when it is read.
+    """A tensor in slices along its first axis, in order. It is a single tensor again when it is read.
 
-    Each slice goes into a file of its own number: several processes can hold them, and any number can read them.
+    Each slice is written to the file of its number, so several processes can hold the slices, and any number can read
+    them.
     """
 
     slices: Sequence[torch.Tensor]
 
 
 def check_free(path: Path) -> None:
-    """Raise OptionError if there is something of that name."""
+    """Raise OptionError if the path exists."""
     if os.path.lexists(path):
         raise OptionError(
-            f"{path} is there already, and a checkpoint never replaces another. Give another name, or use a "
+            f"{path} exists already, and a checkpoint never replaces another. Choose another name, or use a "
             "CheckpointManager, which numbers them and deletes the old ones."
         )
 
@@ -55,12 +57,12 @@ def write(path: Path, tree: Any) -> None:
     """Write a tree as a checkpoint.
 
     Args:
-        path: The folder that it becomes. There must be nothing of that name.
-        tree: See `encode`; and `Shards`, where a tensor may stand in a dict.
+        path: The folder to make. It must not exist.
+        tree: A tree for `encode`. The value of a dict's key may also be a `Shards`.
 
     Raises:
-        OptionError: The name is taken, or the tree holds something that a checkpoint cannot.
-        OSError: As the file system has it. There is no checkpoint of that name then.
+        OptionError: The path exists, or the tree contains something that a checkpoint cannot hold.
+        OSError: The file system's error. There is no checkpoint of that name then.
     """
     check_free(path)
     slices: dict[str, Shards] = {}
@@ -98,7 +100,7 @@ def write(path: Path, tree: Any) -> None:
 
 
 def _without_shards(tree: Any, path: str, slices: dict[str, Shards]) -> Any:
-    """The tree with an empty tensor for each `Shards`, which are put under its name."""
+    """Return the tree with an empty tensor for each `Shards`, and add the `Shards` to `slices` by path."""
     if isinstance(tree, Shards):
         slices[path] = tree
         return torch.empty(0, dtype=tree.slices[0].dtype)
@@ -108,17 +110,21 @@ def _without_shards(tree: Any, path: str, slices: dict[str, Shards]) -> Any:
 
 
 def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]]) -> dict[str, Any]:
-    """Write one file to the disk. Returns its size, a digest of its header, and of each slice where it begins along the
-    first axis, its dtype and a digest of its bytes.
+    """Write one file to the disk.
+
+    Returns:
+        The file's size, a digest of its header, and for each slice its start along the first axis, its dtype, and a
+        digest
+        of its bytes.
     """
     from safetensors.torch import save_file
 
     seen: set[int] = set()
     plain = {}
     for name, (tensor, _) in held.items():
-        here = tensor.cpu()  # first: not every device tells where its memory is
+        here = tensor.cpu()  # copied first: not every device reports the address of its memory
         storage = here.untyped_storage()
-        # safetensors writes no two that share memory.
+        # safetensors refuses tensors that share memory.
         whole = here.is_contiguous() and storage.nbytes() == here.nbytes and storage.data_ptr() not in seen
         plain[name] = here if whole else here.clone(memory_format=torch.contiguous_format)
         seen.add(storage.data_ptr())
@@ -136,13 +142,13 @@ def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]
 
 
 def _map(file: Path) -> mmap.mmap:
-    """A file's bytes, as memory that could be written (torch asks for it), but never is."""
+    """Return a file's bytes as writable memory, which torch requires. Nobody writes to it."""
     with file.open("rb") as opened:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _header(mapped: mmap.mmap) -> bytes:
-    """What stands before the tensors in a file of safetensors': the length of a JSON text, and the text."""
+    """Return the part of a safetensors file before its tensors: the length of a JSON text, and the text."""
     return mapped[: 8 + int.from_bytes(mapped[:8], "little")]
 
 
@@ -157,7 +163,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -169,40 +175,40 @@ def _sync(path: Path) -> None:
 
 
 def check(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, if its files are there and as long as they were written: "files" and "tree".
+    """Return a checkpoint's description ("files" and "tree"), if its files exist and have their full length.
 
     Raises:
-        CheckpointError: It is no checkpoint, or not a whole one.
+        CheckpointError: The path is not a checkpoint, or the checkpoint is incomplete.
     """
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         what = "there is no such file or folder" if not path.exists() else f"it has no {_MANIFEST}"
-        raise CheckpointError(f"{path} is no checkpoint of distnb: {what}.") from None
+        raise CheckpointError(f"{path} is not a checkpoint of distnb: {what}.") from None
     except ValueError as error:
-        raise CheckpointError(f"{path} is not whole: {_MANIFEST} is no JSON ({error}).") from None
+        raise CheckpointError(f"{path} is not complete: {_MANIFEST} is not JSON ({error}).") from None
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} is no checkpoint of distnb: {_MANIFEST} says otherwise.")
+        raise CheckpointError(f"{path} is not a checkpoint of distnb: {_MANIFEST} has another format.")
     if manifest.get("version") != _VERSION:
         raise CheckpointError(
-            f"{path} is a checkpoint of version {manifest.get('version')!r}, and this distnb reads {_VERSION}. A newer "
-            "distnb reads it."
+            f"{path} is a checkpoint of version {manifest.get('version')!r}, and this distnb reads {_VERSION}. Install "
+            "a newer distnb."
         )
     holds: dict[str, Any] = manifest.get("holds", {})
     if _digest_of_text(holds) != manifest.get("xxh3_128"):
-        raise CheckpointError(f"{path} is damaged: {_MANIFEST} is not as it was written.")
+        raise CheckpointError(f"{path} is damaged: {_MANIFEST} has changed since it was written.")
     for name, facts in holds["files"].items():
         found = (path / name).stat().st_size if (path / name).is_file() else 0
         if found != facts["nbytes"]:
-            raise CheckpointError(f"{path} is not whole: {name} has {found} bytes, and had {facts['nbytes']}.")
+            raise CheckpointError(f"{path} is not complete: {name} has {found} bytes, and had {facts['nbytes']}.")
     return holds
 
 
 def read(path: Path) -> Any:
-    """The tree of a checkpoint. Its tensors lie in the mapped files: who keeps one copies it.
+    """Return the tree of a checkpoint. Its tensors are in the mapped files: copy those that you keep.
 
     Raises:
-        CheckpointError: It is no checkpoint, or not a whole one, or its bytes are not those that were written.
+        CheckpointError: The path is not a checkpoint, or the checkpoint is incomplete or damaged.
     """
     holds = check(path)
     slices: dict[str, list[tuple[int, torch.Tensor]]] = {}
@@ -219,17 +225,19 @@ def read(path: Path) -> Any:
 
 
 def _verified(path: Path, name: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Name, beginning and content of each slice in a file. (safetensors' own reader takes 18 µs for each.)"""
+    """Yield the name, start and content of each slice in a file. (safetensors' own reader takes 18 µs for each.)"""
     mapped = _map(path / name)
     header = _header(mapped)
     if xxhash.xxh3_128_hexdigest(header) != facts["header"]:
-        raise CheckpointError(f"{path} is damaged: the header of {name} is not as it was written.")
+        raise CheckpointError(f"{path} is damaged: the header of {name} has changed since it was written.")
     places, data = json.loads(header[8:]), memoryview(mapped)[len(header) :]
     parts = {key: data[slice(*places[key]["data_offsets"])] for key in facts["tensors"]}
     for key, part in parts.items():
         first, name_of_dtype, digest = facts["tensors"][key]
         if xxhash.xxh3_128_hexdigest(part) != digest:
-            raise CheckpointError(f"{path} is damaged: the bytes of {key!r} in {name} are not those that were written.")
+            raise CheckpointError(
+                f"{path} is damaged: the bytes of {key!r} in {name} have changed since they were written."
+            )
         dtype = getattr(torch, name_of_dtype)
         flat = torch.frombuffer(part, dtype=dtype) if part.nbytes else torch.empty(0, dtype=dtype)
         yield key, first, flat.view(places[key]["shape"])
@@ -239,7 +247,7 @@ def _verified(path: Path, name: str, facts: Mapping[str, Any]) -> Iterator[tuple
 
 
 def numbered(folder: Path, name: str) -> dict[int, Path]:
-    """The checkpoints `name-1`, `name-2`… of a folder that are there whole, by number, the oldest first."""
+    """Return the complete checkpoints `name-1`, `name-2`… of a folder by number, the lowest first."""
     found = {}
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     for each in folder.iterdir() if folder.is_dir() else ():
@@ -254,7 +262,7 @@ def numbered(folder: Path, name: str) -> dict[int, Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, if it is there. It loses its name first: half of one is never seen."""
+    """Delete a checkpoint, if it exists. It is renamed first, so that a partial one never appears under its name."""
     if not path.exists():
         return
     doomed = path.with_name(f".{path.name}{_REMOVED}{secrets.token_hex(4)}")
@@ -263,7 +271,7 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path, name: str) -> None:
-    """Delete what killed processes left when they wrote, or deleted, checkpoints `name-1`, `name-2`…"""
+    """Delete the remains of processes that were killed while they wrote or deleted `name-1`, `name-2`…"""
     pattern = re.compile(rf"\.{re.escape(name)}-\d+({re.escape(_UNFINISHED)}|{re.escape(_REMOVED)})[0-9a-f]{{8}}")
     for each in folder.iterdir() if folder.is_dir() else ():
         if pattern.fullmatch(each.name):

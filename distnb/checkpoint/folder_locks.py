@@ -1,14 +1,14 @@
-"""Locks that keep two programs from saving checkpoints of one name into one folder.
+"""Locks that prevent two programs from saving checkpoints of one name into one folder.
 
-A lock is a POSIX lock of a hidden file in the folder: the kernel frees it when its process ends, however that ends, and
-a forked child does not inherit it. (`flock` would: a DataLoader's worker that outlives a killed program held it.) A
-process has a lock once, whoever in it saves, from its first save until its program ends: a script, or a cell. What a
-killed program left is removed only by a process that has the lock.
+A lock is a POSIX lock of a hidden file in the folder. The kernel frees it when its process ends, however it ends, and
+a forked child does not inherit it. (With `flock` it would: a DataLoader's worker that outlives a killed program would
+hold the lock.) A process holds a lock once, for all its threads, from its first save until its program ends: a script,
+or a cell. Only a process that holds the lock removes the remains of a killed program.
 
-The file is removed with the lock, so another process may have opened a file that is gone when it gets the lock:
+The file is removed with the lock, so another process may acquire the lock of a file that is already removed:
 
     holder      lock "ckpt"   …   unlink   close
-    another               open                    lock, and see that the name leads to no such file: open again
+    another               open                    lock, then see that the name leads to no such file: open again
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _PATIENCE_S, _POLL_S = 3.0, 0.05
 
 @dataclass
 class _Lock:
-    """A lock that this process has.
+    """A lock that this process holds.
 
     Attributes:
-        descriptor: Of the locked file; None where the file system has no locks.
-        writers: How many checkpoints are being written.
-        kept: It stays when they are written.
+        descriptor: The descriptor of the locked file; None if the file system has no locks.
+        writers: The number of checkpoints that are being written.
+        kept: Whether the lock stays when they are written.
     """
 
     descriptor: int | None
@@ -49,18 +49,18 @@ class _Lock:
 
 
 _locks: dict[Path, _Lock] = {}
-_guard = threading.RLock()  # a checkpoint may be written by a thread
+_guard = threading.RLock()  # a thread may write a checkpoint
 
 
 @contextmanager
 def saving(target: Path) -> Iterator[None]:
-    """Have the lock for a checkpoint's name while it is written.
+    """Hold the lock for a checkpoint's name while it is written.
 
     Args:
-        target: The checkpoint; its folder exists. `ckpt-1` and `ckpt-2` have one lock.
+        target: The checkpoint. Its folder exists. `ckpt-1` and `ckpt-2` share one lock.
 
     Raises:
-        CheckpointError: Another program has it.
+        CheckpointError: Another program holds the lock.
     """
     path = _path_of(target)
     with _held(path) as lock:
@@ -77,10 +77,10 @@ def keep(target: Path) -> bool:
     """Keep the lock for a checkpoint's name until `release_kept`, or the process's end.
 
     Returns:
-        Whether it was not kept yet: other programs may have saved before.
+        True if the lock was not kept before, so that other programs may have saved in the meantime.
 
     Raises:
-        CheckpointError: Another program has it.
+        CheckpointError: Another program holds the lock.
     """
     with _held(_path_of(target)) as lock:
         is_new, lock.kept = not lock.kept, True
@@ -91,7 +91,7 @@ def release_kept(target: Path | None = None) -> None:
     """Release locks that were kept, except those that a thread needs to write.
 
     Args:
-        target: A checkpoint whose name is released; None for all: the program that saved has ended.
+        target: A checkpoint whose name is released. None for all, because the program that saved has ended.
     """
     with _guard:
         for path in list(_locks) if target is None else [_path_of(target)]:
@@ -102,7 +102,7 @@ def release_kept(target: Path | None = None) -> None:
 
 @contextmanager
 def is_free_for_cleaning(target: Path) -> Iterator[bool]:
-    """Have the lock, if it is to be had and nothing is being written here. Gives False otherwise."""
+    """Hold the lock if it is free and this process is not writing. Yield whether it is held."""
     path = _path_of(target)
     with _guard:
         try:
@@ -117,14 +117,14 @@ def is_free_for_cleaning(target: Path) -> Iterator[bool]:
 
 
 def _path_of(target: Path) -> Path:
-    """Find the file that is locked for a checkpoint's name: POSIX locks want one name for one file."""
+    """Return the file that is locked for a checkpoint's name, by its real path: POSIX locks belong to the file."""
     matched = re.fullmatch(r"(.+)-\d+", target.name)
     return Path(os.path.realpath(target.parent), f".{matched[1] if matched else target.name}.lock")
 
 
 @contextmanager
 def _held(path: Path) -> Iterator[_Lock]:
-    """Have a lock and `_guard`. A program that ends just now may still write: it is waited for."""
+    """Hold a lock and `_guard`. Wait a while for a program that is just ending and may still write."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         with _guard:
@@ -162,11 +162,11 @@ def _acquired(path: Path) -> int | None:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "a process that has just begun"
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "a process that has just started"
             os.close(descriptor)
             raise CheckpointError(
                 f"Another program saves checkpoints {path.name[1:].removesuffix('.lock')!r} into {path.parent}: "
-                f"{holder}. Give each program a folder of its own, or end that one first."
+                f"{holder}. Give each program its own folder, or end that one first."
             ) from None
         except OSError:  # a file system without locks
             os.close(descriptor)
@@ -180,7 +180,7 @@ def _acquired(path: Path) -> int | None:
 
 
 def _forget() -> None:
-    """Forget, in a forked child, the parent's locks."""
+    """Drop the parent's locks in a forked child."""
     global _guard
     _guard = threading.RLock()
     for lock in _locks.values():
@@ -190,4 +190,4 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-atexit.register(release_kept)  # the kernel frees a lock, and leaves its file
+atexit.register(release_kept)  # the kernel frees the lock but leaves its file

@@ -1,4 +1,4 @@
-"""Checkpoints of a training, numbered, of which the newest are kept."""
+"""A manager of numbered checkpoints that keeps the newest."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ __all__ = ["CheckpointManager", "latest_checkpoint"]
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], checkpoint_name: str = "ckpt") -> str | None:
-    """The path of the newest checkpoint of a directory, of those that a `CheckpointManager` numbered; None: of none.
+    """Return the path of the newest numbered checkpoint of a `CheckpointManager` in a directory, or None.
 
-    It looks at this process's own file system, and at the files' sizes, not at what they hold.
+    The function reads this process's own file system, and checks the files' sizes but not their content.
     """
     found = files.numbered(Path(directory), checkpoint_name)
     return str(found[max(found)]) if found else None
 
 
 class CheckpointManager:
-    """Saves a `Checkpoint` again and again, as `ckpt-1`, `ckpt-2`… of a directory, and deletes the old ones.
+    """Manager that saves a `Checkpoint` repeatedly, as `ckpt-1`, `ckpt-2`… of a directory, and deletes old ones.
 
-    All replicas make it, and call its methods, as those of the `Checkpoint`.
+    All replicas make it and call its methods, like those of the `Checkpoint`.
 
     Args:
-        checkpoint: What is saved.
-        directory: Where. It is made when it is needed, and belongs to this program from its first save on: another
-            program that saves there gets an error. What a killed process left half written is deleted.
-        max_to_keep: The newest so many stay; None: all.
-        keep_every: Those whose number is a multiple of this stay for good.
-        checkpoint_name: How names begin.
+        checkpoint: The checkpoint to save.
+        directory: The directory, which is made when it is needed. From the first save on it belongs to this program:
+            another program that saves there gets an error. Incomplete checkpoints of killed processes are deleted.
+        max_to_keep: The number of newest checkpoints to keep; None: all.
+        keep_every: Keep checkpoints whose number is a multiple of this forever.
+        checkpoint_name: The beginning of the checkpoints' names.
 
     Raises:
-        OptionError: An argument that is none of these.
+        OptionError: An argument is invalid.
 
     Example:
         >>> import distnb, tempfile, torch
@@ -65,23 +65,23 @@ class CheckpointManager:
             if value is not None and (type(value) is not int or value < 1):
                 raise OptionError(f"{name}={value!r}: give a whole number, 1 or more, or None.")
         if not isinstance(checkpoint_name, str) or not checkpoint_name or os.sep in checkpoint_name:
-            raise OptionError(f"checkpoint_name={checkpoint_name!r}: give the beginning of a file's name.")
+            raise OptionError(f"checkpoint_name={checkpoint_name!r}: give the beginning of a file name.")
         self.checkpoint = checkpoint
         self.directory = os.path.abspath(directory)
         self._max_to_keep = max_to_keep
         self._keep_every = keep_every
         self._name = checkpoint_name
-        self._numbers = on_chief(self._tidied)
+        self._numbers = on_chief(self._clean_up)
 
-    def _tidied(self) -> list[int]:
+    def _clean_up(self) -> list[int]:
         if os.path.isdir(self.directory):
             with folder_locks.is_free_for_cleaning(self._path(0)) as free:
                 if free:
                     files.remove_unfinished(Path(self.directory), self._name)
         return list(files.numbered(Path(self.directory), self._name))
 
-    def _joined(self) -> list[int]:
-        """Take the folder's lock, and return the numbers that there are: others may have saved before this program."""
+    def _acquire_folder(self) -> list[int]:
+        """Acquire the folder's lock, and return the existing numbers: others may have saved before this program."""
         self.checkpoint._finish()
         Path(self.directory).mkdir(parents=True, exist_ok=True)
         is_new = folder_locks.keep(self._path(0))
@@ -92,31 +92,31 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The paths of those that there are, the oldest first."""
+        """The paths of the existing checkpoints, the oldest first."""
         return [str(self._path(number)) for number in self._numbers]
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest; None if there is none. `checkpoint.restore` takes it."""
+        """The path of the newest checkpoint, for `checkpoint.restore`; None if there is none."""
         return str(self._path(self._numbers[-1])) if self._numbers else None
 
     def save(self, checkpoint_number: int | None = None, *, wait: bool = True) -> str:
-        """Save the checkpoint under the next number, and delete what is not kept.
+        """Save the checkpoint under the next number, and delete old checkpoints.
 
         Args:
             checkpoint_number: Another number than the next, such as the epoch's.
-            wait: False returns when the states have been copied; see `Checkpoint.write`.
+            wait: With False, return once the states are copied; see `Checkpoint.write`.
 
         Returns:
-            Its path.
+            The path of the checkpoint.
 
         Raises:
             OptionError: The number is taken.
             CheckpointError: Another program saves into the directory.
-            OSError: As the file system has it.
+            OSError: The file system's error.
         """
-        self.checkpoint._require_all_replicas()  # before the replicas meet
-        self._numbers = on_chief(self._joined)
+        self.checkpoint._require_all_replicas()  # on every replica, before the replicas wait for each other
+        self._numbers = on_chief(self._acquire_folder)
         last = self._numbers[-1] if self._numbers else 0
         number = last + 1 if checkpoint_number is None else int(checkpoint_number)
         if number < 0:
@@ -130,22 +130,24 @@ class CheckpointManager:
         return path
 
     def wait(self) -> None:
-        """Wait until what `save(wait=False)` began to write is there."""
+        """Wait until the checkpoint that `save(wait=False)` started to write is complete."""
         self.checkpoint.wait()
 
     def close(self) -> None:
-        """Wait until all is written, and let other programs save into the directory. Saving again is possible."""
+        """Wait until everything is written, and allow other programs to save into the directory. More saves are
+        possible.
+        """
         self.wait()
         on_chief(lambda: folder_locks.release_kept(self._path(0)))
 
     def restore_or_initialize(self) -> str | None:
-        """Restore the newest checkpoint that is whole; a damaged one is passed over with a warning.
+        """Restore the newest complete checkpoint. Damaged ones are skipped with a warning.
 
         Returns:
-            Its path; None if there is none: the objects stay as they were made.
+            The path of the checkpoint, or None if there is none and the objects keep their initial state.
 
         Raises:
-            CheckpointError: There are some and none is whole; or the one does not hold all the objects.
+            CheckpointError: There are checkpoints but none is complete, or the newest lacks some objects.
         """
         paths = [self._path(number) for number in reversed(self._numbers)]
         return self.checkpoint._restore(paths).path if paths else None

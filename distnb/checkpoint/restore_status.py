@@ -11,20 +11,20 @@ __all__ = ["RestoreStatus"]
 
 @dataclass(frozen=True)
 class RestoreStatus:
-    """The result of `Checkpoint.restore`, with the assertions of TensorFlow's.
+    """The result of `Checkpoint.restore`, with TensorFlow's assertions.
 
-    `restore` itself raises if an object has no state in the checkpoint, so nothing is left to do later.
+    `restore` itself raises if an object has no state in the checkpoint, so no restoration is deferred.
 
     Attributes:
         path: The checkpoint that was restored; None if there was none.
-        unused: Names in the checkpoint for which there was no object.
+        unused: Names in the checkpoint without an object.
     """
 
     path: str | None
     unused: tuple[str, ...] = ()
 
     def assert_consumed(self) -> RestoreStatus:
-        """Raise a CheckpointMismatchError unless all of the checkpoint was restored."""
+        """Raise a CheckpointMismatchError unless the whole checkpoint was restored."""
         self._require_path()
         if self.unused:
             raise CheckpointMismatchError(
@@ -39,16 +39,16 @@ class RestoreStatus:
         return self
 
     def assert_nontrivial_match(self) -> RestoreStatus:
-        """Raise a CheckpointMismatchError if there was no checkpoint. A Checkpoint holds one object at least."""
+        """Raise a CheckpointMismatchError if there was no checkpoint. A Checkpoint holds at least one object."""
         self._require_path()
         return self
 
     def expect_partial(self) -> RestoreStatus:
-        """Return the status: a checkpoint may hold more than is restored, and no warning says so."""
+        """Return the status. distnb never warns about unused states, so there is nothing to silence."""
         return self
 
     def _require_path(self) -> None:
         if self.path is None:
             raise CheckpointMismatchError(
-                "Nothing was restored: restore() got None, which `latest_checkpoint` is where there is no checkpoint."
+                "Nothing was restored: restore() got None, the value of `latest_checkpoint` without a checkpoint."
             )

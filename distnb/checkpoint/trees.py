@@ -1,4 +1,4 @@
-"""A tree of plain values and tensors, as JSON text and tensors by name. Reading it executes nothing."""
+"""A tree of plain values and tensors, as JSON text and named tensors. Reading it executes nothing."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from distnb.errors import CheckpointError, OptionError
 __all__ = ["decode", "encode"]
 
 _KIND = "$"
-"""Marks a JSON object that stands for something which JSON has not."""
+"""The key of a JSON object that represents a value of a type that JSON lacks."""
 
 
 def encode(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Part a tree into what JSON can say and tensors, each under the path by which the tree leads to it.
+    """Split a tree into JSON values and tensors. Each tensor is named by its path in the tree.
 
     Args:
         tree: Dicts, lists and tuples of None, bool, int, float, str, bytes, dtypes, NumPy arrays and tensors. A tensor
-            that stands in several places is named once.
+            that appears several times is named once.
 
     Raises:
-        OptionError: Something else, with the path to it.
+        OptionError: The tree contains something else. The error names the path.
     """
     encoder = _Encoder()
     return encoder.encode(tree, ""), encoder.tensors
@@ -65,7 +65,7 @@ class _Encoder:
             return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
         raise OptionError(
             f"A checkpoint cannot hold {path!r}: it is a {type(value).__qualname__}. It holds tensors, arrays, numbers "
-            "and text, and dicts, lists and tuples of these, so that nothing has to be executed to read it."
+            "and text, and dicts, lists and tuples of these, so that reading it executes nothing."
         )
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
@@ -75,11 +75,11 @@ class _Encoder:
         if complex_dtype:
             tensor = torch.view_as_real(tensor.resolve_conj())
         place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device))
-        # Not every device tells where its memory is: there each tensor stands for itself.
+        # Some devices do not report the address of their memory. Their tensors are never shared.
         key = self._keys.get(place) if tensor.numel() and tensor.data_ptr() else None
         if key is None:
             key = path or "value"
-            while key in self.tensors:  # names may hold what parts them
+            while key in self.tensors:  # a name may contain the separator
                 key += "~"
             self.tensors[key] = tensor
             self._keys[place] = key
@@ -87,10 +87,10 @@ class _Encoder:
 
 
 def decode(described: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The tree that was encoded.
+    """Return the tree that was encoded.
 
     Raises:
-        CheckpointError: It is no such description, or a tensor is missing.
+        CheckpointError: The description is invalid, or a tensor is missing.
     """
     if isinstance(described, list):
         return [decode(each, tensors) for each in described]
@@ -102,9 +102,7 @@ def decode(described: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     try:
         return _KINDS[kind](described, tensors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"This is no checkpoint that this version of distnb can read: {described!r:.200}"
-        ) from error
+        raise CheckpointError(f"This version of distnb cannot read the checkpoint: {described!r:.200}") from error
 
 
 def _decode_tensor(described: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`distnb.estimator`: a model function, trained, evaluated and asked for predictions under any strategy.
+"""`distnb.estimator`: training, evaluation and prediction with a model function under any strategy.
 
 See `Estimator`.
 """

@@ -1,4 +1,4 @@
-"""`distnb.estimator.Estimator`: a model function that is trained, evaluated and asked for predictions."""
+"""`distnb.estimator.Estimator`: training, evaluation and prediction with a model function."""
 
 from __future__ import annotations
 
@@ -34,29 +34,34 @@ __all__ = ["Estimator"]
 
 
 class Estimator:
-    """Trains, evaluates and predicts with what a model function makes, under any strategy.
+    """Trainer, evaluator and predictor of the model that a model function makes, under any strategy.
 
-    `model_fn(features, labels, mode)` makes the model and says what is done with its outputs. It is called once by each
-    `train`, `evaluate` and `predict`, in the strategy's scope: torch's modules are made once and called at each step,
-    where tf.estimator's function built a graph once that was run at each step. `features` and `labels` are there to be
-    looked at, as a graph's placeholders were: this replica's part of the first batch, which may have no rows. What
-    depends on each batch is told by functions (see `EstimatorSpec`). If it has parameters of these names, it gets
-    `params` and `config`, too.
+    `model_fn(features, labels, mode)` makes the model and defines the use of its outputs. Each `train`, `evaluate` and
+    `predict` calls it once, in the strategy's scope: torch's modules are made once and called at each step, whereas
+    tf.estimator's function built a graph once that was run at each step. `features` and `labels` are there for
+    inspection,
+    like a graph's placeholders: this replica's part of the first batch, which may have no rows. Values that depend on
+    each
+    batch are returned as functions (see `EstimatorSpec`). If the function has parameters `params` and `config`, it
+    receives
+    these, too.
 
-    An estimator keeps nothing but its options: what was learnt is in the checkpoints of its directory, and each call
-    begins with the newest. They were saved under any strategy, and go on under any other, or none.
+    An estimator keeps only its options. The trained state is in the checkpoints of its directory, and each call starts
+    with
+    the newest. A checkpoint that was saved under one strategy can be continued under any other, or under none.
 
-    In distributed cells and scripts all replicas call its methods, in cross-replica context. In ordinary cells they run
-    on the engines, whole.
+    In distributed cells and scripts all replicas call its methods, in cross-replica context. In ordinary cells the
+    whole
+    methods run on the engines.
 
     Args:
-        model_fn: Returns an `EstimatorSpec`.
-        model_dir: Where checkpoints are saved; None for a temporary directory, which goes with the estimator.
+        model_fn: A function that returns an `EstimatorSpec`.
+        model_dir: The directory for checkpoints; None for a temporary one, which is deleted with the estimator.
         config: See `RunConfig`.
-        params: What the model function gets as `params`.
+        params: The model function's argument `params`.
 
     Raises:
-        OptionError: An argument that is none of these.
+        OptionError: An argument is invalid.
 
     Example:
         >>> import torch
@@ -85,7 +90,7 @@ class Estimator:
         if config is not None and not isinstance(config, RunConfig):
             raise OptionError(f"config={config!r}: give a distnb.estimator.RunConfig.")
         if params is not None and "params" not in inspect.signature(model_fn).parameters:
-            raise OptionError("params were given, and model_fn has no parameter of that name to get them.")
+            raise OptionError("params were given, but model_fn has no parameter of that name.")
         self._model_fn = model_fn
         self.config = config if config is not None else RunConfig()
         self.params = dict(params or {})
@@ -96,24 +101,25 @@ class Estimator:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return folder
 
-    # What users call ------------------------------------------------------------------------------------------------
+    # Public methods -------------------------------------------------------------------------------------------------
 
     def train(self, input_fn: Callable[..., Any], steps: int | None = None, max_steps: int | None = None) -> Estimator:
-        """Train, from the newest checkpoint on, until the input or the number of steps ends; save a checkpoint.
+        """Train from the newest checkpoint until the input or the number of steps ends. Save a checkpoint.
 
         Args:
-            input_fn: Called without arguments, at each call; returns what `strategy.distribute_dataset` takes: a
-                DataLoader or an iterable of batches, `(features, labels)` each. If it has a parameter `input_context`,
-                it gets an `InputContext`, as for `strategy.distribute_datasets_from_function`, and its batches are
-                one replica's each. It may have parameters `mode`, `params` and `config`, too.
-            steps: So many steps more.
-            max_steps: Until the global step is this; none if it is that already.
+            input_fn: A function without arguments, called at each call of this method. It returns a dataset for
+                `strategy.distribute_dataset`: a DataLoader or an iterable of batches `(features, labels)`. If it has a
+                parameter `input_context`, it receives an `InputContext`, as for
+                `strategy.distribute_datasets_from_function`, and each of its batches is for one replica. It may have
+                parameters `mode`, `params` and `config`, too.
+            steps: The number of further steps.
+            max_steps: The global step at which training ends; no step is taken if it is reached already.
 
         Returns:
             The estimator.
 
         Raises:
-            OptionError: Both numbers were given, or one that makes no sense; what the functions return does not fit.
+            OptionError: Both numbers were given, or a number is invalid, or a function returned something invalid.
             CheckpointError: The directory holds checkpoints of another model.
         """
         check_count("steps", steps)
@@ -133,14 +139,14 @@ class Estimator:
 
         Args:
             input_fn: See `train`.
-            steps: Batches to read; None: all.
-            checkpoint_path: None for the newest one.
+            steps: The number of batches to read; None: all.
+            checkpoint_path: The checkpoint; None for the newest one.
 
         Returns:
             "loss", the mean over all examples; the metrics, by name; "global_step".
 
         Raises:
-            OptionError: An argument makes no sense, or what the functions return does not fit.
+            OptionError: An argument, or the result of a function, is invalid.
             CheckpointError: There is no checkpoint, or it is another model's.
         """
         check_count("steps", steps)
@@ -152,33 +158,33 @@ class Estimator:
     def predict(
         self, input_fn: Callable[..., Any], checkpoint_path: str | os.PathLike[str] | None = None
     ) -> Iterator[Any]:
-        """Predict, example by example, in the order of the input, on every replica.
+        """Predict example by example, in the order of the input, on every replica.
 
-        All replicas iterate equally far: each batch is computed by all when its first row is asked for.
+        All replicas must iterate equally far: they compute a batch together when its first row is requested.
 
         Args:
-            input_fn: See `train`; batches may be of features alone. Labels are left out.
-            checkpoint_path: None for the newest one.
+            input_fn: See `train`; batches may consist of features alone. Labels are ignored.
+            checkpoint_path: The checkpoint; None for the newest one.
 
         Yields:
-            A tensor in host memory, or a dict of them: a row of what the spec's `predictions` gave.
+            A tensor in host memory, or a dict of them: a row of the result of the spec's `predictions`.
 
         Raises:
-            OptionError: What the functions return does not fit.
+            OptionError: The result of a function is invalid.
             CheckpointError: There is no checkpoint, or it is another model's.
         """
         strategy = self._strategy(ModeKeys.PREDICT)
-        for batch in strategy.runtime.call(self._predicted, input_fn, checkpoint_path):
-            whole = strategy.local_results(batch)[0]  # in a notebook the replicas have it
+        for batch in strategy.runtime.call(self._predict, input_fn, checkpoint_path):
+            whole = strategy.local_results(batch)[0]  # in a notebook the replicas hold it
             for row in range(len(flatten(whole)[0][0])):
                 yield map_structure(itemgetter(row), whole)
 
     def latest_checkpoint(self) -> str | None:
-        """The path of the newest checkpoint; None if there is none."""
+        """Return the path of the newest checkpoint, or None if there is none."""
         path: str | None = self._strategy(ModeKeys.TRAIN).runtime.call(self._newest)
         return path
 
-    # Where the replicas are -----------------------------------------------------------------------------------------
+    # On the replicas ------------------------------------------------------------------------------------------------
 
     def _train(
         self,
@@ -251,7 +257,7 @@ class Estimator:
         results = {name: _plain(metric.compute()) for name, metric in {"loss": mean, **metrics}.items()}
         return results | {"global_step": int(global_step)}
 
-    def _predicted(self, input_fn: Callable[..., Any], checkpoint_path: Any) -> Iterator[Any]:
+    def _predict(self, input_fn: Callable[..., Any], checkpoint_path: Any) -> Iterator[Any]:
         strategy = self._strategy(ModeKeys.PREDICT)
         spec, global_step, _, batches = self._begin(ModeKeys.PREDICT, input_fn)
         self._restore(checkpoint_path, spec, global_step)
@@ -265,7 +271,7 @@ class Estimator:
             whole = strategy.gather(strategy.run(predict_step, args=(batch,)), axis=0)
             yield map_structure(lambda leaf: leaf.cpu(), whole)
 
-    # Their parts ----------------------------------------------------------------------------------------------------
+    # Common parts ---------------------------------------------------------------------------------------------------
 
     def _strategy(self, mode: ModeKeys) -> Strategy:
         config = self.config
@@ -273,19 +279,19 @@ class Estimator:
         return own if own is not None else get_strategy()
 
     def _begin(self, mode: ModeKeys, input_fn: Callable[..., Any]) -> tuple[EstimatorSpec, Any, Mean, Iterator[Any]]:
-        """What the model function makes, a variable for the global step, a mean for the loss; and the batches."""
+        """Return the model function's spec, a variable for the global step, a mean for the loss, and the batches."""
         strategy = self._strategy(mode)
         known = {"mode": mode, "params": self.params, "config": self.config}
         batches = iter(self._dataset(strategy, input_fn, known))
         first = list(itertools.islice(batches, 1))
         if not first:
-            raise OptionError("input_fn gave no batch: there is nothing to look at, and nothing to do.")
+            raise OptionError("input_fn returned no batch. Return a dataset with at least one.")
         features, labels = _parts(strategy.local_results(first[0])[0])
-        with strategy.scope():  # one for all: the end of a scope costs a garbage collection
-            spec = _called(self._model_fn, features, labels=labels, **known)
+        with strategy.scope():  # a single scope, because the end of a scope costs a garbage collection
+            spec = _call_with_known(self._model_fn, features, labels=labels, **known)
             global_step, mean = Variable(0, dtype=torch.int64), Mean()
         if not isinstance(spec, EstimatorSpec) or spec.mode != mode:
-            raise OptionError(f"model_fn returned {spec!r}, and an EstimatorSpec of mode '{mode}' is needed.")
+            raise OptionError(f"model_fn returned {spec!r}. It must return an EstimatorSpec of mode '{mode}'.")
         spec.model.train(mode is ModeKeys.TRAIN)
         return spec, global_step, mean, itertools.chain(first, batches)
 
@@ -296,11 +302,11 @@ class Estimator:
             if context is not None and context.num_input_pipelines > 1 and not takes_context:
                 raise OptionError(
                     f"batch_is_per_replica=True, and {context.num_input_pipelines} workers would all read the same. "
-                    "Give input_fn a parameter input_context, and have it read the part of this worker: every "
+                    "Give input_fn a parameter input_context, and let it read the part of this worker: every "
                     "input_context.num_input_pipelines-th example, from input_context.input_pipeline_id on."
                 )
-            dataset = _called(input_fn, input_context=context, **known)
-            check_batched(dataset)  # the default strategy would iterate over whatever it is
+            dataset = _call_with_known(input_fn, input_context=context, **known)
+            check_batched(dataset)  # the default strategy would accept anything
             return dataset
 
         if takes_context or self.config.batch_is_per_replica:
@@ -317,19 +323,19 @@ class Estimator:
         Checkpoint(model=spec.model, global_step=global_step).restore(path)
 
 
-def _called(function: Callable[..., Any], *args: Any, **known: Any) -> Any:
+def _call_with_known(function: Callable[..., Any], *args: Any, **known: Any) -> Any:
     """Call a function with those of the named arguments that it has parameters for."""
     names = inspect.signature(function).parameters
     return function(*args, **{name: value for name, value in known.items() if name in names})
 
 
 def _parts(batch: Any) -> tuple[Any, Any]:
-    """The features and the labels of a batch; None for labels that there are not."""
+    """Return the features and the labels of a batch, or None for missing labels."""
     if not isinstance(batch, (tuple, list)):
         return batch, None
     if not 1 <= len(batch) <= 2:
         raise OptionError(
-            f"input_fn gave a batch of {len(batch)} parts. Give (features, labels); several features as a dict."
+            f"input_fn returned a batch of {len(batch)} parts. Return (features, labels); several features as a dict."
         )
     return batch[0], batch[1] if len(batch) == 2 else None
 
@@ -340,13 +346,13 @@ def _losses(spec: EstimatorSpec, batch: Any) -> torch.Tensor:
 
 
 def _per_example(spec: EstimatorSpec, outputs: Any, labels: Any) -> torch.Tensor:
-    """`[batch]`"""
+    """Return the loss of each example, `[batch]`."""
     assert spec.loss is not None
     losses = spec.loss(outputs, labels)
     if not isinstance(losses, torch.Tensor) or losses.ndim == 0:
         raise OptionError(
-            f"loss(outputs, labels) returned {'a scalar' if isinstance(losses, torch.Tensor) else repr(losses)}, and "
-            "the loss of each example is needed: reduction='none'."
+            f"loss(outputs, labels) returned {'a scalar' if isinstance(losses, torch.Tensor) else repr(losses)}. It "
+            "must return the loss of each example: reduction='none'."
         )
     return losses.flatten(1).mean(dim=1) if losses.ndim > 1 else losses
 

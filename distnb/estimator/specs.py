@@ -1,4 +1,4 @@
-"""What an estimator is told: what a model function returns, and how to train and evaluate. Values, nothing more."""
+"""The results of model functions, and the options of training and evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["EstimatorSpec", "EvalSpec", "ModeKeys", "RunConfig", "TrainSpec"]
 
 
 class ModeKeys(enum.StrEnum):
-    """What a model function is called for."""
+    """Purpose of a call of the model function."""
 
     TRAIN = "train"
     EVAL = "eval"
@@ -26,24 +26,24 @@ class ModeKeys(enum.StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class EstimatorSpec:
-    """What a model function returns: a module, and functions of its outputs that are called at each step.
+    """The result of a model function: a module, and functions of its outputs that are called at each step.
 
-    It may be the same in all modes: each uses what it needs.
+    It may be the same in all modes: each uses the parts it needs.
 
     Attributes:
         mode: The mode that the model function was called with.
-        model: Called as `model(features)`, once a step; in training mode where the mode is TRAIN.
-        loss: `loss(outputs, labels)` gives the losses of each example, `[batch, ...]`. What the optimizer sees is their
-            mean over the global batch, and what `evaluate` tells their mean over all batches. Needed for both.
-        optimizer: Of the model's parameters. Needed to train.
+        model: The module, called as `model(features)` once per step; in training mode if the mode is TRAIN.
+        loss: `loss(outputs, labels)` returns the losses of each example, `[batch, ...]`. The optimizer minimises their
+            mean over the global batch, and `evaluate` returns their mean over all batches. Both need it.
+        optimizer: The optimizer of the model's parameters. Training needs it.
         scheduler: A schedule of its learning rate, which steps after each step of the optimizer.
         eval_metric_ops: By name, metrics of `distnb.metrics` or torchmetrics that are made in the model function, and
             updated with `(outputs, labels)`.
-        predictions: `predictions(outputs)` gives what `predict` yields the rows of: a tensor `[batch, ...]`, or a dict
-            of them. None: the outputs.
+        predictions: `predictions(outputs)` returns a tensor `[batch, ...]`, or a dict of them, whose rows `predict`
+            yields. None: the outputs.
 
     Raises:
-        OptionError: What the mode needs is missing, or something is of another kind.
+        OptionError: A part that the mode needs is missing, or has the wrong type.
     """
 
     mode: ModeKeys
@@ -63,33 +63,34 @@ class EstimatorSpec:
             _require(
                 given is None or callable(given),
                 f"{name} is a {type(given).__name__}. A model function is called once, not at each step: give a "
-                f"function {name}{takes} of what the model returns.",
+                f"function {name}{takes} of the model's outputs.",
             )
         _require(mode == ModeKeys.PREDICT or self.loss is not None, f"loss is missing, and mode '{mode}' needs it.")
         _require(mode != ModeKeys.TRAIN or self.optimizer is not None, "optimizer is missing: training needs one.")
         for name, metric in self.eval_metric_ops.items():
-            told = f"eval_metric_ops[{name!r}] is a {type(metric).__name__}"
-            _require(isinstance(metric, Metric), f"{told}: give a metric of distnb.metrics or torchmetrics.")
-            _require(name not in ("loss", "global_step"), f"{told}: the name is taken by what evaluate itself tells.")
+            described = f"eval_metric_ops[{name!r}] is a {type(metric).__name__}"
+            _require(isinstance(metric, Metric), f"{described}: give a metric of distnb.metrics or torchmetrics.")
+            _require(name not in ("loss", "global_step"), f"{described}: evaluate itself returns this name.")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How an estimator runs.
+    """Options of an estimator.
 
     Attributes:
-        train_distribute: The strategy that it trains under; None for the one that is in force (see `get_strategy`).
-        eval_distribute: The one that it evaluates and predicts under; None for the one that it trains under.
-        save_checkpoints_steps: A checkpoint is saved each time that the global step is a multiple of this; None: at the
-            end of training only, where one is saved in any case.
-        keep_checkpoint_max: The newest so many checkpoints stay; None: all.
-        log_step_count_steps: The loss is shown (see `distnb.live`) each time that the global step is a multiple of
-            this; None: never.
-        batch_is_per_replica: A batch of the input is one replica's, and a step takes as many batches as there are
-            replicas, as tf.contrib had it; else a batch is a global one, which the replicas share.
+        train_distribute: The strategy for training; None for the current one (see `get_strategy`).
+        eval_distribute: The strategy for evaluation and prediction; None for that of training.
+        save_checkpoints_steps: Save a checkpoint whenever the global step is a multiple of this. A checkpoint is saved
+            at the end of training in any case; None: only there.
+        keep_checkpoint_max: The number of newest checkpoints to keep; None: all.
+        log_step_count_steps: Show the loss (see `distnb.live`) whenever the global step is a multiple of this; None:
+            never.
+        batch_is_per_replica: Whether a batch of the input belongs to one replica, so that a step takes as many batches
+            as
+            there are replicas, as in tf.contrib. Otherwise a batch is a global one, which the replicas share.
 
     Raises:
-        OptionError: A value of another kind.
+        OptionError: A value has the wrong type.
     """
 
     train_distribute: Strategy | None = None
@@ -111,11 +112,11 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """How `train_and_evaluate` trains.
+    """Options of the training in `train_and_evaluate`.
 
     Attributes:
         input_fn: See `Estimator.train`.
-        max_steps: Training ends at this global step; None: with the input. An evaluator task needs it.
+        max_steps: The global step at which training ends; None: the end of the input. An evaluator task needs it.
     """
 
     input_fn: Callable[..., Any]
@@ -127,12 +128,13 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """How `train_and_evaluate` evaluates.
+    """Options of the evaluation in `train_and_evaluate`.
 
     Attributes:
         input_fn: See `Estimator.train`.
-        steps: Batches of it that are read each time; None: all.
-        timeout_s: An evaluator task ends when no checkpoint has come for so long; None: it waits for the last one.
+        steps: The number of batches to read in each evaluation; None: all.
+        timeout_s: The time without a new checkpoint after which an evaluator task ends; None: it waits for the last
+            one.
     """
 
     input_fn: Callable[..., Any]
@@ -144,12 +146,12 @@ class EvalSpec:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raise OptionError for what is neither a whole number above 0 nor None."""
+    """Raise OptionError for a value that is neither a positive whole number nor None."""
     _require(
         value is None or (type(value) is int and value > 0), f"{name}={value!r}: give a whole number from 1, or None."
     )
 
 
-def _require(fits: bool, told: str) -> None:
+def _require(fits: bool, message: str) -> None:
     if not fits:
-        raise OptionError(told)
+        raise OptionError(message)

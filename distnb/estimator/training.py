@@ -1,4 +1,4 @@
-"""`distnb.estimator.train_and_evaluate`: training, and evaluating each checkpoint of it."""
+"""`distnb.estimator.train_and_evaluate`: training with an evaluation of each checkpoint."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ __all__ = ["train_and_evaluate"]
 def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> dict[str, Any] | None:
     """Train, and evaluate each checkpoint that is saved.
 
-    The same program is every task's of a cluster that TF_CONFIG describes: workers train, and a task of the type
-    "evaluator" evaluates what they save in the estimator's directory, until the checkpoint of `max_steps`. Without
-    TF_CONFIG, the replicas stop at each checkpoint to evaluate it.
+    All tasks of a cluster that TF_CONFIG describes run the same program. Workers train, and a task of the type
+    "evaluator"
+    evaluates their checkpoints in the estimator's directory, until the checkpoint of `max_steps`. Without TF_CONFIG,
+    the
+    replicas interrupt the training at each checkpoint to evaluate it.
 
     Returns:
-        What the last evaluation gave; None in a worker.
+        The results of the last evaluation; None in a worker.
 
     Raises:
-        OptionError: A spec is none, or an evaluator does not know the last checkpoint or the directory.
+        OptionError: A spec has the wrong type, or an evaluator does not know the last checkpoint or the directory.
     """
     if not isinstance(train_spec, TrainSpec) or not isinstance(eval_spec, EvalSpec):
         raise OptionError(f"train_and_evaluate takes a TrainSpec and an EvalSpec, and got {train_spec}, {eval_spec}.")
@@ -45,7 +47,7 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
 def _evaluator(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> dict[str, Any] | None:
     if train_spec.max_steps is None and eval_spec.timeout_s is None:
         raise OptionError(
-            "An evaluator would wait for ever: give TrainSpec(max_steps=…), at which training ends, or "
+            "An evaluator would wait forever: give TrainSpec(max_steps=…), at which training ends, or "
             "EvalSpec(timeout_s=…)."
         )
     lines = evaluate_checkpoints(
@@ -67,6 +69,6 @@ def _by_turns(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) 
             live(**{f"eval_{name}": value for name, value in results.items() if isinstance(value, float)})
 
     estimator._train(train_spec.input_fn, None, train_spec.max_steps, evaluate)
-    if not results:  # it was trained so far already
+    if not results:  # the training had already reached max_steps
         evaluate()
     return results

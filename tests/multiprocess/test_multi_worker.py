@@ -304,7 +304,7 @@ else:
         chief, other, evaluator = (task.check().told for task in tasks.wait())
     assert (chief["size"], other["size"], evaluator["size"], evaluator["chief"]) == (2, 2, 1, True)
     assert evaluator["sums"][-1] == pytest.approx(chief["sum"], rel=1e-6)
-    assert "An evaluator is a process of its own" in other["refused"]
+    assert "An evaluator is a separate process" in other["refused"]
 
 
 def test_the_program_of_the_documentation():

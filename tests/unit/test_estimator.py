@@ -185,7 +185,7 @@ def test_an_evaluator_that_would_wait_for_ever(tmp_path: Path, monkeypatch: pyte
             lambda: EstimatorSpec(
                 ModeKeys.EVAL, torch.nn.Linear(1, 1), LOSS, eval_metric_ops={"loss": distnb.metrics.Mean()}
             ),
-            "the name is taken",
+            "evaluate itself returns this name",
         ),
     ],
 )

@@ -142,8 +142,8 @@ def test_mistakes_are_errors(tmp_path: Path):
         ({"timeout_s": "1"}, "timeout_s='1'"),
         ({"pattern": 5}, "pattern=5"),
         ({"poll_s": 0}, "poll_s=0"),
-        ({"evaluate": lambda path: torch.ones(2)}, "numbers are needed"),
-        ({"evaluate": lambda path: None}, "numbers are needed"),
+        ({"evaluate": lambda path: torch.ones(2)}, "Return a number"),
+        ({"evaluate": lambda path: None}, "Return a number"),
     ]:
         with pytest.raises(errors.OptionError, match=told):
             distnb.evaluate_checkpoints(tmp_path, **{"evaluate": number, **arguments})  # type: ignore[arg-type]

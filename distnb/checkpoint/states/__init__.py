@@ -1,1 +1,1 @@
-"""States of objects: how each kind of object is saved and restored."""
+"""States: the ways to save and restore each kind of object."""

@@ -1,4 +1,4 @@
-"""The interface of a kind of object, and outlines of states, which tell whether a state fits."""
+"""The interface of a kind of object, and outlines of states, which show whether a state matches an object."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class TensorOutline:
 
 
 def outline(state: Any) -> Any:
-    """Replace the tensors of a state by their outlines: a small tree that can be sent to where an object is."""
+    """Replace the tensors of a state by their outlines: a small tree that can be sent to the object's process."""
     return map_structure(
         lambda leaf: TensorOutline(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf, state
     )
 
 
 class Kind(ABC):
-    """Objects whose states are saved and restored in one way. All replicas call its methods together."""
+    """A kind of objects whose states are saved and restored in one way. All replicas call its methods together."""
 
     @abstractmethod
     def covers(self, value: Any) -> bool:
@@ -44,29 +44,29 @@ class Kind(ABC):
 
         Args:
             value: The object.
-            name: What errors call it.
+            name: The object's name in errors.
         """
 
     @abstractmethod
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
-        """Say why a state cannot be restored: a line for each reason. The object stays as it is.
+        """Return a line for each reason why a state cannot be restored. The object is not changed.
 
         Args:
             value: The object.
             saved: The outline of the state.
-            name: What the lines call the object.
+            name: The object's name in the lines.
         """
 
     @abstractmethod
     def restore(self, value: Any, state: Any, name: str) -> None:
-        """Give the object a state that fits."""
+        """Give the object a state that matches."""
 
     def may_fail(self, value: Any) -> bool:
         """Return whether restoring can raise although `misfits` found nothing, because other code does it."""
         return False
 
     def before(self, value: Any, name: str) -> Any:
-        """Return a copy of the object's present state, which `restore` takes if restoring fails."""
+        """Return a copy of the object's current state, for `restore` if restoring fails."""
         return map_structure(copied, self.state(value, name))
 
 
@@ -76,7 +76,7 @@ def copied(leaf: Any) -> Any:
 
 
 def misfit_of_tensor(own: torch.Tensor | TensorOutline, saved: TensorOutline) -> str | None:
-    """Say how a saved tensor differs from the one that takes it; None if it fits."""
+    """Describe how a saved tensor differs from the one that receives it. Return None if it matches."""
     if tuple(own.shape) != saved.shape:
         return f"has shape {list(saved.shape)} in the checkpoint and {list(own.shape)} here"
     if not torch.can_cast(saved.dtype, own.dtype):
@@ -85,7 +85,7 @@ def misfit_of_tensor(own: torch.Tensor | TensorOutline, saved: TensorOutline) ->
 
 
 def described(state: Any) -> str:
-    """Name the kind of a state, for errors."""
+    """Return the kind of a state, in words for errors."""
     if isinstance(state, Mapping):
         return f"a dict of {listed(state)}" if state else "an empty dict"
     if isinstance(state, (list, tuple)):

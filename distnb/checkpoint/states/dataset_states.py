@@ -1,4 +1,4 @@
-"""Distributed datasets: how far they have been read."""
+"""Distributed datasets: the progress of reading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Datasets"]
 
 
 class Datasets(Kind):
-    """Distributed datasets, on their replica. Where workers read data of their own, each has a state."""
+    """Distributed datasets, on their replica. If workers read their own data, each has a state."""
 
     def covers(self, value: Any) -> bool:
         return isinstance(value, DistributedDataset) and not hasattr(value, "handle")
@@ -38,9 +38,9 @@ class Datasets(Kind):
 
 
 def _own(state: Any) -> Any:
-    """Select this replica's state."""
+    """Return this replica's state."""
     if not isinstance(state, Mapping) or "of_replicas" not in state:
         return state
     process = this_process.replica
     states, rank = state["of_replicas"], process.rank if process is not None else 0
-    return states[min(rank, len(states) - 1)]  # it says itself whether it fits
+    return states[min(rank, len(states) - 1)]  # the state itself shows whether it matches

@@ -1,4 +1,4 @@
-"""Models, optimizers, metrics and other objects of Keras: variables, in order; their names count layers."""
+"""Keras's models, optimizers, metrics and other objects: variables in order, since their names depend on counters."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CLASS = "optimizer_class"
 
 
 def is_state_of_keras(state: Any) -> bool:
-    """Return whether this is the state of a model."""
+    """Return whether this is the state of a Keras model."""
     return isinstance(state, Mapping) and isinstance(state.get("weights"), list)
 
 
 class KerasObjects(Kind):
-    """Objects of Keras that have variables. Of metrics, the state of all replicas together. Loads no Keras."""
+    """Keras's objects with variables. The state of a metric is that of all replicas together. Loads no Keras."""
 
     def covers(self, value: Any) -> bool:
         keras: Any = sys.modules.get("keras")
@@ -31,14 +31,14 @@ class KerasObjects(Kind):
         return isinstance(value, (*trained, keras.metrics.Metric, keras.Variable, keras.random.SeedGenerator))
 
     def state(self, value: Any, name: str) -> Any:
-        """Return the values of the variables. Raises OptionError for an object that Keras has not built yet."""
+        """Return the values of the variables. Raise OptionError for an object that Keras has not built yet."""
         if not getattr(value, "built", True):
             raise OptionError(
-                f"A checkpoint cannot hold {name}: Keras makes its variables when it sees the first batch. Save it "
+                f"A checkpoint cannot hold {name}: Keras creates its variables with the first batch. Save it "
                 "after `fit`, or call `build`."
             )
         parts = _parts(value).items()
-        if servers_here.access is not None:  # with parameter servers these are copies of what is there
+        if servers_here.access is not None:  # with parameter servers the variables are copies of the servers'
             servers_here.access.read_anew([each.value for _, variables in parts for each in variables])
         values = {part: [each.value.detach() for each in variables] for part, variables in parts}
         return values | ({_CLASS: _class_of_optimizer(value)} if "optimizer" in values else {})
@@ -53,13 +53,15 @@ class KerasObjects(Kind):
             there = [list(each.shape) for each in found] if isinstance(found, list) else described(saved)
             if there != here:
                 lines.append(
-                    f"{name}: the checkpoint has variables of shapes {there} for its {part}, and here are {here}. A "
-                    "model that Keras has not built yet has none: call `build` first. Some metrics make theirs when "
-                    "they are first updated."
+                    f"{name}: the checkpoint has variables of shapes {there} for its {part}, and the object has "
+                    f"{here}. A model that Keras has not built yet has none: call `build` first. Some metrics create "
+                    "theirs at their first update."
                 )
         known = saved.get(_CLASS) if isinstance(saved, Mapping) else None
         if not lines and known is not None and "optimizer" in _parts(value) and known != _class_of_optimizer(value):
-            lines.append(f"{name}: the checkpoint has the state of {known}, and here is {_class_of_optimizer(value)}.")
+            lines.append(
+                f"{name}: the checkpoint has the state of {known}, and the object is {_class_of_optimizer(value)}."
+            )
         return lines
 
     def restore(self, value: Any, state: Any, name: str) -> None:
@@ -69,17 +71,17 @@ class KerasObjects(Kind):
 
 
 def _class_of_optimizer(value: Any) -> str:
-    """Name Keras's own class of an optimizer, or of the one that a model was compiled with."""
+    """Return the name of Keras's own class of an optimizer, or of the one that a model was compiled with."""
     optimizer = value if not hasattr(value, "weights") else value.optimizer
     return next((cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith("keras.")), "")
 
 
 def _parts(value: Any) -> dict[str, Sequence[Any]]:
-    """Return the variables of a model, with those of the optimizer that it was compiled with; or of another object."""
+    """Return the variables of a model and of the optimizer that it was compiled with, or of another object."""
     if hasattr(value, "apply_gradients"):
         return {"optimizer": value.variables}
     if not hasattr(value, "weights"):
-        # A generator of seeds has one, and a variable is one.
+        # A seed generator has a single variable, and a variable is one itself.
         return {"variables": value.variables if hasattr(value, "variables") else [getattr(value, "state", value)]}
     optimizer = getattr(value, "optimizer", None)
     return {"weights": value.weights} | ({"optimizer": optimizer.variables} if optimizer is not None else {})

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics: their aggregated states, though a `state_dict()` of theirs leaves them out."""
+"""Metrics of torchmetrics: their aggregated states, which their own `state_dict()` omits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ __all__ = ["Metrics"]
 
 
 class Metrics(Kind):
-    """Metrics, collections of metrics, and wrappers. Restored, replica 0 has the state, and the others nothing."""
+    """Metrics, collections of metrics, and wrappers. After a restore replica 0 has the state, and the others an empty
+    one.
+    """
 
     def covers(self, value: Any) -> bool:
         torchmetrics: Any = sys.modules.get("torchmetrics")
@@ -28,7 +30,7 @@ class Metrics(Kind):
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, Mapping) or not isinstance(saved.get("metrics"), Mapping):
-            return [f"{name}: the checkpoint has {described(saved)}, and here is a metric."]
+            return [f"{name}: the checkpoint has {described(saved)}, and the object is a metric."]
         lines = []
         for path, metric in metrics_within(value):
             called = f"{name}.{path}" if path else name

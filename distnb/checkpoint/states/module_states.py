@@ -17,7 +17,7 @@ __all__ = ["TorchModules"]
 
 
 class TorchModules(Kind):
-    """Modules: the names in the state and in the module are the same, and so are shapes."""
+    """Modules, whose state must have the same names and shapes."""
 
     def covers(self, value: Any) -> bool:
         return isinstance(value, torch.nn.Module)
@@ -27,9 +27,9 @@ class TorchModules(Kind):
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, Mapping):
-            return [f"{name}: the checkpoint has {described(saved)}, and here is a module."]
+            return [f"{name}: the checkpoint has {described(saved)}, and the object is a module."]
         if keras_states.is_state_of_keras(saved):
-            return [f"{name}: the checkpoint has a model of Keras, and here is a {type(value).__name__}."]
+            return [f"{name}: the checkpoint has a model of Keras, and the object is a {type(value).__name__}."]
         if self.may_fail(value):
             return []
         own = _tensors_of(value)
@@ -47,22 +47,22 @@ class TorchModules(Kind):
         return lines
 
     def may_fail(self, value: Any) -> bool:
-        """Return whether a module loads in a way of its own: names in its state may differ then."""
-        return any(map(_loads_in_its_own_way, value.modules()))
+        """Return whether a module loads its state with its own code, so that names in the state may differ."""
+        return any(map(_has_own_loading, value.modules()))
 
     def restore(self, value: Any, state: Any, name: str) -> None:
         value.load_state_dict(state)
 
 
 def _tensors_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Collect what `state_dict()` would hold, but read nothing: parameters may live on servers."""
+    """Return the content of `state_dict()` without reading it: parameters may live on servers."""
     found: dict[str, Any] = {}
     for path, each in module.named_modules(remove_duplicate=False):
         torch_internals.save_own(each, found, f"{path}." if path else "")
     return found
 
 
-def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
+def _has_own_loading(module: torch.nn.Module) -> bool:
     if isinstance(module, LazyModuleMixin):
         return False
     if torch_internals.has_state_hooks(module):

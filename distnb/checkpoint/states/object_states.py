@@ -1,6 +1,6 @@
 """States of trees of objects: saved, compared with the objects, and restored, all or nothing.
 
-In the notebook, objects may be handles: then each step is done where they are.
+In the notebook, objects may be handles. Each step then runs on their replicas.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from distnb.values.structure import map_structure
 __all__ = ["Agree", "check_object", "restore_all", "state_of", "unused"]
 
 Agree = Callable[[list[str]], list[str]]
-"""Collects every replica's lines on all."""
+"""A function that returns the lines of all replicas on each."""
 
 
 class _Handles(Kind):
-    """Handles: the kind is that of the object, and its methods are called on the replicas."""
+    """Handles. The kind is that of the object, and its methods are called on the replicas."""
 
     def covers(self, value: Any) -> bool:
         return isinstance(value, Mirrored)
 
     def state(self, value: Any, name: str) -> Any:
-        return _fetched(_there(state_of, value, name), name)
+        return _fetched(_on_replicas(state_of, value, name), name)
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
-        told = _there(_misfits_there, value, saved, name)
-        return str(told).split("\n") if told else []
+        lines = _on_replicas(_misfits_as_text, value, saved, name)
+        return str(lines).split("\n") if lines else []
 
     def may_fail(self, value: Any) -> bool:
-        return bool(_there(_may_fail, value))
+        return bool(_on_replicas(_may_fail, value))
 
     def before(self, value: Any, name: str) -> Any:
-        return _there(_before, value, name)  # it stays there
+        return _on_replicas(_before, value, name)  # the copy stays on the replicas
 
     def restore(self, value: Any, state: Any, name: str) -> None:
-        _there(_restore_, value, state, name)
+        _on_replicas(_restore_, value, state, name)
 
 
 _KINDS: tuple[Kind, ...] = (
@@ -72,8 +72,8 @@ def _kind(value: Any, name: str) -> Kind:
     if kind is None:
         raise OptionError(
             f"A checkpoint cannot hold {name}: a {type(value).__qualname__} cannot be restored in place. Give modules, "
-            "optimizers and what else has state_dict() and load_state_dict(), distnb.Variable, tensors, or dicts and "
-            "lists of these."
+            "optimizers and other objects with state_dict() and load_state_dict(), distnb.Variable, tensors, or dicts "
+            "and lists of these."
         )
     return kind
 
@@ -96,27 +96,27 @@ def check_object(value: Any, name: str) -> None:
         )
     if isinstance(value, DataLoader) and not has_state(value):
         raise OptionError(
-            f"A checkpoint cannot hold {name}: a DataLoader does not tell how far it has been read, and the default "
-            "strategy leaves it as it is. Distribute it by another one, such as OneDeviceStrategy, or use torchdata's "
-            "StatefulDataLoader."
+            f"A checkpoint cannot hold {name}: a DataLoader does not report how far it has been read, and the default "
+            "strategy leaves it as it is. Distribute it with another one, such as OneDeviceStrategy, or use "
+            "torchdata's StatefulDataLoader."
         )
     _kind(value, name)
 
 
 def _is_tree(value: Any) -> bool:
-    """Return whether it is a dict or a list of objects; a handle of one is the business of the replicas."""
+    """Return whether the value is a dict or a list of objects. A handle of one does not count."""
     return isinstance(value, (Mapping, list, tuple)) and not isinstance(value, DistributedValues)
 
 
 def _children(tree: Any, name: str) -> list[tuple[str, Any]]:
-    """Name the objects in a dict or a list."""
+    """Return the objects in a dict or a list, with their names."""
     if isinstance(tree, Mapping):
         return [(f"{name}[{key!r}]" if name else str(key), each) for key, each in tree.items()]
     return [(f"{name}[{number}]", each) for number, each in enumerate(tree)]
 
 
 def state_of(value: Any, name: str) -> Any:
-    """Return a tree of plain values and tensors. All replicas call it: some variables are read together."""
+    """Return a tree of plain values and tensors. All replicas call it, because some variables are read together."""
     if not _is_tree(value):
         return _kind(value, name).state(value, name)
     states = [state_of(each, inner) for inner, each in _children(value, name)]
@@ -127,7 +127,7 @@ def state_of(value: Any, name: str) -> Any:
 
 
 class _Pair(NamedTuple):
-    """An object and the state that it gets."""
+    """An object and the state to restore."""
 
     kind: Kind
     value: Any
@@ -136,24 +136,24 @@ class _Pair(NamedTuple):
 
 
 def restore_all(objects: Mapping[str, Any], states: Mapping[str, Any], path: str, agree: Agree) -> None:
-    """Give objects their states back: all of them, or none if one does not fit.
+    """Restore the states of all objects, or of none if one does not match.
 
     Args:
-        objects: By name.
-        states: By name, too; there may be more.
-        path: The checkpoint's, for errors.
-        agree: Every replica raises if one has to.
+        objects: The objects by name.
+        states: The states by name; there may be more.
+        path: The path of the checkpoint, for errors.
+        agree: A function that gathers lines of all replicas, so that every replica raises if one has to.
 
     Raises:
-        CheckpointMismatchError: A state is missing, or is another object's.
+        CheckpointMismatchError: A state is missing, or belongs to another object.
         CheckpointError: An object's own code refused its state.
     """
     lines = agree(_misfits(objects, outline(states), ""))
     if lines:
         raise CheckpointMismatchError(
-            f"{path} does not fit, and nothing was restored.\n"
+            f"{path} does not match the objects, and nothing was restored.\n"
             + "\n".join(f"  {line}" for line in lines)
-            + "\nMake the objects as they were when it was saved, or restore a Checkpoint of those that fit. The "
+            + "\nMake the objects as they were when it was saved, or restore a Checkpoint of those that match. The "
             "tensors are in its safetensors files, under these names."
         )
     pairs = list(_paired(objects, states, "", []))
@@ -172,7 +172,7 @@ def _misfits(value: Any, saved: Any, name: str) -> list[str]:
 
 
 def _paired(value: Any, state: Any, name: str, lines: list[str]) -> Iterator[_Pair]:
-    """Find the state of each object in a tree; add a line for each that has none."""
+    """Yield the state of each object in a tree. Add a line for each object without a state."""
     if not _is_tree(value):
         yield _Pair(_kind(value, name), value, state, name)
         return
@@ -185,7 +185,7 @@ def _paired(value: Any, state: Any, name: str, lines: list[str]) -> Iterator[_Pa
     elif isinstance(state, list) and len(state) == len(value):
         keys, lacking = list(range(len(value))), []
     else:
-        lines.append(f"{name}: the checkpoint has {described(state)}, and here is {described(value)}.")
+        lines.append(f"{name}: the checkpoint has {described(state)}, and the object is {described(value)}.")
         return
     for key, (inner, each) in zip(keys, _children(value, name), strict=True):
         if key not in lacking:
@@ -197,28 +197,30 @@ def _held(state: Any) -> str:
 
 
 def _restore_doubtful(pairs: list[_Pair], path: str, agree: Agree) -> None:
-    """Restore objects whose own code may refuse a state; give all of them their earlier ones back if it does."""
+    """Restore objects whose own code may refuse a state. If one does, restore the earlier states of all."""
     if not pairs:
         return
     earlier: list[_Pair] = []
     failure: Exception | None = None
-    told: list[str] = []
+    lines: list[str] = []
     for pair in pairs:
         try:
             earlier.append(pair._replace(state=pair.kind.before(pair.value, pair.name)))
             pair.kind.restore(pair.value, pair.state, pair.name)
         except Exception as error:  # noqa: BLE001 - raised below, once the others know
-            failure, told = error, [f"{pair.name}: {type(error).__name__}: {error}"]
+            failure, lines = error, [f"{pair.name}: {type(error).__name__}: {error}"]
             break
-    told = agree(told)
-    if told:
+    lines = agree(lines)
+    if lines:
         for pair in reversed(earlier):
             pair.kind.restore(pair.value, pair.state, pair.name)
-        raise CheckpointError(f"{path} could not be restored, and all is as it was. " + "\n".join(told)) from failure
+        raise CheckpointError(
+            f"{path} could not be restored, and nothing was changed. " + "\n".join(lines)
+        ) from failure
 
 
 def unused(objects: Any, states: Any, name: str = "") -> list[str]:
-    """Name what a checkpoint holds for which there is no object."""
+    """Return the names in a checkpoint without an object."""
     if not (_is_tree(objects) and isinstance(objects, Mapping) and isinstance(states, Mapping)):
         return []
     found = [inner for (inner, _), key in zip(_children(states, name), states, strict=True) if key not in objects]
@@ -227,29 +229,30 @@ def unused(objects: Any, states: Any, name: str = "") -> list[str]:
     return found
 
 
-# -- where a handle's object is ----------------------------------------------------------------------------------------
+# -- on the replicas of a handle's object
+# -------------------------------------------------------------------------------
 
 
-def _there(function: Callable[..., Any], handle: Any, *others: Any) -> Any:
-    """Call a function with the object of a handle, on the replicas, as torch's functions are called."""
+def _on_replicas(function: Callable[..., Any], handle: Any, *others: Any) -> Any:
+    """Call a function with a handle's object on the replicas, in the way that torch's functions are called."""
     return type(handle).__torch_function__(function, (), (handle, *others))
 
 
 def _fetched(state: Any, name: str) -> Any:
-    """Fetch what stands for an object's state."""
+    """Replace the handles in an object's state by their content."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, DistributedValues) and not isinstance(leaf, Mirrored):
             raise OptionError(
                 f"A checkpoint cannot hold {name}: its state differs from replica to replica. Save it in a "
-                "%%distribute cell, where each replica gives its own."
+                "%%distribute cell, where each replica saves its own."
             )
         return leaf.component(leaf.replica_ids[0]) if isinstance(leaf, Mirrored) else leaf
 
     return one(state) if isinstance(state, DistributedValues) else map_structure(one, state)
 
 
-def _misfits_there(value: Any, saved: Any, name: str) -> str:
+def _misfits_as_text(value: Any, saved: Any, name: str) -> str:
     return "\n".join(_misfits(value, saved, name))
 
 
@@ -266,6 +269,6 @@ def _before(value: Any, name: str) -> Any:
 
 
 def _restore_(value: Any, state: Any, name: str) -> None:
-    """Restore, by a name that says, as torch's do, that the first argument is changed: it is, where it is."""
+    """Restore. As in torch, the trailing underscore declares that the first argument is changed in place."""
     for pair in _paired(value, state, name, []):
         pair.kind.restore(pair.value, pair.state, pair.name)

@@ -1,4 +1,4 @@
-"""Optimizers of torch, also those whose steps are taken elsewhere."""
+"""Optimizers of torch, including those whose steps run in another process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Optimizers"]
 
 
 class Optimizers(Kind):
-    """Optimizers: torch takes any state whose groups have as many parameters, and fails in the next step."""
+    """Optimizers. torch accepts any state whose groups have as many parameters, and fails in the next step."""
 
     def covers(self, value: Any) -> bool:
         return isinstance(value, torch.optim.Optimizer)
@@ -24,15 +24,15 @@ class Optimizers(Kind):
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
-            return [f"{name}: the checkpoint has {described(saved)}, and here is an optimizer."]
+            return [f"{name}: the checkpoint has {described(saved)}, and the object is an optimizer."]
         own, groups = value.param_groups, saved["param_groups"]
         here, there = ([len(group["params"]) for group in each] for each in (own, groups))
         if here != there:
-            return [f"{name}: the checkpoint has groups of {there} parameters, and here are groups of {here}."]
+            return [f"{name}: the checkpoint has groups of {there} parameters, and the object has groups of {here}."]
         lines = []
         for mine, its in zip(own, groups, strict=True):
             lacking, unknown = [key for key in mine if key not in its], [key for key in its if key not in mine]
-            # Another version of torch may know more options, or fewer; another optimizer has options of its own.
+            # Another version of torch may have more options, or fewer. Another optimizer has different ones.
             if lacking and unknown:
                 lines.append(
                     f"{name}: the checkpoint has the state of another optimizer, with the options {listed(unknown)}; "
@@ -42,17 +42,17 @@ class Optimizers(Kind):
         return lines + list(_of_parameters(own, saved, name))
 
     def restore(self, value: Any, state: Any, name: str) -> None:
-        # An optimizer keeps what it is given, and that lies in the file.
+        # The optimizer keeps the tensors it receives, which are in the mapped file.
         value.load_state_dict(map_structure(copied, state))
 
 
 def _of_parameters(own: list[dict[str, Any]], saved: Mapping[str, Any], name: str) -> Iterator[str]:
-    """Say which parameters have another shape than when the state was saved."""
+    """Yield a line for each parameter whose shape differs from that in the saved state."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in own for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         for key, kept in saved["state"].get(number, {}).items():
-            # What is kept for rows or columns (Adafactor) broadcasts to the parameter.
+            # State per row or column (Adafactor) broadcasts to the parameter.
             comparable = isinstance(kept, TensorOutline) and 0 < len(kept.shape) == parameter.ndim
             if comparable and any(
                 size not in (1, whole) for size, whole in zip(kept.shape, parameter.shape, strict=True)

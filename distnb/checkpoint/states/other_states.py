@@ -1,4 +1,4 @@
-"""Whatever else has `state_dict()` and `load_state_dict()`: learning rate schedules, scalers, loaders, the user's."""
+"""Other objects with `state_dict()` and `load_state_dict()`: learning rate schedules, scalers, loaders, your own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def has_state(value: Any) -> bool:
 
 
 class OtherObjects(Kind):
-    """Objects that alone know which states fit them: an error of theirs has the earlier state restored."""
+    """Objects that alone know which states match them. If one raises, its earlier state is restored."""
 
     def covers(self, value: Any) -> bool:
         return has_state(value)
@@ -31,7 +31,7 @@ class OtherObjects(Kind):
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, Mapping):
-            return [f"{name}: the checkpoint has {described(saved)}, and here is what has a state_dict()."]
+            return [f"{name}: the checkpoint has {described(saved)}, and the object needs the dict of a state_dict()."]
         if isinstance(value, LRScheduler):
             own = value.state_dict()
             lacking, unknown = [key for key in own if key not in saved], [key for key in saved if key not in own]
@@ -43,7 +43,7 @@ class OtherObjects(Kind):
         return []
 
     def may_fail(self, value: Any) -> bool:
-        return not isinstance(value, DataLoader)  # torchdata's begins to read when its state is asked for
+        return not isinstance(value, DataLoader)  # torchdata's loader starts to read when its state is requested
 
     def before(self, value: Any, name: str) -> Any:
         return copy.deepcopy(value.state_dict())

@@ -24,12 +24,12 @@ class Tensors(Kind):
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, TensorOutline):
-            return [f"{name}: the checkpoint has {described(saved)}, and here is a tensor."]
+            return [f"{name}: the checkpoint has {described(saved)}, and the object is a tensor."]
         misfit = misfit_of_tensor(TensorOutline(tuple(value.shape), value.dtype), saved)
         return [f"{name} {misfit}."] if misfit else []
 
     def may_fail(self, value: Any) -> bool:
-        return isinstance(value, SyncOnReadVariable)  # of whole numbers, which the replicas may not share evenly
+        return isinstance(value, SyncOnReadVariable)  # one of whole numbers may not divide evenly among the replicas
 
     def restore(self, value: Any, state: Any, name: str) -> None:
         if hasattr(value, "assign"):
@@ -39,7 +39,7 @@ class Tensors(Kind):
 
 
 def _now(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's value; on a coordinator of parameter servers, a parameter is a copy of what they have."""
+    """Return a tensor's current value. On a coordinator of parameter servers, a parameter is a copy of theirs."""
     servers = servers_here.access
     if servers is not None and servers.stored_of(tensor) is not None:
         servers.read_anew([tensor])
