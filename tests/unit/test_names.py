@@ -1,0 +1,56 @@
+"""Every class and every module of distnb has a name of its own."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import distnb
+
+ROOT = Path(distnb.__path__[0])
+
+SHARED_MODULE_NAMES = {
+    "__main__": "Python gives it to what `python -m` runs",
+    "base": "the abstract base class of each folder",
+    "checkpoint": "a folder whose main module holds the public class of that name",
+    "coordinator": "a folder whose main module holds the public class of that name",
+    "estimator": "a folder whose main module holds the public class of that name",
+    "namespace": "a folder at both ends, in the notebook and in the engine",
+    "output": "a folder at both ends, in the notebook and in the engine",
+}
+
+
+def shared(places: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def classes() -> dict[str, list[str]]:
+    """Where classes of each name are defined."""
+    found = defaultdict(list)
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    return found
+
+
+def modules() -> dict[str, list[str]]:
+    """Where modules and packages of each name are."""
+    found = defaultdict(list)
+    for path in sorted(ROOT.rglob("*.py")):
+        place = path.parent if path.name == "__init__.py" else path
+        found[place.stem].append(str(place.relative_to(ROOT)))
+    return found
+
+
+def test_no_two_classes_share_a_name() -> None:
+    assert shared(classes()) == {}
+
+
+def test_no_two_modules_share_a_name() -> None:
+    assert shared({name: places for name, places in modules().items() if name not in SHARED_MODULE_NAMES}) == {}
+
+
+def test_names_that_may_be_shared_are() -> None:
+    assert set(shared(modules())) == set(SHARED_MODULE_NAMES)
