@@ -12,10 +12,10 @@ from typing import Any, Literal, Self
 from distnb.errors import OptionError, UnknownNameError
 
 __all__ = [
+    "DATA_LIMIT_NBYTES",
     "AutoShardPolicy",
     "CommunicationImplementation",
     "CommunicationOptions",
-    "DATA_LIMIT_NBYTES",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",

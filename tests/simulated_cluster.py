@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-from distnb.coordinator import ClusterCoordinator, runner
+from distnb.coordinator import ClusterCoordinator, references
 from distnb.coordinator.link import (
     ClosureEnded,
     ClosureGivenBack,
@@ -26,7 +26,7 @@ from distnb.coordinator.link import (
     WorkerLost,
     WorkerUp,
 )
-from distnb.coordinator.runner import Runner
+from distnb.engine.closure_runner import Runner
 from distnb.errors import ServerLost
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess
@@ -120,7 +120,7 @@ class SimulatedWorker:
         """Let it run until it waits."""
         before = servers_here.access, roles._runtimes
         servers_here.access, roles._runtimes = self._access, self._runtimes
-        runner._runner = self._runner
+        references.open_by(self._runner)
         self._go.release()
         self._paused.acquire()
         servers_here.access, roles._runtimes = before

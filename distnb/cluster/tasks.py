@@ -8,7 +8,7 @@ from distnb.cluster.worker_placement import workers_of
 from distnb.errors import OptionError
 from distnb.topology import PS, WORKER, Task
 
-__all__ = ["tasks_in", "tasks_of", "server_cluster_tasks"]
+__all__ = ["server_cluster_tasks", "tasks_in", "tasks_of"]
 
 _JOBS = (WORKER, PS)
 

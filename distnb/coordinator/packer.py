@@ -22,8 +22,7 @@ import xxhash
 from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.coordinator.per_worker import PerWorkerValues
 from distnb.coordinator.pickling import ClosurePickler, PickledParts, dump
-from distnb.coordinator.remote_values import RemoteValue
-from distnb.coordinator.runner import (
+from distnb.coordinator.references import (
     OpenOptimizer,
     open_copy,
     open_input,
@@ -32,6 +31,7 @@ from distnb.coordinator.runner import (
     open_stand_in,
     parameters_of_each,
 )
+from distnb.coordinator.remote_values import RemoteValue
 from distnb.errors import CannotTravelError
 from distnb.objects.modes import RANDOM, Environment, capture_environment
 from distnb.runtime.servers import remote_optimizer

@@ -14,7 +14,7 @@ import zmq
 
 from distnb.accelerators import torch_device
 from distnb.collectives.group.groups import groups
-from distnb.coordinator.runner import ClosureResult, Runner
+from distnb.engine.closure_runner import Runner
 from distnb.engine.namespace.cell_sources import remember_source
 from distnb.engine.rooms import ProgramKind
 from distnb.engine.started_threads import threads_awaited
@@ -27,7 +27,7 @@ from distnb.runtime.servers.service import Service
 from distnb.topology import PS, Device, Team
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink
-from distnb.wire.closure_messages import RunClosure, ServersReplaced, TakeTask
+from distnb.wire.closure_messages import ClosureResult, RunClosure, ServersReplaced, TakeTask
 from distnb.wire.messages import Hello, Reply
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from distnb.input.dealing import ReplicaInput
 from distnb.input.sources.base import Load
 from distnb.values.distributed import PerReplica
 
-__all__ = ["Batch", "Reader", "may_be_empty", "empty_like"]
+__all__ = ["Batch", "Reader", "empty_like", "may_be_empty"]
 
 
 class Batch(NamedTuple):

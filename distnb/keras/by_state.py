@@ -14,7 +14,7 @@ import keras
 import torch
 
 from distnb.coordinator.libraries import Library, ResourceDescription
-from distnb.coordinator.runner import current_worker
+from distnb.coordinator.references import current_worker
 from distnb.errors import OptionError
 from distnb.keras import keras_internals
 from distnb.keras.server_optimizer import RemoteApply, described, set_options

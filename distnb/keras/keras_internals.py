@@ -33,13 +33,13 @@ with private_names("keras"):
     )
 
 __all__ = [
+    "ASSIGN",
+    "METRICS_RESULT",
+    "SYMBOLIC_BUILD",
     "DataAdapter",
     "Saveable",
     "Tracked",
     "Tracker",
-    "ASSIGN",
-    "METRICS_RESULT",
-    "SYMBOLIC_BUILD",
     "additional_losses",
     "build",
     "cast_as_layers_do",
@@ -67,8 +67,8 @@ __all__ = [
     "tensor_of",
     "track_anew",
     "trained_variables",
-    "without_missing",
     "with_mask_of",
+    "without_missing",
 ]
 
 Tracked = (TrackedList, TrackedDict)

@@ -25,11 +25,11 @@ from distnb.objects.constructors import fill_class, make_class, make_function, m
 from distnb.objects.plain import is_importable, is_plain
 
 __all__ = [
-    "Classes",
-    "CodeNames",
     "DYNAMIC",
     "DYNAMIC_ATTRIBUTES",
     "EMPTY",
+    "Classes",
+    "CodeNames",
     "class_state",
     "content_of",
     "fill_cell",
@@ -37,9 +37,9 @@ __all__ = [
     "is_by_value",
     "is_code",
     "is_simple",
-    "parts_of",
     "names_of_code",
     "own_names",
+    "parts_of",
     "reduce_cell",
     "reduce_class",
     "reduce_function",

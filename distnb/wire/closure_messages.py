@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from distnb.topology import Task, Team
 
-__all__ = ["NO_FENCE", "Fence", "RunClosure", "ServersReplaced", "TakeTask"]
+__all__ = ["NO_FENCE", "ClosureResult", "Fence", "RunClosure", "ServersReplaced", "TakeTask"]
 
 
 class TakeTask(NamedTuple):
@@ -56,7 +56,7 @@ NO_FENCE = Fence()
 
 
 class RunClosure(NamedTuple):
-    """Call a function that was scheduled. The reply's value is what `coordinator.runner.Runner` gives.
+    """Call a function that was scheduled. The reply's value is a `ClosureResult`.
 
     Attributes:
         closure: Its number, the same however often it is sent.
@@ -83,3 +83,17 @@ class RunClosure(NamedTuple):
     modes: Any = None
     seed: int | None = None
     team: Team | None = None
+
+
+class ClosureResult(NamedTuple):
+    """The value of a reply to `RunClosure`, if the closure ended well.
+
+    Attributes:
+        value: The function's result, packed by `coordinator.pickling.dump` unless it is a plain scalar.
+        contributions: What the closure added to the coordinator's metrics, by the metric's number.
+        staleness: For each optimizer step, the number of updates that the worker's copies had missed.
+    """
+
+    value: Any
+    contributions: Mapping[int, Any] | None = None
+    staleness: tuple[int, ...] = ()

@@ -17,25 +17,25 @@ from distnb.values import DistributedValues
 from distnb.wire.messages import ObjectId
 
 __all__ = [
+    "RETURNED",
     "Described",
     "HeldArgument",
     "Items",
-    "Result",
     "Keywords",
     "Leaf",
     "Mark",
     "NamedArgument",
-    "RETURNED",
     "Reloads",
     "Request",
+    "Result",
     "Snapshot",
-    "TeamKey",
     "Summary",
+    "TeamKey",
     "follow",
+    "former",
     "is_bare",
     "leaf_name",
     "name_of_given",
-    "former",
 ]
 
 TeamKey = tuple[tuple[int, ...], int]

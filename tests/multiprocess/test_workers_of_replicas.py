@@ -120,7 +120,7 @@ def test_it_trains_as_one_process(strategy: Any, coordinator: ClusterCoordinator
 
 
 def worker_of() -> int:
-    from distnb.coordinator.runner import current_worker
+    from distnb.coordinator.references import current_worker
 
     return current_worker()
 

@@ -13,11 +13,10 @@ import torch
 import distnb
 from distnb.coordinator import ClusterCoordinator
 from distnb.coordinator.link import ClosureEnded, ClosureGivenBack, ClosureGivenUp, WorkerUp
-from distnb.coordinator.runner import ClosureResult
 from distnb.errors import ClosureCancelled
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.here import servers_here
-from distnb.wire.closure_messages import RunClosure
+from distnb.wire.closure_messages import ClosureResult, RunClosure
 from distnb.wire.messages import ErrorReport, Reply
 from tests.unit.test_server_variables import InHouse
 

@@ -17,7 +17,7 @@ import distnb
 from distnb.checkpoint.states import object_states as states
 from distnb.coordinator.packer import ClosurePacker
 from distnb.coordinator.pickling import open_value
-from distnb.coordinator.runner import Runner
+from distnb.engine.closure_runner import Runner
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess

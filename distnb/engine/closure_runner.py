@@ -3,69 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import pickle
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from distnb.coordinator.libraries import libraries, library_of, parts_of
+from distnb.coordinator import references
+from distnb.coordinator.libraries import libraries, library_of
 from distnb.coordinator.pickling import PickledParts, dump, open_packed, open_value
+from distnb.coordinator.references import OpenOptimizer, Reach, parameters_of_each
 from distnb.errors import EndOfDataset
 from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ClosureRun, ServerAccess
-from distnb.runtime.servers.server_variable import ServerVariable, stand_in
-from distnb.runtime.servers.shard_placement import Stored
 from distnb.values.structure import map_structure
-from distnb.wire.closure_messages import RunClosure
+from distnb.wire.closure_messages import ClosureResult, RunClosure
 
-__all__ = [
-    "ClosureResult",
-    "OpenOptimizer",
-    "Runner",
-    "current_worker",
-    "open_copy",
-    "open_input",
-    "open_module",
-    "open_resource",
-    "open_stand_in",
-    "parameters_of_each",
-]
+__all__ = ["Runner"]
 
 _FUNCTIONS = 1024  # that are remembered
 _PLAIN = frozenset({type(None), bool, int, float, str})
-
-
-class ClosureResult(NamedTuple):
-    """How a closure ended well on a worker.
-
-    Attributes:
-        value: What the function returned, to be opened by `open_value`.
-        contributions: What it added to the coordinator's metrics, by resource.
-        staleness: Of each optimizer step, how many updates its copies had missed.
-    """
-
-    value: Any
-    contributions: Mapping[int, Any] | None = None
-    staleness: tuple[int, ...] = ()
-
-
-class OpenOptimizer(NamedTuple):
-    """An optimizer as it arrives: what `remote_optimizer.opened` takes."""
-
-    number: int
-    template: Any
-    groups: Any
-    params: Any
-
-
-class _Reach(NamedTuple):
-    """What is opened with something: resources, and variables on the servers."""
-
-    resources: set[int]
-    variables: set[int]
 
 
 class Runner:
@@ -79,26 +37,25 @@ class Runner:
     def __init__(self, access: ServerAccess, worker: int) -> None:
         self.access = access
         self.worker = worker
-        self.reach = _Reach(set(), set())
+        self.reach = Reach(set(), set())
         self._new_models: list[torch.nn.Module] = []
         on_cpu = access.device.type == "cpu"  # torch's mode for new tensors would only cost time there
         self._placed: AbstractContextManager[Any] = contextlib.nullcontext() if on_cpu else access.device
         self._packed: dict[int, PickledParts] = {}
         self._resources: dict[int, Any] = {}
-        self._reaches: dict[int, _Reach] = {}
+        self._reaches: dict[int, Reach] = {}
         self._inputs: dict[int, Any] = {}
         self._run_before: set[Any] = set()  # codes of functions
 
     def run(self, message: RunClosure, fresh: Collection[int] = ()) -> ClosureResult:
         """Run a closure; raises what it does. Copies of variables that are `fresh` are not read anew."""
-        global _runner
-        _runner = self
+        references.open_by(self)
         for number in message.forget:
             for each in (self._packed, self._resources, self._reaches):
                 each.pop(number, None)
         self._packed.update(message.definitions)
         self._inputs = dict(message.inputs)
-        self.reach = _Reach(set(), set())
+        self.reach = Reach(set(), set())
         shown, arguments, settings = pickle.loads(message.data)
         buffers = iter(message.buffers)  # each pickle takes as many as it has
         function = self.resource(shown) if isinstance(shown, int) else pickle.loads(shown, buffers=buffers)
@@ -151,7 +108,7 @@ class Runner:
     def resource(self, number: int) -> Any:
         """This worker's own object, made at its first use."""
         if number not in self._resources:
-            before, self.reach = self.reach, _Reach(set(), set())
+            before, self.reach = self.reach, Reach(set(), set())
             try:
                 found = open_packed(self._packed[number])
                 make = getattr(found, "make_for_worker", None)
@@ -181,21 +138,8 @@ class Runner:
         return open_value(self._inputs[number])
 
 
-_runner: Runner
-
-
-def current_worker() -> int:
-    """Which worker this process is, in which a closure is opened or runs."""
-    return _runner.worker
-
-
 def _on_host(leaf: Any) -> Any:
     return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def parameters_of_each(modules: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
-    """Those of each of some modules; `Module.parameters` looks more closely, and takes longer."""
-    return (each for module in modules for each in module._parameters.values() if each is not None)
 
 
 def _set(resource: Any, settings: Any) -> None:
@@ -213,35 +157,3 @@ def _set(resource: Any, settings: Any) -> None:
     else:
         for group, options in zip(resource.param_groups, settings, strict=True):
             group.update(options)
-
-
-def open_resource(number: int) -> Any:
-    """This worker's object for a resource. It and its kin are what pickles call while a closure is opened."""
-    return _runner.resource(number)
-
-
-def open_input(number: int) -> Any:
-    """Another closure's result."""
-    return _runner.input(number)
-
-
-def open_module(number: int, place: int) -> Any:
-    """A part of a model, by its place among the parts."""
-    return next(itertools.islice(parts_of(_runner.resource(number)), place, None))
-
-
-def open_copy(stored: Stored, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
-    """This worker's copy of a parameter or buffer."""
-    _runner.reach.variables.add(stored.number)
-    return _runner.access.opened_copy(stored, is_parameter=is_parameter).requires_grad_(requires_grad)
-
-
-def open_stand_in(stored: Stored, settings: Any, strategy: Any, rows_apart: bool, sparse: bool) -> ServerVariable:
-    """What stands here for a variable on the servers."""
-    access = _runner.access
-    _runner.reach.variables.add(stored.number)  # it is read with others if it has a copy here
-    variable = access.stand_ins.get(stored)
-    if variable is None:
-        variable = access.stand_ins[stored] = stand_in(stored, settings, strategy, rows_apart=rows_apart)
-    variable.sparse_gradients = sparse
-    return variable
