@@ -49,7 +49,13 @@ def _replica(rank: int, size: int, port: int, rounds: int, traffic: Sequence[str
     generation = 0
     for kind in traffic:
         for number in range(rounds):
-            team = Team(tuple(range(size)), (device,) * size, generation, "127.0.0.1", port)
+            team = Team(
+                engines=tuple(range(size)),
+                devices=(device,) * size,
+                generation=generation,
+                store_host="127.0.0.1",
+                store_port=port,
+            )
             began = time.monotonic()
             group = groups.join(team, rank, device)
             formed = time.monotonic() - began

@@ -112,8 +112,12 @@ class Ours(Client):
         module, sgd.__module__ = sgd.__module__, "__main__"  # by value
         factory = cloudpickle.dumps(sgd)
         sgd.__module__ = module
-        creates = [Create(shard, "w", tensor) for shard, tensor in self._own.items()]
-        self.ask(Create(SMALL, "small", torch.ones(1)), *creates, MakeOptimizer(0, factory, (tuple(self._own),)))
+        creates = [Create(shard=shard, name="w", value=tensor) for shard, tensor in self._own.items()]
+        self.ask(
+            Create(shard=SMALL, name="small", value=torch.ones(1)),
+            *creates,
+            MakeOptimizer(optimizer=0, factory=factory, groups=(tuple(self._own),)),
+        )
         self._changes = 0
 
     def ask(self, *operations: Any) -> Any:
@@ -126,7 +130,11 @@ class Ours(Client):
 
     def push(self) -> None:
         self._changes += 1
-        self.ask(StepOptimizer(0, self._gradients, ({"lr": RATE},), {}, (0, self._changes)))
+        self.ask(
+            StepOptimizer(
+                optimizer=0, gradients=self._gradients, options=({"lr": RATE},), seen={}, token=(0, self._changes)
+            )
+        )
 
     def ping(self) -> None:
         self.ask(Pull({SMALL: -1}))

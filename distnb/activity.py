@@ -87,7 +87,7 @@ class Wait(NamedTuple):
 
 
 _AT_ONCE_S: Final = 50e-6
-_NOTHING: Final = Arrival(0.0)
+_NOTHING: Final = Arrival(at=0.0)
 _events: deque[tuple[Any, ...]] = deque(maxlen=MOST_EVENTS)
 _serials = itertools.count(1)
 _waits: dict[int, tuple[Any, ...]] = {}  # by thread, or by another key: the fields of `Wait`

@@ -18,7 +18,9 @@ class DividingStrategy(Strategy):
     """Variables are mirrored. Of every tensor in the arguments of `run` a replica gets its share of the rows."""
 
     def __new__(cls, columns: bool = False) -> Self:
-        strategy = cls._of(StrategySpec(cls.kind, (), 0, (("columns", True),) if columns else ()))
+        strategy = cls._of(
+            StrategySpec(kind=cls.kind, devices=(), num_replicas=0, options=(("columns", True),) if columns else ())
+        )
         strategy._meet()
         return strategy
 

@@ -169,13 +169,15 @@ class SimulatedWorker:
                 raise _Aborted
             result = self._runner.run(message._replace(definitions=self._definitions), fresh)
             self._definitions = ()
-            reply = Reply(message.program, "ok", value=pickle.loads(pickle.dumps(result)))
+            reply = Reply(program=message.program, status="ok", value=pickle.loads(pickle.dumps(result)))
         except _Aborted:
-            reply = Reply(message.program, "aborted")
+            reply = Reply(program=message.program, status="aborted")
         except Exception as error:  # the closure's
             text = "".join(traceback.format_exception(error))
-            report = ErrorReport(pickle.dumps(error), type(error).__name__, text, (), ())
-            reply = Reply(message.program, "error", report)
+            report = ErrorReport(
+                pickled=pickle.dumps(error), type_name=type(error).__name__, text=text, traceback=(), rendered=()
+            )
+            reply = Reply(program=message.program, status="error", error=report)
         self.program, self.waiting = None, {}
         self.to_end.discard(message.program)
         self.world.news.append((self, ClosureEnded(self.index, reply)))

@@ -130,7 +130,13 @@ class DoubleWorld:
         self.namespaces: list[EngineNamespace] = []
         for replica in range(replicas):
             self.add_engine(replica)
-        self.team = Team(tuple(range(replicas)), (Device("cpu"),) * replicas, 1, "", 0)
+        self.team = Team(
+            engines=tuple(range(replicas)),
+            devices=(Device("cpu"),) * replicas,
+            generation=1,
+            store_host="",
+            store_port=0,
+        )
         self.notices: list[str] = []
         self.namespace = NotebookNamespace(self.notebook.user_ns, self.perform, self.notices.append)
         self.sent_nbytes = 0
@@ -212,7 +218,7 @@ class DoubleWorld:
         give_up: Callable[[dict[int, Any]], None] = lambda results: None,
     ) -> dict[int, Any]:
         self._programs += 1
-        message = Apply(self._programs, operation, target, self.team, payload)
+        message = Apply(program=self._programs, operation=operation, target=target, team=self.team, payload=payload)
         answers: dict[int, Any] = {}
         errors: list[BaseException] = []
         for engine in engines:
@@ -376,7 +382,7 @@ class ClusterWorld:
     def run(self, cell: Cell) -> None:
         self._number += 1
         if cell.distributed:
-            self._session.run_cell(cell.text, StrategySpec("mirrored"), filename=f"<cell {self._number}>")
+            self._session.run_cell(cell.text, StrategySpec(kind="mirrored"), filename=f"<cell {self._number}>")
         else:
             self.notebook.run(cell.text, self._number)
 

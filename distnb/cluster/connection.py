@@ -34,8 +34,14 @@ def make_keys() -> Keys:
     """Return new key pairs for a cluster. The server's secret never leaves the notebook process."""
     import zmq
 
-    server, client = zmq.curve_keypair(), zmq.curve_keypair()
-    return Keys(*(key.decode("ascii") for key in (*server, *client)))
+    server_public, server_secret = zmq.curve_keypair()
+    client_public, client_secret = zmq.curve_keypair()
+    return Keys(
+        server_public=server_public.decode("ascii"),
+        server_secret=server_secret.decode("ascii"),
+        client_public=client_public.decode("ascii"),
+        client_secret=client_secret.decode("ascii"),
+    )
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,10 @@ class Cluster:
                 raise
 
     def _launch(self, processes: Processes, engines: Sequence[int]) -> None:
-        orders = [EngineOrder(engine, self.devices[engine], self._log_path(engine), self._agent) for engine in engines]
+        orders = [
+            EngineOrder(engine=engine, device=self.devices[engine], log=self._log_path(engine), agent=self._agent)
+            for engine in engines
+        ]
         with processes.changed:
             try:
                 self.launcher.launch(orders, processes, self._engine_launched, self._engine_ended)
@@ -204,7 +207,7 @@ class Cluster:
     # -- events from the launcher and the agents -------------------------------------------------------------------
 
     def _engine_launched(self, engine: int, pid: int) -> None:
-        self._engines[engine] = EngineProcess(engine, pid, self.devices[engine])
+        self._engines[engine] = EngineProcess(engine=engine, pid=pid, device=self.devices[engine])
 
     def engine_ready(self, engine: int) -> None:
         """Note that the agent of an engine serves. Any thread may call this."""

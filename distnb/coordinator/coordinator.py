@@ -49,7 +49,7 @@ from distnb.runtime.servers.here import servers_here
 from distnb.runtime.step_count import Reading
 from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
-from distnb.wire.closure_messages import Fence, RunClosure
+from distnb.wire.closure_messages import Fence
 from distnb.wire.messages import Reply
 
 __all__ = ["ClusterCoordinator", "running_coordinators"]
@@ -353,19 +353,23 @@ class ClusterCoordinator:
                 done = self._queue.done_by[worker]
                 if found is None:
                     how = self._lost.get(worker, "not there yet")
-                    workers.append(WorkerStatus(worker, "lost", done=done, how=how))
+                    workers.append(WorkerStatus(worker=worker, state="lost", done=done, how=how))
                     continue
                 closure = self._closures.get(found.closure) if found.closure is not None else None
                 name, seconds = (closure.value.name, now - found.began) if closure else ("", 0.0)
                 state: WorkerState = "stuck" if found.stuck else "running" if closure else "idle"
-                workers.append(WorkerStatus(worker, state, name, seconds, done))
+                workers.append(WorkerStatus(worker=worker, state=state, closure=name, seconds=seconds, done=done))
             stale = tuple(self._staleness)
-            mean = sum(stale) / len(stale) if stale else 0.0
-            lost = tuple(sorted(self._lost_servers))
-            most = max(stale, default=0)
-            replicas = self._link.replicas_per_worker
-            counts, reading = self._queue.counts, self.reading
-            return CoordinatorStatus(*counts, tuple(workers), mean, most, lost, self._steps, replicas, reading)
+            return CoordinatorStatus(
+                **self._queue.counts._asdict(),
+                workers=tuple(workers),
+                mean_staleness=sum(stale) / len(stale) if stale else 0.0,
+                max_staleness=max(stale, default=0),
+                lost_servers=tuple(sorted(self._lost_servers)),
+                steps=self._steps,
+                replicas_per_worker=self._link.replicas_per_worker,
+                reading=self.reading,
+            )
 
     def __repr__(self) -> str:
         counts = self._queue.counts
@@ -641,11 +645,13 @@ class ClusterCoordinator:
     def _send(self, order: Send) -> None:
         closure = self._closures[order.closure]
         seed = functools.partial(self._seed_of, order.worker)
-        more = self._sent[order.worker].more(closure.packed, self._packer, self._link, seed)
         closure.program = program = self._link.number()
+        message = self._sent[order.worker].message(
+            program, order.closure, _fence(), closure.packed, self._packer, self._link, seed
+        )
         closure.value.state = "running"
         self._programs[program] = (order.closure, order.worker)
-        self._link.send(order.worker, RunClosure(program, order.closure, _fence(), *more))
+        self._link.send(order.worker, message)
 
     def _seed_of(self, worker: int) -> int:
         """What a worker's random numbers begin with: each draws others, which all follow from the seed set here."""

@@ -23,7 +23,6 @@ from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.coordinator.per_worker import PerWorkerValues
 from distnb.coordinator.pickling import ClosurePickler, PickledParts, dump
 from distnb.coordinator.references import (
-    OpenOptimizer,
     open_copy,
     open_input,
     open_module,
@@ -132,7 +131,12 @@ class ClosurePacker:
             data = pickle.dumps((named, arguments.data, settings), protocol=5)
         buffers = (*own, *arguments.buffers)
         return PackedClosure(
-            data, buffers, tuple(every), tuple(inputs.values()), tuple(every.values()), self._modes_now()
+            data=data,
+            buffers=buffers,
+            needs=tuple(every),
+            inputs=tuple(inputs.values()),
+            holds=tuple(every.values()),
+            modes=self._modes_now(),
         )
 
     def _modes_now(self) -> Environment:
@@ -223,7 +227,7 @@ class ClosurePacker:
             return self._resource(obj, pickler, lambda: obj.maker)
         if remote_optimizer.is_remote(obj):
             options = [{key: value for key, value in group.items() if key != "params"} for group in obj.param_groups]
-            return self._resource(obj, pickler, lambda: OpenOptimizer(*remote_optimizer.described(obj)), options)
+            return self._resource(obj, pickler, functools.partial(remote_optimizer.described, obj), options)
         if library_of(obj) is not None:
             return self._metric(obj, pickler)
         described = next((found for library in libraries if (found := library.described(obj)) is not None), None)

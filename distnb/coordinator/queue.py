@@ -226,7 +226,14 @@ class ClosureQueue:
     def counts(self) -> Counts:
         """How many there are of each kind, since the queue was made."""
         running = sum(len(each.closures) for each in self._workers.values())
-        return Counts(self.queued, running, self._done, self._failed, self._cancelled, self._retried)
+        return Counts(
+            waiting=self.queued,
+            running=running,
+            done=self._done,
+            failed=self._failed,
+            cancelled=self._cancelled,
+            retried=self._retried,
+        )
 
     @property
     def queued(self) -> int:

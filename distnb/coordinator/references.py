@@ -18,7 +18,6 @@ from distnb.runtime.servers.server_variable import ServerVariable, stand_in
 from distnb.runtime.servers.shard_placement import Stored
 
 __all__ = [
-    "OpenOptimizer",
     "Reach",
     "ResourceOpener",
     "current_worker",
@@ -30,15 +29,6 @@ __all__ = [
     "open_stand_in",
     "parameters_of_each",
 ]
-
-
-class OpenOptimizer(NamedTuple):
-    """An optimizer as it arrives: what `remote_optimizer.opened` takes."""
-
-    number: int
-    template: Any
-    groups: Any
-    params: Any
 
 
 class Reach(NamedTuple):

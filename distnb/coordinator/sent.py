@@ -9,6 +9,7 @@ from typing import Any
 from distnb.coordinator.link import ClusterLink
 from distnb.coordinator.packer import ClosurePacker, PackedClosure
 from distnb.objects.modes import Environment
+from distnb.wire.closure_messages import Fence, RunClosure
 
 __all__ = ["Sent"]
 
@@ -27,10 +28,17 @@ class Sent:
     seeded: bool = False
     modes: Environment | None = None
 
-    def more(
-        self, packed: PackedClosure, packer: ClosurePacker, link: ClusterLink, seed: Callable[[], int]
-    ) -> tuple[Any, ...]:
-        """What its next `RunClosure` has to carry, from `definitions` on; noted as sent."""
+    def message(
+        self,
+        program: int,
+        closure: int,
+        fence: Fence,
+        packed: PackedClosure,
+        packer: ClosurePacker,
+        link: ClusterLink,
+        seed: Callable[[], int],
+    ) -> RunClosure:
+        """Return the message that runs a closure on the worker, with what the worker lacks, and note that as sent."""
         definitions: tuple[tuple[int, Any], ...] = ()
         if not self.known.issuperset(packed.needs):
             definitions = tuple((each, packer.definition(each)) for each in packed.needs if each not in self.known)
@@ -50,4 +58,16 @@ class Sent:
         modes = None if packed.modes is self.modes else packed.modes
         self.modes = packed.modes
         inputs = tuple((each.number, each.packed) for each in packed.inputs)
-        return definitions, packed.data, packed.buffers, inputs, forget, sources, modes, first
+        return RunClosure(
+            program=program,
+            closure=closure,
+            fence=fence,
+            definitions=definitions,
+            data=packed.data,
+            buffers=packed.buffers,
+            inputs=inputs,
+            forget=forget,
+            sources=sources,
+            modes=modes,
+            seed=first,
+        )

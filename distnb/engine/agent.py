@@ -139,10 +139,10 @@ class Agent:
         self._served = time.monotonic()
         self._executor = Executor(engine, shell, self._control)
         self.kinds: dict[type, ProgramKind] = {
-            RunCell: ProgramKind(self._run_cell, self.replica_in, drops_failure=True),
-            CallFunction: ProgramKind(self._call, self.replica_in, drops_failure=True),
-            Apply: ProgramKind(self._apply, self.replica_in, measured=False),
-            PostMortem: ProgramKind(self._post_mortem, self._failed_replica, measured=False),
+            RunCell: ProgramKind(run=self._run_cell, replica=self.replica_in, drops_failure=True),
+            CallFunction: ProgramKind(run=self._call, replica=self.replica_in, drops_failure=True),
+            Apply: ProgramKind(run=self._apply, replica=self.replica_in, measured=False),
+            PostMortem: ProgramKind(run=self._post_mortem, replica=self._failed_replica, measured=False),
         }
         self.notices: dict[type, Callable[[Any], None]] = {}
         self.suspensions: list[Callable[[], None]] = []
@@ -289,7 +289,9 @@ class Agent:
         where = ""
         if self._failure is not None and reply.status != "ok":
             where = telemetry.where_it_failed(self._failure.error)
-        self._control.program_ended(ProgramEnded(self.engine, message.program, reply.status, summary, where))
+        self._control.program_ended(
+            ProgramEnded(engine=self.engine, program=message.program, status=reply.status, summary=summary, where=where)
+        )
         return reply
 
     def _failed_replica(self, message: PostMortem) -> int:
@@ -325,8 +327,8 @@ class Agent:
             except (KeyboardInterrupt, ProgramAborted):
                 pass  # its __str__ was the user's code, too, and was told to end
         if report is None or self._guard.interrupted:
-            return Reply(program, "interrupted" if self._guard.interrupted else "aborted", value=value)
-        return Reply(program, "error", report, value=value)
+            return Reply(program=program, status="interrupted" if self._guard.interrupted else "aborted", value=value)
+        return Reply(program=program, status="error", error=report, value=value)
 
     def _report(
         self, program: int, error: BaseException, pack: Callable[[BaseException], Packed] | None
@@ -341,7 +343,9 @@ class Agent:
         """Keep the frames of a failed program for a debugger."""
         running, stopped = self._running(), self._console.stopped_in
         frames = stopped[1] if stopped is not None and stopped[0] is error else None
-        self._failure = KeptFailure(self._who, running[1] if running is not None else 0, error, frames)
+        self._failure = KeptFailure(
+            who=self._who, replica=running[1] if running is not None else 0, error=error, stopped_in=frames
+        )
 
     def guarded(self, program: int, body: Callable[[], Any]) -> Any:
         """Run a part of a program, which the notebook can end."""
@@ -387,7 +391,7 @@ class Agent:
         try:
             if failed is None:
                 changed = self._process.changed_by_hand()
-                return Reply(program, "ok", value=results, renew=renew, changed=changed, profile=trace)
+                return Reply(program=program, status="ok", value=results, renew=renew, changed=changed, profile=trace)
             return self.failed(program, failed, results)._replace(profile=trace)
         finally:
             failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
@@ -427,7 +431,7 @@ class Agent:
                 return object_operations.carry_out(self._namespace, message)
 
         if message.operation in object_operations.QUIET:
-            return Reply(message.program, "ok", value=self._guard.call(message.program, body))
+            return Reply(program=message.program, status="ok", value=self._guard.call(message.program, body))
         return self._run_together(message.program, message.team, replica, body)
 
     def _run_together(self, program: int, team: Team, replica: int, body: Callable[[], Any]) -> Reply:
@@ -447,7 +451,7 @@ class Agent:
             results, _ = self._described(program, self._namespace.give_up_call)
             return self.failed(program, error, results)
         renew = groups.program_ended(False)
-        return Reply(program, "ok", value=value, renew=renew, steps=step_count.steps - before)
+        return Reply(program=program, status="ok", value=value, renew=renew, steps=step_count.steps - before)
 
     # -- the user looks around -------------------------------------------------------------------------------------
 
@@ -459,14 +463,14 @@ class Agent:
         kept = self._failure
         traceback = kept.traceback if kept is not None else None
         if kept is None or traceback is None:
-            return Reply(message.program, "ok", value=False)
+            return Reply(program=message.program, status="ok", value=False)
         self._console.write(f"{kept.who[:1].upper()}{kept.who[1:]} as it ended. {kept.text} q leaves.\n")
         show_figures = partial(self._shell.events.trigger, "post_execute")
         try:
             self._guard.call(
                 message.program, lambda: debugger.post_mortem(self._console, kept.who, traceback, show_figures)
             )
-            return Reply(message.program, "ok", value=True)
+            return Reply(program=message.program, status="ok", value=True)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             reply = self.failed(message.program, error)
             self._failure = kept

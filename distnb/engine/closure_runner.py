@@ -13,7 +13,7 @@ import torch
 from distnb.coordinator import references
 from distnb.coordinator.libraries import libraries, library_of
 from distnb.coordinator.pickling import PickledParts, dump, open_packed, open_value
-from distnb.coordinator.references import OpenOptimizer, Reach, parameters_of_each
+from distnb.coordinator.references import Reach, parameters_of_each
 from distnb.errors import EndOfDataset
 from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ClosureRun, ServerAccess
@@ -69,7 +69,7 @@ class Runner:
         metrics = {each: (kind, obj) for each, obj in reached.items() if (kind := library_of(obj)) is not None}
         for kind, metric in metrics.values():
             kind.reset(metric)
-        closure = ClosureRun(message.closure, message.fence, self._is_new(function))
+        closure = ClosureRun(number=message.closure, fence=message.fence, is_new=self._is_new(function))
         with self.access.running(closure, self.reach.variables, fresh) as running:
             try:
                 with self._placed:
@@ -114,8 +114,8 @@ class Runner:
                 make = getattr(found, "make_for_worker", None)
                 if make is not None:
                     found = make(self.worker)
-                elif isinstance(found, OpenOptimizer):
-                    found = remote_optimizer.opened(*found)
+                elif isinstance(found, remote_optimizer.OpenOptimizer):
+                    found = remote_optimizer.opened(found)
                 elif isinstance(found, torch.nn.Module) and (library := library_of(found)) is not None:
                     found.to(self.access.device)  # a metric: of models each parameter is a copy that is there already
                     library.opened(found)

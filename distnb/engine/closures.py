@@ -54,16 +54,16 @@ class TaskRoom:
         self._agent = agent
         self._worker: WorkerTask | None = None
         self._server: ServerTask | None = None
-        agent.kinds[TakeTask] = ProgramKind(self._take_task, agent.replica_in, measured=False)
+        agent.kinds[TakeTask] = ProgramKind(run=self._take_task, replica=agent.replica_in, measured=False)
         agent.kinds[RunClosure] = ProgramKind(
-            self._run_closure, self._replica, drops_failure=True, keeps_failure=False, refusal=REFUSAL
+            run=self._run_closure, replica=self._replica, drops_failure=True, keeps_failure=False, refusal=REFUSAL
         )
 
     def _take_task(self, message: TakeTask, replica: int) -> Reply:
         agent = self._agent
         if message.tasks[agent.engine].job == PS:
             self._server = self._server or ServerTask(agent.connection, spread=message.spread)
-            return Reply(message.program, "ok", value=self._server.address)
+            return Reply(program=message.program, status="ok", value=self._server.address)
         before = self._worker
         if before is not None:  # another replica of this worker was replaced, and all of them start again
             before.close()
@@ -73,7 +73,7 @@ class TaskRoom:
         self._worker = worker = WorkerTask(message, agent.connection, agent.engine, agent.device, before)
         agent.receive_from(worker.link, None if before is None else before.link)
         worker.link.send(Hello(agent.engine, os.getpid(), socket.gethostname()))
-        return Reply(message.program, "ok")
+        return Reply(program=message.program, status="ok")
 
     @property
     def _working(self) -> WorkerTask:
@@ -101,7 +101,7 @@ class TaskRoom:
             reply = agent.failed(program, error, alone=True)
             disturbed = True
         else:
-            reply = Reply(program, "ok", value=value)
+            reply = Reply(program=program, status="ok", value=value)
         if disturbed and message.team is None:
             groups.leave()
         return reply._replace(renew=disturbed)

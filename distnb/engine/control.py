@@ -235,7 +235,16 @@ class Control:
             for _, _, place, values, seconds in calls:
                 points.append((*place, {name: float(value) for name, value in values.items()}))
                 times.append(seconds)
-            events.append(Live(self._engine, program, replica, tuple(points), tuple(times), run))
+            events.append(
+                Live(
+                    engine=self._engine,
+                    program=program,
+                    replica=replica,
+                    points=tuple(points),
+                    times=tuple(times),
+                    run=run,
+                )
+            )
         return events
 
 
@@ -262,7 +271,7 @@ def _stream_of(event: Any) -> tuple[int, str] | None:
 def _one_text(pieces: list[Output]) -> Output:
     first = pieces[0]
     text = "".join([piece.text for piece in pieces])
-    return Output(first.engine, first.program, first.replica, first.stream, text)
+    return Output(engine=first.engine, program=first.program, replica=first.replica, stream=first.stream, text=text)
 
 
 def _one_change_each(changes: list[WidgetChange]) -> list[WidgetChange]:

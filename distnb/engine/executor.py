@@ -105,7 +105,10 @@ class Executor:
         running = self._control.running
         data, metadata = self._shell.display_formatter.format(value)  # type: ignore[union-attr]
         if running is not None and data:
-            self._control.emit(Display(self._engine, *running, data=data, metadata=metadata))
+            program, replica = running
+            self._control.emit(
+                Display(engine=self._engine, program=program, replica=replica, data=data, metadata=metadata)
+            )
 
 
 def _requalified(code: CodeType, before: str, after: str) -> CodeType:

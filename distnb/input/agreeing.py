@@ -112,19 +112,21 @@ class OwnData:
         All replicas call it together. If reading raises on one of them, the others raise a ProgramError.
         """
         batch, error = None, None
-        report = _NextBatch(self._pipeline, "end", knows=self._empty is not None)
+        report = _NextBatch(pipeline=self._pipeline, moment="end", knows=self._empty is not None)
         if not self._ended:
             try:
                 batch = self._reader.read()
-                report = _NextBatch(self._pipeline, "batch", batch.size, batch.digest)
+                report = _NextBatch(pipeline=self._pipeline, moment="batch", size=batch.size, digest=batch.digest)
                 if self._empty is None:
                     self._empty = (map_parts(batch.tree, self._empty_leaf),)
             except StopIteration:
                 self._ended = True
             except Exception as failure:  # noqa: BLE001 - raised once the others know of it
                 error = failure
-                report = _NextBatch(self._pipeline, "error", text=f"{type(failure).__name__}: {failure}")
-        seen = [_NextBatch(*one) for one in self._agree(tuple(report))]
+                report = _NextBatch(
+                    pipeline=self._pipeline, moment="error", text=f"{type(failure).__name__}: {failure}"
+                )
+        seen = [_NextBatch._make(one) for one in self._agree(tuple(report))]
         if error is not None:
             raise error
         self._check(seen)

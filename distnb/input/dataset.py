@@ -70,7 +70,7 @@ class DistributedDataset(Iterable[Any]):
         if self._end_previous is not None:
             self._end_previous()  # persistent workers serve one iteration at a time
         resume = self._resume
-        progress = Progress(self._next_epoch() if resume is None else resume["epoch"])
+        progress = Progress(epoch=self._next_epoch() if resume is None else resume["epoch"])
         loads = self._start(progress, resume)
         batches = self.cardinality
         progress.batches = None if batches == UNKNOWN_CARDINALITY else batches
@@ -181,7 +181,7 @@ class DistributedDataset(Iterable[Any]):
         """
         if self._resume is not None:
             return dict(self._resume)
-        progress, now = self._progress or Progress(0), self._circumstances()
+        progress, now = self._progress or Progress(epoch=0), self._circumstances()
         resumable = progress.steps > 0 and not progress.ended
         before = progress.before if resumable else now
         return {

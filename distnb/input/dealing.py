@@ -118,8 +118,9 @@ class Dealer(ABC):
             batch = self._batch()
             count = self._count(batch)
             if count is None:
-                return Portion(batch, None, 0, 1, None)
-            return Portion(batch, count, *slice_bounds(count, self._place.num_replicas, self._place.replica_id), count)
+                return Portion(batch=batch, examples=None, start=0, stop=1, size=None)
+            start, stop = slice_bounds(count, self._place.num_replicas, self._place.replica_id)
+            return Portion(batch=batch, examples=count, start=start, stop=stop, size=count)
         with suppress(StopIteration):
             # If the next read fails, keep the elements taken so far: the caller may continue.
             while len(self._group) < turns.takers:
@@ -129,7 +130,9 @@ class Dealer(ABC):
             raise StopIteration
         portion = group[turns.turn] if turns.turn < len(group) else group[0]._replace(stop=group[0].start)
         if any(element.examples is None for element in group):
-            return Portion(portion.batch, None, 0, int(portion.stop > portion.start), None)
+            return Portion(
+                batch=portion.batch, examples=None, start=0, stop=int(portion.stop > portion.start), size=None
+            )
         return portion._replace(size=sum(element.stop - element.start for element in group))
 
     def _next_element(self) -> Portion:
@@ -138,8 +141,12 @@ class Dealer(ABC):
             batch = self._batch()
             count = self._count(batch)
             if count is None:
-                self._ready.append(Portion(batch, None, 0, 1, None))
+                self._ready.append(Portion(batch=batch, examples=None, start=0, stop=1, size=None))
                 break
             bounds = (slice_bounds(count, pieces, piece) for piece in range(pieces))
-            self._ready += (Portion(batch, count, *at, None) for at in bounds if pieces == 1 or at[0] < at[1])
+            self._ready += (
+                Portion(batch=batch, examples=count, start=start, stop=stop, size=None)
+                for start, stop in bounds
+                if pieces == 1 or start < stop
+            )
         return self._ready.popleft()

@@ -68,7 +68,9 @@ def distribute(
         # Each worker reads its own global batches.
         dataset = part_for_worker(dataset, policy, own.pipeline, own.pipelines)
         turns = own if own.pipelines > 1 else None
-    place = ReplicaInput(num_replicas, replica_id, device, _target(device, options), turns)
+    place = ReplicaInput(
+        num_replicas=num_replicas, replica_id=replica_id, device=device, target=_target(device, options), turns=turns
+    )
     return _make_dataset(dataset, batch_size, place, options, Drawing(shared_randomness, place), agree)
 
 
@@ -100,7 +102,11 @@ def distribute_from_function(
     alone = options.replication_mode is InputReplicationMode.PER_REPLICA
     turns = _turns(range(num_replicas) if alone else workers or [0] * num_replicas, replica_id, 1)
     place = ReplicaInput(
-        num_replicas, replica_id, device, _target(device, options), turns if num_replicas > 1 else None
+        num_replicas=num_replicas,
+        replica_id=replica_id,
+        device=device,
+        target=_target(device, options),
+        turns=turns if num_replicas > 1 else None,
     )
     drawing = Drawing(shared_randomness, place)
     drawing.begin()
@@ -135,7 +141,9 @@ def _check_undistributed(dataset: Any) -> None:
 def _turns(pipelines: Sequence[int], replica_id: int, pieces: int) -> Turns:
     own = pipelines[replica_id]
     takers = [replica for replica, pipeline in enumerate(pipelines) if pipeline == own]
-    return Turns(max(pipelines) + 1, own, len(takers), takers.index(replica_id), pieces)
+    return Turns(
+        pipelines=max(pipelines) + 1, pipeline=own, takers=len(takers), turn=takers.index(replica_id), pieces=pieces
+    )
 
 
 def _target(device: Device, options: InputOptions) -> Device:

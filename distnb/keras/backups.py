@@ -150,7 +150,9 @@ class _Backup:
         unfinished = path.with_name(f"unfinished.{path.name}")
         self._model.save_weights(unfinished, overwrite=True)
         states = [each.value.tolist() for each in _no_weights(self._model)]
-        place = TrainingPosition(self.epoch, self.batches, self.began, draws.capture(streams.shared), states)
+        place = TrainingPosition(
+            epoch=self.epoch, batches=self.batches, began=self.began, now=draws.capture(streams.shared), states=states
+        )
         with h5py.File(unfinished, "a") as file:
             file.create_dataset(_PLACE, data=json.dumps(trees.encode(vars(place))[0]))
         with unfinished.open("rb") as written:

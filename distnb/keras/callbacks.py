@@ -72,7 +72,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         self._shared = {name for name in _BATCHES for each in given if _acts(each, name)}
         self._error: BaseException | None = None
         self._next_live = 0.0
-        self._reading = Progress(0)
+        self._reading = Progress(epoch=0)
 
     def set_params(self, params: Any) -> None:
         if params:
@@ -89,7 +89,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         self._rare("epoch_begin", epoch, logs)
         self._resuming.begin_epoch(epoch)
         told = self.params or {}
-        self._reading = Progress(epoch, batches=told.get("steps"), epochs=told.get("epochs"))
+        self._reading = Progress(epoch=epoch, batches=told.get("steps"), epochs=told.get("epochs"))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.batches.ended()

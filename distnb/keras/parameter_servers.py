@@ -224,7 +224,7 @@ class ModelOnServers:
             self._coordinator.join()
             self._coordinator.forget(self._model)  # compiled anew, or with layers that do not learn
         source, together = data.source if isinstance(data, _PerWorker) else None, self._model.steps_per_execution
-        self._loops.append(_Loop(kind, source, steps, together))
+        self._loops.append(_Loop(kind=kind, source=source, steps=steps, together=together))
         self._model.steps_per_execution = 1  # Keras takes none but whole executions
         try:
             yield
@@ -317,7 +317,7 @@ class ModelOnServers:
         """A method that computes here, one batch at a time, also when a callback of `fit` calls it."""
         names = ("steps_per_execution", *(f"{kind}_function" for kind in ("train", "test", "predict")))
         before = {name: getattr(self._model, name) for name in names}
-        self._loops.append(_Loop("here", None, None))
+        self._loops.append(_Loop(kind="here", source=None, steps=None))
         try:
             for name in names:
                 setattr(self._model, name, 1 if name == names[0] else None)
@@ -349,7 +349,9 @@ class _Live(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         told = self.params
-        self._coordinator.reading = Reading(self._epoch, batch + 1, told.get("steps"), told.get("epochs"))
+        self._coordinator.reading = Reading(
+            epoch=self._epoch, batch=batch + 1, batches=told.get("steps"), epochs=told.get("epochs")
+        )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs:

@@ -86,12 +86,12 @@ def _settings_of(variable: Any) -> Settings | None:
     # `variable_3` is the fourth that this process has made, and may be another one's fifth.
     name = re.sub(r"_[0-9]+$", "", variable.name)
     if variable.synchronization == "on_read":
-        return Settings(False, name, VariableSynchronization.ON_READ, how)
+        return Settings(trainable=False, name=name, synchronization=VariableSynchronization.ON_READ, aggregation=how)
     if variable.trainable or contexts.in_replica():
         return None
     of_a_user = _is_of_a_user(variable) and how is VariableAggregation.ONLY_FIRST_REPLICA
     if how in (VariableAggregation.SUM, VariableAggregation.MEAN) or of_a_user:
-        return Settings(False, name, VariableSynchronization.ON_WRITE, how)
+        return Settings(trainable=False, name=name, synchronization=VariableSynchronization.ON_WRITE, aggregation=how)
     return None
 
 

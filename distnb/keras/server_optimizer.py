@@ -201,7 +201,9 @@ class RemoteApply:
         options = (_options(self), *({} for _ in self._remote.stored[1:]))
         servers.step(
             {
-                each: StepOptimizer(self._remote.number, mine, options, servers.versions(mine))
+                each: StepOptimizer(
+                    optimizer=self._remote.number, gradients=mine, options=options, seen=servers.versions(mine)
+                )
                 for each, mine in gradients.items()
             }
         )
@@ -396,7 +398,8 @@ def described(optimizer: Any) -> ResourceDescription:
     optimizer.send_changes()
     shown: Any = optimizer
     return ResourceDescription(
-        lambda: _Opener(type(shown).of, _config(shown), shown._remote, shown._trained), _options(optimizer)
+        lambda: _Opener(cls=type(shown).of, config=_config(shown), remote=shown._remote, trained=shown._trained),
+        _options(optimizer),
     )
 
 

@@ -59,14 +59,27 @@ def read_request(line: str, user_ns: Mapping[str, Any]) -> CellRequest:
             f"Usage: {DISTRIBUTE.usage_line}"
         )
     devices = tuple(str(parse_device(name)) for name in (found.devices or "").split(",") if name.strip())
-    given = WordOptions(word, found.replicas, devices, found.gradients, found.oversubscribe)
+    given = WordOptions(
+        word=word,
+        num_replicas=found.replicas,
+        devices=devices,
+        gradients=found.gradients,
+        oversubscribe=found.oversubscribe,
+    )
     if word in WORDS or ":" in word:
         spec = class_of(word).spec_of_word(given)
     else:
         spec = _spec_of_object(word, user_ns)
         given.refuse_others((), "it is an object that has its options already; give them where it is made")
     request = CellRequest(
-        word, spec, found.only, found.time, found.timeline, found.profile or "", found.name, found.quiet
+        word=word,
+        spec=spec,
+        only=found.only,
+        time=found.time,
+        timeline=found.timeline,
+        profile=found.profile or "",
+        name=found.name,
+        quiet=found.quiet,
     )
     here = {
         "--replicas": (found.only, "Leave it out."),

@@ -48,7 +48,7 @@ _RESOLVERS: dict[str, Callable[[], ClusterResolver]] = {
     "tfconfig": TFConfigClusterResolver,
     "kubernetes": KubernetesClusterResolver,
 }
-_ANY = StrategySpec("mirrored")
+_ANY = StrategySpec(kind="mirrored")
 
 
 class ClusterMagic:

@@ -170,7 +170,16 @@ class Engines:
             hello = hellos.get(engine)
             pid, host = (hello.pid, hello.host) if hello else (process.pid, self.cluster.launcher.host(engine))
             task = str(self.tasks.get(engine, ""))
-            rows.append(EngineStatus(engine, str(process.device), pid, host, process.ended or busy, task))
+            rows.append(
+                EngineStatus(
+                    engine=engine,
+                    device=str(process.device),
+                    pid=pid,
+                    host=host,
+                    state=process.ended or busy,
+                    task=task,
+                )
+            )
         return tuple(rows)
 
     def hosts(self) -> tuple[str, ...]:

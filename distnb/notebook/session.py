@@ -288,23 +288,36 @@ class Session:
                 with interrupts.brief():
                     snapshot = self.namespace.outgoing(source, team, filename, label)
                     self.namespace.operations.changes += 1
-                watched = only, detailed, profile is not None
-                message = RunCell(program, team, spec, source, filename, function, in_scope, snapshot, *watched)
-                self._supervisor.publish(Status(program, "started", team))
+                message = RunCell(
+                    program=program,
+                    team=team,
+                    strategy=spec,
+                    source=source,
+                    filename=filename,
+                    function=function,
+                    in_scope=in_scope,
+                    snapshot=snapshot,
+                    only=only,
+                    detailed=detailed,
+                    profiled=profile is not None,
+                )
+                self._supervisor.publish(Status(program=program, state="started", team=team))
                 folder_locks.release_kept()  # the cell may save where this process has saved
                 outcome = self._dispatch.post(program, team.engines, message, quiet=False)
                 sent = time.monotonic()
                 self._wait(outcome, team)
                 ended = time.monotonic()
                 self._supervisor.wait_ended(program, _OUTPUT_PATIENCE_S)
-                self._supervisor.publish(Status(program, "ended", team, "" if outcome.ok else "failed"))
+                self._supervisor.publish(
+                    Status(program=program, state="ended", team=team, text="" if outcome.ok else "failed")
+                )
                 with interrupts.brief():
                     self.namespace.incoming(team, outcome.done(team))
                     if outcome.stuck:
                         self.namespace.failed(snapshot)
         running = tuple(outcome.replies[each].seconds for each in team.engines if each in outcome.replies)
         now = time.monotonic()
-        self.latest_times = CellTimes(sent - began, running, now - ended, now - began)
+        self.latest_times = CellTimes(packing=sent - began, running=running, taking=now - ended, total=now - began)
         if profile is not None:
             write_profiles(profile, {team.rank_of(engine): reply.profile for engine, reply in outcome.replies.items()})
         warn_of_drift(outcome)
@@ -342,7 +355,10 @@ class Session:
     def _tell_of_unlike_steps(self, team: Team) -> None:
         """Print a notice if a program that ended early left the replicas' variables at different steps."""
         try:
-            writes = self._ask(team.engines, lambda program, team: Apply(program, "writes", (0, ""), team))
+            writes = self._ask(
+                team.engines,
+                lambda program, team: Apply(program=program, operation="writes", target=(0, ""), team=team),
+            )
         except NoClusterError:
             return  # %distnb stop in another place ended the program, and the engines
         if text := unlike_steps({team.rank_of(engine): each for engine, each in writes.items()}):
@@ -421,11 +437,15 @@ class Session:
         program = self._dispatch.number()
         self.failure = None
         try:
-            outcome = self._dispatch.post(program, team.engines, CallFunction(program, team, spec, method, snapshot))
+            outcome = self._dispatch.post(
+                program,
+                team.engines,
+                CallFunction(program=program, team=team, strategy=spec, method=method, snapshot=snapshot),
+            )
         except BaseException:
             self.namespace.failed(snapshot)
             raise
-        return _Call(outcome, team, snapshot, self.namespace.operations.changes)
+        return _Call(outcome=outcome, team=team, snapshot=snapshot, changes=self.namespace.operations.changes)
 
     def _pend(self, call: _Call, *, own_error: bool = True) -> PendingCall:
         """The result of a call that nobody waits for yet."""
@@ -498,7 +518,12 @@ class Session:
             BaseException: What the operation raised there; KeyboardInterrupt when the user ended it.
         """
         return self._ask(
-            engines, lambda program, team: Apply(program, operation, target, team, payload), give_up, called=True
+            engines,
+            lambda program, team: Apply(
+                program=program, operation=operation, target=target, team=team, payload=payload
+            ),
+            give_up,
+            called=True,
         )
 
     def _ask(

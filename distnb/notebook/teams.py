@@ -56,7 +56,16 @@ class Teams:
         devices = tuple(cluster.engines[engine].device for engine in engines)
         hosts = tuple(cluster.launcher.host(engine) for engine in engines)
         directory = "" if self._store is not None else str(cluster.directory)
-        return Team(tuple(engines), devices, generation, *self._address, hosts, directory)
+        store_host, store_port = self._address
+        return Team(
+            engines=tuple(engines),
+            devices=devices,
+            generation=generation,
+            store_host=store_host,
+            store_port=store_port,
+            hosts=hosts,
+            store_directory=directory,
+        )
 
     def renew(self, after: Team | None = None) -> None:
         """Let the next programs' teams form new process groups: an engine came or went.

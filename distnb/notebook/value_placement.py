@@ -100,7 +100,16 @@ def server_placement(strategy: Strategy) -> PlacementModel | None:
     for row in placement(strategy):
         rows.setdefault(row.name, []).append(row)
     held = [
-        Holding(name, row.shape, None, "stored", _dtype(row), "", row.nbytes, f"ps {row.server}")
+        Holding(
+            name=name,
+            whole=row.shape,
+            bounds=None,
+            kind="stored",
+            dtype=_dtype(row),
+            device="",
+            nbytes=row.nbytes,
+            holder=f"ps {row.server}",
+        )
         for name, shards in rows.items()
         for row in shards
     ]

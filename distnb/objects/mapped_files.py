@@ -58,7 +58,9 @@ def file_of(array: Any) -> tuple[MappedFile, Any] | None:
     if path is None or mode is None or not os.path.exists(path):
         return None
     order = "F" if root.flags.f_contiguous and not root.flags.c_contiguous else "C"
-    return MappedFile(str(path), mode, root.dtype, root.offset, root.shape, order), root
+    return MappedFile(
+        path=str(path), mode=mode, dtype=root.dtype, offset=root.offset, shape=root.shape, order=order
+    ), root
 
 
 def is_same_window(one: Any, other: Any) -> bool:

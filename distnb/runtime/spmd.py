@@ -138,13 +138,25 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
         return process
     group = groups.join_from_env(sockets_only=sockets_only, timeout_s=timeout_s)
     # The team of a script needs no store: torch.distributed has found its own.
-    team = Team(tuple(range(group.size)), (group.device,) * group.size, group.generation, "", 0)
+    team = Team(
+        engines=tuple(range(group.size)),
+        devices=(group.device,) * group.size,
+        generation=group.generation,
+        store_host="",
+        store_port=0,
+    )
     process = enter(team, group.rank, group.device, group)
     if group.size > 1:
         # torchrun and `distnb run` number the machines.
         machine = os.environ.get("GROUP_RANK") or socket.gethostname()
         seats = group.all_gather_object((group.device, machine))
-        process.team = Team(team.engines, tuple(device for device, _ in seats), team.generation, "", 0)
+        process.team = Team(
+            engines=team.engines,
+            devices=tuple(device for device, _ in seats),
+            generation=team.generation,
+            store_host="",
+            store_port=0,
+        )
         process.workers = _numbered([name for _, name in seats])
         # Each process was started with random numbers of its own; outside replicas they must be the same.
         randomness.share(group)

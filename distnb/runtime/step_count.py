@@ -103,7 +103,9 @@ def epochs_begun() -> tuple[tuple[int, int], ...]:
 def reading() -> Reading | None:
     """How far the latest iteration has come whose batches were trained on; None where there was none."""
     here = _pass
-    return None if here is None else Reading(here.epoch, here.steps, here.batches, here.epochs)
+    return (
+        None if here is None else Reading(epoch=here.epoch, batch=here.steps, batches=here.batches, epochs=here.epochs)
+    )
 
 
 class Axis:

@@ -185,7 +185,9 @@ class Strategy:
             raise OptionError(f"{who}: a device is named twice in {', '.join(devices)}. {cure}.")
         options = {"gradient_reduction": given.gradients, "oversubscribe": given.oversubscribe}
         kept = tuple(sorted((name, value) for name, value in options.items() if value and value != "sum"))
-        spec = StrategySpec(cls.kind, devices, 0 if devices else given.num_replicas or 0, kept)
+        spec = StrategySpec(
+            kind=cls.kind, devices=devices, num_replicas=0 if devices else given.num_replicas or 0, options=kept
+        )
         cls.check_here(spec, who)
         return spec
 

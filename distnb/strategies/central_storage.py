@@ -66,7 +66,7 @@ class CentralStorageStrategy(Strategy):
             raise OptionError(f"{doubles[0]} was named for several replicas. Name each device of compute_devices once.")
         place = None if parameter_device is None else str(parse_device(parameter_device))
         options = kept_options(gradient_reduction, check_mean_loss, parameter_device=place)
-        spec = StrategySpec(cls.kind, names, 0, options)
+        spec = StrategySpec(kind=cls.kind, devices=names, num_replicas=0, options=options)
         cls.check_here(spec, cls.__name__)
         strategy = cls._of(spec)
         strategy._meet()

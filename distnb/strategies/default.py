@@ -38,7 +38,7 @@ class DefaultStrategy(Strategy):
         return AloneHome(self)
 
     def __new__(cls) -> Self:
-        return cls._of(StrategySpec(cls.kind))
+        return cls._of(StrategySpec(kind=cls.kind))
 
     def scope(self) -> AbstractContextManager[Any]:
         """Changes nothing. A ContextError in a function that `run` called, or in another strategy's scope."""

@@ -67,7 +67,7 @@ class MirroredStrategy(Strategy):
             cross_device_ops=None if cross_device_ops is None else checked_ops(cross_device_ops),
             oversubscribe=oversubscribe,
         )
-        strategy = cls._of(StrategySpec(cls.kind, names, 0, options))
+        strategy = cls._of(StrategySpec(kind=cls.kind, devices=names, num_replicas=0, options=options))
         if cross_device_ops is not None and this_process.remote is not None:
             pickle.dumps(cross_device_ops)  # what cannot travel is refused here, and not in mid-cell
         if not strategy._meet() and cross_device_ops is not None:

@@ -66,7 +66,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             cluster_resolver=resolvers[0] if resolvers else None,
             communication_options=ways[0] if ways and ways[0] != CommunicationOptions() else None,
         )
-        strategy = cls._of(StrategySpec(cls.kind, (), 0, options))
+        strategy = cls._of(StrategySpec(kind=cls.kind, devices=(), num_replicas=0, options=options))
         script_worker.check_still(strategy.spec)
         cls.check_here(strategy.spec, cls.__name__)
         if not strategy._meet():

@@ -38,7 +38,7 @@ class OneDeviceStrategy(Strategy):
     refusal = "it runs in the notebook's own process"
 
     def __new__(cls, device: str | Device) -> Self:
-        return cls._of(StrategySpec(cls.kind, (str(parse_device(device)),)))
+        return cls._of(StrategySpec(kind=cls.kind, devices=(str(parse_device(device)),)))
 
     def __repr__(self) -> str:
         return f"OneDeviceStrategy({self.spec.devices[0]!r})"

@@ -73,7 +73,7 @@ class ParameterServerStrategy(Strategy):
                 "shape and dtype."
             )
         options = () if variable_partitioner is None else (("variable_partitioner", variable_partitioner),)
-        strategy = cls._of(StrategySpec(cls.kind, (), 0, options))
+        strategy = cls._of(StrategySpec(kind=cls.kind, devices=(), num_replicas=0, options=options))
         if cluster_resolver is not None:
             strategy._resolver = cluster_resolver
         if servers_here.access is None or not servers_here.access.is_worker:

@@ -57,7 +57,7 @@ class TPUStrategy(Strategy):
             _refuse("experimental_spmd_xla_partitioning", True, "a model is copied to each chip, and not cut")
         names = _chip_names(devices)
         options = kept_options(gradient_reduction, check_mean_loss)
-        strategy = cls._of(StrategySpec(cls.kind, names, 0, options))
+        strategy = cls._of(StrategySpec(kind=cls.kind, devices=names, num_replicas=0, options=options))
         if not choice.started_by_launcher():
             cls.check_here(strategy.spec, cls.__name__)
         strategy._meet()

@@ -69,7 +69,7 @@ def parse_settings(trainable: Any, name: Any, dtype: torch.dtype, synchronizatio
         raise OptionError("aggregation='SUM' for booleans is not defined. Set dtype=torch.int64 to count.")
     if trainable is None:
         trainable = floating and when is not VariableSynchronization.ON_READ
-    return Settings(bool(trainable), name, when, how)
+    return Settings(trainable=bool(trainable), name=name, synchronization=when, aggregation=how)
 
 
 def initial_tensor(value: Any, dtype: Any, device: torch.device | None) -> torch.Tensor:

@@ -113,7 +113,9 @@ def worker_table(model: LiveModel, closures: ClosuresModel) -> tuple[list[str], 
     rows = []
     for worker in closures.status.workers:
         replicas = closures.status.replicas_per_worker
-        row = model.rows.get(worker.worker * replicas) or ReplicaRow(worker.worker)  # the worker's first replica
+        row = model.rows.get(worker.worker * replicas) or ReplicaRow(
+            replica=worker.worker
+        )  # the worker's first replica
         rows.append(
             [
                 str(worker.worker),

@@ -121,7 +121,14 @@ class Front:
         """Queue a call of `distnb.live` in this process."""
         view = self._current
         if view is not None:
-            call = LiveCall(point, place, run, time.time(), step_count.epochs_begun(), step_count.reading())
+            call = LiveCall(
+                point=point,
+                place=place,
+                run=run,
+                seconds=time.time(),
+                epochs=step_count.epochs_begun(),
+                reading=step_count.reading(),
+            )
             self._queue.append((partial(view.feed_local, call), None))
             self._wake_up()
 

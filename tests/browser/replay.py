@@ -68,10 +68,16 @@ class ReplaySession:
         """Play the cell: a comment `# replay: NAME` in it says what."""
         self.cells.append((source, spec, keywords))
         self._programs += 1
-        team = Team(tuple(range(self.replicas)), tuple(Device("cpu", i) for i in range(self.replicas)), 1, "", 0)
+        team = Team(
+            engines=tuple(range(self.replicas)),
+            devices=tuple(Device("cpu", i) for i in range(self.replicas)),
+            generation=1,
+            store_host="",
+            store_port=0,
+        )
         name = source.partition("# replay:")[2].split("\n", 1)[0].strip() or "nothing"
         arguments = name.split()
-        self.events.publish(Status(self._programs, "started", team))
+        self.events.publish(Status(program=self._programs, state="started", team=team))
         error: list[BaseException] = []
 
         def play() -> None:
@@ -81,13 +87,17 @@ class ReplaySession:
             except BaseException as raised:
                 error.append(raised)
             for engine in range(self.replicas):
-                self.events.publish(ProgramEnded(engine, self._programs, "error" if error else "ok", str(*error)))
+                self.events.publish(
+                    ProgramEnded(
+                        engine=engine, program=self._programs, status="error" if error else "ok", summary=str(*error)
+                    )
+                )
 
         thread = threading.Thread(target=play)
         thread.start()
         while thread.is_alive():
             thread.join(0.05)
-        self.events.publish(Status(self._programs, "ended", team, text="failed" if error else ""))
+        self.events.publish(Status(program=self._programs, state="ended", team=team, text="failed" if error else ""))
         if error:
             error[0]._render_traceback_ = lambda: ["Replica 0 of 2 (cpu:0) raised:", f"ValueError: {error[0]}"]  # type: ignore[attr-defined]
             raise error[0]
@@ -117,22 +127,22 @@ class Player:
                 loss = 2.3 * math.exp(-4 * step / steps) + 0.05 * math.sin(step * 1.7)
                 local = loss + 0.08 * math.sin(step * 2.3 + 2 * replica)
                 yield Live(
-                    replica,
-                    self.program,
-                    replica,
-                    ((step, 0, {"loss": loss, "local loss": local, "accuracy": 1 - loss / 2.4}),),
+                    engine=replica,
+                    program=self.program,
+                    replica=replica,
+                    points=((step, 0, {"loss": loss, "local loss": local, "accuracy": 1 - loss / 2.4}),),
                 )
                 if step % 10 == 0:
                     yield TelemetrySample(
-                        replica,
-                        self.program,
-                        replica,
-                        step * 0.02,
-                        step * 4,
-                        step * 4 * 16,
-                        412_000_000 + step * 10_000,
-                        None,
-                        f"cell 3, line {12 + step % 4}",
+                        engine=replica,
+                        program=self.program,
+                        replica=replica,
+                        seconds=step * 0.02,
+                        steps=step * 4,
+                        examples=step * 4 * 16,
+                        rss_nbytes=412_000_000 + step * 10_000,
+                        device_nbytes=None,
+                        where=f"cell 3, line {12 + step % 4}",
                         epochs=((step - 10, (step - 10) // 50),) if step % 50 == 10 else (),
                         reading=((step - 1) // 50, (step - 1) % 50 + 1, 50, None),
                         host_nbytes=16_000_000_000,
@@ -154,7 +164,7 @@ class Player:
                 if run == "rate=10" and at > steps // 2:
                     loss = 2.0 ** (at - steps // 2) if at < steps * 0.8 else math.nan
                 values = {"loss": loss, "rate of learning": 0.1}
-                yield Live(replica, self.program, replica, ((step, 0, values),), run=run)
+                yield Live(engine=replica, program=self.program, replica=replica, points=((step, 0, values),), run=run)
             time.sleep(0.02)
 
     def progress(self, seconds: float = 2.0) -> Iterator[Any]:
@@ -170,7 +180,10 @@ class Player:
         for replica in range(self.replicas):
             color = (37, 99, 235) if equal or replica % 2 == 0 else (234, 88, 12)
             yield Display(
-                replica, self.program, replica, {"image/png": png(*color), "text/plain": "<Figure size 120x80>"}
+                engine=replica,
+                program=self.program,
+                replica=replica,
+                data={"image/png": png(*color), "text/plain": "<Figure size 120x80>"},
             )
 
     def flood(self, seconds: float = 2.0) -> Iterator[Any]:
@@ -184,7 +197,7 @@ class Player:
             yield self.text(replica, "the end\n")
 
     def text(self, replica: int, text: str, stream: Any = "stdout") -> Output:
-        return Output(replica, self.program, replica, stream, text)
+        return Output(engine=replica, program=self.program, replica=replica, stream=stream, text=text)
 
 
 def png(red: int, green: int, blue: int, width: int = 120, height: int = 80) -> str:

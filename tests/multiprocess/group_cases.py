@@ -56,11 +56,11 @@ def mark(after_s: float = 0.0) -> None:
 def team(generation: int, engines: tuple[int, ...] | None = None) -> Team:
     size = int(os.environ["WORLD_SIZE"])
     return Team(
-        engines or tuple(range(size)),
-        (Device("cpu"),) * (len(engines) if engines else size),
-        generation,
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        engines=engines or tuple(range(size)),
+        devices=(Device("cpu"),) * (len(engines) if engines else size),
+        generation=generation,
+        store_host=os.environ["MASTER_ADDR"],
+        store_port=int(os.environ["MASTER_PORT"]),
     )
 
 

@@ -92,7 +92,7 @@ def test_a_restart_of_busy_workers_loses_nothing(coordinator: ClusterCoordinator
 
 def test_a_lost_server_is_an_error_at_once_until_another_takes_its_place(coordinator: ClusterCoordinator) -> None:
     servers = coordinator._link.servers
-    create = Create((1, 0), "v", torch.ones(2))
+    create = Create(shard=(1, 0), name="v", value=torch.ones(2))
     servers.exchange({0: [create], 1: [create]})
     assert coordinator.schedule(whoami).fetch() in {row.pid for row in require().status()[:2]}
     running = coordinator.schedule(time.sleep, args=(60,))

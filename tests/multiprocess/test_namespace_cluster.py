@@ -120,4 +120,4 @@ history.append(s)
         ns["mine"].values
     session.restart()
     with pytest.raises(StaleHandleError, match="`m`"):
-        session.run_cell("m", StrategySpec("mirrored"), filename="<cell>")
+        session.run_cell("m", StrategySpec(kind="mirrored"), filename="<cell>")

@@ -26,7 +26,7 @@ from tests.worlds import Process, modes_kept
 
 pytestmark = pytest.mark.timeout(120)
 
-SPEC = StrategySpec("mirrored")
+SPEC = StrategySpec(kind="mirrored")
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_classes_that_a_smaller_team_was_sent_too_are_what_they_were(world: Worl
         "        super().__init__()\n        self.of_the_base = isinstance(self, Base)"
     )
     made = world.ns["Sub"]
-    for spec in (SPEC, StrategySpec("mirrored", num_replicas=1), SPEC):
+    for spec in (SPEC, StrategySpec(kind="mirrored", num_replicas=1), SPEC):
         world.session.run_cell("right = Sub().of_the_base", spec, filename="<cell>")
         assert world.ns["right"] is True
         assert world.ns["Sub"] is made, "no handle of classes that differ"

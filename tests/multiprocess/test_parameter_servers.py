@@ -145,7 +145,10 @@ sgd.__module__ = "__main__"  # by value
 
 def make(size: int) -> list[Any]:
     """Operations that make a shard of zeros, and an optimizer for it."""
-    return [Create(W, "w", None, (size,)), MakeOptimizer(0, cloudpickle.dumps(sgd), ((W,),))]
+    return [
+        Create(shard=W, name="w", value=None, shape=(size,)),
+        MakeOptimizer(optimizer=0, factory=cloudpickle.dumps(sgd), groups=((W,),)),
+    ]
 
 
 def value(servers: Servers, server: int = 0) -> torch.Tensor:
@@ -160,7 +163,7 @@ def test_several_servers_are_asked_at_once_and_large_tensors_come_and_go(cluster
     addresses = {server: cluster.serve()[0] for server in (0, 1)}
     with closing(Servers(addresses, 5, cluster.keys)) as servers:
         tensors = {server: torch.randn(LARGE) for server in addresses}
-        servers.exchange({server: [Create(W, "w", tensor)] for server, tensor in tensors.items()})
+        servers.exchange({server: [Create(shard=W, name="w", value=tensor)] for server, tensor in tensors.items()})
         pulled = servers.exchange(
             {server: [Pull({W: -1}), PullRows(W, torch.arange(0, LARGE, 3))] for server in (0, 1)}
         )
@@ -206,7 +209,7 @@ def test_an_error_is_raised_at_the_client_and_says_whose_it_is(cluster: Cluster)
     addresses = {server: cluster.serve()[0] for server in (0, 1)}
     with closing(Servers(addresses, 5, cluster.keys)) as servers:
         servers.exchange({server: make(2) for server in addresses})
-        wrong = WriteShard(W, "assign", torch.ones(3))
+        wrong = WriteShard(shard=W, method="assign", value=torch.ones(3))
         with pytest.raises(StructureError, match="shape") as caught:
             servers.exchange({0: [Describe()], 1: [wrong]})
         assert caught.value.__notes__ == ["It was raised by parameter server 1."]
@@ -227,7 +230,7 @@ class _Unreadable:
 def test_a_request_that_cannot_be_read_is_an_error_and_no_end(cluster: Cluster) -> None:
     with closing(Servers({0: cluster.serve()[0]}, 5, cluster.keys)) as servers:
         with pytest.raises(MessageError, match="no number"):
-            servers.exchange({0: [WriteShard(W, "assign", _Unreadable())]})
+            servers.exchange({0: [WriteShard(shard=W, method="assign", value=_Unreadable())]})
         assert servers.exchange({0: [Describe()]}) == {0: ((),)}
 
 
@@ -237,7 +240,7 @@ def test_threads_of_one_client_take_turns(cluster: Cluster) -> None:
 
         def add() -> None:
             for _ in range(100):
-                servers.exchange({0: [WriteShard(W, "assign_add", 1.0)]})
+                servers.exchange({0: [WriteShard(shard=W, method="assign_add", value=1.0)]})
 
         threads = [threading.Thread(target=add) for _ in range(3)]
         for thread in threads:
@@ -286,7 +289,7 @@ def test_a_server_that_is_killed_ends_exchanges_until_another_takes_its_place(tm
         with frozen(process):
             thread = meanwhile(process.kill)
             with pytest.raises(ServerLost, match=r"server 0 has ended\. .*last checkpoint"):
-                servers.exchange({0: [Describe()], 1: [WriteShard(W, "assign", 2.0)]})
+                servers.exchange({0: [Describe()], 1: [WriteShard(shard=W, method="assign", value=2.0)]})
             thread.join()
         with pytest.raises(ServerLost):
             servers.exchange({0: [Describe()]})
@@ -328,7 +331,9 @@ def test_who_waits_can_be_interrupted_and_asks_again(cluster: Cluster) -> None:
             for _ in range(3):
                 thread = meanwhile(lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT))
                 with pytest.raises(KeyboardInterrupt):
-                    servers.exchange({0: [WriteShard(W, "assign_add", 1.0, token=(1, 0)), Pull({W: -1})]})
+                    servers.exchange(
+                        {0: [WriteShard(shard=W, method="assign_add", value=1.0, token=(1, 0)), Pull({W: -1})]}
+                    )
                 thread.join()
         assert servers.exchange({0: [Describe()]})[0][0][0].updates == 1  # and no late answer is taken for it
 
@@ -370,7 +375,7 @@ def test_an_interrupt_at_any_moment_leaves_a_client_that_works(service: tuple[Se
         while not ran_through:
             moment += 1
             trace, interrupted = interrupting(files, moment)
-            change = WriteShard(W, "assign_add", torch.ones(100_000), token=(1, moment))
+            change = WriteShard(shard=W, method="assign_add", value=torch.ones(100_000), token=(1, moment))
             before = sys.gettrace()
             sys._getframe().f_trace_opcodes = True  # Python 3.12 reports opcodes only if one frame asks before settrace
             sys.settrace(trace)
@@ -419,7 +424,7 @@ def test_a_stranger_of_another_host_gets_nothing() -> None:
             ended = threading.Timer(0.5, each.lost, (0, "no answer came"))
             ended.start()
             with closing(each), pytest.raises(ServerLost, match="no answer came"):
-                each.exchange({0: [WriteShard(W, "assign", 7.0)]})
+                each.exchange({0: [WriteShard(shard=W, method="assign", value=7.0)]})
         assert not dealer.poll(0)
         plain.destroy(linger=0)
         assert torch.equal(value(servers), torch.zeros(3))

@@ -28,7 +28,7 @@ from tests.worlds import ClusterWorld, Process, distributed, run_all
 pytestmark = pytest.mark.timeout(120)
 
 NBYTES = 8 << 20
-MIRRORED = StrategySpec("mirrored")
+MIRRORED = StrategySpec(kind="mirrored")
 
 
 def descriptors() -> int:

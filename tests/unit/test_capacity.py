@@ -26,7 +26,7 @@ def no_administrator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     [(2, 2, False), (3, 2, True), (8, 2, True), (8, 1, True), (16, 8, True), (16, 16, False)],
 )
 def test_more_engines_than_cores_start_with_a_notice(engines: int, cores: int, told: bool) -> None:
-    room = Capacity(cores, 64 * GIB)
+    room = Capacity(cores=cores, memory_nbytes=64 * GIB)
     notices = check_capacity(engines, room, "gpu1", oversubscribe=False)
     assert len(notices) == told
     for notice in notices:
@@ -36,7 +36,7 @@ def test_more_engines_than_cores_start_with_a_notice(engines: int, cores: int, t
 
 @pytest.mark.parametrize(("engines", "cores"), [(9, 2), (200, 2), (9, 4), (17, 8)])
 def test_far_more_than_the_cores_are_refused_with_the_figures(engines: int, cores: int) -> None:
-    room = Capacity(cores, 64 * GIB)
+    room = Capacity(cores=cores, memory_nbytes=64 * GIB)
     with pytest.raises(
         StartError, match=rf"^{engines} engines were asked for on a machine with {cores} cores.*--overs"
     ):
@@ -45,7 +45,7 @@ def test_far_more_than_the_cores_are_refused_with_the_figures(engines: int, core
 
 
 def test_more_than_memory_allows_are_refused_with_the_figures() -> None:
-    room = Capacity(16, 4 * ENGINE_NBYTES - 1)
+    room = Capacity(cores=16, memory_nbytes=4 * ENGINE_NBYTES - 1)
     check_capacity(3, room, oversubscribe=False)
     with pytest.raises(StartError, match=r"4 engines need 1,000 MiB of memory.*\(250 MiB each\), and 999 MiB are free"):
         check_capacity(4, room, oversubscribe=False)

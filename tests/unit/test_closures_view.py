@@ -25,15 +25,30 @@ from distnb.widgets.publisher import Publisher
 from distnb.widgets.queue_picture import queue_picture
 from distnb.wire.messages import Live, Output, TelemetrySample, Waiting
 
-IDLE, LOST = WorkerStatus(0, "idle", done=10), WorkerStatus(1, "lost", done=14, how="was killed by SIGKILL")
-BEFORE = CoordinatorStatus(0, 0, 20, 0, 0, 1, (IDLE, WorkerStatus(1, "idle", done=10)), 0.0, 0, (), 15)
+IDLE, LOST = (
+    WorkerStatus(worker=0, state="idle", done=10),
+    WorkerStatus(worker=1, state="lost", done=14, how="was killed by SIGKILL"),
+)
+BEFORE = CoordinatorStatus(
+    waiting=0,
+    running=0,
+    done=20,
+    failed=0,
+    cancelled=0,
+    retried=1,
+    workers=(IDLE, WorkerStatus(worker=1, state="idle", done=10)),
+    mean_staleness=0.0,
+    max_staleness=0,
+    lost_servers=(),
+    steps=15,
+)
 
 
 def status(
     waiting: int = 0, running: int = 0, done: int = 20, workers: tuple[WorkerStatus, ...] = (), **more: Any
 ) -> CoordinatorStatus:
     known = {"failed": 0, "cancelled": 0, "retried": 1, "mean_staleness": 0.0, "max_staleness": 0, "steps": 15, **more}
-    return CoordinatorStatus(waiting, running, done, workers=workers or BEFORE.workers, **known)
+    return CoordinatorStatus(waiting=waiting, running=running, done=done, workers=workers or BEFORE.workers, **known)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -60,13 +75,18 @@ def test_the_rate_is_of_the_last_seconds_and_in_the_end_of_all() -> None:
 
 
 def test_what_a_worker_runs_is_told_in_words() -> None:
-    workers = (IDLE, WorkerStatus(1, "running", "train_step", 0.2), LOST, WorkerStatus(3, "stuck"))
+    workers = (
+        IDLE,
+        WorkerStatus(worker=1, state="running", closure="train_step", seconds=0.2),
+        LOST,
+        WorkerStatus(worker=3, state="stuck"),
+    )
     words = ["idle", "train_step", "lost: was killed by SIGKILL", "stuck in one that was ended"]
     assert [runs_text(each) for each in workers] == words
 
 
 SHARDS = tuple(
-    PlacedShard(name, (size,), torch.float32, server, 4 * size, 7)
+    PlacedShard(name=name, shape=(size,), dtype=torch.float32, server=server, nbytes=4 * size, updates=7)
     for name, size, server in [("table/part_0", 500, 0), ("table/part_1", 500, 1), ("bias", 3, 0)]
 )
 
@@ -97,14 +117,19 @@ def test_the_status_line_tells_how_long_the_queue_takes_where_no_loop_over_epoch
 
 def test_the_status_line_tells_how_far_a_loop_over_epochs_is() -> None:
     model = LiveModel()
-    earlier = step_count.Reading(9, 500, 500, 10)
+    earlier = step_count.Reading(epoch=9, batch=500, batches=500, epochs=10)
     closures = ClosuresModel(replace(BEFORE, reading=earlier))
     model.follow(closures, "parameter_server", 0.0)
     closures.feed(status(4, 2, 20, reading=earlier), 0.0)
     model.sampled(0.0)
     assert "epoch" not in head_text(model, 0.0)
     for second in range(3):
-        closures.feed(status(4, 2, 20 + 5 * second, reading=step_count.Reading(1, 5 * second, 500, 10)), float(second))
+        closures.feed(
+            status(
+                4, 2, 20 + 5 * second, reading=step_count.Reading(epoch=1, batch=5 * second, batches=500, epochs=10)
+            ),
+            float(second),
+        )
         model.sampled(float(second))
     told = head_text(model, 2.0)
     assert " · epoch 2 of 10 · batch 10 of 500 · 14 min 58 s left · " in told
@@ -116,7 +141,17 @@ def test_who_waits_is_a_worker_where_workers_have_one_replica(replicas: int, who
     model = LiveModel()
     model.follow(ClosuresModel(replace(BEFORE, replicas_per_worker=replicas)), "parameter_server", 0.0)
     model.feed(
-        TelemetrySample(3, 1, 3, 5.0, 0, 0, 10, waiting=Waiting("servers", "parameter server 0", "", "", 0, 4.0)), 5.0
+        TelemetrySample(
+            engine=3,
+            program=1,
+            replica=3,
+            seconds=5.0,
+            steps=0,
+            examples=0,
+            rss_nbytes=10,
+            waiting=Waiting(kind="servers", what="parameter server 0", where="", group="", number=0, seconds=4.0),
+        ),
+        5.0,
     )
     assert model.waits.lines(5.0) == [f"{who} waits for parameter server 0 since 4 s."]
 
@@ -140,12 +175,15 @@ def followed() -> LiveModel:
     model = LiveModel(devices={0: "cpu:0", 1: "cpu:1"})
     closures = ClosuresModel(BEFORE)
     model.follow(closures, "parameter_server", 0.0)
-    workers = (WorkerStatus(0, "running", "<lambda>", 2.25, 30), LOST)
+    workers = (WorkerStatus(worker=0, state="running", closure="<lambda>", seconds=2.25, done=30), LOST)
     closures.feed(status(4, 2, 60, workers, steps=45, mean_staleness=1.0, max_staleness=2), 0.0)
     closures.feed(status(4, 2, 60, workers, steps=45, mean_staleness=1.0, max_staleness=2), 4.0)
     closures.place(SHARDS)
-    model.feed(TelemetrySample(0, 5, 0, 1.0, 20, 640, 300_000_000), 4.0)
-    model.feed(Live(0, 5, 0, ((20, 0, {"loss": 0.5}),)), 4.0)
+    model.feed(
+        TelemetrySample(engine=0, program=5, replica=0, seconds=1.0, steps=20, examples=640, rss_nbytes=300_000_000),
+        4.0,
+    )
+    model.feed(Live(engine=0, program=5, replica=0, points=((20, 0, {"loss": 0.5}),)), 4.0)
     return model
 
 
@@ -162,7 +200,7 @@ def test_workers_have_a_row_each() -> None:
 def test_the_last_picture_tells_all_also_in_plain_text() -> None:
     model = followed()
     assert model.closures is not None
-    workers = (WorkerStatus(0, "idle", done=30), LOST)
+    workers = (WorkerStatus(worker=0, state="idle", done=30), LOST)
     model.closures.feed(status(0, 0, 60, workers, failed=1, lost_servers=(1,)), 5.0)
     model.end(5.0, failed=True)
     bundle = picture_bundle(model, 5.0)
@@ -293,7 +331,7 @@ def test_a_server_that_hangs_holds_nobody_up(watching: Watching) -> None:
 
 def test_what_closures_print_is_marked_by_workers(watching: Watching) -> None:
     _, view, kept = watching
-    view.feed(Output(0, 7, 0, "stdout", "both\nmine\n"), 0.1)
-    view.feed(Output(1, 8, 1, "stdout", "both\n"), 0.1)
+    view.feed(Output(engine=0, program=7, replica=0, stream="stdout", text="both\nmine\n"), 0.1)
+    view.feed(Output(engine=1, program=8, replica=1, stream="stdout", text="both\n"), 0.1)
     view.flush(0.4)
     assert "".join(kept.shown).splitlines() == ["[worker 0-1] both", "[worker 0] mine"]

@@ -25,7 +25,14 @@ from distnb.topology import Device
 
 def make_connection() -> Connection:
     keys = make_keys()
-    return Connection("tcp://a:1", "tcp://a:2", keys.server_public, keys.client_public, keys.client_secret, 42)
+    return Connection(
+        program_url="tcp://a:1",
+        control_url="tcp://a:2",
+        server_public=keys.server_public,
+        client_public=keys.client_public,
+        client_secret=keys.client_secret,
+        notebook_pid=42,
+    )
 
 
 def test_a_connection_comes_back_as_it_was_written_and_is_secret(tmp_path: Path) -> None:
@@ -102,12 +109,19 @@ def test_secrets_are_not_in_an_engine_s_environment(tmp_path: Path) -> None:
 def test_the_gpus_that_were_named_are_those_of_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     devices = (Device("cuda", 2), Device("cuda", 5))
-    environment = script_environment(1, devices[1], devices, Seat("127.0.0.1", 7))
+    environment = script_environment(1, devices[1], devices, Seat(store_host="127.0.0.1", store_port=7))
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["DISTNB_DEVICE"]) == ("2,5", "cuda:1")
     assert [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")] == ["1", "2", "1", "7"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,4,3,1,0")
-    assert script_environment(0, devices[0], devices, Seat("", 7))["CUDA_VISIBLE_DEVICES"] == "4,0"
-    assert script_environment(0, Device("cpu"), (Device("cpu"),), Seat("", 7))["CUDA_VISIBLE_DEVICES"] == ""
+    assert (
+        script_environment(0, devices[0], devices, Seat(store_host="", store_port=7))["CUDA_VISIBLE_DEVICES"] == "4,0"
+    )
+    assert (
+        script_environment(0, Device("cpu"), (Device("cpu"),), Seat(store_host="", store_port=7))[
+            "CUDA_VISIBLE_DEVICES"
+        ]
+        == ""
+    )
 
 
 def test_the_replicas_of_a_worker_are_numbered_behind_those_of_the_workers_before_it(
@@ -115,7 +129,7 @@ def test_the_replicas_of_a_worker_are_numbered_behind_those_of_the_workers_befor
 ) -> None:
     devices = (Device("cpu", 0), Device("cpu", 1))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    seat = Seat("10.0.0.1", 2222, worker=2, workers=3, network=network_environment("eth1"))
+    seat = Seat(store_host="10.0.0.1", store_port=2222, worker=2, workers=3, network=network_environment("eth1"))
     environment = script_environment(1, devices[1], devices, seat)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [environment[name] for name in names] == ["5", "6", "1", "2", "2", "10.0.0.1", "2222"]

@@ -38,11 +38,11 @@ class ByValue:
 
 
 def end() -> Tracker:
-    return Tracker(Side({}, ByValue()))
+    return Tracker(Side(user_ns={}, references=ByValue()))
 
 
 def frames_of(value: Any) -> list[Any]:
-    return encode(Reply(1, "ok", value=end().pack_loose({"": value})))
+    return encode(Reply(program=1, status="ok", value=end().pack_loose({"": value})))
 
 
 def travel(value: Any) -> Any:
@@ -51,8 +51,16 @@ def travel(value: Any) -> Any:
 
 
 def test_a_message_keeps_its_fields() -> None:
-    team = Team((0, 2), (Device("cpu"), Device("cuda", 1)), 3, "127.0.0.1", 4)
-    message = CallFunction(9, team, StrategySpec("mirrored"), "run", Packed(1, ("x",), b"abc", (b"d",)))
+    team = Team(
+        engines=(0, 2), devices=(Device("cpu"), Device("cuda", 1)), generation=3, store_host="127.0.0.1", store_port=4
+    )
+    message = CallFunction(
+        program=9,
+        team=team,
+        strategy=StrategySpec(kind="mirrored"),
+        method="run",
+        snapshot=Packed(serial=1, names=("x",), data=b"abc", buffers=(b"d",)),
+    )
     assert decode(encode(message)).team == team
     arrived = decode(encode(message)).snapshot
     assert (bytes(arrived.data), bytes(arrived.buffers[0])) == (b"abc", b"d")

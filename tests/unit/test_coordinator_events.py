@@ -77,13 +77,13 @@ def test_a_closure_that_was_given_back_runs_whatever_is_heard_of_first(link: Lin
     time.sleep(0.03)
     link.hear(None)
     [program] = link.asked_back
-    events = [ClosureEnded(0, Reply(program, "aborted")), ClosureGivenBack(0, program)]
+    events = [ClosureEnded(0, Reply(program=program, status="aborted")), ClosureGivenBack(0, program)]
     for event in events if first == "reply" else reversed(events):
         link.hear(event)
     assert [worker for worker, _ in link.sent] == [0, 0, 1]
     assert link.sent[2][1].closure == link.sent[1][1].closure
     for worker, message in (link.sent[0], link.sent[2]):
-        link.hear(ClosureEnded(worker, Reply(message.program, "ok", value=ClosureResult(1))))
+        link.hear(ClosureEnded(worker, Reply(program=message.program, status="ok", value=ClosureResult(1))))
     coordinator.join()
     assert coordinator.fetch(values) == [1, 1]
 
@@ -93,7 +93,11 @@ def test_an_error_is_raised_though_another_replica_of_its_worker_does_not_follow
     link.hear(WorkerUp(0))
     value = coordinator.schedule(lambda: 1)
     program = link.sent[0][1].program
-    reply = Reply(program, "error", ErrorReport(None, "KeyError", "only here", (), ()))
+    reply = Reply(
+        program=program,
+        status="error",
+        error=ErrorReport(pickled=None, type_name="KeyError", text="only here", traceback=(), rendered=()),
+    )
     for _ in range(2):  # told again when a third replica replies
         link.hear(ClosureGivenUp(0, program, reply))
     with pytest.raises(KeyError, match="only here") as caught:
@@ -104,8 +108,8 @@ def test_an_error_is_raised_though_another_replica_of_its_worker_does_not_follow
     assert coordinator.status().workers[0].state == "stuck"
     other = coordinator.schedule(lambda: 2)
     assert len(link.sent) == 1, "a worker that is stuck gets nothing"
-    link.hear(ClosureEnded(0, Reply(program, "aborted")))
-    link.hear(ClosureEnded(0, Reply(link.sent[1][1].program, "ok", value=ClosureResult(2))))
+    link.hear(ClosureEnded(0, Reply(program=program, status="aborted")))
+    link.hear(ClosureEnded(0, Reply(program=link.sent[1][1].program, status="ok", value=ClosureResult(2))))
     assert other.fetch() == 2
 
 
@@ -115,8 +119,8 @@ def test_a_metric_that_refuses_what_was_counted_fails_the_closure(link: Link, mo
     values = [coordinator.schedule(lambda: 1) for _ in range(2)]
     monkeypatch.setattr(coordinator._packer, "merge", lambda contributions: torch.zeros(2) + torch.zeros(3))
     first, second = (message.program for _, message in link.sent)
-    link.hear(ClosureEnded(0, Reply(first, "ok", value=ClosureResult(1, {5: ()}))))
-    link.hear(ClosureEnded(0, Reply(second, "aborted")))
+    link.hear(ClosureEnded(0, Reply(program=first, status="ok", value=ClosureResult(1, {5: ()}))))
+    link.hear(ClosureEnded(0, Reply(program=second, status="aborted")))
     with pytest.raises(RuntimeError, match="must match") as caught:
         coordinator.join()
     assert "could not be added to the metric" in caught.value.__notes__[0]

@@ -14,10 +14,10 @@ from distnb.errors import CollectiveMismatchError
 def told_by_both(mine: str, others: str) -> None:
     """Replica 0 waits for replica 1, of which the last that was heard is that it waits for replica 0."""
     memory = bytearray(CollectiveLog.nbytes(2))
-    CollectiveLog(memory, 1, 2).set_wait(CollectiveWait(others, 4, (0,), "all_reduce"))
+    CollectiveLog(memory, 1, 2).set_wait(CollectiveWait(group=others, number=4, absent=(0,), text="all_reduce"))
     detector, until = DeadlockDetector(CollectiveLog(memory, 0, 2)), time.monotonic() + 0.5
     while time.monotonic() < until:
-        detector.wait(CollectiveWait(mine, 5, (1,), "all_reduce"))
+        detector.wait(CollectiveWait(group=mine, number=5, absent=(1,), text="all_reduce"))
         time.sleep(0.01)
 
 
@@ -33,21 +33,21 @@ def test_in_one_group_that_is_stale_news() -> None:
 def test_a_cycle_is_found_once_it_lasts() -> None:
     memory = bytearray(CollectiveLog.nbytes(3))
     first, second, third = (DeadlockDetector(CollectiveLog(memory, rank, 3)) for rank in range(3))
-    first.wait(CollectiveWait("whole", 4, (1,), "a"))
-    second.wait(CollectiveWait("part", 2, (2,), "b"))
-    third.wait(CollectiveWait("other part", 1, (0,), "c"))
-    first.wait(CollectiveWait("whole", 4, (1,), "a"))
+    first.wait(CollectiveWait(group="whole", number=4, absent=(1,), text="a"))
+    second.wait(CollectiveWait(group="part", number=2, absent=(2,), text="b"))
+    third.wait(CollectiveWait(group="other part", number=1, absent=(0,), text="c"))
+    first.wait(CollectiveWait(group="whole", number=4, absent=(1,), text="a"))
     time.sleep(0.25)
     with pytest.raises(CollectiveMismatchError, match="replica 0 in a; replica 1 in b; replica 2 in c"):
-        first.wait(CollectiveWait("whole", 4, (1,), "a"))
+        first.wait(CollectiveWait(group="whole", number=4, absent=(1,), text="a"))
 
 
 def test_a_wait_that_ends_breaks_the_cycle() -> None:
     memory = bytearray(CollectiveLog.nbytes(2))
     first, second = (DeadlockDetector(CollectiveLog(memory, rank, 2)) for rank in range(2))
     for _ in range(3):
-        second.wait(CollectiveWait("part", 2, (0,), "b"))
-        first.wait(CollectiveWait("whole", 4, (1,), "a"))
+        second.wait(CollectiveWait(group="part", number=2, absent=(0,), text="b"))
+        first.wait(CollectiveWait(group="whole", number=4, absent=(1,), text="a"))
         second.stop()
         time.sleep(0.15)
-        first.wait(CollectiveWait("whole", 4, (1,), "a"))
+        first.wait(CollectiveWait(group="whole", number=4, absent=(1,), text="a"))

@@ -49,7 +49,7 @@ class Reachable(Programs):
 
     def send(self, peers: Any, message: Any) -> list[int]:
         self.on_send()
-        self.replies = [(0, Reply(message, "ok"))]
+        self.replies = [(0, Reply(program=message, status="ok"))]
         return [1]
 
     def wait(self, timeout_s: float | None = None) -> list[int]:

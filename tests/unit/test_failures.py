@@ -12,20 +12,26 @@ from distnb.notebook.programs.failures import raise_failure, unlike_steps
 from distnb.topology import Device, Team
 from distnb.wire.messages import ErrorReport, Reply
 
-TEAM = Team((0, 1), (Device("cpu"),) * 2, 1, "", 0)
+TEAM = Team(engines=(0, 1), devices=(Device("cpu"),) * 2, generation=1, store_host="", store_port=0)
 
 
 def raised_for(report: ErrorReport) -> BaseException:
     outcome = Outcome(1, (0, 1))
-    outcome.take(0, Reply(1, "error", report))
-    outcome.take(1, Reply(1, "ok"))
+    outcome.take(0, Reply(program=1, status="error", error=report))
+    outcome.take(1, Reply(program=1, status="ok"))
     with pytest.raises(BaseException) as raised:  # noqa: PT011
         raise_failure(outcome, TEAM)
     return raised.value
 
 
 def test_a_class_that_is_not_here_is_told_of_with_the_reason() -> None:
-    report = ErrorReport(b"cno_such_module\nMine\n.", "no_such_module.Mine", "text", ("where",), ("where",))
+    report = ErrorReport(
+        pickled=b"cno_such_module\nMine\n.",
+        type_name="no_such_module.Mine",
+        text="text",
+        traceback=("where",),
+        rendered=("where",),
+    )
     error = raised_for(report)
     assert isinstance(error, RemoteError)
     assert str(error) == "no_such_module.Mine: text"
@@ -36,13 +42,29 @@ def test_a_class_that_is_not_here_is_told_of_with_the_reason() -> None:
 
 
 def test_an_exception_is_raised_as_itself() -> None:
-    error = raised_for(ErrorReport(pickle.dumps(KeyError("k")), "KeyError", "'k'", ("where",), ("where",)))
+    error = raised_for(
+        ErrorReport(
+            pickled=pickle.dumps(KeyError("k")),
+            type_name="KeyError",
+            text="'k'",
+            traceback=("where",),
+            rendered=("where",),
+        )
+    )
     assert type(error) is KeyError
     assert error.__notes__ == ["(replica 1 finished)"]
 
 
 def test_who_ended_by_sys_exit_is_told_where_ipython_shows_no_more_than_the_status() -> None:
-    error = raised_for(ErrorReport(pickle.dumps(SystemExit(3)), "SystemExit", "3", ("where",), ("where",)))
+    error = raised_for(
+        ErrorReport(
+            pickled=pickle.dumps(SystemExit(3)),
+            type_name="SystemExit",
+            text="3",
+            traceback=("where",),
+            rendered=("where",),
+        )
+    )
     assert type(error) is SystemExit
     assert error.code == 3
     assert error.__notes__ == ["(replica 0 of 2 (cpu:0) ended by it; replica 1 finished)"]
@@ -51,16 +73,38 @@ def test_who_ended_by_sys_exit_is_told_where_ipython_shows_no_more_than_the_stat
 def test_two_replicas_that_raise_different_errors_are_both_shown() -> None:
     def told(second: ErrorReport) -> str:
         outcome = Outcome(1, (0, 1))
-        first = ErrorReport(pickle.dumps(KeyError("k")), "KeyError", "'k'", ("line 1",), ("line 1",))
-        outcome.take(0, Reply(1, "error", first))
-        outcome.take(1, Reply(1, "error", second))
+        first = ErrorReport(
+            pickled=pickle.dumps(KeyError("k")),
+            type_name="KeyError",
+            text="'k'",
+            traceback=("line 1",),
+            rendered=("line 1",),
+        )
+        outcome.take(0, Reply(program=1, status="error", error=first))
+        outcome.take(1, Reply(program=1, status="error", error=second))
         with pytest.raises(KeyError) as raised:
             raise_failure(outcome, TEAM)
         return "\n".join(raised.value._render_traceback_())  # type: ignore[attr-defined]
 
-    text = told(ErrorReport(pickle.dumps(ValueError("v")), "ValueError", "v", ("line 2",), ("line 2",)))
+    text = told(
+        ErrorReport(
+            pickled=pickle.dumps(ValueError("v")),
+            type_name="ValueError",
+            text="v",
+            traceback=("line 2",),
+            rendered=("line 2",),
+        )
+    )
     assert text.index("Replica 0 of 2 (cpu:0) raised:\nline 1") < text.index("Replica 1 of 2 (cpu:0) raised:\nline 2")
-    assert "line 2" not in told(ErrorReport(None, "distnb.errors.CollectiveError", "lost", ("line 2",), ("line 2",)))
+    assert "line 2" not in told(
+        ErrorReport(
+            pickled=None,
+            type_name="distnb.errors.CollectiveError",
+            text="lost",
+            traceback=("line 2",),
+            rendered=("line 2",),
+        )
+    )
 
 
 def test_replicas_that_ended_at_different_steps_are_told_of() -> None:
@@ -73,7 +117,7 @@ def test_replicas_that_ended_at_different_steps_are_told_of() -> None:
 def test_a_replica_that_does_not_end_is_told_of_with_the_cure() -> None:
     outcome = Outcome(1, (0, 1))
     outcome.interrupted = True
-    outcome.take(0, Reply(1, "interrupted"))
+    outcome.take(0, Reply(program=1, status="interrupted"))
     outcome.lose(1, None)
     with pytest.raises(KeyboardInterrupt, match=r"replica 1 still busy.*%distnb restart 1 starts anew"):
         raise_failure(outcome, TEAM)
@@ -83,7 +127,14 @@ def test_a_replica_that_does_not_end_is_told_of_with_the_cure() -> None:
 def test_a_collective_that_ends_because_a_process_died_is_not_the_reason(error: Exception, raised: type) -> None:
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     outcome = Outcome(1, (0, 1))
-    outcome.take(0, Reply(1, "error", ErrorReport(pickle.dumps(error), name, str(error), (), ())))
+    outcome.take(
+        0,
+        Reply(
+            program=1,
+            status="error",
+            error=ErrorReport(pickled=pickle.dumps(error), type_name=name, text=str(error), traceback=(), rendered=()),
+        ),
+    )
     outcome.lose(1, "was killed by SIGKILL")
     with pytest.raises(raised):
         raise_failure(outcome, TEAM)
@@ -91,9 +142,9 @@ def test_a_collective_that_ends_because_a_process_died_is_not_the_reason(error: 
 
 def test_who_was_given_up_on_and_ended_well_after_all_is_no_failure() -> None:
     outcome = Outcome(1, (0, 1))
-    outcome.take(0, Reply(1, "ok"))
+    outcome.take(0, Reply(program=1, status="ok"))
     outcome.lose(1, None)
-    outcome.take(1, Reply(1, "ok"))
+    outcome.take(1, Reply(program=1, status="ok"))
     assert outcome.ok
     assert not outcome.left_group_whole
     raise_failure(outcome, TEAM)
@@ -101,13 +152,15 @@ def test_who_was_given_up_on_and_ended_well_after_all_is_no_failure() -> None:
 
 def test_where_an_ordinary_cell_called_stands_above() -> None:
     outcome = Outcome(1, (0,))
-    report = ErrorReport(pickle.dumps(KeyError("k")), "KeyError", "'k'", ("where",), ("there",))
-    outcome.take(0, Reply(1, "error", report))
+    report = ErrorReport(
+        pickled=pickle.dumps(KeyError("k")), type_name="KeyError", text="'k'", traceback=("where",), rendered=("there",)
+    )
+    outcome.take(0, Reply(program=1, status="error", error=report))
     for called in (True, False):
         with pytest.raises(KeyError) as raised:
             raise_failure(
                 outcome,
-                Team((0,), (Device("cpu"),), 1, "", 0),
+                Team(engines=(0,), devices=(Device("cpu"),), generation=1, store_host="", store_port=0),
                 callers_lines=(lambda error: ["here"]) if called else None,
             )
         told = raised.value._render_traceback_()  # type: ignore[attr-defined]
@@ -118,8 +171,19 @@ def test_where_an_ordinary_cell_called_stands_above() -> None:
 @pytest.mark.parametrize("name", ["CollectiveError", "CollectiveMismatchError"])
 def test_what_another_replicas_error_brings_about_does_not_hide_it_when_it_is_told_sooner(name: str) -> None:
     outcome = Outcome(1, (0, 1))
-    outcome.take(0, Reply(1, "error", ErrorReport(None, f"distnb.errors.{name}", "waits in vain", ("1",), ("1",))))
-    cause = ErrorReport(pickle.dumps(ValueError("mine")), "ValueError", "mine", ("2",), ("2",))
-    outcome.take(1, Reply(1, "error", cause))
+    outcome.take(
+        0,
+        Reply(
+            program=1,
+            status="error",
+            error=ErrorReport(
+                pickled=None, type_name=f"distnb.errors.{name}", text="waits in vain", traceback=("1",), rendered=("1",)
+            ),
+        ),
+    )
+    cause = ErrorReport(
+        pickled=pickle.dumps(ValueError("mine")), type_name="ValueError", text="mine", traceback=("2",), rendered=("2",)
+    )
+    outcome.take(1, Reply(program=1, status="error", error=cause))
     with pytest.raises(ValueError, match="mine"):
         raise_failure(outcome, TEAM)

@@ -15,7 +15,7 @@ from distnb.widgets.publisher import NotebookPublisher
 from distnb.wire.messages import Output, Status
 from tests.processes import wait_until
 
-TEAM = Team((0,), (Device("cpu", 0),), 1, "", 0)
+TEAM = Team(engines=(0,), devices=(Device("cpu", 0),), generation=1, store_host="", store_port=0)
 
 
 class _Publisher(NotebookPublisher):
@@ -50,8 +50,8 @@ def test_what_comes_first_is_shown_in_its_own_cell(monkeypatch: pytest.MonkeyPat
     for number in (1, 2):
         front.begin_cell(number)
         with front._lock:  # so that the thread finds all at once: what a program wrote is shown when it has ended
-            front._enqueue(Status(number, "started", TEAM))
-            front._enqueue(Output(0, number, 0, "stdout", "first\n"))
-            front._enqueue(Status(number, "ended", TEAM))
+            front._enqueue(Status(program=number, state="started", team=TEAM))
+            front._enqueue(Output(engine=0, program=number, replica=0, stream="stdout", text="first\n"))
+            front._enqueue(Status(program=number, state="ended", team=TEAM))
         wait_until(lambda: bool(publishers[-1].written), timeout_s=10)
         assert publishers[-1].written[0] == ("first\n", True)

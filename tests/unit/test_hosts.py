@@ -28,29 +28,36 @@ from distnb.topology import Device, Team
 from distnb.wire.channel import Switchboard
 
 WORKERS = SimpleClusterResolver({"worker": ["a:1", "a:2", "b:1"]}, num_accelerators={"GPU": 2})
-CONNECTION = Connection("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", "a", "b", "c", 4)
+CONNECTION = Connection(
+    program_url="tcp://10.0.0.1:1",
+    control_url="tcp://10.0.0.1:2",
+    server_public="a",
+    client_public="b",
+    client_secret="c",
+    notebook_pid=4,
+)
 
 
 def test_options_are_read() -> None:
     assert read_host_options() is None
     assert read_host_options(launcher="local", n=2) is None
     read = read_host_options(hosts="a, me@b", per_host=2, interface="eth0", ssh_args=["-p", "22"])
-    assert read == HostOptions(("a", "me@b"), 2, "eth0", ("-p", "22"))
-    assert read_host_options(hosts=["a"], launcher="ssh") == HostOptions(("a",))
+    assert read == HostOptions(hosts=("a", "me@b"), per_host=2, interface="eth0", arguments=("-p", "22"))
+    assert read_host_options(hosts=["a"], launcher="ssh") == HostOptions(hosts=("a",))
     read = read_host_options(hosts=["a"], launcher="mpi", launcher_args=["--mca", "x", "y"])
-    assert read == HostOptions(("a",), arguments=("--mca", "x", "y"), launcher="mpi")
+    assert read == HostOptions(hosts=("a",), arguments=("--mca", "x", "y"), launcher="mpi")
 
 
 def test_a_resolver_names_machines(tmp_path: Path) -> None:
     tasks = {"a": 2, "b": 1}
     read = read_host_options(launcher="ssh", cluster_resolver=WORKERS)
-    assert read == HostOptions(("a", "b"), {"a": 4, "b": 2}, without_gpus=tasks)
+    assert read == HostOptions(hosts=("a", "b"), per_host={"a": 4, "b": 2}, without_gpus=tasks)
     read = read_host_options(launcher="mpi", cluster_resolver=SimpleClusterResolver(WORKERS.cluster_spec()), per_host=3)
-    assert read == HostOptions(("a", "b"), 3, launcher="mpi", without_gpus=tasks)
+    assert read == HostOptions(hosts=("a", "b"), per_host=3, launcher="mpi", without_gpus=tasks)
     secret = tmp_path / "secret"
     read = read_host_options(cluster_resolver=WORKERS, secret=secret)
     servers = ("a:1", "a:2", "b:1")
-    assert read == HostOptions(servers, dict.fromkeys(servers, 2), launcher="server", secret=secret)
+    assert read == HostOptions(hosts=servers, per_host=dict.fromkeys(servers, 2), launcher="server", secret=secret)
 
 
 ALLOCATION = {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "TASKS_PER_NODE": "3(x2)"}
@@ -59,17 +66,17 @@ ALLOCATION = {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "TASKS_PER_NODE": "3(x2)"
 def test_an_allocation_names_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ALLOCATION.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert read_host_options(launcher="slurm") == HostOptions(("n1", "n2"), launcher="slurm")
+    assert read_host_options(launcher="slurm") == HostOptions(hosts=("n1", "n2"), launcher="slurm")
     read = read_host_options(hosts="n2", launcher="slurm", launcher_args=["--exclusive"], per_host=1)
-    assert read == HostOptions(("n2",), 1, arguments=("--exclusive",), launcher="slurm")
+    assert read == HostOptions(hosts=("n2",), per_host=1, arguments=("--exclusive",), launcher="slurm")
     with pytest.raises(OptionError, match="'n3' is no node of this Slurm allocation; those are n1, n2"):
         read_host_options(hosts="n3", launcher="slurm")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "3")  # asked for, and not what salloc says of its own accord
     tasks = {"n1": 3, "n2": 3}
-    assert read_host_options(launcher="slurm") == HostOptions(("n1", "n2"), launcher="slurm", without_gpus=tasks)
+    assert read_host_options(launcher="slurm") == HostOptions(hosts=("n1", "n2"), launcher="slurm", without_gpus=tasks)
     # The notebook is no task of a step, and its GPUs are not cut.
     read = read_host_options(cluster_resolver=SlurmClusterResolver(gpus_per_task=2))
-    assert read == HostOptions(("n1", "n2"), {"n1": 6, "n2": 6}, launcher="slurm", without_gpus=tasks)
+    assert read == HostOptions(hosts=("n1", "n2"), per_host={"n1": 6, "n2": 6}, launcher="slurm", without_gpus=tasks)
 
 
 def test_srun_is_not_told_of_the_step_in_which_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +110,7 @@ def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> Non
     notices: list[str] = []
 
     def engines(devices: str | None = None, **words: Any) -> dict[str, int]:
-        plan = make_plan(None, devices, HostOptions(("a", "b"), **words), lambda text: None, oversubscribe=False)
+        plan = make_plan(None, devices, HostOptions(hosts=("a", "b"), **words), lambda text: None, oversubscribe=False)
         notices[:] = plan.notices
         return dict(Counter(plan.hosts))
 
@@ -171,7 +178,9 @@ def test_where_a_notebook_listens() -> None:
 
 
 def test_an_assignment_is_one_line() -> None:
-    told = Assignment(CONNECTION, "10.0.0.1", 2, "cpu:0", 4, "agent", "0")
+    told = Assignment(
+        connection=CONNECTION, notebook="10.0.0.1", engine=2, device="cpu:0", engines=4, agent="agent", hash_seed="0"
+    )
     assert told.encode().count(b"\n") == 1
     assert Assignment.decode(told.encode()) == told
 
@@ -249,7 +258,7 @@ def test_how_an_end_is_told(program: str, told: str, tmp_path: Path, monkeypatch
     processes = Processes()
     try:
         Hosts((program,), CONNECTION, "10.0.0.1", _Shell()).launch(
-            [EngineOrder(0, Device("cpu"), tmp_path / "log", "agent")],
+            [EngineOrder(engine=0, device=Device("cpu"), log=tmp_path / "log", agent="agent")],
             processes,
             lambda engine, pid: None,
             lambda engine, pid, words, expected: ends.put(words),
@@ -267,7 +276,7 @@ def test_engines_are_let_go_by_a_word(tmp_path: Path) -> None:
     try:
         program = "read line; read line; echo distnb-beat; [ $line = end ]; echo distnb-status $?"
         launcher = Hosts((program,), CONNECTION, "10.0.0.1", _Shell())
-        order = EngineOrder(0, Device("cpu"), tmp_path / "log", "agent")
+        order = EngineOrder(engine=0, device=Device("cpu"), log=tmp_path / "log", agent="agent")
         pids: list[int] = []
         launcher.launch([order], processes, lambda engine, pid: pids.append(pid), lambda *end: heard.put(end[2:]))
         processes.end(pids, launcher.releasing(pids), 60)
@@ -283,9 +292,11 @@ def test_a_machine_where_nothing_can_be_started() -> None:
 
 def test_replicas_know_who_is_on_their_machine() -> None:
     gpus = (Device("cuda", 0), Device("cuda", 1)) * 2
-    team = Team((0, 1, 2, 3), gpus, 1, "", 0, ("a", "a", "b", "b"))
+    team = Team(
+        engines=(0, 1, 2, 3), devices=gpus, generation=1, store_host="", store_port=0, hosts=("a", "a", "b", "b")
+    )
     assert team.has_own_devices
     assert (team.on_host_of(1), team.on_host_of(2)) == ((0, 1), (2, 3))
-    alone = Team((0, 1, 2, 3), gpus, 1, "", 0)
+    alone = Team(engines=(0, 1, 2, 3), devices=gpus, generation=1, store_host="", store_port=0)
     assert not alone.has_own_devices
     assert alone.on_host_of(3) == (0, 1, 2, 3)

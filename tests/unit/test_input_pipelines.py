@@ -81,7 +81,7 @@ def test_per_replica_batch_size() -> None:
 def test_options_have_tensorflows_names_too() -> None:
     mode = InputReplicationMode.PER_REPLICA
     options = InputOptions(experimental_fetch_to_device=False, experimental_per_replica_buffer_size=3)
-    assert options == InputOptions(False, prefetch=3)
+    assert options == InputOptions(fetch_to_device=False, prefetch=3)
     assert InputOptions(experimental_replication_mode=mode) == InputOptions(replication_mode="per_replica")
     assert InputOptions(auto_shard_policy="off").auto_shard_policy is AutoShardPolicy.OFF
 

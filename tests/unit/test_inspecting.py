@@ -227,4 +227,6 @@ def test_a_plain_value_is_told_in_a_terminal(capsys: pytest.CaptureFixture[str])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Linear · this process: 32 B"
     assert lines[2].split() == ["weight", "(2,", "3)", "float32", "all", "this", "process", "cpu", "24", "B"]
-    assert holdings_of(torch.ones(2))[0] == Holding("", (2,), ((0, 2),), "own", "float32", "cpu", 8)
+    assert holdings_of(torch.ones(2))[0] == Holding(
+        name="", whole=(2,), bounds=((0, 2),), kind="own", dtype="float32", device="cpu", nbytes=8
+    )

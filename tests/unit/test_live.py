@@ -26,7 +26,7 @@ from distnb.widgets.picture import nice_ticks, pictures, short_name
 from distnb.widgets.publisher import TerminalPublisher
 from distnb.wire.messages import Died, Live, ProgramEnded, Status, TelemetrySample
 
-TEAM = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
+TEAM = Team(engines=(0, 1), devices=(Device("cpu", 0), Device("cpu", 1)), generation=1, store_host="", store_port=0)
 
 
 @pytest.fixture
@@ -38,15 +38,26 @@ def points(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def started(replicas: int = 2) -> LiveModel:
     model = LiveModel("mirrored")
-    team = Team(tuple(range(replicas)), tuple(Device("cpu", i) for i in range(replicas)), 1, "", 0)
-    model.feed(Status(1, "started", team), 0.0)
+    team = Team(
+        engines=tuple(range(replicas)),
+        devices=tuple(Device("cpu", i) for i in range(replicas)),
+        generation=1,
+        store_host="",
+        store_port=0,
+    )
+    model.feed(Status(program=1, state="started", team=team), 0.0)
     return model
 
 
 def test_who_is_heard_of_late_is_compared_with_what_others_told_before() -> None:
     model = LiveModel()
-    model.feed(Live(1, 1, 1, tuple((step, 0, {"loss": 1.0 / step}) for step in range(1, 28))), 0.0)
-    model.feed(Live(0, 1, 0, tuple((step, 0, {"loss": 2.0 / step}) for step in range(1, 4))), 0.0)
+    model.feed(
+        Live(engine=1, program=1, replica=1, points=tuple((step, 0, {"loss": 1.0 / step}) for step in range(1, 28))),
+        0.0,
+    )
+    model.feed(
+        Live(engine=0, program=1, replica=0, points=tuple((step, 0, {"loss": 2.0 / step}) for step in range(1, 4))), 0.0
+    )
     assert model.curves["loss"].differs
     assert len(model.curves["loss"].shown()) == 2
 
@@ -136,7 +147,7 @@ def test_nan_does_not_hide_extremes() -> None:
 
 
 def test_equal_values_make_one_line_and_different_ones_two() -> None:
-    curve = Curve("loss")
+    curve = Curve(name="loss")
     for step in range(3):
         for replica in (0, 1):
             curve.add(replica, step, 0.5 * step, 2)
@@ -148,7 +159,7 @@ def test_equal_values_make_one_line_and_different_ones_two() -> None:
 
 
 def test_nan_on_all_replicas_is_equal() -> None:
-    curve = Curve("loss")
+    curve = Curve(name="loss")
     for replica in (0, 1):
         curve.add(replica, 1, math.nan, 2)
     assert not curve.differs
@@ -157,7 +168,9 @@ def test_nan_on_all_replicas_is_equal() -> None:
 def test_live_events_become_curves_and_rows() -> None:
     model = started()
     for replica in (0, 1):
-        model.feed(Live(replica, 1, replica, ((1, 0, {"loss": 2.0}), (2, 0, {"loss": 1.0}))), 0.3)
+        model.feed(
+            Live(engine=replica, program=1, replica=replica, points=((1, 0, {"loss": 2.0}), (2, 0, {"loss": 1.0}))), 0.3
+        )
     assert [point[:2] for point in model.curves["loss"].lines[0].points] == [(1, 2.0), (2, 1.0)]
     assert model.rows[1].values == {"loss": 1.0}
 
@@ -165,8 +178,19 @@ def test_live_events_become_curves_and_rows() -> None:
 def test_steps_go_on_over_the_programs_of_a_cell() -> None:
     model = LiveModel(counted_before={0: (100, 0)})
     for program in range(1, 4):
-        model.feed(Live(0, program, 0, ((100 + program, program, {"loss": 1.0}),)), 0.0)
-        model.feed(TelemetrySample(0, program, 0, 0.1 * program, 100 + program, 16 * program, 10), 0.0)
+        model.feed(Live(engine=0, program=program, replica=0, points=((100 + program, program, {"loss": 1.0}),)), 0.0)
+        model.feed(
+            TelemetrySample(
+                engine=0,
+                program=program,
+                replica=0,
+                seconds=0.1 * program,
+                steps=100 + program,
+                examples=16 * program,
+                rss_nbytes=10,
+            ),
+            0.0,
+        )
     assert [point[0] for point in model.curves["loss"].lines[0].points] == [1, 2, 3]
     assert (model.rows[0].steps, model.rows[0].examples) == (3, 48)
 
@@ -174,7 +198,12 @@ def test_steps_go_on_over_the_programs_of_a_cell() -> None:
 def test_another_process_in_an_engines_place_counts_from_the_beginning() -> None:
     model = LiveModel(counted_before={0: (100, 1600)})
     for steps in range(0, 300, 50):  # past what its predecessor had counted
-        model.feed(TelemetrySample(0, 1, 0, 0.01 * steps, steps, 16 * steps, 10), 0.01 * steps)
+        model.feed(
+            TelemetrySample(
+                engine=0, program=1, replica=0, seconds=0.01 * steps, steps=steps, examples=16 * steps, rss_nbytes=10
+            ),
+            0.01 * steps,
+        )
     assert (model.rows[0].steps, model.rows[0].examples) == (250, 4000)
     assert model.rows[0].examples_per_second() == pytest.approx(1600)
 
@@ -183,24 +212,37 @@ def test_rates_come_from_what_was_counted() -> None:
     model = started()
     for tick in range(11):
         for replica in (0, 1):
-            model.feed(TelemetrySample(replica, 1, replica, tick * 0.2, tick * 10, tick * 160, 1_000_000), tick * 0.2)
+            model.feed(
+                TelemetrySample(
+                    engine=replica,
+                    program=1,
+                    replica=replica,
+                    seconds=tick * 0.2,
+                    steps=tick * 10,
+                    examples=tick * 160,
+                    rss_nbytes=1_000_000,
+                ),
+                tick * 0.2,
+            )
     assert [row.examples_per_second() for row in model.rows.values()] == pytest.approx([800, 800])
     assert head_text(model, 2.0) == "mirrored · 2 replicas · running · 2.0 s · step 100 · 1,600 examples/s"
 
 
 def test_nothing_is_invented() -> None:
     model = started()
-    model.feed(TelemetrySample(0, 1, 0, 0.2, 0, 0, 1_000_000), 0.2)
+    model.feed(
+        TelemetrySample(engine=0, program=1, replica=0, seconds=0.2, steps=0, examples=0, rss_nbytes=1_000_000), 0.2
+    )
     assert replica_table(model)[0] == ["replica", "device", "memory"]
 
 
 def test_states() -> None:
     model = started()
     assert model.state == "running"
-    model.feed(ProgramEnded(0, 1, "error", "ValueError: no"), 1.0)
+    model.feed(ProgramEnded(engine=0, program=1, status="error", summary="ValueError: no"), 1.0)
     model.feed(Died(1, 4711, "was killed by SIGKILL"), 1.0)
     assert (model.rows[0].state, model.rows[1].state) == ("failed", "died")
-    model.feed(Status(1, "ended", TEAM, text="failed"), 1.1)
+    model.feed(Status(program=1, state="ended", team=TEAM, text="failed"), 1.1)
     model.end(1.1, failed=True)
     assert model.state == "failed"
     assert model.seconds(99.0) == pytest.approx(1.1)
@@ -209,9 +251,21 @@ def test_states() -> None:
 def test_an_interrupted_cell_says_so_and_where_its_replicas_were() -> None:
     model = started()
     for replica in (0, 1):
-        model.feed(TelemetrySample(replica, 1, replica, 0.2, 0, 0, 1_000_000, where=f"cell 3, line {replica}"), 0.2)
-        model.feed(ProgramEnded(replica, 1, "interrupted"), 0.3)
-    model.feed(Status(1, "ended", TEAM, text="failed"), 0.4)
+        model.feed(
+            TelemetrySample(
+                engine=replica,
+                program=1,
+                replica=replica,
+                seconds=0.2,
+                steps=0,
+                examples=0,
+                rss_nbytes=1_000_000,
+                where=f"cell 3, line {replica}",
+            ),
+            0.2,
+        )
+        model.feed(ProgramEnded(engine=replica, program=1, status="interrupted"), 0.3)
+    model.feed(Status(program=1, state="ended", team=TEAM, text="failed"), 0.4)
     model.end(0.4, failed=True)
     assert "· interrupted ·" in head_text(model, 1.0)
     for part in ("cell 3, line 0", "cell 3, line 1"):
@@ -220,8 +274,8 @@ def test_an_interrupted_cell_says_so_and_where_its_replicas_were() -> None:
 
 def test_the_notebooks_own_points() -> None:
     model = LiveModel("default")
-    model.feed_local(LiveCall({"loss": 1.0}, (0, 0)), 0.0)
-    model.feed_local(LiveCall({"loss": {0: 1.0, 1: 2.0}}, (0, 0)), 0.1)
+    model.feed_local(LiveCall(point={"loss": 1.0}, place=(0, 0)), 0.0)
+    model.feed_local(LiveCall(point={"loss": {0: 1.0, 1: 2.0}}, place=(0, 0)), 0.1)
     assert set(model.curves["loss"].lines) == {0, 1}
 
 
@@ -232,7 +286,7 @@ def trained(replicas: int = 2) -> LiveModel:
     model = started(replicas)
     for replica in range(replicas):
         points = tuple((s, 0, {"loss": 1 / s, "own <loss>": 1 / s + 0.1 * replica}) for s in range(1, 50))
-        model.feed(Live(replica, 1, replica, points), 0.1)
+        model.feed(Live(engine=replica, program=1, replica=replica, points=points), 0.1)
     return model
 
 
@@ -250,7 +304,9 @@ def test_a_picture_is_well_formed_and_thick_where_reduced() -> None:
 @pytest.mark.parametrize("values", [[0.0], [1.0, 1.0], [math.nan], [math.inf, 1.0], [1e-30, 2e-30], [-5.0, 1e12]])
 def test_odd_values_are_drawn(values: list[float]) -> None:
     model = started(1)
-    model.feed(Live(0, 1, 0, tuple((i, 0, {"x": value}) for i, value in enumerate(values))), 0.0)
+    model.feed(
+        Live(engine=0, program=1, replica=0, points=tuple((i, 0, {"x": value}) for i, value in enumerate(values))), 0.0
+    )
     text = pictures(model)["x"]
     ET.fromstring(text)
     assert "nan" not in re.sub(r">nan|last nan", "", text)  # only words say nan
@@ -264,11 +320,11 @@ def test_in_a_terminal_an_error_stands_in_a_line_of_its_own(monkeypatch: pytest.
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     view = CellView(TerminalPublisher(), TextView)
-    team = Team((0,), (Device("cpu", 0),), 1, "", 0)
-    view.feed(Status(1, "started", team), 0.0)
+    team = Team(engines=(0,), devices=(Device("cpu", 0),), generation=1, store_host="", store_port=0)
+    view.feed(Status(program=1, state="started", team=team), 0.0)
     view.tick(1.0)
     assert "running" in terminal.getvalue()
-    view.feed(Status(1, "ended", team, text="failed"), 2.0)
+    view.feed(Status(program=1, state="ended", team=team, text="failed"), 2.0)
     view.flush(2.0)
     view.tick(3.0)
     assert terminal.getvalue().rsplit("\r", 2)[1].isspace(), "the line is not wiped"
@@ -279,7 +335,9 @@ def test_in_a_terminal_an_error_stands_in_a_line_of_its_own(monkeypatch: pytest.
 def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
     model = started(1)
     values = (1.0, 2.0, math.nan, math.inf, 3.0, math.nan, 4.0, 5.0)
-    model.feed(Live(0, 1, 0, tuple((i, 0, {"x": value}) for i, value in enumerate(values))), 0.0)
+    model.feed(
+        Live(engine=0, program=1, replica=0, points=tuple((i, 0, {"x": value}) for i, value in enumerate(values))), 0.0
+    )
     (line,) = [path.get("d", "") for path in ET.fromstring(pictures(model)["x"]).iter() if path.get("class") == "line"]
     assert [part.count("L") for part in line.split("M")[1:]] == [1, 0, 1]
 
@@ -287,8 +345,8 @@ def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
 def test_long_names_leave_room_for_the_values() -> None:
     name = "validation/" + "layer/" * 10 + "loss"
     model = started(2)
-    model.feed(Live(0, 1, 0, ((1, 0, {name: 0.5}),)), 0.0)
-    model.feed(Live(1, 1, 1, ((1, 0, {name: 0.25}),)), 0.0)
+    model.feed(Live(engine=0, program=1, replica=0, points=((1, 0, {name: 0.5}),)), 0.0)
+    model.feed(Live(engine=1, program=1, replica=1, points=((1, 0, {name: 0.25}),)), 0.0)
     (title, *_) = [text for text in ET.fromstring(pictures(model)[name]).iter() if text.tag.endswith("}text")]
     words = " ".join(title.itertext())
     assert len(words) < 85
@@ -348,7 +406,7 @@ def test_all_that_is_told_in_a_training_step_stands_at_that_step() -> None:
         for step in range(1, 5):
             told += [(step, step, {"loss": 1 / step}), (step, step, {"loss": 2 / step}), (step, 0, {"rate": 0.1})]
         told.append((4, 0, {"accuracy": 0.9}))
-        model.feed(Live(replica, 1, replica, tuple(told)), 0.1)
+        model.feed(Live(engine=replica, program=1, replica=replica, points=tuple(told)), 0.1)
     assert [step for step, _ in points_of(model, "loss")] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert [step for step, _ in points_of(model, "rate")] == [1, 2, 3, 4]
     assert points_of(model, "accuracy") == [(0, 0.1), (4, 0.9)]
@@ -358,8 +416,11 @@ def test_all_that_is_told_in_a_training_step_stands_at_that_step() -> None:
 def test_a_program_that_does_not_train_has_a_place_for_each_telling() -> None:
     model = started(1)
     told = [(0, 0, {name: float(i)}) for i in range(3) for name in ("a", "b")]
-    model.feed(Live(0, 1, 0, tuple(told)), 0.1)
-    model.feed(Live(1, 1, 1, tuple((1, call, {"in run": float(call)}) for call in (1, 1, 2, 3))), 0.1)
+    model.feed(Live(engine=0, program=1, replica=0, points=tuple(told)), 0.1)
+    model.feed(
+        Live(engine=1, program=1, replica=1, points=tuple((1, call, {"in run": float(call)}) for call in (1, 1, 2, 3))),
+        0.1,
+    )
     assert [points_of(model, name) for name in ("a", "b")] == [[(0, 0), (1, 1), (2, 2)]] * 2
     assert [step for step, _ in points_of(model, "in run", 1)] == [1, 1, 2, 3]
 
@@ -367,16 +428,16 @@ def test_a_program_that_does_not_train_has_a_place_for_each_telling() -> None:
 def test_updates_by_hand_are_no_steps_and_still_stand_side_by_side() -> None:
     model = started(1)
     told = [each for call in (1, 2, 3) for each in ((1, call, {"inner": 1.0}), (0, 0, {"outer": 1.0}))]
-    model.feed(Live(0, 1, 0, tuple(told)), 0.1)
+    model.feed(Live(engine=0, program=1, replica=0, points=tuple(told)), 0.1)
     assert [step for step, _ in points_of(model, "inner")] == [1, 2, 3]
     assert [step for step, _ in points_of(model, "outer")] == [1, 2, 3]
 
 
 def test_steps_begin_anew_in_each_cell() -> None:
     model = LiveModel(counted_before={0: (100, 1600), HERE: (50, 0)}, devices={0: "cuda:0"})
-    model.feed(Live(0, 7, 0, ((101, 1, {"loss": 1.0}), (102, 2, {"loss": 0.5}))), 0.0)
-    model.feed_local(LiveCall({"mine": 1.0}, (51, 0)), 0.0)
-    model.feed_local(LiveCall({"mine": 2.0}, (52, 0)), 0.0)
+    model.feed(Live(engine=0, program=7, replica=0, points=((101, 1, {"loss": 1.0}), (102, 2, {"loss": 0.5}))), 0.0)
+    model.feed_local(LiveCall(point={"mine": 1.0}, place=(51, 0)), 0.0)
+    model.feed_local(LiveCall(point={"mine": 2.0}, place=(52, 0)), 0.0)
     assert points_of(model, "loss") == [(1, 1.0), (2, 0.5)]
     assert points_of(model, "mine") == [(1, 1.0), (2, 2.0)]
     assert replica_table(model) == (["replica", "device", "loss", "mine"], [["0", "cuda:0", "0.5", "2"]])
@@ -385,9 +446,21 @@ def test_steps_begin_anew_in_each_cell() -> None:
 def test_a_replica_that_failed_says_where() -> None:
     model = started()
     for replica in (0, 1):
-        model.feed(TelemetrySample(replica, 1, replica, 0.2, 0, 0, 1_000_000, where="cell 3, line 9"), 0.2)
-    model.feed(ProgramEnded(1, 1, "error", "ValueError: no", "cell 2, line 4"), 0.3)
-    model.feed(ProgramEnded(0, 1, "aborted"), 0.3)
+        model.feed(
+            TelemetrySample(
+                engine=replica,
+                program=1,
+                replica=replica,
+                seconds=0.2,
+                steps=0,
+                examples=0,
+                rss_nbytes=1_000_000,
+                where="cell 3, line 9",
+            ),
+            0.2,
+        )
+    model.feed(ProgramEnded(engine=1, program=1, status="error", summary="ValueError: no", where="cell 2, line 4"), 0.3)
+    model.feed(ProgramEnded(engine=0, program=1, status="aborted"), 0.3)
     rows = {row[0]: row[-1] for row in replica_table(model)[1]}
     assert rows == {"0": "cell 3, line 9", "1": "cell 2, line 4"}
 
@@ -395,7 +468,10 @@ def test_a_replica_that_failed_says_where() -> None:
 def test_values_that_are_not_finite_are_marked_and_never_hidden() -> None:
     model = started(1)
     values = [math.nan if i == 700 else 1.0 + i for i in range(1, 3000)]
-    model.feed(Live(0, 1, 0, tuple((i, 0, {"x": value}) for i, value in enumerate(values, 1))), 0.0)
+    model.feed(
+        Live(engine=0, program=1, replica=0, points=tuple((i, 0, {"x": value}) for i, value in enumerate(values, 1))),
+        0.0,
+    )
     root = ET.fromstring(pictures(model)["x"])
     (mark,) = [path for path in root.iter() if path.get("class") == "mark"]
     assert mark.get("d", "").count("M") == 1

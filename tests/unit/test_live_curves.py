@@ -36,18 +36,29 @@ def told(model: LiveModel, *, run: str = "", replica: int = 0, first: int = 1, *
         (first + i, 0, dict(zip(curves, values, strict=True)))
         for i, values in enumerate(zip(*curves.values(), strict=True))
     )
-    model.feed(Live(replica, 1, replica, points, times=tuple(range(len(points))), run=run), 1.0)
+    model.feed(
+        Live(engine=replica, program=1, replica=replica, points=points, times=tuple(range(len(points))), run=run), 1.0
+    )
 
 
 def started(replicas: int = 2, **keywords: Any) -> LiveModel:
     model = LiveModel(**keywords)
     devices = tuple(Device("cpu", i) for i in range(replicas))
-    model.feed(Status(1, "started", Team(tuple(range(replicas)), devices, 1, "", 0)), 0.0)
+    model.feed(
+        Status(
+            program=1,
+            state="started",
+            team=Team(engines=tuple(range(replicas)), devices=devices, generation=1, store_host="", store_port=0),
+        ),
+        0.0,
+    )
     return model
 
 
 def sampled(steps: int, now: float, **more: Any) -> tuple[TelemetrySample, float]:
-    return TelemetrySample(0, 1, 0, now, steps, 0, 0, **more), now
+    return TelemetrySample(
+        engine=0, program=1, replica=0, seconds=now, steps=steps, examples=0, rss_nbytes=0, **more
+    ), now
 
 
 # -- lines -----------------------------------------------------------------------------------------------------------
@@ -268,7 +279,7 @@ def test_epochs_are_those_of_the_data_that_is_trained_on(monkeypatch: pytest.Mon
     monkeypatch.setattr(Progress, "latest", None)
     step_count.epochs_begun()
     for epoch in range(2):
-        trains, evaluates = Progress(epoch, batches=3), Progress(epoch, batches=9)
+        trains, evaluates = Progress(epoch=epoch, batches=3), Progress(epoch=epoch, batches=9)
         for _ in range(3):
             trains.gave()
             step_count.stepped()
@@ -335,7 +346,7 @@ def test_epochs_are_marked_in_pictures() -> None:
 def test_the_notebooks_own_loop_has_epochs_too() -> None:
     model = LiveModel()
     for step in range(1, 4):
-        model.feed_local(LiveCall({"loss": 1.0}, (step, 0), epochs=((step - 1, step - 1),)), float(step))
+        model.feed_local(LiveCall(point={"loss": 1.0}, place=(step, 0), epochs=((step - 1, step - 1),)), float(step))
     assert model.epochs == {0: 0, 1: 1, 2: 2}
 
 

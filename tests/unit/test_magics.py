@@ -149,18 +149,23 @@ def test_launchers_and_resolvers_of_start(shell: InteractiveShell, started: dict
 
 
 def test_words_make_the_specs_of_their_classes() -> None:
-    assert read_request("default", {}).spec == StrategySpec("default")
-    assert read_request("one_device --devices /gpu:1", {}).spec == StrategySpec("one_device", ("cuda:1",))
-    assert read_request("mirrored", {}).spec == StrategySpec("mirrored")
+    assert read_request("default", {}).spec == StrategySpec(kind="default")
+    assert read_request("one_device --devices /gpu:1", {}).spec == StrategySpec(kind="one_device", devices=("cuda:1",))
+    assert read_request("mirrored", {}).spec == StrategySpec(kind="mirrored")
     coordinated = read_request("parameter_server", {})
-    assert coordinated.spec == StrategySpec("parameter_server")
+    assert coordinated.spec == StrategySpec(kind="parameter_server")
     assert coordinated.local
-    assert read_request("central_storage -n 2", {}).spec == StrategySpec("central_storage", (), 2)
-    assert read_request("mirrored -n 3", {}).spec == StrategySpec("mirrored", (), 3)
-    assert read_request("mirrored --gradients sum", {}).spec == StrategySpec("mirrored")
+    assert read_request("central_storage -n 2", {}).spec == StrategySpec(
+        kind="central_storage", devices=(), num_replicas=2
+    )
+    assert read_request("mirrored -n 3", {}).spec == StrategySpec(kind="mirrored", devices=(), num_replicas=3)
+    assert read_request("mirrored --gradients sum", {}).spec == StrategySpec(kind="mirrored")
     request = read_request("mirrored --devices cuda:0,cuda:0 --oversubscribe --gradients mean", {})
     assert request.spec == StrategySpec(
-        "mirrored", ("cuda:0", "cuda:0"), 0, (("gradient_reduction", "mean"), ("oversubscribe", True))
+        kind="mirrored",
+        devices=("cuda:0", "cuda:0"),
+        num_replicas=0,
+        options=(("gradient_reduction", "mean"), ("oversubscribe", True)),
     )
 
 
@@ -217,7 +222,7 @@ def test_a_cell_reaches_the_session_with_its_line_numbers(shell: InteractiveShel
     assert result.success
     source, spec, keywords = session.cells[0]
     assert source.split("\n")[:3] == ["# %%distribute mirrored -n 2", "x = 1", "# replay: lines"]
-    assert spec == StrategySpec("mirrored", (), 2)
+    assert spec == StrategySpec(kind="mirrored", devices=(), num_replicas=2)
     assert keywords["label"] == f"Cell In[{shell.execution_count}]"
     assert keywords["only"] is None
     assert text == "[0-1] hello\n[0] I am 0\n[1] I am 1\n"

@@ -577,7 +577,10 @@ def test_a_lost_component_is_named_and_the_others_can_be_read(world: DoubleWorld
     ns = world.notebook.user_ns
     world.namespace.engine_died(1)
     if between:  # a cell on the engines that are left
-        world.run(distributed("n = mine[0]"), Team((0,), (Device("cpu"),), 2, "", 0))
+        world.run(
+            distributed("n = mine[0]"),
+            Team(engines=(0,), devices=(Device("cpu"),), generation=2, store_host="", store_port=0),
+        )
         assert (ns["n"], ns["mine"].values, ns["r"].values) == (0, ([0],), (0,))
     world.add_engine(1)
     world.namespace.engines_replaced([1], [0])
@@ -628,7 +631,7 @@ def test_switching_with_a_model(world: DoubleWorld) -> None:
 
 def test_two_teams_side_by_side() -> None:
     world = DoubleWorld(3)
-    pair = Team((0, 1), (Device("cpu"),) * 2, 1, "", 0)
+    pair = Team(engines=(0, 1), devices=(Device("cpu"),) * 2, generation=1, store_host="", store_port=0)
     world.notebook.user_ns["xs"] = [0]
     world.run(distributed("xs.append(1)\na = [rid()]"), pair)
     world.run(distributed("xs.append(2)\nb = len(xs)"))

@@ -13,11 +13,13 @@ from distnb.wire.messages import Display, Output
 
 
 def out(replica: int, text: str, stream: Any = "stdout") -> Output:
-    return Output(replica, 1, replica, stream, text)
+    return Output(engine=replica, program=1, replica=replica, stream=stream, text=text)
 
 
 def png(replica: int, content: str, **keywords: Any) -> Display:
-    return Display(replica, 1, replica, {"image/png": content, "text/plain": "<Figure>"}, **keywords)
+    return Display(
+        engine=replica, program=1, replica=replica, data={"image/png": content, "text/plain": "<Figure>"}, **keywords
+    )
 
 
 def text_of(instructions: list[Any], stream: str = "stdout") -> str:
@@ -172,7 +174,7 @@ def test_final_holds_nothing_back() -> None:
 def test_plain_values_are_lines() -> None:
     merger = OutputMerger(2, "m")
     for replica in range(2):
-        merger.feed(Display(replica, 1, replica, {"text/plain": "first\nsecond"}), 0.0)
+        merger.feed(Display(engine=replica, program=1, replica=replica, data={"text/plain": "first\nsecond"}), 0.0)
     assert text_of(merger.collect(0.0)) == "[0-1] first\n      second\n"
 
 
@@ -264,17 +266,24 @@ def test_display_ids_are_updated() -> None:
     merger = OutputMerger(2, "m")
     for replica in range(2):
         merger.feed(
-            Display(replica, 1, replica, {"text/html": "<b>0</b>"}, transient={"display_id": f"r{replica}"}), 0.0
+            Display(
+                engine=replica,
+                program=1,
+                replica=replica,
+                data={"text/html": "<b>0</b>"},
+                transient={"display_id": f"r{replica}"},
+            ),
+            0.0,
         )
     (shown,) = merger.collect(0.0)
     assert shown.bundle.data["text/html"] == "<b>0</b>"
     for replica in range(2):
         merger.feed(
             Display(
-                replica,
-                1,
-                replica,
-                {"text/html": f"<b>{replica}</b>"},
+                engine=replica,
+                program=1,
+                replica=replica,
+                data={"text/html": f"<b>{replica}</b>"},
                 transient={"display_id": f"r{replica}"},
                 update=True,
             ),
@@ -289,7 +298,7 @@ def test_clear_output_of_all_clears_the_cell() -> None:
     merger = OutputMerger(2, "m")
     for replica in range(2):
         merger.feed(out(replica, "old\n"), 0.0)
-        merger.feed(Display(replica, 1, replica, {}, clear="wait"), 0.0)
+        merger.feed(Display(engine=replica, program=1, replica=replica, data={}, clear="wait"), 0.0)
         merger.feed(png(replica, "new"), 0.0)
     instructions = merger.collect(0.0)
     assert instructions[0] == Clear(True)
@@ -302,7 +311,7 @@ def test_clear_output_of_one_removes_its_displays_only() -> None:
     merger.feed(png(0, "AAAA"), 0.0)
     merger.feed(png(1, "BBBB"), 0.0)
     merger.collect(0.5)
-    merger.feed(Display(0, 1, 0, {}, clear="now"), 1.0)
+    merger.feed(Display(engine=0, program=1, replica=0, data={}, clear="now"), 1.0)
     (change,) = merger.collect(1.5)
     assert change.update
     assert "AAAA" not in change.bundle.data["text/html"]
@@ -315,7 +324,7 @@ def test_a_loop_that_clears_and_draws_shows_the_last() -> None:
     for step in range(50):
         now = step * 0.1
         for replica in range(2):
-            merger.feed(Display(replica, 1, replica, {}, clear="wait"), now)
+            merger.feed(Display(engine=replica, program=1, replica=replica, data={}, clear="wait"), now)
             merger.feed(png(replica, f"figure {step}"), now)
         for each in merger.collect(now):
             if isinstance(each, Clear):
@@ -328,7 +337,7 @@ def test_a_loop_that_clears_and_draws_shows_the_last() -> None:
 def test_a_loop_that_clears_and_draws_is_never_too_much() -> None:
     merger = OutputMerger(1, "m")
     for step in range(300):
-        merger.feed(Display(0, 1, 0, {}, clear="wait"), step * 0.01)
+        merger.feed(Display(engine=0, program=1, replica=0, data={}, clear="wait"), step * 0.01)
         merger.feed(png(0, f"figure {step}"), step * 0.01)
         shown = merger.collect(step * 0.01)
         assert [type(each) for each in shown] == [Clear, Show]
@@ -343,7 +352,7 @@ def test_widgets_are_shown_one_below_the_other_with_marks() -> None:
             "text/plain": "HTML()",
             "text/html": "<b>as a page without widgets has it</b>",
         }
-        merger.feed(Display(replica, 1, replica, data), 0.0)
+        merger.feed(Display(engine=replica, program=1, replica=replica, data=data), 0.0)
     shown = merger.collect(1.0)
     assert [each.text if isinstance(each, WriteText) else each.bundle.data[view]["model_id"] for each in shown] == [
         "[0]\n",
@@ -356,8 +365,10 @@ def test_widgets_are_shown_one_below_the_other_with_marks() -> None:
 def test_other_rich_displays_once_or_marked() -> None:
     merger = OutputMerger(2, "m")
     for replica in range(2):
-        merger.feed(Display(replica, 1, replica, {"text/latex": "$x$", "text/plain": "x"}), 0.0)
-    merger.feed(Display(1, 1, 1, {"text/latex": "$y$", "text/plain": "y"}), 0.0)
+        merger.feed(
+            Display(engine=replica, program=1, replica=replica, data={"text/latex": "$x$", "text/plain": "x"}), 0.0
+        )
+    merger.feed(Display(engine=1, program=1, replica=1, data={"text/latex": "$y$", "text/plain": "y"}), 0.0)
     instructions = merger.collect(1.0)
     assert [type(each) for each in instructions] == [Show, WriteText, Show]
     assert instructions[1] == WriteText("stdout", "[1]\n")

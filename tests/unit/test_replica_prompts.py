@@ -192,7 +192,7 @@ def test_what_is_kept_has_its_variables_unless_memory_is_short(monkeypatch: pyte
         monkeypatch.setattr(kept, "available_nbytes", lambda free=free: free)
         with pytest.raises(ValueError, match="10") as raised:
             failing()
-        failure = kept.KeptFailure("replica 0 (cpu:0)", 0, raised.value)
+        failure = kept.KeptFailure(who="replica 0 (cpu:0)", replica=0, error=raised.value)
         failure.limit()
         traceback = failure.traceback
         while traceback is not None and traceback.tb_next is not None:
@@ -233,7 +233,7 @@ class Notebook:
 
 
 def asks(engine: int, prompt: str = "") -> Asks:
-    return Asks(engine, 5, engine, "", prompt)
+    return Asks(engine=engine, program=5, replica=engine, text="", prompt=prompt)
 
 
 @pytest.fixture
@@ -262,11 +262,11 @@ def test_a_replica_keeps_the_user_until_it_goes_on(notebook: Callable[..., Noteb
     publish(GoesOn(1, 5, 1))
     here.serve()
     assert here.told[3:] == [(0, Answer(5, "to 0"))]
-    publish(ProgramEnded(0, 5, "ok"))
+    publish(ProgramEnded(engine=0, program=5, status="ok"))
     assert here.told[4:] == [(None, Prompting(False))]
 
 
-@pytest.mark.parametrize("end", [Died(1, 1, "ended"), ProgramEnded(1, 5, "aborted")])
+@pytest.mark.parametrize("end", [Died(1, 1, "ended"), ProgramEnded(engine=1, program=5, status="aborted")])
 def test_a_prompt_is_taken_away_with_its_program(notebook: Callable[..., Notebook], end: Any) -> None:
     asked = threading.Event()
 
@@ -294,13 +294,13 @@ def test_a_prompt_is_taken_away_with_its_program(notebook: Callable[..., Noteboo
 def test_nobody_else_is_asked_once_the_program_is_to_end(notebook: Callable[..., Notebook]) -> None:
     here = notebook(lambda question: "")
     here.events.publish(asks(1))
-    here.events.publish(ProgramEnded(0, 5, "error"))
+    here.events.publish(ProgramEnded(engine=0, program=5, status="error"))
     here.serve()
     assert here.prompts.next() is None
-    here.events.publish(Asks(1, 6, 1, "", ""))
+    here.events.publish(Asks(engine=1, program=6, replica=1, text="", prompt=""))
     here.prompts.end([6])
     assert here.prompts.next() is None
-    here.events.publish(Asks(0, 7, 0, "", ""))
+    here.events.publish(Asks(engine=0, program=7, replica=0, text="", prompt=""))
     here.events.publish(GoesOn(1, 6, 1))
     assert here.prompts.next() is not None
 

@@ -84,13 +84,13 @@ def test_many_changes_leave_as_one_in_the_order_of_others(emitted: list[Any]) ->
     emitted.clear()
     for at in range(1, 100):
         bar.value, text.value = at, str(at)
-    emitted.append(Output(1, 3, 1, "stdout", "between\n"))
+    emitted.append(Output(engine=1, program=3, replica=1, stream="stdout", text="between\n"))
     bar.value = 7
     joined = _joined(emitted)
     assert [getattr(event, "content", event) for event in joined] == [
         {"value": 99},
         {"value": "99"},
-        Output(1, 3, 1, "stdout", "between\n"),
+        Output(engine=1, program=3, replica=1, stream="stdout", text="between\n"),
         {"value": 7},
     ]
 
@@ -149,17 +149,28 @@ def test_what_is_written_within_an_output_is_its(emitted: list[Any], monkeypatch
     out, label = ipywidgets.Output(), ipywidgets.Label("inner")
     widgets = Sent(monkeypatch)
     widgets.follow(emitted)
-    before, within = Output(1, 3, 1, "stdout", "before\n"), Output(1, 3, 1, "stdout", "within\n")
+    before, within = (
+        Output(engine=1, program=3, replica=1, stream="stdout", text="before\n"),
+        Output(engine=1, program=3, replica=1, stream="stdout", text="within\n"),
+    )
     assert widgets.capture(before) is before
     out.msg_id = "captures"
     out.append_stderr("appended\n")
     widgets.follow(emitted)
-    of_another = Output(0, 3, 0, "stdout", "of another replica\n")
+    of_another = Output(engine=0, program=3, replica=0, stream="stdout", text="of another replica\n")
     assert widgets.capture(of_another) is of_another
     assert widgets.capture(within) is None
     assert widgets.capture(within) is None
     assert (
-        widgets.capture(Display(1, 3, 1, {VIEW: {"model_id": copy_of(label.model_id)}, "text/plain": "Label"})) is None
+        widgets.capture(
+            Display(
+                engine=1,
+                program=3,
+                replica=1,
+                data={VIEW: {"model_id": copy_of(label.model_id)}, "text/plain": "Label"},
+            )
+        )
+        is None
     )
     out.msg_id = ""
     widgets.follow(emitted)
@@ -180,21 +191,25 @@ def test_what_is_written_within_an_output_is_its(emitted: list[Any], monkeypatch
 
 def test_an_output_is_cleared_and_its_displays_change() -> None:
     captured = Captured(own=[{"output_type": "stream"}])
-    captured.apply(Display(0, 1, 0, {"text/plain": "one"}, transient={"display_id": "a"}))
-    captured.apply(Display(0, 1, 0, {"text/plain": "two"}, transient={"display_id": "a"}, update=True))
+    captured.apply(Display(engine=0, program=1, replica=0, data={"text/plain": "one"}, transient={"display_id": "a"}))
+    captured.apply(
+        Display(engine=0, program=1, replica=0, data={"text/plain": "two"}, transient={"display_id": "a"}, update=True)
+    )
     assert [each.get("data") for each in captured.all()] == [None, {"text/plain": "two"}]
-    captured.apply(Display(0, 1, 0, {}, clear="wait"))
+    captured.apply(Display(engine=0, program=1, replica=0, data={}, clear="wait"))
     assert len(captured.all()) == 2, "until something comes"
-    captured.apply(Output(0, 1, 0, "stdout", "x" * 300_000))
+    captured.apply(Output(engine=0, program=1, replica=0, stream="stdout", text="x" * 300_000))
     (text,) = captured.all()
     assert text["text"] == "…" + "x" * 100_000
-    captured.apply(Display(0, 1, 0, {}, clear="now"))
+    captured.apply(Display(engine=0, program=1, replica=0, data={}, clear="now"))
     assert captured.all() == []
 
 
 def test_a_widget_without_a_copy_is_its_text(emitted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     label = ipywidgets.Label("text")
-    display = Display(1, 3, 1, {VIEW: {"model_id": label.model_id}, "text/plain": "Label(value='text')"})
+    display = Display(
+        engine=1, program=3, replica=1, data={VIEW: {"model_id": label.model_id}, "text/plain": "Label(value='text')"}
+    )
     for widgets in (Sent(monkeypatch, shown=False), Sent(monkeypatch)):  # in a terminal; and without the first message
         if not widgets._shown:
             widgets.follow(emitted)

@@ -78,16 +78,16 @@ def test_clusters_that_have_no_coordinator(cluster: Any, text: str) -> None:
 def test_where_tasks_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each kind is dealt to the machines in turn, or is where a resolver says."""
     read = read_host_options(hosts="a,b", tasks=tasks_of(3, 2))
-    assert read == HostOptions(("a", "b"), tasks={W0: "a", W1: "b", W2: "a", PS0: "a", PS1: "b"})
+    assert read == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", W2: "a", PS0: "a", PS1: "b"})
     assert list(read.tasks) == [W0, W1, W2, PS0, PS1]
     resolver = SimpleClusterResolver(CLUSTER)
     read = read_host_options(launcher="ssh", cluster_resolver=resolver)
-    assert read == HostOptions(("a", "b"), tasks={W0: "a", W1: "a", PS0: "b"})
+    assert read == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "a", PS0: "b"})
     secret = tmp_path / "secret"
     read = read_host_options(cluster_resolver=resolver, secret=secret)
     addresses = ("a:1", "a:2", "b:1")
     expected = dict(zip((W0, W1, PS0), addresses, strict=True))
-    assert read == HostOptions(addresses, launcher="server", secret=secret, tasks=expected)
+    assert read == HostOptions(hosts=addresses, launcher="server", secret=secret, tasks=expected)
     with pytest.raises(OptionError, match="several tasks the address of worker 0, a:1"):
         read_host_options(cluster_resolver=SimpleClusterResolver({"worker": ["a:1"], "ps": ["a:1"]}), secret=secret)
     for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-3]", "TASKS_PER_NODE": "1(x3)"}.items():
@@ -128,14 +128,14 @@ def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, 
     ]
     crowded = read_host_options(hosts="a", tasks=tasks_of(2, 1))
     assert crowded is not None
-    crowded = HostOptions(crowded.hosts, tasks=crowded.tasks, launcher="mpi")
+    crowded = HostOptions(hosts=crowded.hosts, tasks=crowded.tasks, launcher="mpi")
     assert "3 engines share the 2 cores of a" in planned(monkeypatch, crowded, gpus=0).notices[0]
 
 
 def test_workers_of_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As was asked for, or as a resolver tells of accelerators."""
     asked = read_host_options(hosts="a,b", tasks=tasks_of(2, 1, replicas_per_worker=2))
-    assert asked == HostOptions(("a", "b"), tasks={W0: "a", W1: "b", PS0: "a"}, replicas=2)
+    assert asked == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", PS0: "a"}, replicas=2)
     monkeypatch.setattr(HostOptions, "transport", lambda self: MPI(()))
     plan = planned(monkeypatch, asked, gpus=2)
     assert plan.tasks == (W0, W0, W1, W1, PS0)

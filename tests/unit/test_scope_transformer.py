@@ -22,7 +22,7 @@ from distnb.wire.messages import UsersFunction
 class FakeStrategy:
     """Its scope is remote or local, as it is told. It is its runtime, too."""
 
-    spec = StrategySpec("mirrored")
+    spec = StrategySpec(kind="mirrored")
 
     def __init__(self, remote: bool) -> None:
         self.is_remote = remote
@@ -77,7 +77,7 @@ def test_a_remote_body_is_sent_with_its_lines(shell: InteractiveShell) -> None:
     run(shell, "before = 1\n\nwith there.scope():\n    a = 1\n    b = 2  # why\nafter = 2")
     ((source, spec, filename),) = shell.sent
     assert source == "\n\nwith there.scope():\n    a = 1\n    b = 2  # why\n"
-    assert spec == StrategySpec("mirrored")
+    assert spec == StrategySpec(kind="mirrored")
     assert filename.startswith("<ipython-input") or filename.endswith(".py")
     assert shell.user_ns["before"] == 1
     assert shell.user_ns["after"] == 2

@@ -71,7 +71,16 @@ class Worker:
         forget = tuple(each for each in self.known if not packer.knows(each))
         self.known.update(closure.needs)
         self.known.difference_update(forget)
-        message = RunClosure(0, number, Fence(), definitions, closure.data, closure.buffers, (), forget)
+        message = RunClosure(
+            program=0,
+            closure=number,
+            fence=Fence(),
+            definitions=definitions,
+            data=closure.data,
+            buffers=closure.buffers,
+            inputs=(),
+            forget=forget,
+        )
         before = servers_here.access, dict(roles._runtimes)
         servers_here.access = self.access
         roles._runtimes.clear()

@@ -72,9 +72,9 @@ def packed(make: Callable[..., Any], **options: Any) -> bytes:
 
 def test_a_shard_is_made_of_a_copy_and_pulled_by_those_who_have_another_version(store: ShardStore) -> None:
     given = torch.arange(6.0).view(2, 3)
-    assert ask(store, Create(W, "w", given)) == FIRST
+    assert ask(store, Create(shard=W, name="w", value=given)) == FIRST
     given.zero_()
-    ask(store, Create(B, "b", None, (3,), torch.bfloat16))
+    ask(store, Create(shard=B, name="b", value=None, shape=(3,), dtype=torch.bfloat16))
     pulled = ask(store, Pull({W: -1, B: FIRST}))
     assert list(pulled) == [W]
     assert pulled[W][0] == FIRST
@@ -83,22 +83,26 @@ def test_a_shard_is_made_of_a_copy_and_pulled_by_those_who_have_another_version(
     zeros = value(store, B)
     assert zeros.dtype is torch.bfloat16
     assert torch.equal(zeros, torch.zeros(3, dtype=torch.bfloat16))
-    ask(store, WriteShard(W, "assign_add", 1.0))
+    ask(store, WriteShard(shard=W, method="assign_add", value=1.0))
     assert list(ask(store, Pull({W: FIRST, B: FIRST}))) == [W]
     assert ask(store, Pull({W: FIRST + 1})) == {}
 
 
 def test_a_shard_that_is_made_again_is_another(store: ShardStore) -> None:
-    ask(store, Create(W, "w", torch.ones(2)), MakeOptimizer(0, packed(torch.optim.SGD), ((W,),)))
-    assert ask(store, Create(W, "w", torch.zeros(5))) == FIRST + 1
+    ask(
+        store,
+        Create(shard=W, name="w", value=torch.ones(2)),
+        MakeOptimizer(optimizer=0, factory=packed(torch.optim.SGD), groups=((W,),)),
+    )
+    assert ask(store, Create(shard=W, name="w", value=torch.zeros(5))) == FIRST + 1
     assert value(store, W).shape == (5,)
     with pytest.raises(StaleHandleError, match="no optimizer 0"):
-        ask(store, StepOptimizer(0, {W: torch.ones(5)}, ({},), {}))
+        ask(store, StepOptimizer(optimizer=0, gradients={W: torch.ones(5)}, options=({},), seen={}))
 
 
 def test_only_rows_that_are_asked_for_are_pulled(store: ShardStore) -> None:
     table = torch.randn(10, 4)
-    ask(store, Create(TABLE, "t", table))
+    ask(store, Create(shard=TABLE, name="t", value=table))
     number, rows = ask(store, PullRows(TABLE, torch.tensor([7, 0, 7])))
     assert number == FIRST
     assert torch.equal(rows, table[[7, 0, 7]])
@@ -107,12 +111,12 @@ def test_only_rows_that_are_asked_for_are_pulled(store: ShardStore) -> None:
 
 
 def test_what_is_dropped_is_gone_and_its_optimizer_goes_with_its_last_shard(store: ShardStore) -> None:
-    ask(store, Create(W, "w", torch.ones(2)), Create(B, "b", torch.ones(2)))
-    ask(store, MakeOptimizer(0, packed(torch.optim.Adam), ((W,), (B,))))
+    ask(store, Create(shard=W, name="w", value=torch.ones(2)), Create(shard=B, name="b", value=torch.ones(2)))
+    ask(store, MakeOptimizer(optimizer=0, factory=packed(torch.optim.Adam), groups=((W,), (B,))))
     ask(store, Drop((W, (99, 0))))
     with pytest.raises(StaleHandleError, match=r"no shard \(0, 0\).*last checkpoint"):
         ask(store, Pull({W: -1}))
-    assert ask(store, StepOptimizer(0, {B: torch.ones(2)}, ({}, {}), {})).applied
+    assert ask(store, StepOptimizer(optimizer=0, gradients={B: torch.ones(2)}, options=({}, {}), seen={})).applied
     assert list(ask(store, GetOptimizer(0))["state"]) == [B]
     ask(store, Drop((B,)))
     with pytest.raises(StaleHandleError, match="no optimizer 0"):
@@ -121,11 +125,15 @@ def test_what_is_dropped_is_gone_and_its_optimizer_goes_with_its_last_shard(stor
 
 def test_what_there_is_is_described(store: ShardStore) -> None:
     assert ask(store, Describe()) == ()
-    ask(store, Create(W, "w", torch.ones(2, 3)), Create(B, "b/part_1", None, (4,), torch.int64, trainable=False))
-    ask(store, WriteShard(W, "assign", 2.0), WriteShard(W, "assign", 2.0))
+    ask(
+        store,
+        Create(shard=W, name="w", value=torch.ones(2, 3)),
+        Create(shard=B, name="b/part_1", value=None, shape=(4,), dtype=torch.int64, trainable=False),
+    )
+    ask(store, WriteShard(shard=W, method="assign", value=2.0), WriteShard(shard=W, method="assign", value=2.0))
     assert ask(store, Describe()) == (
-        ShardInfo(W, "w", (2, 3), torch.float32, 24, FIRST + 2, 2),
-        ShardInfo(B, "b/part_1", (4,), torch.int64, 32, FIRST, 0),
+        ShardInfo(shard=W, name="w", shape=(2, 3), dtype=torch.float32, nbytes=24, version=FIRST + 2, updates=2),
+        ShardInfo(shard=B, name="b/part_1", shape=(4,), dtype=torch.int64, nbytes=32, version=FIRST, updates=0),
     )
 
 
@@ -147,40 +155,58 @@ def test_what_there_is_is_described(store: ShardStore) -> None:
     ],
 )
 def test_every_way_to_change_a_shard(store: ShardStore, method: str, given: Any, rows: Any, expected: Any) -> None:
-    ask(store, Create(W, "w", torch.tensor([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])))
-    assert ask(store, WriteShard(W, method, given, rows)) == FIRST + 1
+    ask(store, Create(shard=W, name="w", value=torch.tensor([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])))
+    assert ask(store, WriteShard(shard=W, method=method, value=given, rows=rows)) == FIRST + 1
     assert torch.equal(value(store, W), torch.tensor(expected, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
     ("asked", "error", "match"),
     [
-        (WriteShard(W, "assign", torch.ones(3, 3)), StructureError, "shape"),
-        (WriteShard(W, "assign", "text"), DistributedValueError, "must be a number"),
-        (WriteShard(W, "assign_rows", torch.ones(2, 2), 2), OptionError, "rows 2 to 3 are not in its 3"),
-        (WriteShard(W, "scatter_add", torch.ones(1, 2), [3]), OptionError, "0 to 2"),
-        (WriteShard(W, "assign_mul", 2.0), OptionError, "no method 'assign_mul'"),
-        (WriteShard((9, 9), "assign", 2.0), StaleHandleError, "no shard"),
+        (WriteShard(shard=W, method="assign", value=torch.ones(3, 3)), StructureError, "shape"),
+        (WriteShard(shard=W, method="assign", value="text"), DistributedValueError, "must be a number"),
+        (
+            WriteShard(shard=W, method="assign_rows", value=torch.ones(2, 2), rows=2),
+            OptionError,
+            "rows 2 to 3 are not in its 3",
+        ),
+        (WriteShard(shard=W, method="scatter_add", value=torch.ones(1, 2), rows=[3]), OptionError, "0 to 2"),
+        (WriteShard(shard=W, method="assign_mul", value=2.0), OptionError, "no method 'assign_mul'"),
+        (WriteShard(shard=(9, 9), method="assign", value=2.0), StaleHandleError, "no shard"),
     ],
 )
 def test_a_change_that_cannot_be_changes_nothing_and_leaves_its_token(
     store: ShardStore, asked: WriteShard, error: type[Exception], match: str
 ) -> None:
-    ask(store, Create(W, "variable", torch.ones(3, 2)))
-    given = answer(store, WriteShard(W, "assign", 5.0), asked._replace(token=(3, 0)), WriteShard(W, "assign", 6.0))
+    ask(store, Create(shard=W, name="variable", value=torch.ones(3, 2)))
+    given = answer(
+        store,
+        WriteShard(shard=W, method="assign", value=5.0),
+        asked._replace(token=(3, 0)),
+        WriteShard(shard=W, method="assign", value=6.0),
+    )
     assert given.results == (FIRST + 1,)
     with pytest.raises(error, match=match):
         raise given.error or AssertionError
     assert torch.equal(value(store, W), torch.full((3, 2), 5.0))
-    assert ask(store, WriteShard(W, "assign_add", 1.0, token=(3, 0))) == FIRST + 2  # the token was not used
+    assert (
+        ask(store, WriteShard(shard=W, method="assign_add", value=1.0, token=(3, 0))) == FIRST + 2
+    )  # the token was not used
 
 
 # -- exactly once ------------------------------------------------------------------------------------------------------
 
 
 def test_a_change_that_was_made_is_acknowledged_and_not_made_again(store: ShardStore) -> None:
-    ask(store, Create(W, "w", torch.zeros(1)), MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0), ((W,),)))
-    add, step = WriteShard(W, "assign_add", 1.0, token=(5, 0)), StepOptimizer(0, {W: -torch.ones(1)}, ({},), {}, (5, 1))
+    ask(
+        store,
+        Create(shard=W, name="w", value=torch.zeros(1)),
+        MakeOptimizer(optimizer=0, factory=packed(torch.optim.SGD, lr=1.0), groups=((W,),)),
+    )
+    add, step = (
+        WriteShard(shard=W, method="assign_add", value=1.0, token=(5, 0)),
+        StepOptimizer(optimizer=0, gradients={W: -torch.ones(1)}, options=({},), seen={}, token=(5, 1)),
+    )
     for _ in range(2):
         assert ask(store, add) == FIRST + 1
     assert ask(store, step) == StepDone({W: FIRST + 2}, 0, applied=True)
@@ -198,8 +224,12 @@ def test_a_change_that_was_made_is_acknowledged_and_not_made_again(store: ShardS
 
 
 def test_a_late_change_of_a_closure_that_has_ended_is_refused(store: ShardStore) -> None:
-    ask(store, Create(W, "w", torch.zeros(1)), MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0), ((W,),)))
-    add = WriteShard(W, "assign_add", 1.0, token=(5, 0))
+    ask(
+        store,
+        Create(shard=W, name="w", value=torch.zeros(1)),
+        MakeOptimizer(optimizer=0, factory=packed(torch.optim.SGD, lr=1.0), groups=((W,),)),
+    )
+    add = WriteShard(shard=W, method="assign_add", value=1.0, token=(5, 0))
     ask(store, add, add._replace(token=(7, 0)), add._replace(token=(8, 0)))
     ask(store, Describe(), fence=Fence(6, (8,)))
     assert store._applied == {7: {0}}, "no more than needed is kept"
@@ -209,7 +239,7 @@ def test_a_late_change_of_a_closure_that_has_ended_is_refused(store: ShardStore)
         add,
         add._replace(token=(5, 1)),
         add._replace(token=(8, 1)),
-        StepOptimizer(0, {W: torch.ones(1)}, ({},), {}, (8, 2)),
+        StepOptimizer(optimizer=0, gradients={W: torch.ones(1)}, options=({},), seen={}, token=(8, 2)),
     ]
     for each in late:
         with pytest.raises(ClosureCancelled, match="refused a change of a function that has ended"):
@@ -223,11 +253,11 @@ def test_a_late_change_of_a_closure_that_has_ended_is_refused(store: ShardStore)
 
 
 def test_a_value_is_written_if_nothing_has_changed_since_it_was_computed(store: ShardStore) -> None:
-    ask(store, Create(W, "w", torch.zeros(2)))
-    assert ask(store, WriteShard(W, "assign", 5.0, seen=FIRST)) == FIRST + 1
-    assert ask(store, WriteShard(W, "assign", 7.0, seen=FIRST)) is None
+    ask(store, Create(shard=W, name="w", value=torch.zeros(2)))
+    assert ask(store, WriteShard(shard=W, method="assign", value=5.0, seen=FIRST)) == FIRST + 1
+    assert ask(store, WriteShard(shard=W, method="assign", value=7.0, seen=FIRST)) is None
     assert value(store, W).tolist() == [5, 5]
-    again = WriteShard(W, "assign", 9.0, token=(1, 0), seen=FIRST)
+    again = WriteShard(shard=W, method="assign", value=9.0, token=(1, 0), seen=FIRST)
     assert ask(store, again) is None, "its token is not used"
     again = again._replace(seen=FIRST + 1)
     assert [ask(store, again), ask(store, again)] == [FIRST + 2, FIRST + 2], "the second time it is one that was made"
@@ -252,15 +282,15 @@ def test_steps_are_plain_torchs_to_the_bit_also_from_a_state_that_was_saved(
     plain = [torch.nn.Parameter(weight.clone()), torch.nn.Parameter(bias.clone())]
     groups = [{"params": [plain[0]]}, {"params": [plain[1]], "weight_decay": 0.1}]
     reference = make(groups, **options)
-    ask(store, Create(W, "w", weight), Create(B, "b", bias))
-    ask(store, MakeOptimizer(0, packed(make, **options), ((W,), (B,))))
+    ask(store, Create(shard=W, name="w", value=weight), Create(shard=B, name="b", value=bias))
+    ask(store, MakeOptimizer(optimizer=0, factory=packed(make, **options), groups=((W,), (B,))))
     for number in range(6):
         if number == 3:  # another server takes its place
             saved = ask(store, GetOptimizer(0))
             assert saved["steps"] == 3
             store = ShardStore()
-            ask(store, Create(W, "w", plain[0].data), Create(B, "b", plain[1].data))
-            ask(store, MakeOptimizer(0, packed(make, **options), ((W,), (B,))))
+            ask(store, Create(shard=W, name="w", value=plain[0].data), Create(shard=B, name="b", value=plain[1].data))
+            ask(store, MakeOptimizer(optimizer=0, factory=packed(make, **options), groups=((W,), (B,))))
             ask(store, SetOptimizer(0, **saved))
         lr = 0.1 / (number + 1)  # as a schedule does
         for group in reference.param_groups:
@@ -271,7 +301,7 @@ def test_steps_are_plain_torchs_to_the_bit_also_from_a_state_that_was_saved(
             gradients[B] = torch.randn(3)
         plain[0].grad, plain[1].grad = gradients[W].clone(), gradients[B].clone() if B in gradients else None
         reference.step()
-        ask(store, StepOptimizer(0, gradients, told, {}))
+        ask(store, StepOptimizer(optimizer=0, gradients=gradients, options=told, seen={}))
         assert torch.equal(value(store, W), plain[0])
         assert torch.equal(value(store, B), plain[1])
     state = ask(store, GetOptimizer(0))
@@ -294,8 +324,8 @@ SPARSE: list[tuple[Any, dict[str, Any]]] = [
 def test_sparse_gradients_stay_sparse(store: ShardStore, make: Any, options: dict[str, Any]) -> None:
     table = torch.nn.Embedding(20, 4, sparse=True)
     reference = make(table.parameters(), **options)
-    ask(store, Create(TABLE, "t", table.weight))
-    ask(store, MakeOptimizer(0, packed(make, **options), ((TABLE,),)))
+    ask(store, Create(shard=TABLE, name="t", value=table.weight))
+    ask(store, MakeOptimizer(optimizer=0, factory=packed(make, **options), groups=((TABLE,),)))
     for rows in ([3, 7, 3], [7], [0, 19, 1]):
         reference.zero_grad()
         (table(torch.tensor(rows)) * torch.randn(len(rows), 4)).sum().backward()
@@ -305,7 +335,13 @@ def test_sparse_gradients_stay_sparse(store: ShardStore, make: Any, options: dic
         table.weight.grad = gradient.coalesce()
         reference.step()
         ask(
-            store, StepOptimizer(0, {TABLE: RowsGradient(whole._indices()[0], whole._values(), sparse=True)}, ({},), {})
+            store,
+            StepOptimizer(
+                optimizer=0,
+                gradients={TABLE: RowsGradient(whole._indices()[0], whole._values(), sparse=True)},
+                options=({},),
+                seen={},
+            ),
         )
         assert torch.equal(value(store, TABLE), table.weight)
 
@@ -315,51 +351,79 @@ def test_rows_become_dense_for_an_optimizer_that_takes_no_others(store: ShardSto
     plain = torch.nn.Parameter(before.clone())
     plain.grad = torch.zeros(6, 2).index_add_(0, torch.tensor([5, 5]), gradient)
     torch.optim.Adam([plain]).step()
-    ask(store, Create(TABLE, "t", before), MakeOptimizer(0, packed(torch.optim.Adam), ((TABLE,),)))
+    ask(
+        store,
+        Create(shard=TABLE, name="t", value=before),
+        MakeOptimizer(optimizer=0, factory=packed(torch.optim.Adam), groups=((TABLE,),)),
+    )
     rows = RowsGradient(torch.tensor([5, 5]), gradient, sparse=True)
     with pytest.raises(RuntimeError, match="sparse gradients"):
-        ask(store, StepOptimizer(0, {TABLE: rows}, ({},), {}, (1, 0)))
-    assert ask(store, StepOptimizer(0, {TABLE: rows._replace(sparse=False)}, ({},), {}, (1, 0))).applied
+        ask(store, StepOptimizer(optimizer=0, gradients={TABLE: rows}, options=({},), seen={}, token=(1, 0)))
+    assert ask(
+        store,
+        StepOptimizer(
+            optimizer=0, gradients={TABLE: rows._replace(sparse=False)}, options=({},), seen={}, token=(1, 0)
+        ),
+    ).applied
     assert torch.equal(value(store, TABLE), plain)
 
 
 def test_only_those_with_gradients_are_stepped_on_and_gradients_do_not_stay(store: ShardStore) -> None:
-    ask(store, Create(W, "w", torch.ones(2)), Create(B, "b", torch.ones(2)))
-    ask(store, MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0, momentum=0.9), ((W, B), ())))
-    assert list(ask(store, StepOptimizer(0, {W: torch.ones(2)}, ({}, {}), {})).versions) == [W]
-    ask(store, StepOptimizer(0, {B: torch.ones(2)}, ({}, {}), {}))
+    ask(store, Create(shard=W, name="w", value=torch.ones(2)), Create(shard=B, name="b", value=torch.ones(2)))
+    ask(store, MakeOptimizer(optimizer=0, factory=packed(torch.optim.SGD, lr=1.0, momentum=0.9), groups=((W, B), ())))
+    assert list(
+        ask(store, StepOptimizer(optimizer=0, gradients={W: torch.ones(2)}, options=({}, {}), seen={})).versions
+    ) == [W]
+    ask(store, StepOptimizer(optimizer=0, gradients={B: torch.ones(2)}, options=({}, {}), seen={}))
     assert torch.equal(value(store, W), torch.zeros(2))
     assert version(store, W) == FIRST + 1
 
 
 def test_staleness_is_the_most_changes_since_the_gradients_were_computed(store: ShardStore) -> None:
-    ask(store, Create(W, "w", torch.ones(2)), Create(B, "b", torch.ones(2)))
-    ask(store, MakeOptimizer(0, packed(torch.optim.SGD), ((W, B),)))
-    ask(store, *[WriteShard(B, "assign", 1.0)] * 3, WriteShard(W, "assign", 1.0))
+    ask(store, Create(shard=W, name="w", value=torch.ones(2)), Create(shard=B, name="b", value=torch.ones(2)))
+    ask(store, MakeOptimizer(optimizer=0, factory=packed(torch.optim.SGD), groups=((W, B),)))
+    ask(store, *[WriteShard(shard=B, method="assign", value=1.0)] * 3, WriteShard(shard=W, method="assign", value=1.0))
     both = {W: torch.ones(2), B: torch.ones(2)}
-    done = ask(store, StepOptimizer(0, both, ({},), {W: FIRST, B: FIRST}))
+    done = ask(store, StepOptimizer(optimizer=0, gradients=both, options=({},), seen={W: FIRST, B: FIRST}))
     assert done == StepDone({W: FIRST + 2, B: FIRST + 4}, 3, applied=True)
-    assert ask(store, StepOptimizer(0, both, ({},), done.versions)).staleness == 0
+    assert ask(store, StepOptimizer(optimizer=0, gradients=both, options=({},), seen=done.versions)).staleness == 0
 
 
 @pytest.mark.parametrize(
     ("step", "error", "match"),
     [
         (
-            StepOptimizer(0, {W: torch.ones(3)}, ({"lr": 9.0},), {}),
+            StepOptimizer(optimizer=0, gradients={W: torch.ones(3)}, options=({"lr": 9.0},), seen={}),
             StructureError,
             r"takes torch.float32 of shape \[2\]",
         ),
-        (StepOptimizer(0, {W: torch.ones(2).double()}, ({"lr": 9.0},), {}), StructureError, "is torch.float64"),
-        (StepOptimizer(0, {W: torch.ones(2)}, ({}, {}), {}), StructureError, "has 1 groups .* options of 2"),
         (
-            StepOptimizer(0, {W: torch.ones(2), B: torch.ones(2)}, ({"lr": 9.0},), {}),
+            StepOptimizer(optimizer=0, gradients={W: torch.ones(2).double()}, options=({"lr": 9.0},), seen={}),
+            StructureError,
+            "is torch.float64",
+        ),
+        (
+            StepOptimizer(optimizer=0, gradients={W: torch.ones(2)}, options=({}, {}), seen={}),
+            StructureError,
+            "has 1 groups .* options of 2",
+        ),
+        (
+            StepOptimizer(optimizer=0, gradients={W: torch.ones(2), B: torch.ones(2)}, options=({"lr": 9.0},), seen={}),
             StaleHandleError,
             r"no parameter \(1, 0\)",
         ),
-        (StepOptimizer(1, {W: torch.ones(2)}, ({},), {}), StaleHandleError, "no optimizer 1"),
         (
-            StepOptimizer(0, {W: RowsGradient(torch.tensor([2]), torch.ones(1), sparse=True)}, ({"lr": 9.0},), {}),
+            StepOptimizer(optimizer=1, gradients={W: torch.ones(2)}, options=({},), seen={}),
+            StaleHandleError,
+            "no optimizer 1",
+        ),
+        (
+            StepOptimizer(
+                optimizer=0,
+                gradients={W: RowsGradient(torch.tensor([2]), torch.ones(1), sparse=True)},
+                options=({"lr": 9.0},),
+                seen={},
+            ),
             StructureError,
             "names rows that are not in its 2",
         ),
@@ -368,12 +432,14 @@ def test_staleness_is_the_most_changes_since_the_gradients_were_computed(store: 
 def test_a_step_that_does_not_fit_changes_nothing(
     store: ShardStore, step: StepOptimizer, error: type[Exception], match: str
 ) -> None:
-    ask(store, Create(W, "w", torch.ones(2)), Create(B, "b", torch.ones(2)))
-    ask(store, MakeOptimizer(0, packed(torch.optim.SGD, lr=1.0), ((W,),)))
+    ask(store, Create(shard=W, name="w", value=torch.ones(2)), Create(shard=B, name="b", value=torch.ones(2)))
+    ask(store, MakeOptimizer(optimizer=0, factory=packed(torch.optim.SGD, lr=1.0), groups=((W,),)))
     with pytest.raises(error, match=match):
         ask(store, step._replace(token=(1, 1)))
     assert version(store, W) == FIRST
-    assert ask(store, StepOptimizer(0, {W: torch.ones(2)}, ({},), {}, (1, 1))).applied
+    assert ask(
+        store, StepOptimizer(optimizer=0, gradients={W: torch.ones(2)}, options=({},), seen={}, token=(1, 1))
+    ).applied
     assert torch.equal(value(store, W), torch.zeros(2))  # with the learning rate that it had
 
 
@@ -386,28 +452,42 @@ def test_half_a_step_is_seen_and_its_token_unused(store: ShardStore) -> None:
                         raise FloatingPointError("here it ends")
                     parameter.data.sub_(parameter.grad)
 
-    ask(store, Create(W, "w", torch.ones(3)), Create(B, "b", torch.ones(2)))
-    ask(store, MakeOptimizer(0, packed(Breaks), ((W, B),)))
+    ask(store, Create(shard=W, name="w", value=torch.ones(3)), Create(shard=B, name="b", value=torch.ones(2)))
+    ask(store, MakeOptimizer(optimizer=0, factory=packed(Breaks), groups=((W, B),)))
     with pytest.raises(FloatingPointError):
-        ask(store, StepOptimizer(0, {W: torch.ones(3), B: torch.ones(2)}, ({},), {}, (1, 1)))
+        ask(
+            store,
+            StepOptimizer(
+                optimizer=0, gradients={W: torch.ones(3), B: torch.ones(2)}, options=({},), seen={}, token=(1, 1)
+            ),
+        )
     assert not store._was_applied((1, 1))
     assert torch.equal(value(store, W), torch.zeros(3))
     assert (version(store, W), version(store, B)) == (FIRST + 1, FIRST + 1)
 
 
 def test_an_optimizer_that_computes_gradients_itself_is_refused_when_it_is_made(store: ShardStore) -> None:
-    ask(store, Create(W, "w", torch.ones(2)))
+    ask(store, Create(shard=W, name="w", value=torch.ones(2)))
     with pytest.raises(OptionError, match=r"LBFGS computes the loss .* only gets gradients"):
-        ask(store, MakeOptimizer(0, cloudpickle.dumps(lambda groups: torch.optim.LBFGS(groups[0])), ((W,),)))
+        ask(
+            store,
+            MakeOptimizer(
+                optimizer=0, factory=cloudpickle.dumps(lambda groups: torch.optim.LBFGS(groups[0])), groups=((W,),)
+            ),
+        )
     with pytest.raises(OptionError, match="makes a int for 1 groups"):
-        ask(store, MakeOptimizer(0, cloudpickle.dumps(lambda groups: 3), ((W,),)))
+        ask(store, MakeOptimizer(optimizer=0, factory=cloudpickle.dumps(lambda groups: 3), groups=((W,),)))
 
 
 def test_a_state_can_be_taken_back(store: ShardStore) -> None:
-    ask(store, Create(W, "w", torch.ones(2)), MakeOptimizer(0, packed(torch.optim.Adam), ((W,),)))
-    ask(store, StepOptimizer(0, {W: torch.ones(2)}, ({},), {}))
+    ask(
+        store,
+        Create(shard=W, name="w", value=torch.ones(2)),
+        MakeOptimizer(optimizer=0, factory=packed(torch.optim.Adam), groups=((W,),)),
+    )
+    ask(store, StepOptimizer(optimizer=0, gradients={W: torch.ones(2)}, options=({},), seen={}))
     ask(store, SetOptimizer(0, {W: {}}, 0))
     assert ask(store, GetOptimizer(0)) == {"state": {}, "steps": 0}
-    assert ask(store, StepOptimizer(0, {W: torch.ones(2)}, ({},), {})).applied
+    assert ask(store, StepOptimizer(optimizer=0, gradients={W: torch.ones(2)}, options=({},), seen={})).applied
     with pytest.raises(StaleHandleError, match="no parameter"):
         ask(store, SetOptimizer(0, {B: {}}, 0))

@@ -29,17 +29,19 @@ from distnb.widgets.panel.side_panel import SidePanel
 from distnb.widgets.panel.snapshot import mark_of, snapshot
 from distnb.wire.messages import Live, ProgramEnded, Status, TelemetrySample
 
-TEAM = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
+TEAM = Team(engines=(0, 1), devices=(Device("cpu", 0), Device("cpu", 1)), generation=1, store_host="", store_port=0)
 
 
 def session(*states: str, hosts: tuple[str, str] = ("here", "here")) -> Any:
-    rows = tuple(EngineStatus(i, f"cpu:{i}", 0, hosts[i], state) for i, state in enumerate(states))
+    rows = tuple(
+        EngineStatus(engine=i, device=f"cpu:{i}", pid=0, host=hosts[i], state=state) for i, state in enumerate(states)
+    )
     return SimpleNamespace(status=lambda: rows)
 
 
 def running_model() -> LiveModel:
     model = LiveModel("mirrored")
-    model.feed(Status(1, "started", TEAM), 0.0)
+    model.feed(Status(program=1, state="started", team=TEAM), 0.0)
     return model
 
 
@@ -52,7 +54,7 @@ def test_states_of_engines_are_those_of_their_replicas_and_processes() -> None:
     assert snapshot(None, None, {}, 0.0) == {"engines": None, "running": False, "head": None, "told": [], "curves": []}
     assert kinds(snapshot(idle, None, {}, 0.0)) == [("idle", "idle")] * 2
     assert kinds(snapshot(idle, model, {}, 0.0)) == [("running", "running")] * 2
-    model.feed(ProgramEnded(1, 1, "error", "ValueError", where="cell 1, line 3"), 1.0)
+    model.feed(ProgramEnded(engine=1, program=1, status="error", summary="ValueError", where="cell 1, line 3"), 1.0)
     told = snapshot(session("busy with program 1, which was ended", "idle"), model, {}, 1.0)
     assert kinds(told) == [("busy", "busy with program 1, which was ended"), ("error", "failed")]
     assert told["engines"][1]["at"] == "cell 1, line 3"
@@ -80,7 +82,19 @@ def test_machines_are_named_where_there_are_several() -> None:
     told = snapshot(
         session("idle", "idle", hosts=("a", "b")),
         None,
-        {1: TelemetrySample(1, 1, 1, 0.0, 0, 0, 5, 7, host_nbytes=9)},
+        {
+            1: TelemetrySample(
+                engine=1,
+                program=1,
+                replica=1,
+                seconds=0.0,
+                steps=0,
+                examples=0,
+                rss_nbytes=5,
+                device_nbytes=7,
+                host_nbytes=9,
+            )
+        },
         0.0,
     )
     assert [engine["place"] for engine in told["engines"]] == ["cpu:0 of a", "cpu:1 of b"]
@@ -94,7 +108,7 @@ def test_curves_are_thinned_to_their_latest_point_and_are_json() -> None:
     model = running_model()
     for step in range(1, 501):
         value = math.nan if step == 500 else float(step)
-        model.feed(Live(0, 1, 0, ((step, 0, {"loss": value}),)), 0.0)
+        model.feed(Live(engine=0, program=1, replica=0, points=((step, 0, {"loss": value}),)), 0.0)
     told = json.loads(json.dumps(snapshot(None, model, {}, 0.0), allow_nan=False))
     (line,) = told["curves"][0]["lines"]
     assert len(line["points"]) <= 60

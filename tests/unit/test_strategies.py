@@ -81,11 +81,11 @@ def test_options_that_cannot_be_honoured() -> None:
         with pytest.raises(errors.OptionError, match=text):
             distnb.CentralStorageStrategy(**arguments)  # type: ignore[arg-type]
     with pytest.raises(errors.OptionError, match="one machine"):
-        check_places(StrategySpec("central_storage"), ["cpu:0", "cpu:0"], [0, 1])
+        check_places(StrategySpec(kind="central_storage"), ["cpu:0", "cpu:0"], [0, 1])
     with pytest.raises(errors.OptionError, match="base of strategies"):
         distnb.Strategy()
     with pytest.raises(errors.OptionError, match="no strategy"):
-        resolve(StrategySpec("nonsense"))
+        resolve(StrategySpec(kind="nonsense"))
     with pytest.raises(errors.OptionError, match="devices are cpu:0"):
         distnb.OneDeviceStrategy("cuda:77").run(lambda: None)
     with pytest.raises(AttributeError, match="no 'extended'"):

@@ -36,21 +36,37 @@ def trained(
         for step in range(steps):
             begin = 100.0 + step * (max(own_s) + 0.002) + offset
             met, end = begin + own, begin + max(own_s) + 0.002
-            arrival = Arrival(met, "1/world", step + 1, "group.all_reduce(float32[10], sum)", "Cell In[3], line 4")
-            events += [("input", begin, begin + input_s, Arrival(begin))] if input_s else []
+            arrival = Arrival(
+                at=met,
+                group="1/world",
+                number=step + 1,
+                what="group.all_reduce(float32[10], sum)",
+                where="Cell In[3], line 4",
+            )
+            events += [("input", begin, begin + input_s, Arrival(at=begin))] if input_s else []
             events += [
                 ("collective", met, end, arrival),
-                ("step", end, end, Arrival(end, number=step + 1)),
+                ("step", end, end, Arrival(at=end, number=step + 1)),
             ]
         numbered = [Event(serial + place, *event[:3], *event[3]) for place, event in enumerate(events)]  # type: ignore[arg-type]
         now = numbered[-1].end
-        found.append((*numbered, Event(0, "program", 100.0 + offset - 0.01, now, 0.0)))
+        found.append((*numbered, Event(serial=0, kind="program", begin=100.0 + offset - 0.01, end=now, at=0.0)))
     return found
 
 
 def sample(replica: int, events: tuple[Event, ...], **more: Any) -> TelemetrySample:
     known = {"machine": "a", "processors": 2, **more}
-    return TelemetrySample(replica, 1, replica, events[-1].end - 100.0, 12, 0, 10, events=events, **known)
+    return TelemetrySample(
+        engine=replica,
+        program=1,
+        replica=replica,
+        seconds=events[-1].end - 100.0,
+        steps=12,
+        examples=0,
+        rss_nbytes=10,
+        events=events,
+        **known,
+    )
 
 
 def model_of(events: list[tuple[Event, ...]], **more: Any) -> TimelineModel:
@@ -107,10 +123,10 @@ def test_replicas_that_wait_by_turns_have_no_straggler() -> None:
         for step in range(12):
             begin = 10.0 + step * 0.04
             met = begin + (0.038 if step % 2 == replica else 0.01)
-            own.append(("collective", met, begin + 0.04, Arrival(met, "w", step + 1)))
-            own.append(("step", begin + 0.04, begin + 0.04, Arrival(0.0, number=step + 1)))
+            own.append(("collective", met, begin + 0.04, Arrival(at=met, group="w", number=step + 1)))
+            own.append(("step", begin + 0.04, begin + 0.04, Arrival(at=0.0, number=step + 1)))
         numbered = tuple(Event(place + 1, *event[:3], *event[3]) for place, event in enumerate(own))
-        events.append((*numbered, Event(0, "program", 10.0, own[-1][2], 0.0)))
+        events.append((*numbered, Event(serial=0, kind="program", begin=10.0, end=own[-1][2], at=0.0)))
     spent = model_of(events).spent()
     assert spent is not None
     assert spent.straggler is None
@@ -128,11 +144,11 @@ def test_input_is_told_apart_and_may_make_the_straggler() -> None:
 
 def test_a_collective_within_a_read_counts_as_such() -> None:
     events = (
-        Event(1, "step", 0.0, 0.0, 0.0, number=1),
-        Event(2, "collective", 0.02, 0.05, 0.02, "w", 1),
-        Event(3, "input", 0.01, 0.06, 0.01),
-        Event(4, "step", 0.1, 0.1, 0.1, number=2),
-        Event(0, "program", -1.0, 0.1, 0.0),
+        Event(serial=1, kind="step", begin=0.0, end=0.0, at=0.0, number=1),
+        Event(serial=2, kind="collective", begin=0.02, end=0.05, at=0.02, group="w", number=1),
+        Event(serial=3, kind="input", begin=0.01, end=0.06, at=0.01),
+        Event(serial=4, kind="step", begin=0.1, end=0.1, at=0.1, number=2),
+        Event(serial=0, kind="program", begin=-1.0, end=0.1, at=0.0),
     )
     model = model_of([events])
     spent = model.spent()
@@ -146,7 +162,7 @@ def test_the_time_between_programs_is_idle() -> None:
     events = tuple(
         Event(place + 1, *event[:3], *event[3])
         for place, event in enumerate(
-            (kind, 0.1 * call + begin, 0.1 * call + 0.03, Arrival(0.0, number=call + 1))
+            (kind, 0.1 * call + begin, 0.1 * call + 0.03, Arrival(at=0.0, number=call + 1))
             for call in range(5)
             for kind, begin in (("step", 0.03), ("program", 0.0))
         )
@@ -205,7 +221,7 @@ def test_processors_that_are_shared_are_told_only_if_replicas_waited_for_them() 
     for queued in (0.0, 0.3):
         model = TimelineModel()
         for replica, own in enumerate(trained([0.010] * 4, 30)):
-            early = (own[0], Event(0, "program", 99.0, own[0].end, 0.0))
+            early = (own[0], Event(serial=0, kind="program", begin=99.0, end=own[0].end, at=0.0))
             model.feed(sample(replica, early, queued_s=1.0))
             rest = (*own[1:-1], own[-1])
             model.feed(sample(replica, rest, queued_s=1.0 + queued * 0.29 * (replica < 2)))
@@ -321,7 +337,7 @@ def _clean() -> Any:
 
 def test_waits_within_waits_are_kept_apart() -> None:
     activity.begin("input")
-    activity.begin("collective", Arrival(1.0, "w", 7, "all_reduce()"))
+    activity.begin("collective", Arrival(at=1.0, group="w", number=7, what="all_reduce()"))
     wait = activity.waiting()
     assert wait is not None
     assert (wait.kind, wait.arrival.number) == ("collective", 7)
@@ -340,7 +356,7 @@ def test_another_threads_wait_is_seen_and_ends_by_itself() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
-        activity.begin("collective", Arrival(0.0, "w", 3))
+        activity.begin("collective", Arrival(at=0.0, group="w", number=3))
         begun.set()
         go_on.wait(10)
         activity.end()

@@ -107,7 +107,7 @@ def test_the_word_and_the_class_name_the_same_object(monkeypatch: pytest.MonkeyP
 
 
 def test_it_takes_the_engines_that_are_on_chips() -> None:
-    spec = StrategySpec("tpu")
+    spec = StrategySpec(kind="tpu")
     assert choose_engines(spec, {0: Device("cpu"), 1: CHIPS[0], 2: CHIPS[1]}) == [1, 2]
     with pytest.raises(OptionError, match=r"needs engines on tpu devices.* have cpu:0\. .*%distnb start --devices tpu"):
         choose_engines(spec, {0: Device("cpu")})

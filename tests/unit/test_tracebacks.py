@@ -21,7 +21,7 @@ from distnb.notebook.programs.failures import raise_failure
 from distnb.topology import Device, Team, parse_device
 from distnb.wire.messages import ErrorReport, Reply
 
-TEAM = Team((0,), (Device("cpu"),), 1, "", 0)
+TEAM = Team(engines=(0,), devices=(Device("cpu"),), generation=1, store_host="", store_port=0)
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -177,5 +177,14 @@ def test_a_replicas_error_is_as_short_as_xmode_asks(
 def _failed() -> Outcome:
     outcome = Outcome(1, (0,))
     error = pickle.dumps(RuntimeError("there"))
-    outcome.take(0, Reply(1, "error", ErrorReport(error, "RuntimeError", "there", ("where",), ("where",))))
+    outcome.take(
+        0,
+        Reply(
+            program=1,
+            status="error",
+            error=ErrorReport(
+                pickled=error, type_name="RuntimeError", text="there", traceback=("where",), rendered=("where",)
+            ),
+        ),
+    )
     return outcome

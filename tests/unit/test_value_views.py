@@ -28,7 +28,7 @@ RED = "#ef4444"
 
 
 def model(kind: str, *values: object, **others: object) -> ValueModel:
-    return ValueModel(kind, len(values), dict(enumerate(map(inspect, values))), **others)  # type: ignore[arg-type]
+    return ValueModel(kind=kind, size=len(values), components=dict(enumerate(map(inspect, values))), **others)  # type: ignore[arg-type]
 
 
 def rows_of(page: str) -> int:
@@ -53,7 +53,7 @@ def test_equal_components_share_a_row() -> None:
 def test_devices_are_no_difference() -> None:
     told = inspect(torch.ones(2))
     devices = {replica: told._replace(device=f"cuda:{replica}") for replica in range(2)}
-    page = value_html(ValueModel("Mirrored", 2, devices))
+    page = value_html(ValueModel(kind="Mirrored", size=2, components=devices))
     assert rows_of(page) == 1
     assert "cuda:0, cuda:1" in page
 
@@ -78,7 +78,7 @@ def test_drift_is_red_and_said() -> None:
 
 def test_what_cannot_be_compared_is_no_drift() -> None:
     unknown = [inspect(object()) for _ in range(2)]
-    assert not ValueModel("Mirrored", 2, dict(enumerate(unknown))).drifted
+    assert not ValueModel(kind="Mirrored", size=2, components=dict(enumerate(unknown))).drifted
 
 
 def test_nan_and_infinity_are_flagged() -> None:
@@ -107,7 +107,7 @@ def test_structures_are_trees_and_everything_is_escaped() -> None:
 
 
 def test_absent_components_are_told() -> None:
-    page = value_html(ValueModel("PerReplica", 2, {0: inspect(1)}, {1: "<unassigned>"}))
+    page = value_html(ValueModel(kind="PerReplica", size=2, components={0: inspect(1)}, absent={1: "<unassigned>"}))
     assert "replica 1: &lt;unassigned&gt;" in page
 
 
@@ -121,7 +121,7 @@ def test_pictures_stand_side_by_side() -> None:
 
 def test_a_sample_is_said_to_be_one() -> None:
     told = inspect(torch.ones(2_200, 2_200))
-    assert "a sample of " in value_html(ValueModel("PerReplica", 1, {0: told}))
+    assert "a sample of " in value_html(ValueModel(kind="PerReplica", size=1, components={0: told}))
 
 
 def test_values_of_this_process_are_drawn() -> None:
@@ -136,7 +136,7 @@ def test_values_of_this_process_are_drawn() -> None:
 
 def display(replica: int, site: bytes, value: float, size: int = 2) -> Display:
     told = {"kind": "PerReplica", "size": size, "replicas": {replica: inspect(value)}, "site": site}
-    return Display(replica, 1, replica, {VALUE: told, "text/plain": "…"})
+    return Display(engine=replica, program=1, replica=replica, data={VALUE: told, "text/plain": "…"})
 
 
 def shown(merger: OutputMerger, now: float) -> list[dict[int, Inspected]]:
@@ -176,7 +176,12 @@ def test_reports_become_pages_and_texts() -> None:
     data = drawn(display(0, b"", 1.5).data)
     assert sorted(data) == ["text/html", "text/plain"]
     assert "1.5" in data["text/plain"]
-    told = {"kind": "Linear", "size": 1, "replicas": {0: (Holding("w", (2,), ((0, 2),), "copy"),)}, "site": b""}
+    told = {
+        "kind": "Linear",
+        "size": 1,
+        "replicas": {0: (Holding(name="w", whole=(2,), bounds=((0, 2),), kind="copy"),)},
+        "site": b"",
+    }
     assert "mirrored copy" in drawn({PLACEMENT: told})["text/html"]
     assert drawn({"text/plain": "x"}) == {"text/plain": "x"}
 
@@ -185,7 +190,7 @@ def test_reports_become_pages_and_texts() -> None:
 
 
 def shard(bounds: Bounds, whole: tuple[int, ...] = (4, 6), kind: str = "shard") -> Holding:
-    return Holding("w", whole, bounds, kind, "float32", "cpu", 8)  # type: ignore[arg-type]
+    return Holding(name="w", whole=whole, bounds=bounds, kind=kind, dtype="float32", device="cpu", nbytes=8)  # type: ignore[arg-type]
 
 
 def place(*held: Holding) -> PlacementModel:
@@ -262,7 +267,9 @@ def test_a_replica_without_rows_is_told() -> None:
 def test_memory_is_parted_among_engines_others_and_what_is_free() -> None:
     rows = [SimpleNamespace(engine=i, device=f"cuda:{i}", host="here", task="", state="idle") for i in range(2)]
     rows[1].state = "was killed"
-    told = {0: MemoryUse(0, 100, 500, 1000, 30, 20, 90)}
+    told = {
+        0: MemoryUse(engine=0, rss=100, host_free=500, host_total=1000, allocated=30, device_free=20, device_total=90)
+    }
     model = DevicesModel.of(rows, told, {0: {"model": 2_000, "x": 5}}, idle=["cuda:1", "cuda:2"])  # type: ignore[arg-type]
     host, device = model.memories
     assert (host.used, host.others, host.free) == ({"engine 0": 100}, 400, 500)

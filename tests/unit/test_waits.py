@@ -18,11 +18,20 @@ REDUCE = "group.all_reduce(float32[10], sum)"
 
 def sample(replica: int, at: float, **more: Any) -> TelemetrySample:
     known = {"where": "cell 3, line 3", **more}
-    return TelemetrySample(replica, 1, replica, at, 0, 0, 10, **known)
+    return TelemetrySample(
+        engine=replica, program=1, replica=replica, seconds=at, steps=0, examples=0, rss_nbytes=10, **known
+    )
 
 
 def waits(seconds: float, kind: Any = "collective", number: int = 17, what: str = REDUCE, group: str = "w") -> Waiting:
-    return Waiting(kind, what, "Cell In[3], line 4" if kind == "collective" else "", group, number, seconds)
+    return Waiting(
+        kind=kind,
+        what=what,
+        where="Cell In[3], line 4" if kind == "collective" else "",
+        group=group,
+        number=number,
+        seconds=seconds,
+    )
 
 
 def told(*samples: TelemetrySample, at: float = 6.0, who: str = "replica") -> list[str]:
@@ -98,8 +107,8 @@ def test_what_runs_in_the_background_is_not_said_to_be_waited_in() -> None:
 
 def test_the_view_tells_it_while_the_cell_runs_and_no_longer() -> None:
     model = LiveModel("mirrored")
-    team = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
-    model.feed(Status(1, "started", team), 0.0)
+    team = Team(engines=(0, 1), devices=(Device("cpu", 0), Device("cpu", 1)), generation=1, store_host="", store_port=0)
+    model.feed(Status(program=1, state="started", team=team), 0.0)
     model.feed(sample(0, 6.0), 6.0)
     model.feed(sample(1, 6.0, waiting=waits(6.0)), 6.0)
     for shown in (
@@ -108,31 +117,31 @@ def test_the_view_tells_it_while_the_cell_runs_and_no_longer() -> None:
         picture_bundle(model, 6.0)["text/plain"],
     ):
         assert "replica 1 waits in all_reduce (cell 3, line 4; number 17) since 6 s" in shown
-    model.feed(Asks(0, 1, 0, "", "> "), 6.0)
+    model.feed(Asks(engine=0, program=1, replica=0, text="", prompt="> "), 6.0)
     assert model.waits.lines(6.0)[0].endswith("replica 0 is not there: it asks you for a line, in cell 3, line 3.")
     model.feed(GoesOn(0, 1, 0), 6.0)
     assert "asks" not in model.waits.lines(6.0)[0]
-    model.feed(ProgramEnded(1, 1, "ok"), 6.5)
+    model.feed(ProgramEnded(engine=1, program=1, status="ok"), 6.5)
     assert model.waits.lines(6.5) == []
 
 
 def test_what_was_waited_for_when_a_program_was_ended_stays_in_the_picture() -> None:
     model = LiveModel("mirrored")
-    team = Team((0, 1), (Device("cpu", 0), Device("cpu", 1)), 1, "", 0)
-    model.feed(Status(1, "started", team), 0.0)
+    team = Team(engines=(0, 1), devices=(Device("cpu", 0), Device("cpu", 1)), generation=1, store_host="", store_port=0)
+    model.feed(Status(program=1, state="started", team=team), 0.0)
     model.feed(sample(0, 6.0), 6.0)
     model.feed(sample(1, 6.0, waiting=waits(6.0)), 6.0)
     for engine in (1, 0):
         model.feed(sample(engine, 6.4, where=""), 6.4)  # it leaves its place, and ends
     for engine in (1, 0):
-        model.feed(ProgramEnded(1, engine, "interrupted"), 6.5)
-    model.feed(Status(1, "ended", team, "KeyboardInterrupt"), 6.5)
+        model.feed(ProgramEnded(engine=1, program=engine, status="interrupted"), 6.5)
+    model.feed(Status(program=1, state="ended", team=team, text="KeyboardInterrupt"), 6.5)
     model.end(6.5, failed=True)
     kept = picture_bundle(model, 60.0)
     for shown in (kept["text/html"], kept["text/plain"]):
         assert shown.count("When it ended: replica 1 waits in all_reduce (cell 3, line 4; number 17) since 6 s;") == 1
         assert "replica 0 is not there: it is in cell 3, line 3" in shown
-    model.feed(Status(2, "started", team), 61.0)
+    model.feed(Status(program=2, state="started", team=team), 61.0)
     assert "When it ended" not in picture_bundle(model, 61.0)["text/plain"]
 
 

@@ -174,7 +174,7 @@ def _misfits(value: Any, saved: Any, name: str) -> list[str]:
 def _paired(value: Any, state: Any, name: str, lines: list[str]) -> Iterator[_Pair]:
     """Yield the state of each object in a tree. Add a line for each object without a state."""
     if not _is_tree(value):
-        yield _Pair(_kind(value, name), value, state, name)
+        yield _Pair(kind=_kind(value, name), value=value, state=state, name=name)
         return
     if isinstance(value, Mapping):
         keys = list(value)

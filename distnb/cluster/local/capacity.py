@@ -61,7 +61,7 @@ def this_machine() -> Capacity:
             )
         caps.append((int(text), said_by))
     most, said_by = min(caps, default=(None, ""))
-    return Capacity(cores(), available_nbytes(), most, said_by)
+    return Capacity(cores=cores(), memory_nbytes=available_nbytes(), most_engines=most, said_by=said_by)
 
 
 def check_capacity(

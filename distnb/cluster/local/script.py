@@ -79,13 +79,15 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Wor
 def _store_and_seat(placement: WorkerPlacement | None, directory: Path) -> tuple[RendezvousStore | None, Seat]:
     """The store, if it is served here, and where this worker's replicas stand."""
     if placement is None:
-        return None, Seat("127.0.0.1", free_port(), str(directory / "store"))
+        return None, Seat(store_host="127.0.0.1", store_port=free_port(), store_file=str(directory / "store"))
     interface, address = own_interface(placement)
     host, port = split_address(placement.chief.address)
     served = RendezvousStore(port, address) if placement.index == 0 else None
     network = network_environment(interface)
     where = address if served else host
-    return served, Seat(where, port, worker=placement.index, workers=len(placement.workers), network=network)
+    return served, Seat(
+        store_host=where, store_port=port, worker=placement.index, workers=len(placement.workers), network=network
+    )
 
 
 def _finish(thread: threading.Thread) -> None:

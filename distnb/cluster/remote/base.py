@@ -108,7 +108,13 @@ class Hosts(Launcher):
         machines = [*map(self._transport.machine, self._hosts)]
         sharing = machines.count(machines[order.engine])
         assignment = Assignment(
-            self._connection, self._address, order.engine, str(order.device), sharing, order.agent, hash_seed()
+            connection=self._connection,
+            notebook=self._address,
+            engine=order.engine,
+            device=str(order.device),
+            engines=sharing,
+            agent=order.agent,
+            hash_seed=hash_seed(),
         )
 
         def told(pid: int, words: str, expected: bool) -> None:

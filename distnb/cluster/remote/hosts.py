@@ -190,7 +190,9 @@ def _machines(launcher: str, hosts: str | Sequence[str] | None, resolver: Cluste
         assert resolver is not None
         return _machines_with_servers(resolver)
     nodes = allotted_nodes() if launcher == "slurm" else ()
-    machines = HostOptions(() if hosts is None else _read_names(hosts)) if resolver is None else _machines_of(resolver)
+    machines = (
+        HostOptions(hosts=() if hosts is None else _read_names(hosts)) if resolver is None else _machines_of(resolver)
+    )
     if launcher != "slurm":
         return machines
     for name in machines.hosts:
@@ -228,7 +230,7 @@ def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
                     f"The cluster gives several tasks the address of {task}, {address}. Each has one of its own; those "
                     "of one machine have different ports."
                 )
-        return HostOptions(addresses, tasks=tasks, replicas=_replicas_told(resolver, tasks))
+        return HostOptions(hosts=addresses, tasks=tasks, replicas=_replicas_told(resolver, tasks))
     found = {worker.address: [worker] for worker in _workers(resolver) if not _is_own(worker, resolver)}
     if not found:
         raise OptionError(
@@ -236,7 +238,7 @@ def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
         )
     for address in found:
         split_address(address)
-    return HostOptions(tuple(found), _engines(resolver, found))
+    return HostOptions(hosts=tuple(found), per_host=_engines(resolver, found))
 
 
 def _machines_of(resolver: ClusterResolver) -> HostOptions:
@@ -245,12 +247,12 @@ def _machines_of(resolver: ClusterResolver) -> HostOptions:
     if told := server_cluster_tasks(resolver):
         placed = {task: host_of(address) for task, address in told.items()}
         machines = tuple(dict.fromkeys(placed.values()))
-        return HostOptions(machines, tasks=placed, replicas=_replicas_told(resolver, placed))
+        return HostOptions(hosts=machines, tasks=placed, replicas=_replicas_told(resolver, placed))
     by_host: dict[str, list[Worker]] = {}
     for worker in _workers(resolver):
         by_host.setdefault(host_of(worker.address), []).append(worker)
     tasks = {host: len(workers) for host, workers in by_host.items()}
-    return HostOptions(tuple(by_host), _engines(resolver, by_host), without_gpus=tasks)
+    return HostOptions(hosts=tuple(by_host), per_host=_engines(resolver, by_host), without_gpus=tasks)
 
 
 def are_workers(machines: Sequence[str], resolver: ClusterResolver) -> bool:
@@ -352,7 +354,7 @@ def make_plan(
         here = plan_devices(len(workers) if tasks else n, devices, oversubscribe=oversubscribe)
         here += (_SERVERS_DEVICE,) * (len(tasks) - len(workers))
         crowded = check_capacity(len(here), this_machine(), oversubscribe=oversubscribe)
-        return HostPlan(here, notices=crowded, tasks=tasks)
+        return HostPlan(devices=here, notices=crowded, tasks=tasks)
     transport = options.transport()
     address = listening_address(map(transport.network_name, options.hosts), options.interface)
     found = probe(options.hosts, transport, on_progress)
@@ -374,7 +376,9 @@ def make_plan(
             raise type(error)(f"{host}: {error}") from None
         hosts += [host] * len(there)
         planned += there
-    return HostPlan(tuple(planned), address, tuple(hosts), transport, tuple(notices))
+    return HostPlan(
+        devices=tuple(planned), address=address, hosts=tuple(hosts), transport=transport, notices=tuple(notices)
+    )
 
 
 def _plan_tasks(
@@ -406,4 +410,11 @@ def _plan_tasks(
         except DistnbError as error:
             raise type(error)(f"{machine}: {error}") from None
     hosts = tuple(tasks[task] for task in engines)
-    return HostPlan(tuple(planned), address, hosts, transport, tuple(notices), tuple(engines))
+    return HostPlan(
+        devices=tuple(planned),
+        address=address,
+        hosts=hosts,
+        transport=transport,
+        notices=tuple(notices),
+        tasks=tuple(engines),
+    )

@@ -71,9 +71,16 @@ def read_secret(path: Path) -> Keys:
         raise StartError(
             f"The secret file {path} has {len(secret)} bytes; at least {_LEAST_NBYTES} are needed. {_CURE}"
         )
-    pairs = []
-    for purpose in (b"server", b"client"):
-        # Any 32 bytes are a private key of CURVE's.
-        private = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"distnb " + purpose).digest())
-        pairs += [zmq.curve_public(private).decode("ascii"), private.decode("ascii")]
-    return Keys(*pairs)
+    server, client = _private_key(secret, b"server"), _private_key(secret, b"client")
+    return Keys(
+        server_public=zmq.curve_public(server).decode("ascii"),
+        server_secret=server.decode("ascii"),
+        client_public=zmq.curve_public(client).decode("ascii"),
+        client_secret=client.decode("ascii"),
+    )
+
+
+def _private_key(secret: bytes, purpose: bytes) -> bytes:
+    """Return the private key of one side as Z85 text. Any 32 bytes are a private key of CURVE's."""
+    key: bytes = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"distnb " + purpose).digest())
+    return key

@@ -105,7 +105,7 @@ def _combine_pack(
         aggregation.all_reduce(totals[0], op)
     else:
         aggregation.group.note_pack(tensors, layout)
-        pack = Pack([Slot(tuple(tensor.shape), wire, device) for tensor in real])
+        pack = Pack([Slot(shape=tuple(tensor.shape), dtype=wire, device=device) for tensor in real])
         pack.fill(real)
         aggregation.all_reduce(pack.flat, op)
         totals = [view.clone() for view in pack.views]

@@ -224,7 +224,14 @@ class GradientSync:
             group.begin_pass()
             if group in self._overlapped and group.layout_version != version:
                 self._forget_entries([group])
-        self._pass = _Pass(aggregation, not self._unsynced, equal, create_graph, mean_loss, self._scale(size))
+        self._pass = _Pass(
+            aggregation=aggregation,
+            synced=not self._unsynced,
+            equal=equal,
+            create_graph=create_graph,
+            mean_loss=mean_loss,
+            scale=self._scale(size),
+        )
 
     def _scale(self, replicas: int) -> float:
         if self._reduction == "sum" or are_losses_global():

@@ -52,11 +52,11 @@ def agree(
         GradientError: The replicas' models differ.
     """
     mine = _Proposal(
-        place,
-        tuple(group.identity for group in touched),
-        {group.identity: _layout(group) for group in groups},
-        {group.identity: {place for place, slot in group.slots.items() if slot.sparse} for group in groups},
-        {group.identity: group.values() for group in touched if not group.checked},
+        place=place,
+        touched=tuple(group.identity for group in touched),
+        layouts={group.identity: _layout(group) for group in groups},
+        sparse={group.identity: {place for place, slot in group.slots.items() if slot.sparse} for group in groups},
+        values={group.identity: group.values() for group in touched if not group.checked},
     )
     proposals = cast("list[_Proposal]", replicas.all_gather_object(mine))
     reached = sorted({identity for proposal in proposals for identity in proposal.touched})

@@ -91,7 +91,7 @@ class Communicator:
         group = self.group
         self.name = f"{group.member.prefix}/{group.meeting}"
         what = f"the forming of the process group of replicas {list(group.replicas)}"
-        activity.begin("collective", activity.Arrival(activity.clock(), self.name, what=what))
+        activity.begin("collective", activity.Arrival(at=activity.clock(), group=self.name, what=what))
         try:
             backends, log = group.member.form(self)
         except BaseException as error:
@@ -208,7 +208,9 @@ class Communicator:
         if heard():
             return
         what = verifier.describe(number) if number is not None and (verifier := self.verifier) is not None else ""
-        activity.begin("collective", activity.Arrival(activity.clock(), self.name, number or 0, what))
+        activity.begin(
+            "collective", activity.Arrival(at=activity.clock(), group=self.name, number=number or 0, what=what)
+        )
         try:
             self._hear(heard, number)
         finally:
@@ -308,7 +310,7 @@ class Communicator:
             if (deadlocks := self._whole_deadlocks) is not None:
                 names = tuple(group.replicas[rank] for rank in absent())
                 what = f"the first collective of the process group of replicas {list(group.replicas)}"
-                deadlocks.wait(CollectiveWait(group.meeting, 0, names, what))
+                deadlocks.wait(CollectiveWait(group=group.meeting, number=0, absent=names, text=what))
         except CollectiveMismatchError as error:
             if whole is not None:
                 whole.fail(error, mendable=True, told=True)
@@ -359,7 +361,12 @@ class Communicator:
             return
         try:
             deadlocks.wait(
-                CollectiveWait(self.group.label, number, tuple(verifier.absent(number)), verifier.describe(number))
+                CollectiveWait(
+                    group=self.group.label,
+                    number=number,
+                    absent=tuple(verifier.absent(number)),
+                    text=verifier.describe(number),
+                )
             )
         except CollectiveMismatchError as error:
             if self.group.parent is not None:

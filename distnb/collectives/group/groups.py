@@ -161,7 +161,7 @@ class Groups:
         named = os.environ.get("DISTNB_DEVICE")  # `distnb run --devices …`: several replicas may share one
         device = parse_device(named) if named else device_of_rank(local)
         store = PrefixStore("distnb", store)
-        card = rendezvous.Card(host.identity(), os.getpid(), device=str(device))
+        card = rendezvous.Card(host=host.identity(), pid=os.getpid(), device=str(device))
         where = PrefixStore("devices", store)
         cards = rendezvous.meet(where, rank, size, card, lambda absent: None, timeout_s=timeout_s)
         devices = tuple(parse_device(other.device) for other in cards)
@@ -169,7 +169,7 @@ class Groups:
         address, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
         if len({other.host for other in cards}) > 1:
             give_up_on_silence(port)
-        team = Team(tuple(range(size)), devices, 0, address, port)
+        team = Team(engines=tuple(range(size)), devices=devices, generation=0, store_host=address, store_port=port)
         member = self._join((_SCRIPT, *team.engines), team, rank, device, StoreClient(lambda: store), timeout_s, apart)
         if found is not None:
             member.group.set_timeout(found.timeout)

@@ -345,7 +345,9 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             try:
                 with current.posting:
                     number = current.post(record, limit_s)
-                    arrival = Arrival(at, current.name, number, record.operation, record.place)
+                    arrival = Arrival(
+                        at=at, group=current.name, number=number, what=record.operation, where=record.place
+                    )
                     made = begin(current, backends, arrival)
             except Superseded as found:
                 current.supersede(found)
@@ -531,7 +533,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if kind != "cpu":
             return DeviceWork(current, inner)
         what = f"{method}({', '.join(map(str, rest))})"
-        arrival = Arrival(activity.clock(), what=what, where=callsite.current().place)
+        arrival = Arrival(at=activity.clock(), what=what, where=callsite.current().place)
         return HostWork(current, Message(inner), arrival, staging, self._time_limit_s)
 
     # -- subgroups ---------------------------------------------------------------------------------------------------

@@ -109,7 +109,9 @@ class TorchDistributed:
             return None
         group: Any = c10d_internals.default_group()
         timeout = c10d_internals.timeout_of(group)
-        return Foreign(dist.get_rank(), dist.get_world_size(), c10d_internals.default_store(), timeout)
+        return Foreign(
+            rank=dist.get_rank(), size=dist.get_world_size(), store=c10d_internals.default_store(), timeout=timeout
+        )
 
     def program_began(self) -> None:
         """A program finds the default group, also where an earlier one has destroyed it."""

@@ -54,7 +54,9 @@ class SharedMemory:
         if group.rank == 0:
             descriptor, problem = _made(self.nbytes)
         try:
-            told = group.all_gather_object(_Card(host.identity(), os.getpid(), descriptor, problem))
+            told = group.all_gather_object(
+                _Card(host=host.identity(), pid=os.getpid(), descriptor=descriptor, problem=problem)
+            )
             if group.rank != 0:
                 descriptor, problem = _opened(told[0])
             problems = [each for each in group.all_gather_object(problem) if each]

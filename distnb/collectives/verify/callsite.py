@@ -63,7 +63,7 @@ class CallSite:
         warnings.warn_explicit(text, UserWarning, self.file, self.line)
 
 
-NOWHERE = CallSite(bytes(32), "a place without Python code")
+NOWHERE = CallSite(identity=bytes(32), place="a place without Python code")
 _kinds: dict[int, tuple[int, CodeType]] = {}
 _sites: dict[tuple[int, ...], CallSite] = {}
 _by_identity: dict[bytes, CallSite] = {NOWHERE.identity: NOWHERE}
@@ -120,7 +120,7 @@ def _describe(key: tuple[int, ...]) -> CallSite:
     texts = [linecache.getline(file, line).strip() for file, line in lines]
     file, line = lines[0]
     identity = b"".join(map(_digest, (chain[:1], chain, texts[:1], texts)))
-    site = CallSite(identity, f"{_name_of(file)}, line {line}", texts[0], file, line)
+    site = CallSite(identity=identity, place=f"{_name_of(file)}, line {line}", text=texts[0], file=file, line=line)
     _sites[key] = _by_identity[identity] = site
     return site
 

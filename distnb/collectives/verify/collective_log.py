@@ -207,7 +207,7 @@ class CollectiveLog:
 
     def position(self, replica: int, number: int) -> Position:
         """Where a replica was as it called its collective of that number, which must be remembered."""
-        return Position(*_POSITION.unpack_from(self.memory, self._slot(replica, number) + _POSITION_AT))
+        return Position._make(_POSITION.unpack_from(self.memory, self._slot(replica, number) + _POSITION_AT))
 
     def same(self, replica: int, number: int) -> bool:
         """Whether another replica posted the very same under that number: signature, place, program, regions left."""
@@ -251,7 +251,7 @@ class CollectiveLog:
     def departure_of(self, replica: int) -> Departure:
         """The latest regions that an error left on a replica; zeros if none did."""
         number, low, high, text = _DEPARTURE.unpack_from(self.memory, replica * _PART_NBYTES + _DEPARTURE_AT)
-        return Departure(number, low, high, text.rstrip(b"\0").decode(errors="replace"))
+        return Departure(number=number, low=low, high=high, text=text.rstrip(b"\0").decode(errors="replace"))
 
     def set_data_end(self, number: int, batches: int) -> None:
         """Tell the others that a loop over data ended here, between the collective of that number and the next."""
@@ -271,7 +271,9 @@ class CollectiveLog:
         """What a replica says that it waits in."""
         group, *numbers = self._text_of(replica, _WAIT_AT).split("\0")
         try:
-            return CollectiveWait(group, int(numbers[0]), tuple(map(int, numbers[1:-1])), numbers[-1])
+            return CollectiveWait(
+                group=group, number=int(numbers[0]), absent=tuple(map(int, numbers[1:-1])), text=numbers[-1]
+            )
         except (IndexError, ValueError):
             return None  # none, or it is being written
 

@@ -82,14 +82,14 @@ class PositionTracker:
         self._low = min(self._low, low) if self._high else low
         self._high = max(self._high, high)
         if (log := self.log) is not None:
-            log.set_departure(Departure(log.last(log.me), self._low, self._high, text))
+            log.set_departure(Departure(number=log.last(log.me), low=self._low, high=self._high, text=text))
             log.tell_soon()
 
     def take(self) -> Position:
         """What the collective that is posted now tells."""
         entered = self.regions.entered
         outer, inner = (entered[0], entered[-1]) if entered else (0, 0)
-        position = Position(self._low, self._high, outer, inner, self.regions.serial)
+        position = Position(low=self._low, high=self._high, outer=outer, inner=inner, serial=self.regions.serial)
         self._low = self._high = 0
         self.refused = False
         return position

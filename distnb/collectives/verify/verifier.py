@@ -114,7 +114,7 @@ class Verifier:
         self._posted = position = positions.take()
         self._tell_of_data(number)
         if position.left:
-            log.set_departure(Departure(number - 1, position.low, position.high, positions.text))
+            log.set_departure(Departure(number=number - 1, low=position.low, high=position.high, text=positions.text))
         log.write(number, record, self.program, position)
         log.advance(number)
         for rank in self._peers:
@@ -311,7 +311,9 @@ class Verifier:
         """Whether an error on one replica left where another one called its collective of that number."""
         departure = self.log.departure_of(rank)
         there = self.log.position(other, number)
-        return departure.number == self.log.last(rank) and Position(departure.low, departure.high).misses(there)
+        return departure.number == self.log.last(rank) and Position(low=departure.low, high=departure.high).misses(
+            there
+        )
 
     def _left_text(self, rank: int, waiting: int, number: int) -> str:
         return (

@@ -112,8 +112,12 @@ class Console(io.TextIOBase):
                 self._answers.get()
             self.check()  # after that: an order to end that comes now finds the queue ready for its word
             text, self._written = "".join(self._written), []
+            program, replica = running
             self._inside = True
-            self._emit(Asks(self._engine, *running, text, prompt, hidden), urgent=True)
+            self._emit(
+                Asks(engine=self._engine, program=program, replica=replica, text=text, prompt=prompt, hidden=hidden),
+                urgent=True,
+            )
             answer = self._answers.get()
             self._since = time.monotonic() if self._debugging else None
             self.check()
@@ -137,7 +141,7 @@ class Console(io.TextIOBase):
             return
         if self._written:
             text, self._written = "".join(self._written), []
-            self._emit(Output(self._engine, *running, "stdout", text))
+            self._print(text, *running)
         if self._inside:
             self._inside = False
             self._emit(GoesOn(self._engine, *running), urgent=True)
@@ -167,7 +171,10 @@ class Console(io.TextIOBase):
         if name:
             self._since = None
             text = f"{name}: it ends when every replica has called it, and so this replica waits for the others.\n"
-            self._emit(Output(self._engine, *running, "stdout", text))
+            self._print(text, *running)
+
+    def _print(self, text: str, program: int, replica: int) -> None:
+        self._emit(Output(engine=self._engine, program=program, replica=replica, stream="stdout", text=text))
 
 
 def _collective() -> str:

@@ -27,7 +27,7 @@ __all__ = ["Describer", "own_part", "summarise"]
 
 _SHORT_ELEMENTS = 64
 _SHORT_CHARACTERS = 400
-_UNKNOWN = Described("object")
+_UNKNOWN = Described(kind="object")
 
 
 class Describer:
@@ -87,7 +87,7 @@ class Describer:
         """Describe data before it is sent, or as kind "object" if it stays."""
         objects, surveyor, identity = self._objects, self.surveyor, (self._serial, path)
         number = objects.tracker.number_of(value)
-        look = Look({name: digest for name, digest in self.look.digests.items() if name[:1] == "%"})
+        look = Look(digests={name: digest for name, digest in self.look.digests.items() if name[:1] == "%"})
         objects.tracker.look({path: value}, look, surveyor)
         code, nbytes, own_id = is_code(value), surveyor.nbytes.get(path, 0), objects.id_of(value)
         if not look.refused and own_id is None and (code or nbytes <= self._most_nbytes):
@@ -95,11 +95,19 @@ class Describer:
             self.look.classes |= look.classes
             summary = summarise(value, brief=True)
             reads, holds = tuple(sorted(look.names)), surveyor.held[path]
-            return Described("sent", look.digests[path], number, identity, summary, reads=reads, holds=holds)
-        described = Described("object", identity=identity)
+            return Described(
+                kind="sent",
+                digest=look.digests[path],
+                value=number,
+                identity=identity,
+                summary=summary,
+                reads=reads,
+                holds=holds,
+            )
+        described = Described(kind="object", identity=identity)
         if path in surveyor.errors:
             if number is not None:
-                described = Described("tracked", value=number)
+                described = Described(kind="tracked", value=number)
             error = surveyor.errors[path]
             told = str(error) if isinstance(error, CannotTravelError) else f"{type(error).__name__}: {error}"
             described = described._replace(why=f"it cannot be pickled ({told})")
@@ -134,18 +142,18 @@ class Describer:
         if issubclass(type(value), types.ModuleType):
             known = self._objects.id_of(value)
             identity = known if known is not None else self._objects.own((self._serial, path), value)
-            return Described("module", value=value.__name__, identity=identity)
+            return Described(kind="module", value=value.__name__, identity=identity)
         if type(value) in SCALARS or (type(value) is str and len(value) < _SHORT_CHARACTERS):
-            return Described("plain", None, value)
+            return Described(kind="plain", digest=None, value=value)
         if is_plain(value):
             self.plain[path] = value
-            return Described("plain")
+            return Described(kind="plain")
         if path in self.sent:
             return self._described[path]._replace(identity=(self._serial, path))
         tracker = self._objects.tracker
         number = tracker.number_of(value)
         if number is not None and self._objects.id_of(value) is None:
-            return Described("tracked", value=number)
+            return Described(kind="tracked", value=number)
         return self.object(value, self._objects.own((self._serial, path), value), brief=brief, surveyed=path)
 
     def object(self, value: Any, identity: ObjectId, *, brief: bool = False, surveyed: str = "") -> Described:
@@ -160,7 +168,9 @@ class Describer:
             return self._object(value, identity, brief=brief, surveyed=surveyed)
         except Exception as error:  # whatever a user's class or a rare kind of tensor raises  # noqa: BLE001
             text = f"<{type(value).__name__}, which cannot be described: {type(error).__name__}: {error}>"
-            return Described("object", identity=identity, summary=Summary(_type_name(type(value)), _shortened(text)))
+            return Described(
+                kind="object", identity=identity, summary=Summary(type=_type_name(type(value)), text=_shortened(text))
+            )
 
     def _object(self, value: Any, identity: ObjectId, *, brief: bool, surveyed: str) -> Described:
         mirrored, together = is_mirrored(value), is_read_together(value)
@@ -177,8 +187,8 @@ class Describer:
         survey = None if wrapped else ContentSurveyor(self._objects, value, tensors=compared)
         digest = survey.digest_of_root() if survey is not None else None
         return Described(
-            "object",
-            digest if compared else None,
+            kind="object",
+            digest=digest if compared else None,
             identity=identity,
             summary=summary,
             mirrored=mirrored,
@@ -196,7 +206,7 @@ class Describer:
         number = tracker.number_of_memory(value.data_ptr(), 1)
         holds = () if number is None else (tracker.name_of(number),)
         digest = f"{summary.dtype} {summary.number!r} {summary.graph}".encode()
-        return Described("object", digest, identity=identity, summary=summary, holds=holds)
+        return Described(kind="object", digest=digest, identity=identity, summary=summary, holds=holds)
 
     def register_fresh(self, value: Any) -> ObjectId:
         """Give an id to an object that stays, that sent data refers to, and that no survey has met."""
@@ -214,7 +224,7 @@ class Describer:
     def tree(self, value: Any) -> Any:
         """A result's structure with a `Leaf` for each of its leaves."""
         if type(value) in SCALARS:
-            return Leaf(Described("plain", None, value))
+            return Leaf(Described(kind="plain", digest=None, value=value))
         try:
             leaves, shape = structure.flatten(value)
         except Exception:  # a container that holds itself, or does as it likes  # noqa: BLE001
@@ -244,10 +254,10 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
         at_hand = name == "torch.Tensor" and shape == "()" and shown.is_cpu and (graph or not shown.requires_grad)
         number = shown.item() if at_hand and dense_tensor(shown) and is_stored(shown) else None
         return Summary(
-            name,
-            text,
-            shape,
-            dtype,
+            type=name,
+            text=text,
+            shape=shape,
+            dtype=dtype,
             device=str(getattr(shown, "device", "cpu")),
             number=number,
             graph=graph,
@@ -255,8 +265,8 @@ def summarise(value: Any, *, brief: bool = False) -> Summary:
         )
     iterates, hashing = isinstance(shown, Iterator), _hashing(shown)
     if brief:
-        return Summary(name, None, iterates=iterates, hashing=hashing)
-    return Summary(name, _short_text(shown), attributes=_names(shown), iterates=iterates, hashing=hashing)
+        return Summary(type=name, text=None, iterates=iterates, hashing=hashing)
+    return Summary(type=name, text=_short_text(shown), attributes=_names(shown), iterates=iterates, hashing=hashing)
 
 
 def _hashing(value: Any) -> Literal["identity", "value", "none"]:

@@ -148,7 +148,7 @@ class EngineObjects:
         self.key = key
         self.replica = 0
         self.references = EngineReferences(self)
-        self.tracker = Tracker(Side(user_ns, self.references, classes), place)
+        self.tracker = Tracker(Side(user_ns=user_ns, references=self.references, classes=classes), place)
         self.owned: dict[ObjectId, Any] = {}
         self.plain: dict[str, Any] = {}
         self._ids: dict[int, list[ObjectId]] = {}  # of each object that has some, by `id()`, in the order it got them
@@ -238,7 +238,9 @@ class ObjectsOfTeams:
 
     def copies(self) -> Tracker:
         """What packs objects whole, for the notebook or for another engine, whatever team they are of."""
-        return Tracker(Side(self.user_ns, _NoReferences(), self._classes, copying=True), "cpu")
+        return Tracker(
+            Side(user_ns=self.user_ns, references=_NoReferences(), classes=self._classes, copying=True), "cpu"
+        )
 
     def program_begins(self, serial: int) -> None:
         """Classes that are sent for the first time are called by the program that made them: on each replica alike."""

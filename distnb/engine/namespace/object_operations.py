@@ -72,7 +72,7 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     if message.operation == "get" and isinstance(result, _METHODS) and getattr(result, "__self__", None) is not None:
         # The handle calls it by its path: nothing is kept here for it.
         return namespace.finish_with(
-            lambda describer: [Leaf(Described("object", summary=summarise(result), value="method"))]
+            lambda describer: [Leaf(Described(kind="object", summary=summarise(result), value="method"))]
         )
     # What is computed is mostly computed with: how it looks is asked when it is shown.
     brief = message.operation == "apply"

@@ -78,7 +78,9 @@ class ReplicaStream(io.TextIOBase):
             os.write(self._log_fd, text.encode(errors="replace"))
             self._before.write(text)
         elif text:
-            self._control.emit(Output(self._engine, running[0], running[1], self._stream, text))
+            self._control.emit(
+                Output(engine=self._engine, program=running[0], replica=running[1], stream=self._stream, text=text)
+            )
         return len(text)
 
     def flush(self) -> None:
@@ -112,7 +114,7 @@ def pipe_descriptor(
         if program is None:
             os.write(log_fd, data)
         else:
-            emit(Output(engine, program[0], program[1], name, decoder.decode(data)))
+            emit(Output(engine=engine, program=program[0], replica=program[1], stream=name, text=decoder.decode(data)))
 
     return reading, log_fd, forward
 
@@ -142,9 +144,16 @@ class ReplicaDisplayPublisher(DisplayPublisher):
         """Send one display to the notebook. Args as IPython's."""
         running = self._control.running
         if running is not None:
+            program, replica = running
             self._control.emit(
                 Display(
-                    self._engine, *running, data=data, metadata=metadata or {}, transient=transient or {}, update=update
+                    engine=self._engine,
+                    program=program,
+                    replica=replica,
+                    data=data,
+                    metadata=metadata or {},
+                    transient=transient or {},
+                    update=update,
                 )
             )
         else:
@@ -155,7 +164,10 @@ class ReplicaDisplayPublisher(DisplayPublisher):
         """Clear this replica's displays in the cell."""
         running = self._control.running
         if running is not None:
-            self._control.emit(Display(self._engine, *running, data={}, clear="wait" if wait else "now"))
+            program, replica = running
+            self._control.emit(
+                Display(engine=self._engine, program=program, replica=replica, data={}, clear="wait" if wait else "now")
+            )
         else:
             self._before.clear_output(wait)
 

@@ -116,14 +116,16 @@ class Telemetry:
 
 def memory(engine: int) -> MemoryUse:
     """Measure the memory of this process, of its machine, and of its accelerator if it has used one."""
-    host, device = psutil.virtual_memory(), device_memory()
+    host = psutil.virtual_memory()
+    device_free, device_total = device_memory() or (None, None)
     return MemoryUse(
-        engine,
-        int(psutil.Process().memory_info().rss),
-        int(host.available),
-        int(host.total),
-        allocated_nbytes(),
-        *(device or (None, None)),
+        engine=engine,
+        rss=int(psutil.Process().memory_info().rss),
+        host_free=int(host.available),
+        host_total=int(host.total),
+        allocated=allocated_nbytes(),
+        device_free=device_free,
+        device_total=device_total,
     )
 
 
@@ -146,7 +148,9 @@ def _waiting() -> Waiting | None:
     if wait is None:
         return None
     _, group, number, what, where = wait.arrival
-    return Waiting(wait.kind, what, where, group, number, activity.clock() - wait.begin)
+    return Waiting(
+        kind=wait.kind, what=what, where=where, group=group, number=number, seconds=activity.clock() - wait.begin
+    )
 
 
 def _callee(code: CodeType, instruction: int) -> str:

@@ -53,8 +53,18 @@ class WidgetComm(BaseComm):
             self._emit("close")
 
     def _emit(self, method: Any, content: Any = None, buffers: tuple[bytes, ...] = ()) -> None:
-        running = self._control.running or (0, 0)
-        self._control.emit(WidgetChange(self._engine, *running, self.comm_id, method, content, buffers))
+        program, replica = self._control.running or (0, 0)
+        self._control.emit(
+            WidgetChange(
+                engine=self._engine,
+                program=program,
+                replica=replica,
+                widget=self.comm_id,
+                method=method,
+                content=content,
+                buffers=buffers,
+            )
+        )
 
 
 def install(engine: int, control: Control, shell: Any) -> None:

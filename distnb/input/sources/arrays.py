@@ -38,7 +38,9 @@ class ArraySource(Source):
             while True:
                 batch, _, start, stop, of_all = ranges.deal()
                 first, end = batch.start + start, batch.start + stop
-                yield Load(self._columns, self._examples, first, end, of_all, borrowed=True)
+                yield Load(
+                    tree=self._columns, examples=self._examples, start=first, stop=end, size=of_all, borrowed=True
+                )
 
     def length(self) -> int:
         return -(-self._examples // self._batch_size)

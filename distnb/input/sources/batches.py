@@ -59,9 +59,19 @@ class Batches(Dealer, Iterator[Load]):
             tree = self._load()
             portion, digest = self._feeding.requested.popleft()
             own = portion.stop - portion.start
-            return Load(tree, own or 1, 0, own, portion.size, separate=True, digest=digest)
+            return Load(
+                tree=tree, examples=own or 1, start=0, stop=own, size=portion.size, separate=True, digest=digest
+            )
         portion = self.deal()
-        return Load(*portion, separate=self._place.takes_whole_batches, digest=self._digest)
+        return Load(
+            tree=portion.batch,
+            examples=portion.examples,
+            start=portion.start,
+            stop=portion.stop,
+            size=portion.size,
+            separate=self._place.takes_whole_batches,
+            digest=self._digest,
+        )
 
     def _batch(self) -> Any:
         tree = self._load()

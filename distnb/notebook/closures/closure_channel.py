@@ -146,7 +146,15 @@ class ClosureChannel(SessionPart):
         listener = self._peers.listener
         path = listener.path if listener is not None else ""
         spread = bool(self._engines.hosts())
-        return TakeTask(program, team, self._tasks, path, self._url, dict(self._addresses), spread)
+        return TakeTask(
+            program=program,
+            team=team,
+            tasks=self._tasks,
+            listener=path,
+            url=self._url,
+            servers=dict(self._addresses),
+            spread=spread,
+        )
 
     def _take_in(self, server: int, address: Any) -> None:
         from distnb.runtime.servers.client import Servers
@@ -365,10 +373,12 @@ class ClosureChannel(SessionPart):
                 return
             if isinstance(message, MessageError):
                 text = str(message)
-                report = ErrorReport(None, "distnb.errors.MessageError", text, (text,), (text,))
+                report = ErrorReport(
+                    pickled=None, type_name="distnb.errors.MessageError", text=text, traceback=(text,), rendered=(text,)
+                )
             else:
                 report = message.error
-            message = Reply(program, "error", report)
+            message = Reply(program=program, status="error", error=report)
         self._supervisor.replied(engine, message.program)
         found = self._under_way.get(message.program)
         if found is None:

@@ -63,7 +63,7 @@ def as_model(handle: DistributedValues) -> ValueModel:
     state, size = state_of_handle(handle), handle.num_replicas
     kind = "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
     if state.tracked.ended:
-        return ValueModel(kind, size, {}, notes=(as_text(state, size, mirrored=False),))
+        return ValueModel(kind=kind, size=size, components={}, notes=(as_text(state, size, mirrored=False),))
     told = state.operations.inspect(handle)
     components, absent = {}, {}
     for replica in range(size):
@@ -82,9 +82,14 @@ def as_model(handle: DistributedValues) -> ValueModel:
             each = fact.summary
             shape = each.shape
             components[replica] = Inspected(
-                each.type.rsplit(".", 1)[-1], each.text or "", shape, each.dtype, each.device, note="not looked at"
+                type=each.type.rsplit(".", 1)[-1],
+                text=each.text or "",
+                shape=shape,
+                dtype=each.dtype,
+                device=each.device,
+                note="not looked at",
             )
     notes = () if told is not None else (_EARLIER.strip(),)
     if state.together:
         notes = (*notes, "Each replica holds a part; what it is as a whole, they read together.")
-    return ValueModel(kind, size, components, absent, notes, state.together)
+    return ValueModel(kind=kind, size=size, components=components, absent=absent, notes=notes, together=state.together)

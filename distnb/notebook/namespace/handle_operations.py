@@ -128,7 +128,7 @@ class HandleOperations:
         tracked = state.tracked
         self.before()
         snapshot = self._namespace.call_snapshot(tracked, (tuple(args), dict(kwargs)), touched=(handle,))
-        answers = self._ask(tracked, operation, state.identity, Request(snapshot, path, asked))
+        answers = self._ask(tracked, operation, state.identity, Request(snapshot=snapshot, path=path, answers=asked))
         state.give(name for name in snapshot.sections if name.startswith("@"))
         self.changes += operation not in _LOOKING
         state.as_of = -1
@@ -250,7 +250,12 @@ class HandleOperations:
         self.before()
         touched = [handle for target in targets if (handle := tracked.handle(target)) is not None]
         snapshot = self._namespace.call_snapshot(tracked, None, touched=touched)
-        return self._transfer(tracked, operation, targets[0], Request(snapshot, (), tuple(replicas), targets))
+        return self._transfer(
+            tracked,
+            operation,
+            targets[0],
+            Request(snapshot=snapshot, path=(), answers=tuple(replicas), targets=targets),
+        )
 
     def _transfer(self, tracked: TrackedObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
         """An operation that has no results."""
@@ -279,10 +284,10 @@ class HandleOperations:
         self.before()
         snapshot = self._namespace.call_snapshot(tracked, None)
         pack, restored = self._transfer(
-            tracked, "export", (0, ""), Request(snapshot, answers=(survivor,), targets=mirrored)
+            tracked, "export", (0, ""), Request(snapshot=snapshot, answers=(survivor,), targets=mirrored)
         )[survivor]
         snapshot = self._namespace.call_snapshot(tracked, None)
-        self._transfer(tracked, "import", (0, ""), Request(snapshot, answers=tuple(lost), pack=pack))
+        self._transfer(tracked, "import", (0, ""), Request(snapshot=snapshot, answers=tuple(lost), pack=pack))
         return set(restored)
 
 

@@ -147,7 +147,7 @@ class LocalCopies:
             for name in sorted(set(names) - known):
                 known.add(name)
                 if name in self._user_ns:
-                    queue.append(_HandlePlace(self._user_ns, name, self._user_ns[name]))
+                    queue.append(_HandlePlace(container=self._user_ns, key=name, before=self._user_ns[name]))
 
         read_also(user_names(self._user_ns) if reads.dynamic else reads.names)
         for place in queue:  # it grows
@@ -191,28 +191,28 @@ def _parts(obj: Any, within: _HandlePlace) -> Iterator[_HandlePlace]:
     attributes: Any = getattr(obj, "__dict__", None)
     if isinstance(obj, dict | list | collections.deque):
         for key, value in obj.items() if isinstance(obj, dict) else enumerate(obj):
-            yield _HandlePlace(obj, key, value, within, "[{key}]")
+            yield _HandlePlace(container=obj, key=key, before=value, within=within, form="[{key}]")
     elif isinstance(obj, tuple | set | frozenset):
         for index, part in enumerate(obj):
             form = "[{key}]" if isinstance(obj, tuple) else ""
-            yield from _parts(part, _HandlePlace(obj, index, part, within, form))
+            yield from _parts(part, _HandlePlace(container=obj, key=index, before=part, within=within, form=form))
     elif isinstance(obj, types.FunctionType):
         for cell in obj.__closure__ or ():
-            yield _HandlePlace(cell, "cell_contents", content_of(cell), within, "")
-        yield _HandlePlace(obj, "__defaults__", obj.__defaults__, within, "")
+            yield _HandlePlace(container=cell, key="cell_contents", before=content_of(cell), within=within, form="")
+        yield _HandlePlace(container=obj, key="__defaults__", before=obj.__defaults__, within=within, form="")
     elif isinstance(obj, types.MethodType):
         yield from _parts(obj.__func__, within)
         yield from _parts(obj.__self__, within)
     elif isinstance(obj, type):
         for name, value in attributes.items():
             if not name.startswith("__"):
-                yield _HandlePlace(obj, name, value, within, ".{key}")
+                yield _HandlePlace(container=obj, key=name, before=value, within=within, form=".{key}")
         for base in obj.__bases__:
             if base is not object:
                 yield from _parts(base, within)
     elif isinstance(attributes, dict):
         for name, value in attributes.items():
-            yield _HandlePlace(attributes, name, value, within, ".{key}")
+            yield _HandlePlace(container=attributes, key=name, before=value, within=within, form=".{key}")
         if type(obj).__module__ == "__main__":
             yield from _parts(type(obj), within)
 

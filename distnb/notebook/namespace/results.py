@@ -212,7 +212,7 @@ class Results:
 
     def _handle_of_different(self, identity: ObjectId, old: Any, what_happened: str = _CHANGED) -> Any:
         names = [name for name, value in self._user_ns.items() if value is old and not name.startswith("_")]
-        facts = {replica: Described("object", identity=identity) for replica in self._results}
+        facts = {replica: Described(kind="object", identity=identity) for replica in self._results}
         handle = self._handle(identity, facts, name=names[0] if names else "", mirrored=False)
         state_of_handle(handle).as_of = -1
         for name in names:
@@ -380,7 +380,14 @@ class Results:
     ) -> Any:
         if mirrored is None:
             mirrored = are_equal(facts) and len(facts) == len(self._results)
-        state = RemoteState(self._tracked, self._operations, identity, dict(facts), local or {}, name)
+        state = RemoteState(
+            tracked=self._tracked,
+            operations=self._operations,
+            identity=identity,
+            facts=dict(facts),
+            local=local or {},
+            name=name,
+        )
         state.as_of = self._changes
         state.gone = {engine for place, engine in enumerate(self._tracked.key[0]) if place not in self._results}
         handle = make_handle(state, mirrored=mirrored, size=self._tracked.size)
@@ -389,7 +396,7 @@ class Results:
 
     def _fresh_handle(self, identity: ObjectId) -> Any:
         """Make a handle for an engine object within data that has arrived. The object may have a name as well."""
-        unknown = Described("object", identity=identity)
+        unknown = Described(kind="object", identity=identity)
         facts, names = {}, {}
         for replica, one in self._results.items():
             if replica not in self._objects:

@@ -102,7 +102,7 @@ class TrackedObjects:
         self.key = key
         self.whole = key[0]  # the engines that it was made with, those that died since among them
         self.references = NotebookReferences(self)
-        self.tracker = Tracker(Side(user_ns, self.references, classes))
+        self.tracker = Tracker(Side(user_ns=user_ns, references=self.references, classes=classes))
         self.bound = BoundNames(self.tracker)
         self.environment: Environment | None = None
         self.modes_set_by: dict[str, int] = {}

@@ -201,7 +201,7 @@ class OutputMerger:
         if name not in slots:
             # Names may be random, so the displays of different replicas are paired by their order.
             if len(slots) == len(self._named_slots):
-                self._named_slots.append(_Slot(self._new_name()))
+                self._named_slots.append(_Slot(name=self._new_name()))
             slot = slots[name] = self._named_slots[len(slots)]
             self._weave.add(("named", slot.name), replica, slot, now)
         slots[name].group[replica] = bundle
@@ -214,7 +214,7 @@ class OutputMerger:
         """
         count = self._counts[replica, site] = self._counts[replica, site] + 1
         if (site, count) not in self._parts:
-            self._parts[site, count] = _Slot(self._new_name())
+            self._parts[site, count] = _Slot(name=self._new_name())
         slot = self._parts[site, count]
         slot.group[replica], slot.dirty = bundle, True
         self._weave.add(("named", slot.name), replica, slot, now)
@@ -277,7 +277,7 @@ class OutputMerger:
             self._figures.group.update(dict.fromkeys(entry.replicas, content))
             self._figures.dirty = True
         elif figure:
-            self._figures = _Slot(self._new_name(), dict.fromkeys(entry.replicas, content))
+            self._figures = _Slot(name=self._new_name(), group=dict.fromkeys(entry.replicas, content))
             self._slots.append(self._figures)
         else:
             if len(entry.replicas) < self._total:

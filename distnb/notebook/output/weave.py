@@ -48,7 +48,7 @@ class Weave(Generic[T]):
 
     def add(self, key: tuple[str, str], replica: int, content: T, now: float) -> None:
         """Add a step that a replica took."""
-        self._queues[replica].append(WovenStep(key, content, now, {replica}))
+        self._queues[replica].append(WovenStep(key=key, content=content, since=now, replicas={replica}))
 
     def release(self, now: float, *, final: bool = False) -> list[WovenStep[T]]:
         """Release and return the steps that are complete or overdue. The order depends on no replica's speed."""
@@ -77,7 +77,9 @@ class Weave(Generic[T]):
             key = next((key for key in here if len(heads[key]) == holders[key]), next(iter(queues.values()))[0].key)
             who = heads.pop(key)
             steps = [queues[replica].popleft() for replica in sorted(who)]
-            woven.append(WovenStep(key, steps[0].content, min(step.since for step in steps), who))
+            woven.append(
+                WovenStep(key=key, content=steps[0].content, since=min(step.since for step in steps), replicas=who)
+            )
             for replica in who:
                 left[replica][key] -= 1
                 holders[key] -= not left[replica][key]

@@ -214,7 +214,7 @@ class Dispatch:
             if outcome is None:
                 return
             self._supervisor.failed(engine, outcome.program, f"{message.error.type_name}: {message.error.text}")
-            message = Reply(outcome.program, "error", message.error)
+            message = Reply(program=outcome.program, status="error", error=message.error)
         outcome = self._pending.get(message.program)
         if outcome is not None:
             outcome.take(engine, message)

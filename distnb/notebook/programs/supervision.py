@@ -88,7 +88,10 @@ class Supervision:
         if program is None or program.deadline is not None:
             return []
         program.deadline = now + _PATIENCE_S
-        return [EndProgram(engine, number, reason, interrupted) for engine in sorted(program.waiting)]
+        return [
+            EndProgram(engine=engine, program=number, reason=reason, interrupted=interrupted)
+            for engine in sorted(program.waiting)
+        ]
 
     def tick(self, now: float) -> list[Order]:
         """Time has passed: whom to give up on."""

@@ -76,7 +76,7 @@ def charts(model: LiveModel) -> list[Chart]:
         curve = own.curves[name]
         exploded = [line.exploded[0].step for line in curve.shown().values() if line.exploded is not None]
         series = series_of(name, runs, max(1, len(model.rows)))
-        drawn.append(Chart(name, series, model.marks(own), exploded, facts(curve)))
+        drawn.append(Chart(name=name, series=series, epochs=model.marks(own), exploded=exploded, facts=facts(curve)))
     return drawn
 
 
@@ -88,7 +88,7 @@ def series_of(name: str, runs: Sequence[Run], replicas: int = 0) -> list[Series]
     series = []
     for number, run in enumerate(runs):
         lines = {whose[0]: line for whose, line in run.curves[name].shown().items()}
-        series.append(Series(run.name, number, lines, True))
+        series.append(Series(label=run.name, color=number, lines=lines, thick=True))
     return series
 
 
@@ -96,10 +96,18 @@ def _of_replicas(curve: Curve, total: int) -> list[Series]:
     shown = curve.shown()
     if len(shown) > MOST_LINES:
         far = apart(curve.lines)
-        crowd = Series(f"mean of {len(shown)}", 0, dict(sorted(curve.lines.items())), True)
-        return [crowd, *(Series(mark([r]), 1 + i, {r: curve.lines[r]}, False) for i, r in enumerate(far))]
+        crowd = Series(label=f"mean of {len(shown)}", color=0, lines=dict(sorted(curve.lines.items())), thick=True)
+        return [
+            crowd,
+            *(Series(label=mark([r]), color=1 + i, lines={r: curve.lines[r]}, thick=False) for i, r in enumerate(far)),
+        ]
     return [
-        Series(mark(replicas) if total > 1 else "", replicas[0], {replicas[0]: line}, len(replicas) > 1 or total == 1)
+        Series(
+            label=mark(replicas) if total > 1 else "",
+            color=replicas[0],
+            lines={replicas[0]: line},
+            thick=len(replicas) > 1 or total == 1,
+        )
         for replicas, line in shown.items()
     ]
 

@@ -95,7 +95,7 @@ class DevicesModel:
     def of_nobody(cls, devices: Iterable[str]) -> DevicesModel:
         """Return devices of this machine that no engine uses."""
         memory = psutil.virtual_memory()
-        host = MemoryPool("this machine", {}, int(memory.available), int(memory.total))
+        host = MemoryPool(name="this machine", used={}, free=int(memory.available), total=int(memory.total))
         return cls(tuple(DeviceRow(device) for device in devices), (host,))
 
     @classmethod
@@ -153,7 +153,9 @@ def _hosts(rows: Iterable[_Engine], memory: Mapping[int, MemoryUse], names: Mapp
     for host, there in hosts.items():
         reported = memory[there[0].engine]
         used = {names[row.engine]: memory[row.engine].rss for row in there}
-        found.append(MemoryPool(f"memory of {host}", used, reported.host_free, reported.host_total))
+        found.append(
+            MemoryPool(name=f"memory of {host}", used=used, free=reported.host_free, total=reported.host_total)
+        )
     return found
 
 
@@ -166,5 +168,5 @@ def _accelerators(
         latest = next((each for each in reported.values() if each.device_total is not None), None)
         if latest is not None and latest.device_total is not None and latest.device_free is not None:
             used = {name: each.allocated or 0 for name, each in reported.items()}
-            found.append(MemoryPool(device, used, latest.device_free, latest.device_total))
+            found.append(MemoryPool(name=device, used=used, free=latest.device_free, total=latest.device_total))
     return found

@@ -135,7 +135,7 @@ class LiveModel:
         self.ended_at: float | None = None
         self._name = name
         self.run_name = ""
-        self._latest = Run(name)
+        self._latest = Run(name=name)
         self._read_before: step_count.Reading | None = None
         self._latest_step: defaultdict[int, int] = defaultdict(int)  # the step of the latest value of each replica
         self._batches: deque[tuple[float, int]] = deque(maxlen=64)  # seconds, batches of all epochs
@@ -160,7 +160,7 @@ class LiveModel:
             self.timeline.feed(event, before[0])
             self.waits.feed(event, now)
             if self.closures is None and event.replica == 0:  # workers read data of their own each
-                self._read(event.epochs, before[0], event.reading and step_count.Reading(*event.reading), now)
+                self._read(event.epochs, before[0], event.reading and step_count.Reading._make(event.reading), now)
         elif isinstance(event, Status):
             self._status(event)
         elif isinstance(event, Asks | GoesOn):
@@ -233,7 +233,7 @@ class LiveModel:
         run = self.runs.get(name)
         if run is None:
             base = steps if self.runs else 0
-            run = self.runs[name] = Run(name or self._name, is_named=bool(name), base=base)
+            run = self.runs[name] = Run(name=name or self._name, is_named=bool(name), base=base)
             self.history.begin(run)
         self._latest = run
         return run
@@ -292,7 +292,7 @@ class LiveModel:
             self.state = "running"
         row = self.rows.get(replica)
         if row is None:
-            row = self.rows[replica] = ReplicaRow(replica, engine, self._devices.get(engine, ""))
+            row = self.rows[replica] = ReplicaRow(replica=replica, engine=engine, device=self._devices.get(engine, ""))
         row.engine = engine
         return row
 

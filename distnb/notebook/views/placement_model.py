@@ -136,15 +136,24 @@ def _tensor(name: str, reports: list[tuple[int, Holding]], here: str) -> PlacedT
         key = (each.holder, each.bounds, each.kind, each.note, each.whole)
         groups.setdefault(key, []).append((replica, each))
     first = reports[0][1]
-    return PlacedTensor(name, first.whole, first.dtype, tuple(_part(group, here) for group in groups.values()))
+    return PlacedTensor(
+        name=name, whole=first.whole, dtype=first.dtype, parts=tuple(_part(group, here) for group in groups.values())
+    )
 
 
 def _part(group: list[tuple[int, Holding]], here: str) -> PlacedPart:
     devices = tuple(dict.fromkeys(each.device for _, each in group if each.device))
     holder = group[0][1].holder or here
     if holder.startswith("replica "):  # one process reported for several
-        return PlacedPart((int(holder.removeprefix("replica ")),), "", devices, group[0][1])
-    return PlacedPart(() if holder else tuple(replica for replica, _ in group), holder, devices, group[0][1])
+        return PlacedPart(
+            replicas=(int(holder.removeprefix("replica ")),), holder="", devices=devices, what=group[0][1]
+        )
+    return PlacedPart(
+        replicas=() if holder else tuple(replica for replica, _ in group),
+        holder=holder,
+        devices=devices,
+        what=group[0][1],
+    )
 
 
 def bounds_text(holding: Holding) -> str:

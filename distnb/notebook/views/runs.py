@@ -42,7 +42,7 @@ class Run:
 
     def curve(self, name: str) -> Curve:
         """Return the curve of this name, made if it does not exist."""
-        return self.curves.setdefault(name, Curve(name))
+        return self.curves.setdefault(name, Curve(name=name))
 
     def __len__(self) -> int:
         return sum(len(line.record) for curve in self.curves.values() for line in curve.lines.values())
@@ -89,7 +89,9 @@ class History:
             for curve in run.curves.values():
                 for replica, line in sorted(curve.lines.items()):
                     for step, value, seconds in line.record.since(0):
-                        yield Drawn(step, replica, curve.name, value, run.name, seconds)
+                        yield Drawn(
+                            step=step, replica=replica, name=curve.name, value=value, run=run.name, time=seconds
+                        )
 
     def frame(self, names: Sequence[str] = ()) -> pandas.DataFrame:
         """Return the values as a table; see `distnb.history`."""

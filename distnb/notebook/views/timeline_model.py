@@ -198,7 +198,15 @@ class TimelineModel:
             if share is not None:
                 queued[replica] = share
         straggler = _straggler(events, seconds, begin, end)
-        return Spent(begin, end, count, seconds, straggler, queued, self._crowd())
+        return Spent(
+            begin=begin,
+            end=end,
+            steps=count,
+            seconds=seconds,
+            straggler=straggler,
+            queued=queued,
+            processors=self._crowd(),
+        )
 
     def known(self, least: int, *, every_s: float = 0.0) -> Spent | None:
         """Return the newest result of `spent` with at least `least` steps; None before the first.
@@ -250,7 +258,7 @@ class TimelineModel:
         for replica, track in sorted(self._tracks.items()):
             events = list(track.events)
             if track.began is not None:
-                events.append(Event(0, "program", track.began, track.now))
+                events.append(Event(serial=0, kind="program", begin=track.began, end=track.now))
             offset = self._offset(replica)
             found[replica] = [_moved(event, -offset) for event in events] if offset else events
         return found
@@ -357,10 +365,18 @@ def _swept(replica: int, spans: list[tuple[float, float, State, Event]], begin: 
         if moment > at:
             kind = next((kind for kind in _ABOVE if open_[kind]), None)
             if kind is None:
-                yield Piece(replica, "idle", at, moment)
+                yield Piece(replica=replica, kind="idle", begin=at, end=moment)
             else:
                 _, _, state, event = spans[max(open_[kind])]
-                yield Piece(replica, state, at, moment, event.what, cell_place(event.where), event.number)
+                yield Piece(
+                    replica=replica,
+                    kind=state,
+                    begin=at,
+                    end=moment,
+                    what=event.what,
+                    where=cell_place(event.where),
+                    number=event.number,
+                )
             at = moment
         if place >= 0:
             (open_[spans[place][2]].add if opens else open_[spans[place][2]].discard)(place)
@@ -389,7 +405,12 @@ def _straggler(
     }
     most = max(longer, key=lambda kind: longer[kind])
     explained = longer[most] >= held[slowest] / 3
-    return Straggler(slowest, held[slowest], most if explained else "", longer[most] if explained else 0.0)
+    return Straggler(
+        replica=slowest,
+        held_s=held[slowest],
+        longer=most if explained else "",
+        longer_s=longer[most] if explained else 0.0,
+    )
 
 
 # -- words -----------------------------------------------------------------------------------------------------------

@@ -105,9 +105,9 @@ def fold(components: Mapping[int, Inspected]) -> list[Folded]:
     first = next(iter(components[group[0]].content for group in groups.values()), 0)
     return [
         Folded(
-            tuple(replicas),
-            components[replicas[0]],
-            tuple(dict.fromkeys(filter(None, (components[replica].device for replica in replicas)))),
+            replicas=tuple(replicas),
+            what=components[replicas[0]],
+            devices=tuple(dict.fromkeys(filter(None, (components[replica].device for replica in replicas)))),
             differs=bool(first) and components[replicas[0]].content not in (0, first),
         )
         for replicas in groups.values()

@@ -127,7 +127,9 @@ class SharedOptimizers:
                 parameter.grad = None
         kept = [value for parameter in mine for value in _kept(optimizer, parameter).values()]
         close = self._variables.open([*mine, *kept])
-        self._under_way[id(optimizer)] = _SharedStep(optimizer, on_host, alike, mine, others, close)
+        self._under_way[id(optimizer)] = _SharedStep(
+            optimizer=optimizer, on_host=on_host, alike=alike, mine=mine, others=others, close=close
+        )
         return args, kwargs
 
     @always_eager

@@ -258,7 +258,15 @@ def _drifted(place: _Place | None, number: int, everyones: Sequence[Mapping[int,
 def _offer(label: str, tensor: torch.Tensor) -> _Offer:
     storage, shape, stride = tensor.untyped_storage(), tuple(tensor.shape), tuple(tensor.stride())
     digest = _digest(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-    return _Offer(label, shape, stride, str(tensor.dtype), digest, storage.nbytes(), int(tensor.storage_offset()))
+    return _Offer(
+        label=label,
+        shape=shape,
+        stride=stride,
+        dtype=str(tensor.dtype),
+        digest=digest,
+        nbytes=storage.nbytes(),
+        offset=int(tensor.storage_offset()),
+    )
 
 
 def _placed(tensor: torch.Tensor, offer: _Offer, number: int, owner: int, memory: SharedMemory, begin: int) -> _Place:
@@ -270,7 +278,16 @@ def _placed(tensor: torch.Tensor, offer: _Offer, number: int, owner: int, memory
         for part in (memory.own(begin, offer.nbytes), memory.common(begin, offer.nbytes))
     )
     pages = memory.pages(begin, offer.nbytes)
-    return _Place(weakref.ref(tensor), offer.label, number, owner, memory, pages, own, common)
+    return _Place(
+        tensor=weakref.ref(tensor),
+        label=offer.label,
+        number=number,
+        owner=owner,
+        memory=memory,
+        pages=pages,
+        own=own,
+        common=common,
+    )
 
 
 def _can_be_shared(tensor: torch.Tensor) -> bool:

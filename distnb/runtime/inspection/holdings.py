@@ -67,7 +67,7 @@ def _holdings(value: Any, name: str, left: Iterator[int], depth: int) -> Iterato
         return
     process = this_process.replica
     if hasattr(type(value), "worker_devices") and process is not None:  # a strategy
-        yield Holding("", (), None, "own", device=str(process.team.devices[process.rank]))
+        yield Holding(name="", whole=(), bounds=None, kind="own", device=str(process.team.devices[process.rank]))
     elif isinstance(value, DistributedDataset):
         yield from _batches(value)
     elif isinstance(value, DistributedValues):
@@ -110,7 +110,16 @@ def _tensor(value: Any, name: str) -> Iterator[Holding]:
             bounds = ((part.first, part.last), *((0, size) for size in stored.shape[1:])) if stored.shape else ()
             nbytes = itemsize * torch.Size(stored.part_shape(part)).numel()
             place, dtype = f"ps {part.server}", str(stored.dtype).removeprefix("torch.")
-            yield Holding(name, stored.shape, bounds, "stored", dtype, "cpu", nbytes, place)
+            yield Holding(
+                name=name,
+                whole=stored.shape,
+                bounds=bounds,
+                kind="stored",
+                dtype=dtype,
+                device="cpu",
+                nbytes=nbytes,
+                holder=place,
+            )
         return
     local = as_tensor(value)
     if local is None:  # its shape is not known yet
@@ -118,7 +127,17 @@ def _tensor(value: Any, name: str) -> Iterator[Holding]:
     whole = tuple(value.shape)
     kind, bounds, note = _part(value, whole)
     dtype = str(value.dtype).removeprefix("torch.")
-    yield Holding(name, whole, bounds, kind, dtype, device_of(value), local.numel() * local.itemsize, "", note)
+    yield Holding(
+        name=name,
+        whole=whole,
+        bounds=bounds,
+        kind=kind,
+        dtype=dtype,
+        device=device_of(value),
+        nbytes=local.numel() * local.itemsize,
+        holder="",
+        note=note,
+    )
 
 
 def _part(value: Any, whole: tuple[int, ...]) -> tuple[Kind, Bounds, str]:
@@ -177,11 +196,11 @@ def _batches(dataset: DistributedDataset) -> Iterator[Holding]:
     if place.turns is not None:
         turns = place.turns
         note = f"input pipeline {turns.pipeline} of {turns.pipelines}, read by {turns.takers} in turn"
-        yield Holding("each batch", (), None, "rows", device=str(place.target), note=note)
+        yield Holding(name="each batch", whole=(), bounds=None, kind="rows", device=str(place.target), note=note)
         return
     if sizes is None:
         note = "how many rows a batch has is known when it is read"
-        yield Holding("each batch", (), None, "rows", device=str(place.target), note=note)
+        yield Holding(name="each batch", whole=(), bounds=None, kind="rows", device=str(place.target), note=note)
         return
     examples, batch = sizes
     full, rest = divmod(examples, batch)
@@ -189,4 +208,4 @@ def _batches(dataset: DistributedDataset) -> Iterator[Holding]:
     for name, size in ((counted, batch if full else 0), ("the last batch", rest)):
         if size:
             bounds = (slice_bounds(size, place.num_replicas, place.replica_id),)
-            yield Holding(name, (size,), bounds, "rows", device=str(place.target))
+            yield Holding(name=name, whole=(size,), bounds=bounds, kind="rows", device=str(place.target))

@@ -75,7 +75,7 @@ class _Inspection:
         content = 0 if f" at {id(value):#x}" in text or len(text) >= _MOST_CHARACTERS else digest_of_text(text)
         if picture:
             text, content = "", digest_of_text(picture)
-        return Inspected(type_name(value), text, content=content, picture=picture)
+        return Inspected(type=type_name(value), text=text, content=content, picture=picture)
 
     def _picture_of(self, value: Any) -> str:
         with contextlib.suppress(Exception):  # a figure's artists are the user's
@@ -117,7 +117,7 @@ class _Inspection:
         count = len(value) if isinstance(value, list | tuple) else len(children)
         whole = count == len(shown) and all(told)
         return Inspected(
-            type_name(value),
+            type=type_name(value),
             text=f"{count} item{'s' * (count != 1)}",
             nbytes=sum(child.nbytes for _, child in items),
             content=digest_of_text(repr(told)) if whole else 0,
@@ -173,7 +173,7 @@ def _layer(module: torch.nn.Module, path: str, leaves: Mapping[str, Inspected], 
     # Of a layer that is used twice, the tensors are told where they are first: a sum counts them once.
     below = [leaf for full, leaf in leaves.items() if full.startswith(path)]
     return Inspected(
-        type(module).__name__,
+        type=type(module).__name__,
         text=_settings_of(module),
         device=", ".join(dict.fromkeys(leaf.device for leaf in below)),
         nbytes=sum(leaf.nbytes for leaf in below),
@@ -230,7 +230,7 @@ def _is_odd(array: Any) -> bool:
 
 def _facts(value: Any, tensor: torch.Tensor) -> Inspected:
     return Inspected(
-        type_name(value),
+        type=type_name(value),
         shape=str(tuple(value.shape)),
         dtype=str(value.dtype).removeprefix("torch."),
         device=device_of(value),

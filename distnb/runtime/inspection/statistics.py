@@ -49,19 +49,29 @@ def statistics_of(tensor: torch.Tensor) -> Statistics | None:
             values = values[values.isfinite()]
             if not values.numel():
                 told = math.nan if nans else math.inf
-                return Statistics(tensor.numel(), math.nan, math.nan, math.nan, told, nans, infinities, (), looked_at)
+                return Statistics(
+                    elements=tensor.numel(),
+                    low=math.nan,
+                    high=math.nan,
+                    mean=math.nan,
+                    norm=told,
+                    nans=nans,
+                    infinities=infinities,
+                    histogram=(),
+                    looked_at=looked_at,
+                )
             low, high = map(float, torch.aminmax(values))
         norm = float(_norm(values)) * math.sqrt(tensor.numel() / looked_at)
         return Statistics(
-            tensor.numel(),
-            low,
-            high,
-            float(values.mean()),
-            math.nan if nans else math.inf if infinities else norm,
-            nans,
-            infinities,
-            _histogram(values, low, high),
-            looked_at,
+            elements=tensor.numel(),
+            low=low,
+            high=high,
+            mean=float(values.mean()),
+            norm=math.nan if nans else math.inf if infinities else norm,
+            nans=nans,
+            infinities=infinities,
+            histogram=_histogram(values, low, high),
+            looked_at=looked_at,
         )
 
 

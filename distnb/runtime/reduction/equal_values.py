@@ -43,7 +43,7 @@ def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy
         for tensors in by_dtype.values():
             for places in _PACKS.cut([tensor.nbytes for tensor in tensors]):
                 chosen = [tensors[place] for place in places]
-                pack = Pack([Slot(tuple(tensor.shape), tensor.dtype, device) for tensor in chosen])
+                pack = Pack([Slot(shape=tuple(tensor.shape), dtype=tensor.dtype, device=device) for tensor in chosen])
                 if group.rank == 0:
                     pack.fill(chosen)
                 if pack.flat.numel():

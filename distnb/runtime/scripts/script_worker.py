@@ -76,7 +76,9 @@ def _join(placement: WorkerPlacement, launched: bool, sockets_only: bool) -> Non
             host = address
         os.environ.update(network_environment(interface))
         os.environ.update(
-            rank_environment(0, 1, Seat(host, port, worker=placement.index, workers=len(placement.workers)))
+            rank_environment(
+                0, 1, Seat(store_host=host, store_port=port, worker=placement.index, workers=len(placement.workers))
+            )
         )
     store = connect(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), placement)
     meet_workers(store, placement, int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -67,7 +67,9 @@ class ClosureRun:
 def _creation(stored: Stored, shard: Shard, part: Part, value: torch.Tensor | None) -> Create:
     name = stored.name if len(stored.parts) == 1 else f"{stored.name}/part_{shard[1]}"
     own = None if value is None else stored.piece(value.detach().cpu(), part).contiguous()
-    return Create(shard, name, own, stored.part_shape(part), stored.dtype, stored.trainable)
+    return Create(
+        shard=shard, name=name, value=own, shape=stored.part_shape(part), dtype=stored.dtype, trainable=stored.trainable
+    )
 
 
 def _sent(value: torch.Tensor) -> torch.Tensor:
@@ -255,7 +257,9 @@ class ServerAccess:
         value = value.detach().to("cpu", stored.dtype)
         self._each_part(
             stored,
-            lambda shard, part: WriteShard(shard, method, stored.piece(value, part).contiguous(), token=self.token()),
+            lambda shard, part: WriteShard(
+                shard=shard, method=method, value=stored.piece(value, part).contiguous(), token=self.token()
+            ),
         )
         self._stale.add(stored.number)
 
@@ -293,7 +297,9 @@ class ServerAccess:
             inside = (rows >= part.first) & (rows < part.last)
             if bool(inside.any()):
                 own, changes = (rows[inside] - part.first).cpu(), values[inside].detach().cpu().contiguous()
-                requests.setdefault(part.server, []).append(WriteShard(shard, method, changes, own, self.token()))
+                requests.setdefault(part.server, []).append(
+                    WriteShard(shard=shard, method=method, value=changes, rows=own, token=self.token())
+                )
         self.exchange(requests)
         self._stale.add(stored.number)
 
@@ -327,7 +333,9 @@ class ServerAccess:
             for shard, part, inside in stored.shards_of_rows(rows):
                 place = int(inside[0])
                 own = piece[part.first + place - first :][: len(inside)].cpu().contiguous()
-                requests.setdefault(part.server, []).append(WriteShard(shard, "assign_rows", own, place, self.token()))
+                requests.setdefault(part.server, []).append(
+                    WriteShard(shard=shard, method="assign_rows", value=own, rows=place, token=self.token())
+                )
             self.exchange(requests)
         self._stale.add(stored.number)
 
@@ -347,7 +355,13 @@ class ServerAccess:
         guarded = self.is_worker and stored.trainable
         base = None if guarded else tensor.detach().clone()
         self._copies[stored.number] = Copy(
-            stored, reference, known, base, guarded, noted=tensor._version, doubtful=versions is None
+            stored=stored,
+            reference=reference,
+            versions=known,
+            base=base,
+            guarded=guarded,
+            noted=tensor._version,
+            doubtful=versions is None,
         )
         self._stored[tensor] = stored
 
@@ -376,7 +390,9 @@ class ServerAccess:
                 tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
                 tensor.requires_grad_(stored.trainable)
                 unread = [UNKNOWN] * len(stored.parts)
-                copy = self._copies[stored.number] = Copy(stored, lambda: tensor, unread, doubtful=True)
+                copy = self._copies[stored.number] = Copy(
+                    stored=stored, reference=lambda: tensor, versions=unread, doubtful=True
+                )
             if copy.doubtful or not self.is_worker or stored.number in self._stale:
                 self.refresh([stored.number])
             return copy.tensor
@@ -450,7 +466,7 @@ class ServerAccess:
             for shard, place, part, own, before in copy.changes():
                 mine = requests.setdefault(part.server, [])
                 parts.append((copy, place, part.server, len(mine), shard, own, before))
-                mine.append(WriteShard(shard, "assign", _sent(own), seen=copy.versions[place]))
+                mine.append(WriteShard(shard=shard, method="assign", value=_sent(own), seen=copy.versions[place]))
         answers = self.exchange(requests)
         versions: dict[int, dict[int, int]] = {copy.stored.number: {} for copy in changed}
         others: dict[int, list[Any]] = {}
@@ -458,7 +474,9 @@ class ServerAccess:
             version = answers[server][asked]
             if version is None:
                 method = "assign" if own.dtype is torch.bool else "assign_add"
-                others.setdefault(server, []).append(WriteShard(shard, method, _sent(difference(own, before))))
+                others.setdefault(server, []).append(
+                    WriteShard(shard=shard, method=method, value=_sent(difference(own, before)))
+                )
             versions[copy.stored.number][place] = UNKNOWN if version is None else version
         self.exchange(others)
         for copy in changed:
@@ -484,7 +502,9 @@ class ServerAccess:
             changes = copy.changes()
             for shard, _, part, own, before in changes:
                 method = "assign" if own.dtype is torch.bool else "assign_add"
-                change = WriteShard(shard, method, _sent(difference(own, before)), token=self.token())
+                change = WriteShard(
+                    shard=shard, method=method, value=_sent(difference(own, before)), token=self.token()
+                )
                 requests.setdefault(part.server, []).append(change)
             copy.note_sent({place: UNKNOWN for _, place, *_ in changes})
         return requests
@@ -516,13 +536,13 @@ class ServerAccess:
             {
                 server: [
                     MakeOptimizer(
-                        number,
-                        factory,
-                        tuple(
+                        optimizer=number,
+                        factory=factory,
+                        groups=tuple(
                             tuple(shard for stored in group for shard, part in stored.shards() if part.server == server)
                             for group in groups
                         ),
-                        environment,
+                        environment=environment,
                     )
                 ]
                 for server in sorted(servers)
@@ -616,5 +636,8 @@ class ServerAccess:
             ((row, server) for server, (rows,) in answers.items() for row in rows), key=lambda each: each[0].shard
         )
         return tuple(
-            PlacedShard(row.name, row.shape, row.dtype, server, row.nbytes, row.updates) for row, server in found
+            PlacedShard(
+                name=row.name, shape=row.shape, dtype=row.dtype, server=server, nbytes=row.nbytes, updates=row.updates
+            )
+            for row, server in found
         )

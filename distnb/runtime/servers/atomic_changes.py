@@ -55,7 +55,14 @@ class _Piece:
 
     def write(self, value: torch.Tensor) -> WriteShard:
         method = "assign" if self.rows is None else "scatter_update"
-        return WriteShard(self.shard, method, value.cpu().contiguous(), self.rows, self.token, self.version)
+        return WriteShard(
+            shard=self.shard,
+            method=method,
+            value=value.cpu().contiguous(),
+            rows=self.rows,
+            token=self.token,
+            seen=self.version,
+        )
 
 
 def change_in_place(
@@ -109,9 +116,12 @@ def change_in_place(
 def _pieces(access: ServerAccess, stored: Stored, rows: torch.Tensor | None) -> list[_Piece]:
     if rows is None:
         whole = ((shard, part, None, part.last - part.first) for shard, part in stored.shards())
-        return [_Piece(part.server, shard, no, count, access.token()) for shard, part, no, count in whole]
+        return [
+            _Piece(server=part.server, shard=shard, rows=no, count=count, token=access.token())
+            for shard, part, no, count in whole
+        ]
     return [
-        _Piece(part.server, shard, inside, len(inside), access.token())
+        _Piece(server=part.server, shard=shard, rows=inside, count=len(inside), token=access.token())
         for shard, part, inside in stored.shards_of_rows(rows)
     ]
 

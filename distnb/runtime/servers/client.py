@@ -95,7 +95,7 @@ class Servers:
                 waiting[server] = number = next(self._requests)
                 self._connections[server].send(ServerRequest(number, fence, tuple(operations)))
             what = f"parameter server {', '.join(map(str, waiting))}"
-            activity.begin("servers", activity.Arrival(activity.clock(), what=what))
+            activity.begin("servers", activity.Arrival(at=activity.clock(), what=what))
             try:
                 answers = self._collect(waiting)
             finally:

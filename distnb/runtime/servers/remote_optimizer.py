@@ -7,7 +7,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -93,7 +93,9 @@ class RemoteSteps:
         servers = servers_here.access
         servers.step(
             {
-                server: StepOptimizer(self._remote.number, mine, options, servers.versions(mine))
+                server: StepOptimizer(
+                    optimizer=self._remote.number, gradients=mine, options=options, seen=servers.versions(mine)
+                )
                 for server, mine in gradients.items()
             }
         )
@@ -301,15 +303,35 @@ def _built_on_server(template: Any, params: Sequence[Sequence[Any]]) -> Any:
     return optimizer
 
 
-def opened(number: int, template: Any, groups: tuple[tuple[Stored, ...], ...], params: list[list[Any]]) -> Any:
-    """An optimizer of the coordinator's on a worker."""
-    optimizer = _built(template, params)
+class OpenOptimizer(NamedTuple):
+    """An optimizer as it is sent to a worker: `opened` makes the worker's own of it.
+
+    Attributes:
+        number: The optimizer's number on the servers.
+        template: The optimizer without its parameters and state.
+        groups: The variables of each parameter group.
+        params: The parameters of each group.
+    """
+
+    number: int
+    template: Any
+    groups: tuple[tuple[Stored, ...], ...]
+    params: list[list[Any]]
+
+
+def opened(sent: OpenOptimizer) -> Any:
+    """Return a worker's own optimizer, whose steps go to the servers."""
+    optimizer = _built(sent.template, sent.params)
     will_be_remote(optimizer)
-    optimizer._remote = _ServerSide(number, groups)
+    optimizer._remote = _ServerSide(sent.number, sent.groups)
     return optimizer
 
 
-def described(optimizer: Any) -> tuple[int, Any, tuple[tuple[Stored, ...], ...], list[list[Any]]]:
-    """The arguments of `opened` for an optimizer."""
-    params = [list(group["params"]) for group in optimizer.param_groups]
-    return optimizer._remote.number, _template(optimizer), optimizer._remote.groups, params
+def described(optimizer: Any) -> OpenOptimizer:
+    """Return an optimizer as it is sent to workers."""
+    return OpenOptimizer(
+        number=optimizer._remote.number,
+        template=_template(optimizer),
+        groups=optimizer._remote.groups,
+        params=[list(group["params"]) for group in optimizer.param_groups],
+    )

@@ -87,7 +87,12 @@ class ServerRegistration:
         return self._table(stored)
 
     def _table(self, stored: Stored) -> ServerVariable:
-        settings = Settings(stored.trainable, stored.name, VariableSynchronization.AUTO, VariableAggregation.NONE)
+        settings = Settings(
+            trainable=stored.trainable,
+            name=stored.name,
+            synchronization=VariableSynchronization.AUTO,
+            aggregation=VariableAggregation.NONE,
+        )
         made = stand_in(stored, settings, self.strategy, rows_apart=True)
         self.access.own(stored, made)
         return made

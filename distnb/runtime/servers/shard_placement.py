@@ -132,4 +132,6 @@ class Placement:
         for size in shard_sizes(shape[0], shards) if shape else (1,):
             parts.append(Part(next(self._next_server), first, first + size))
             first += size
-        return Stored(next(_numbers), name, shape, dtype, trainable, tuple(parts))
+        return Stored(
+            number=next(_numbers), name=name, shape=shape, dtype=dtype, trainable=trainable, parts=tuple(parts)
+        )

@@ -155,7 +155,9 @@ class ShardStore:
         before = self._shards.get(asked.shard)
         self._forget(asked.shard)
         version = self._first_version if before is None else before.version + 1
-        self._shards[asked.shard] = _Held(asked.name, torch.nn.Parameter(value, requires_grad=learns), version)
+        self._shards[asked.shard] = _Held(
+            name=asked.name, parameter=torch.nn.Parameter(value, requires_grad=learns), version=version
+        )
         return version
 
     def _drop(self, asked: Drop) -> None:
@@ -193,7 +195,15 @@ class ShardStore:
 
     def _describe(self, asked: Describe) -> tuple[ShardInfo, ...]:
         return tuple(
-            ShardInfo(shard, held.name, tuple(own.shape), own.dtype, own.nbytes, held.version, held.updates)
+            ShardInfo(
+                shard=shard,
+                name=held.name,
+                shape=tuple(own.shape),
+                dtype=own.dtype,
+                nbytes=own.nbytes,
+                version=held.version,
+                updates=held.updates,
+            )
             for shard, held in self._shards.items()
             for own in (held.parameter,)
         )

@@ -38,7 +38,7 @@ def result_html(value: RemoteValue) -> str:
     """Draw a closure's result from a copy in this process."""
     from distnb.runtime.inspection.inspecting import inspect
 
-    return value_html(ValueModel(f"RemoteValue of {value.name}", 1, {0: inspect(value.fetch())}))
+    return value_html(ValueModel(kind=f"RemoteValue of {value.name}", size=1, components={0: inspect(value.fetch())}))
 
 
 def drawn(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def show(page: str, text: str) -> None:
 
 
 def _value_model(report: Mapping[str, Any]) -> ValueModel:
-    return ValueModel(report["kind"], report["size"], report["replicas"])
+    return ValueModel(kind=report["kind"], size=report["size"], components=report["replicas"])
 
 
 def _placement_model(report: Mapping[str, Any]) -> PlacementModel:
