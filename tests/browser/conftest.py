@@ -1,4 +1,4 @@
-"""One server and one browser for each module of browser tests; skipped, with the reason, where there is no Chromium."""
+"""Fixtures for browser tests: one server and one browser per module, skipped with the reason if Chromium is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.browser.lab import FLAGS, Server, chromium
 
 @pytest.fixture(scope="module")
 def chrome() -> Iterator[Any]:
-    """A running Chromium. (pytest-playwright takes the name `browser`.)"""
+    """Return a running Chromium. (pytest-playwright uses the name `browser`.)"""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = chromium()
     if path is None:
@@ -25,7 +25,7 @@ def chrome() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A JupyterLab server."""
+    """Return a JupyterLab server."""
     pytest.importorskip("jupyterlab", reason="JupyterLab is not installed")
     server = Server(tmp_path_factory.mktemp("lab"))
     yield server
@@ -34,7 +34,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module", params=["lab", "notebook"])
 def front_end(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A JupyterLab server, and then one of Notebook 7."""
+    """Return a JupyterLab server, and then one of Notebook 7."""
     package = {"lab": "jupyterlab", "notebook": "notebook"}[request.param]
     pytest.importorskip(package, reason=f"{package} is not installed")
     server = Server(tmp_path_factory.mktemp(request.param), request.param)

@@ -1,4 +1,4 @@
-"""JupyterLab or Notebook 7 in a headless Chromium, driven as a user drives it."""
+"""JupyterLab and Notebook 7 in a headless Chromium, driven as a user drives them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _SETTINGS = {
 
 
 def chromium() -> str | None:
-    """Where the system's Chromium is."""
+    """Return the path of the system's Chromium."""
     return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class Server:
-    """A Jupyter server of our own, with a private home: so its notebooks are untrusted, and its settings ours.
+    """A Jupyter server with a private home, so its notebooks are untrusted and its settings are known.
 
     Args:
         home: An empty folder.
@@ -89,7 +89,7 @@ class Server:
         raise AssertionError(f"no Jupyter server on {self.url}; see {self._log.name}")
 
     def write(self, name: str, cells: Sequence[str]) -> Path:
-        """Put a notebook there."""
+        """Write a notebook file."""
         path = self.notebooks / name
         notebook = {
             "cells": [
@@ -111,7 +111,7 @@ class Server:
         return path
 
     def close(self) -> None:
-        """End it, with its kernels."""
+        """Stop the server and its kernels."""
         self._process.terminate()
         try:
             self._process.wait(60)  # killed, it would leave its kernels
@@ -159,11 +159,11 @@ class OpenNotebook:
         )
 
     def command(self, name: str, arguments: dict[str, Any] | None = None) -> None:
-        """One of the front end's commands, to its end."""
+        """Run one of the front end's commands, and wait until it has finished."""
         self.page.evaluate("([name, args]) => window.jupyterapp.commands.execute(name, args)", [name, arguments or {}])
 
     def start(self, index: int) -> None:
-        """Begin to run a cell, and do not wait."""
+        """Start running a cell without waiting for it."""
         count = self.page.evaluate(
             """index => {
                 const panel = window.jupyterapp.shell.currentWidget;
@@ -185,7 +185,7 @@ class OpenNotebook:
         )
 
     def wait(self, index: int, timeout_s: float = 60.0) -> None:
-        """Wait until a cell has ended; what it shows may still have to be drawn."""
+        """Wait until a cell has finished. Its output may not be drawn yet."""
         self.page.wait_for_function(
             """index => {
                 const model = window.jupyterapp.shell.currentWidget.content.widgets[index].model;
@@ -196,13 +196,13 @@ class OpenNotebook:
         )
 
     def run(self, index: int, timeout_s: float = 60.0) -> None:
-        """Run a cell to its end."""
+        """Run a cell and wait until it has finished."""
         self.start(index)
         self.wait(index, timeout_s)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep a cell that trains from ending, until the block ends: the page may be slower than the cell."""
+        """Keep a training cell running until the block ends, because the page may be slower than the cell."""
         path = self.server.held
         path.touch()
         try:
@@ -211,7 +211,7 @@ class OpenNotebook:
             path.unlink()
 
     def see(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        """Wait until something holds of the page, which draws what it is sent when it has the time."""
+        """Wait until a condition holds in the page, which draws asynchronously."""
         deadline = time.monotonic() + timeout_s
         while True:
             late = time.monotonic() > deadline
@@ -222,17 +222,17 @@ class OpenNotebook:
             self.page.wait_for_timeout(50)
 
     def shown(self) -> str:
-        """The text of the page."""
+        """Return the text of the page."""
         return str(self.page.locator("body").inner_text())
 
     def picture(self, index: int) -> int:
-        """Wait for the first picture among the results of a cell. Returns its width."""
+        """Wait for the first picture in a cell's output, and return its width."""
         picture = self.output(index).locator("img[src^='data:image/svg+xml']").first
         picture.wait_for(timeout=60_000)
         return int(picture.evaluate("image => image.decode().then(() => image.naturalWidth)"))
 
     def press_stop(self) -> None:
-        """The stop button of the toolbar."""
+        """Press the stop button of the toolbar."""
         self.page.locator("[data-command='notebook:interrupt-kernel']").first.click()
 
     def reload(self) -> None:
@@ -242,10 +242,10 @@ class OpenNotebook:
         self.page.wait_for_function("() => window.jupyterapp?.shell.currentWidget?.content", timeout=60_000)
 
     def output(self, index: int) -> Any:
-        """The output area of a cell."""
+        """Return the output area of a cell."""
         return self.page.locator(".jp-Notebook .jp-Cell").nth(index).locator(".jp-Cell-outputArea")
 
     def saved(self) -> dict[str, Any]:
-        """Save, and read the file."""
+        """Save the notebook, and return the content of its file."""
         self.command("docmanager:save")
         return dict(json.loads(self.path.read_text()))

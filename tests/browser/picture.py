@@ -1,4 +1,4 @@
-"""Takes the documentation's pictures: real cells, in JupyterLab. `python -m tests.browser.picture [NAME.png …]`."""
+"""The documentation's pictures, taken of real cells in JupyterLab: `python -m tests.browser.picture [NAME.png …]`."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ sharded = distribute_tensor(torch.zeros(7, 10), init_device_mesh("cpu", (2, 2)),
 
 
 def _quickstart() -> list[str]:
-    """The quick start's cells up to the one that trains."""
+    """Return the quick start's cells before the training cell."""
     notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return cells[: next(i for i, cell in enumerate(cells) if cell.startswith("%%distribute"))]
@@ -106,7 +106,7 @@ def _quickstart() -> list[str]:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows.
+    """The content of a picture.
 
     Attributes:
         cells: Run one after the other; the last one is in the picture.
@@ -142,7 +142,7 @@ SCENES = {
 
 
 def take(path: Path, scene: Scene) -> None:
-    """Run the cells, and keep what the last one shows."""
+    """Run the cells, and save a picture of the last one."""
     last = len(scene.cells) - 1
     with tempfile.TemporaryDirectory() as home, sync_playwright() as playwright:
         server = Server(Path(home))
@@ -184,7 +184,7 @@ def _around(shown: Any, height: float) -> dict[str, float]:
 
 
 def _record(notebook: OpenNotebook, path: Path, scene: Scene) -> None:
-    """A moving picture at the speed at which it was seen; it stands for two seconds before it begins again."""
+    """Write a moving picture at its original speed, with a pause of two seconds before it repeats."""
     around = {**_around(_cell(notebook, len(scene.cells) - 1), scene.height), "height": scene.height}
     frames, times, began = [], [], time.monotonic()
     while (now := time.monotonic()) < began + scene.seconds:

@@ -1,4 +1,4 @@
-"""A stand-in for the session: replays what replicas would send, without engines and without torch.
+"""A replacement for the session that replays events of replicas, without engines and without torch.
 
 In a kernel, `replay.install(replicas=2)` makes `%%distribute mirrored` cells run in a function of this module that
 plays a training. So the front end can be looked at, and tested, alone and fast.
@@ -26,7 +26,7 @@ from distnb.wire.messages import Display, Live, Output, ProgramEnded, Status, Te
 
 
 class ReplaySession:
-    """Has of `Session` what the magics use."""
+    """The part of `Session` that the magics use."""
 
     def __init__(self, replicas: int) -> None:
         self.events = EventHub()
@@ -65,7 +65,7 @@ class ReplaySession:
         return
 
     def run_cell(self, source: str, spec: Any, **keywords: Any) -> None:
-        """Play the cell: a comment `# replay: NAME` in it says what."""
+        """Play the recording that a comment `# replay: NAME` in the cell names."""
         self.cells.append((source, spec, keywords))
         self._programs += 1
         team = Team(
@@ -104,7 +104,7 @@ class ReplaySession:
 
 
 class Player:
-    """Each method yields a cell's events, as time goes by."""
+    """Recorded cells: each method yields a cell's events at their times."""
 
     def __init__(self, program: int, replicas: int) -> None:
         self.program = program
@@ -119,7 +119,7 @@ class Player:
             yield self.text(replica, f"I am {replica}\n")
 
     def train(self, seconds: float = 3.0, fail: float = 0.0) -> Iterator[Any]:
-        """A training of about 200 steps a second; for so long, and then slowly as long as there is a file `.held`."""
+        """Play a training with about 200 steps a second, and then slowly while the file `.held` exists."""
         steps, step = int(seconds * 50), 0
         while step < steps or os.path.exists(".held"):
             step += 1
@@ -155,7 +155,7 @@ class Player:
             raise ValueError("wrong shape")
 
     def compare(self, seconds: float = 3.0) -> Iterator[Any]:
-        """Two runs, one after the other; the second explodes, and is nan in the end."""
+        """Play two runs, one after the other. The second one explodes and ends with NaN."""
         steps = int(seconds * 50)
         for step in range(1, 2 * steps + 1):
             run, at = ("rate=0.1", step) if step <= steps else ("rate=10", step - steps)
@@ -201,7 +201,7 @@ class Player:
 
 
 def png(red: int, green: int, blue: int, width: int = 120, height: int = 80) -> str:
-    """A picture of one colour."""
+    """Return a picture of one colour."""
     rows = (b"\0" + bytes((red, green, blue)) * width) * height
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -213,7 +213,7 @@ def png(red: int, green: int, blue: int, width: int = 120, height: int = 80) -> 
 
 
 def install(replicas: int = 2) -> ReplaySession:
-    """Make it the running session."""
+    """Install the replacement as the running session."""
     session = ReplaySession(replicas)
     sessions._session = session  # type: ignore[assignment]
     sessions._follow(session)  # type: ignore[arg-type]

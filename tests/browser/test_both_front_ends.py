@@ -1,4 +1,4 @@
-"""What a user does in JupyterLab and in Notebook 7: watch a cell, reload the page under it, stop it."""
+"""A user's actions in JupyterLab and in Notebook 7: watch a cell, reload the page during it, stop it."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_the_extensions_panel_follows_a_cell_and_a_reload_and_ends_it(chrome: An
 
 
 def panel_and_badge(notebook: OpenNotebook) -> tuple[Any, Any]:
-    """The extension's panel, and the badge of the second cell."""
+    """Return the extension's panel, and the badge of the second cell."""
     return notebook.page.locator(".distnb-panel"), notebook.page.locator(".jp-Notebook .jp-Cell").nth(1).locator(
         ".distnb-mark"
     )

@@ -1,4 +1,4 @@
-"""A coordinator's cell in JupyterLab: seen while its closures run, and kept in the file."""
+"""A coordinator's cell in JupyterLab, shown while its closures run and saved in the file."""
 
 from __future__ import annotations
 

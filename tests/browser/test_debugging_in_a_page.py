@@ -1,4 +1,4 @@
-"""A replica's debugger in the page: its prompt, its frames, a figure, and the stop button; with real engines."""
+"""A replica's debugger in the page, with real engines: its prompt, its frames, a figure, and the stop button."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front end in JupyterLab: what is seen while a cell runs, and what is left in the file.
+"""The front end in JupyterLab: its display while a cell runs, and the saved output.
 
 Events are replayed; the last test has real engines.
 """

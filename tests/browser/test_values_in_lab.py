@@ -1,4 +1,4 @@
-"""Values in a real browser: trees that open without a script, pictures that live on in a saved and untrusted notebook."""
+"""Values in a real browser: trees that open without a script, and pictures that remain in an untrusted notebook."""
 
 from __future__ import annotations
 

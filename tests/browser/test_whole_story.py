@@ -37,7 +37,7 @@ OUTSIDE = """area => {
 
 
 def quickstart() -> list[str]:
-    """The quick start's cells up to the one that trains, which goes on until it is stopped."""
+    """Return the quick start's cells up to the training cell, which runs until it is stopped."""
     notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     trains = next(place for place, cell in enumerate(cells) if cell.startswith("%%distribute mirrored"))
@@ -90,7 +90,7 @@ def test_the_quickstart_is_watched_broken_debugged_stopped_and_read_again(chrome
 
 
 def trains_and_is_stopped(notebook: OpenNotebook, index: int, *, narrow: bool = False) -> None:
-    """Watch a cell that trains, and press stop."""
+    """Watch a training cell, and press stop."""
     notebook.start(index)
     view = notebook.output(index).locator(".distnb-live")
     curve = view.locator("svg[data-name='loss'] path.line")
@@ -111,12 +111,12 @@ def trains_and_is_stopped(notebook: OpenNotebook, index: int, *, narrow: bool = 
 
 
 def see(notebook: OpenNotebook, index: int, *texts: str) -> None:
-    """Wait until a cell shows all these."""
+    """Wait until a cell shows all of these."""
     for text in texts:
         notebook.see(lambda text=text: text in notebook.output(index).inner_text().replace("\xa0", " "))  # type: ignore[misc]
 
 
 def fits(notebook: OpenNotebook, index: int) -> None:
-    """What a cell shows is within a narrow page, which needs no scrolling aside; tables scroll by themselves."""
+    """Check that a cell's output fits into a narrow page without scrolling sideways. Tables scroll by themselves."""
     notebook.see(lambda: notebook.page.evaluate("() => innerWidth") == NARROW)
     notebook.see(lambda: notebook.output(index).evaluate(OUTSIDE) == [])

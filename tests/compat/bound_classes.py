@@ -1,10 +1,10 @@
-"""The names of classes that stay in the processes that they were made in."""
+"""The names of classes whose objects stay in the process that made them."""
 
 from __future__ import annotations
 
 
 def names_missing(internals: str, *, without: str = "") -> str:
-    """Return an expression of the names that a file in `distnb/compat` gives, and the installed libraries lack.
+    """Return an expression for the names that a file in `distnb/compat` provides but the installed libraries lack.
 
     Args:
         internals: The file.

@@ -1,4 +1,4 @@
-"""What Accelerate and Transformers keep of the processes that they found does not count for the replicas of a cell."""
+"""Cached processes: Accelerate and Transformers do not use the processes that they found earlier in a later cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs written for torchrun run in a `%%distribute` cell as they are, with the numbers that torchrun gives them."""
+"""Unmodified programs for torchrun, run in a `%%distribute` cell, with the same numbers as under torchrun."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_program_gives_the_numbers_that_torchrun_gives_it(notebook: Notebook, 
 @needs_nightly
 @pytest.mark.soak
 def test_data_parallelism_of_keras_itself_and_a_scope_after_it() -> None:
-    """What Keras would sum up by itself, wherever there is a process group, is not summed up twice in a scope."""
+    """Check that a scope does not sum again what Keras sums by itself if there is a process group."""
     with Notebook(2) as notebook:
         first = f"import sys\nsys.path.insert(0, {str(NIGHTLY)!r})\n"
         notebook.run(first)
@@ -56,7 +56,7 @@ def test_data_parallelism_of_keras_itself_and_a_scope_after_it() -> None:
 
 
 def runs_alike(notebook: Notebook, program: str) -> None:
-    """In a cell, twice, as under torchrun."""
+    """Run a program twice in a cell, and compare it with torchrun."""
     under_torchrun = [rank.check().result for rank in run_ranks(KEEP_GROUPS + program, REPLICAS, timeout_s=90)]
     for _ in range(2):  # a user runs a cell again: it must not mind what its first run left behind
         notebook.run(f"%%distribute mirrored\n{program}", timeout_s=90)

@@ -1,4 +1,4 @@
-"""Trainers that end by an error of their own when they are interrupted, and that draw bars of several lines."""
+"""Trainers that end with their own error when interrupted, and that draw progress bars of several lines."""
 
 from __future__ import annotations
 

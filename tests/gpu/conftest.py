@@ -1,4 +1,4 @@
-"""These tests need a CUDA device. Elsewhere each is skipped, and says why."""
+"""Fixtures for tests that need a CUDA device. Elsewhere each is skipped with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cross_device_ops` on GPUs: by way of host memory where replicas share one, by NCCL where each has one to itself."""
+"""`cross_device_ops` on GPUs: through host memory if replicas share one, through NCCL if each has its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU: whatever reads ahead, they arrive there whole and in order."""
+"""Batches sent to a GPU: they arrive complete and in order, whatever reads ahead."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_batches_arrive_as_they_are(kind: str, prefetch: int | None) -> None:
                     assert all(part.device == torch.device("cuda", 0) for part in parts)
                     busy = busy @ busy / 4000  # the device is behind when the next batch is copied
                     sums.append((parts[0].double().sum(), wanted[0].double().sum(), parts[1].sum(), wanted[1].sum()))
-                    del mine, parts  # their memory may be used anew
+                    del mine, parts  # their memory may be reused
             for found_x, wanted_x, found_y, wanted_y in sums:
                 assert abs(found_x.item() - wanted_x.item()) < 1e-6
                 assert found_y.item() == wanted_y.item()

@@ -1,4 +1,4 @@
-"""A mirrored cell on a GPU: NCCL where a replica has one to itself, host memory where replicas share one."""
+"""A mirrored cell on a GPU: NCCL if each replica has its own, host memory if replicas share one."""
 
 from __future__ import annotations
 

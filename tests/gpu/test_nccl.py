@@ -1,4 +1,4 @@
-"""NCCL, and Gloo staging where replicas share a GPU. Skipped where there is no GPU."""
+"""NCCL, and Gloo with staging if replicas share a GPU. Skipped without a GPU."""
 
 from __future__ import annotations
 

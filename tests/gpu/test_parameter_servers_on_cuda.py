@@ -1,4 +1,4 @@
-"""A worker on a GPU, whose servers are in host memory: the numbers are those of a worker on the CPU."""
+"""A worker on a GPU with servers in host memory, compared with a worker on the CPU."""
 
 from __future__ import annotations
 

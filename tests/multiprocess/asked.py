@@ -1,4 +1,4 @@
-"""What tests ask engines. A module of its own: an engine that unpickles these imports nothing else of the tests."""
+"""Functions that tests run on engines, in a separate module so that an engine imports no other test code with them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ident() -> str:
 
 
 def debuggers() -> list[str]:
-    """Which modules of a debugger this process has loaded."""
+    """Return the debugger modules that this process has loaded."""
     import sys
 
     return [name for name in sys.modules if name.partition(".")[0] in ("debugpy", "pydevd", "_pydevd_bundle")]

@@ -1,4 +1,4 @@
-"""Clusters for the tests, with the stand-in agent."""
+"""Clusters for the tests, with a replacement agent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _clusters: dict[str, Cluster] = {}
 
 @functools.cache
 def _listener() -> str:
-    """The name of a socket in the abstract namespace, to which stand-in agents tell their cluster and engine."""
+    """Return the abstract socket through which replacement agents report their cluster and engine."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     name = f"stand-in-agents-{uuid.uuid4().hex}"
     listener.bind(f"\0{name}")

@@ -1,4 +1,4 @@
-"""The cases of `test_empty_slices`, which ranks import: `result` has this replica's findings."""
+"""The cases of `test_empty_slices`, which ranks import. `result` holds this replica's findings."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ BATCHES = list(
 
 
 class Boxes(torchmetrics.Metric):
-    """Counts images, as a metric of detection gets them: a dict for each, whose tensors may be empty."""
+    """A metric that counts images as detection metrics get them: one dict per image, whose tensors may be empty."""
 
     def __init__(self) -> None:
         super().__init__()
         self.add_state("seen", default=[], dist_reduce_fx=None)
 
     def update(self, preds: list[dict[str, torch.Tensor]]) -> None:
-        """Take in images."""
+        """Count images."""
         preds[0]  # as many do: an empty list is an error
         self.seen += [(each["boxes"].shape[0], "text") for each in preds]
 
@@ -70,7 +70,7 @@ plain = ACCURACY(3, average="micro")
 
 
 def accuracy(metric: Any, update: Any) -> Any:
-    """Run an update for each batch. Returns what it returned, batch by batch."""
+    """Run an update for each batch, and return its results batch by batch."""
     return [strategy.local_results(strategy.run(update, (metric, *batch)))[0] for batch in BATCHES]
 
 
@@ -138,7 +138,7 @@ SIZES = (3, 1)  # of batches: 2 and 1 rows, then 1 and 0
 
 
 def losses_of(scales: dict[str, torch.Tensor], x: torch.Tensor, at: torch.Tensor, average: Any) -> dict[str, Any]:
-    """Go forward and backward by each loss, as a sum and as a weighted mean over the global batch."""
+    """Compute each loss and its gradients, as a sum and as a weighted mean over the global batch."""
     values = {}
     for name, call in LOSSES.items():
         make = getattr(torch.nn, name)

@@ -1,4 +1,4 @@
-"""Programs for replicas that share a process group, each run as one program of a generation of its own.
+"""Programs for replicas that share a process group, each run as one program of a separate generation.
 
 `run(names)` is what every rank executes (see `test_groups.py` and `test_mismatch.py`). A case is a function of the
 group; what it returns or raises comes back, with the time that passed since its last line before the error.
@@ -34,7 +34,7 @@ _marked = [0.0]
 
 @dataclass
 class Ended:
-    """How a case ended on one rank."""
+    """The end of a case on one rank."""
 
     value: Any = None
     error: str = ""
@@ -49,7 +49,7 @@ def case(function: Callable[[Group], Any]) -> Callable[[Group], Any]:
 
 
 def mark(after_s: float = 0.0) -> None:
-    """From here on, or from some seconds later on, the time counts."""
+    """Start measuring the time, now or some seconds later."""
     _marked[0] = time.monotonic() + after_s
 
 
@@ -65,7 +65,7 @@ def team(generation: int, engines: tuple[int, ...] | None = None) -> Team:
 
 
 class Meeting:
-    """A barrier that has nothing to do with the code under test."""
+    """A barrier that does not use the code under test."""
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -78,7 +78,7 @@ class Meeting:
 
 
 def run(names: list[str]) -> dict[str, Ended]:
-    """Run the cases one after another, whatever becomes of each."""
+    """Run the cases one after another, also after a failure."""
     meeting, ended = Meeting(), {}
     for generation, name in enumerate(names):
         meeting.meet(name)
@@ -107,7 +107,7 @@ def _run_one(function: Callable[[Group], Any], program: int, group: Group) -> En
 
 @case
 def everything(group: Group) -> Any:
-    """Every operation once, by our own interface and by torch's; the sums are checked."""
+    """Run every operation once, through our own interface and through torch's, and check the sums."""
     rank, size = group.rank, group.size
     tensor = torch.full((10,), rank + 1.0)
     total = size * (size + 1) / 2
@@ -237,7 +237,7 @@ def _messages(rank: int, size: int) -> None:
 
 @case
 def functional(group: Group) -> Any:
-    """The collectives that torch.compile and DTensor use."""
+    """Run the collectives that torch.compile and DTensor use."""
     from torch.distributed import _functional_collectives as functional
 
     tensor = torch.ones(4) * (group.rank + 1)
@@ -268,7 +268,7 @@ def mesh(group: Group) -> Any:
 
 @case
 def own_lines(group: Group) -> Any:
-    """Replicas may stand at lines of their own, and take turns."""
+    """Call collectives from different lines on the replicas, in turn."""
     tensor = torch.zeros(4)
     for step in range(100):
         if group.rank == 0:
@@ -292,7 +292,7 @@ def own_lines(group: Group) -> Any:
 
 @case
 def slow_replica(group: Group) -> Any:
-    """Slow is not lost."""
+    """Check that a slow replica does not count as lost."""
     if group.rank == 1:
         time.sleep(3.0)
     tensor = torch.ones(1)
@@ -302,7 +302,7 @@ def slow_replica(group: Group) -> Any:
 
 @case
 def far_ahead(group: Group) -> Any:
-    """One replica runs ahead of the others by more than they remember."""
+    """Let one replica run ahead of the others by more calls than they remember."""
     tensor = torch.zeros(1)
     if group.rank != 0:
         time.sleep(1.0)
@@ -421,7 +421,7 @@ def fewer_calls_late(group: Group) -> None:
 
 @case
 def nobody_waits(group: Group) -> Any:
-    """One replica starts a collective, and ends its program without waiting for it."""
+    """Start a collective on one replica, and end its program without waiting for it."""
     if group.rank == 0:
         dist.all_reduce(torch.ones(3), async_op=True)
     return True
@@ -467,7 +467,7 @@ def subgroup_unused(group: Group) -> None:
 
 @case
 def refused_arguments(group: Group) -> None:
-    """One replica's arguments are refused by torch, which the others cannot know."""
+    """Call a collective with arguments that torch refuses on one replica, which the others cannot know."""
     mine = torch.ones(3)
     outputs = [torch.ones(3 if group.rank != 1 else 4) for _ in range(group.size)]
     try:
@@ -491,7 +491,7 @@ def splits_apart(group: Group) -> None:
 
 @case
 def other_error(group: Group) -> None:
-    """A replica raises something of its own, in a program that has no notebook to tell the others."""
+    """Raise an unrelated error on one replica, in a program without a notebook that could inform the others."""
     if group.rank == 1:
         raise ValueError("mine")
     dist.all_reduce(torch.ones(1))
@@ -499,7 +499,7 @@ def other_error(group: Group) -> None:
 
 @case
 def sum_after_all(group: Group) -> Any:
-    """Between the others: the next generation must be whole."""
+    """Compute a sum between the other cases: the next generation must work."""
     tensor = torch.ones(1000)
     dist.all_reduce(tensor)
     return tensor.sum().item() / 1000
@@ -510,9 +510,9 @@ def sum_after_all(group: Group) -> Any:
 
 @contextlib.contextmanager
 def aborted_soon(reason: str) -> Iterator[None]:
-    """Each replica aborts what it does in this block, by a thread of its own.
+    """Abort the block on each replica from a separate thread.
 
-    The first to abort closes its connections. That the others are told as well, and not merely find them closed, is up
+    The first to abort closes its connections. That the others are notified too, and do not merely find them closed, is up
     to when their threads run: so they wait for it as long as it takes.
     """
 
@@ -538,7 +538,7 @@ def aborted_receive(group: Group) -> None:
 
 @case
 def aborted_deadlock(group: Group) -> None:
-    """Everyone waits for someone."""
+    """Let all replicas wait for each other."""
     with aborted_soon("the test wants it"):
         if group.rank == 0:
             dist.recv(torch.zeros(3), 1)
@@ -566,7 +566,7 @@ def aborted_before(group: Group) -> None:
 
 @case
 def whole_against_part(group: Group) -> None:
-    """Each group's calls match, but the replicas wait for each other in two groups."""
+    """Let the replicas wait for each other in two groups, although each group's calls match."""
     part = dist.new_group(list(range(group.size)))
     dist.all_reduce(torch.ones(1), group=part)
     mark()

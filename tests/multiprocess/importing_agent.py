@@ -1,4 +1,4 @@
-"""An agent whose import does what DISTNB_TEST_IMPORT says: `thread` starts one that goes on, `stall` takes for ever."""
+"""An agent whose import does what DISTNB_TEST_IMPORT says: `thread` starts a lasting thread, `stall` never returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings with callbacks, whose numbers and files must be the same on any number of replicas."""
+"""Trainings with callbacks whose numbers and files must be the same on any number of replicas."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def names(folder: Path) -> list[str]:
 
 
 def model_checkpoint(strategy: Any, folder: Path) -> Any:
-    """Each replica names a file of its own, as workers do in Keras's guide: one is written and read, by the chief."""
+    """Name a different file on each replica, as workers do in Keras's guide: the chief writes and reads one."""
     model = made(strategy)
     own = folder / f"worker{distnb.replica_id()}"
     callbacks = [
@@ -96,7 +96,7 @@ def failing(hook: str) -> Any:
 
 
 def errors(strategy: Any, folder: Path) -> Any:
-    """All replicas raise the error of the chief's callback, whichever hook it is, and the next `fit` works."""
+    """Raise an error in each hook of the chief's callback: all replicas raise it, and the next `fit` works."""
     model, caught = made(strategy), []
     for hook in ("train_begin", "epoch_begin", "batch_begin", "train_batch_end", "test_batch_begin", "epoch_end"):
         with pytest.raises(OwnError) as raised:
@@ -135,7 +135,7 @@ def rates(strategy: Any, folder: Path) -> Any:
 
 
 class Lowers(keras.callbacks.Callback):
-    """It changes the rate after each batch, and ends training in the middle of an epoch."""
+    """A callback that changes the learning rate after each batch, and ends training in the middle of an epoch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) * 0.9
@@ -159,7 +159,7 @@ def not_a_number(strategy: Any, folder: Path) -> Any:
 
 
 class Keeps(keras.callbacks.Callback):
-    """It holds what the program made, and learns from each epoch."""
+    """A callback that holds the program's objects, and records each epoch."""
 
     def __init__(self, model: Any, data: Any) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Keeps(keras.callbacks.Callback):
 
 
 def logs(strategy: Any, folder: Path) -> Any:
-    """A callback's file is closed, and what it learns is known on all replicas, where it holds what it held before."""
+    """Check that a callback's file is closed, and that all replicas know its records and keep their objects."""
     model = made(strategy)
     keeps, logger = Keeps(model, X), keras.callbacks.CSVLogger(folder / "log.csv")
     history = fit(model, [keeps, logger], epochs=3)
@@ -183,7 +183,7 @@ def logs(strategy: Any, folder: Path) -> Any:
 
 
 def tensorboard(strategy: Any, folder: Path) -> Any:
-    """One file in each of the two folders; what was written is what the history has."""
+    """Check that there is one file in each of the two folders, with the values of the history."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = distnb.keras.TensorBoard(folder, histogram_freq=2, update_freq=2)
@@ -199,7 +199,7 @@ def tensorboard(strategy: Any, folder: Path) -> Any:
 
 
 class Looks(keras.callbacks.Callback):
-    """It asks the model, as for a matrix of confusions: this is for the chief alone."""
+    """A callback that calls the model, as for a confusion matrix, on the chief alone."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def saved_and_loaded(strategy: Any, folder: Path) -> Any:
 
 
 def checkpoint(strategy: Any, folder: Path) -> Any:
-    """distnb's own: model and optimizer go on as they were, whatever Keras calls their variables."""
+    """Check that distnb's checkpoints resume model and optimizer, whatever Keras calls their variables."""
     model = made(strategy)
     fit(model, [], epochs=1, shuffle=False)
     path = distnb.Checkpoint(model=model).write(folder / "one")
@@ -263,7 +263,7 @@ class Statistics(keras.Model):
 
 
 def moving_statistics(strategy: Any, folder: Path) -> Any:
-    """Each replica's rows have statistics of their own; what moves is their mean, as in tf.distribute."""
+    """Check that moving statistics are the mean over the replicas' rows, as in tf.distribute."""
     with strategy.scope():
         model = Statistics()
         model.compile("sgd", "mse")
@@ -278,7 +278,7 @@ def moving_statistics(strategy: Any, folder: Path) -> Any:
 
 
 class Sees(keras.layers.Layer):
-    """It keeps what it was given last."""
+    """A layer that keeps its latest input."""
 
     def call(self, x: Any) -> Any:
         self.seen = x.detach().clone()
@@ -286,7 +286,7 @@ class Sees(keras.layers.Layer):
 
 
 def dropout(strategy: Any, folder: Path) -> Any:
-    """Rows of different replicas are not dropped alike."""
+    """Check that dropout differs between the rows of different replicas."""
     with strategy.scope():
         sees = Sees()
         model = keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5), sees, keras.layers.Dense(1)])
@@ -305,7 +305,7 @@ CASES = [
 
 
 def run_all(strategy: Any, folder: str) -> dict[str, Any]:
-    """Every case, by name; an error's text where it raises."""
+    """Run every case, and return its results by name, or the text of its error."""
     results: dict[str, Any] = {"replicas": strategy.num_replicas_in_sync, "keras": keras.__version__}
     for case in CASES:
         here = Path(folder, case.__name__)

@@ -1,4 +1,4 @@
-"""Trainings with Keras whose numbers must be the same on any number of replicas. Each returns what JSON can say."""
+"""Trainings with Keras whose numbers must be the same on any number of replicas. Each returns JSON values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mlp(*more: Any, **first: Any) -> Any:
 
 
 def built_when_it_fits(strategy: Any) -> Any:
-    """Regularisation of weights and of activity, weights of examples, an uneven last batch, validation."""
+    """Train with regularisation of weights and activity, example weights, an uneven last batch, and validation."""
     with strategy.scope():
         model = mlp(kernel_regularizer="l2", activity_regularizer=keras.regularizers.L2(0.05))
         model.compile("adam", LOGITS, metrics=["accuracy"], weighted_metrics=["accuracy"])
@@ -64,7 +64,7 @@ def reductions(strategy: Any) -> Any:
 
 
 class OwnStep(keras.Model):
-    """It calls its layers one by one, adds a loss of its own, and has a metric of its own."""
+    """A model that calls its layers one by one, adds its own loss, and has its own metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,13 +102,13 @@ def own_step(strategy: Any) -> Any:
 
 
 def averaged_gradients(strategy: Any) -> Any:
-    """A strategy that averages the gradients of losses that are means: Keras's losses are whole in any case."""
+    """Train with a strategy that averages gradients. Keras's losses are those of the whole batch in any case."""
     several = strategy.num_replicas_in_sync > 1
     return reductions(distnb.MirroredStrategy(gradient_reduction="mean") if several else strategy)
 
 
 class AddsLoss(OwnStep):
-    """The same layers in Keras's own step."""
+    """A model with the same layers in Keras's own step."""
 
     train_step = keras.Model.train_step
     metrics = keras.Model.metrics
@@ -155,7 +155,7 @@ def several_inputs_and_outputs(strategy: Any) -> Any:
 
 
 def several_steps_at_once(strategy: Any) -> Any:
-    """On torch, Keras does so since 3.16, and refuses it before."""
+    """Run several steps per execution, which Keras supports on torch since 3.16 and refuses before."""
     with strategy.scope():
         model = mlp()
         model.compile("adam", LOGITS, metrics=["accuracy"], steps_per_execution=3)
@@ -250,7 +250,7 @@ def scope_in_a_function(strategy: Any) -> Any:
 
 
 def fitted_in_the_scope(strategy: Any) -> Any:
-    """All of it in the scope, as the course's function has it: there, too, each replica has its rows."""
+    """Do everything in the scope, as the course's function does. Each replica still has its rows."""
     rows = []
 
     class Counts(layers.Layer):
@@ -279,7 +279,7 @@ class OfWeights(OwnStep):
 
 
 def refused(strategy: Any) -> Any:
-    """What cannot be shared out says so, and spoils nothing."""
+    """Check that unsupported data raises an error without side effects."""
     with strategy.scope():
         model = mlp()
         model.compile("sgd", LOGITS)
@@ -313,13 +313,13 @@ def loaded(shuffle: bool = False) -> Any:
 
 
 def of_pipelines(context: distnb.InputContext) -> Any:
-    """Each pipeline's rows, in batches of 3; together they are all rows."""
+    """Return each pipeline's rows in batches of 3. Together they are all rows."""
     rows = slice(context.input_pipeline_id, None, context.num_input_pipelines)
     return [(X[rows][first : first + 3], Y[rows][first : first + 3]) for first in range(0, len(X[rows]), 3)]
 
 
 def distributed_data(strategy: Any) -> Any:
-    """Data of which each replica reads a part: global batches are what all of them have together."""
+    """Train on data of which each replica reads a part. Global batches consist of all parts."""
     results = []
     for shuffle in (False, True):
         data = strategy.distribute_dataset(loaded(shuffle))
@@ -350,7 +350,7 @@ def distributed_data(strategy: Any) -> Any:
 
 
 def different_data(strategy: Any) -> Any:
-    """Replicas that read other data say so, in every loop, in the first batch or at the end; the next one works."""
+    """Check that replicas that read different data raise an error in every loop, and that the next loop works."""
     with strategy.scope():
         model = mlp()
         model.compile("sgd", LOGITS)
@@ -383,7 +383,7 @@ CASES = [
 
 
 def run_all(strategy: Any) -> dict[str, Any]:
-    """Every case, by name; an error's text where it raises."""
+    """Run every case, and return its results by name, or the text of its error."""
     import traceback
 
     results = {}

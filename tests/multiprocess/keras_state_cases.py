@@ -1,4 +1,4 @@
-"""Keras's metrics and other stateful objects in loops of one's own, whose numbers must not depend on the replicas."""
+"""Keras's metrics and other stateful objects in custom loops, whose numbers must not depend on the replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE_HOT = torch.nn.functional.one_hot(TRUE, 3).float()
 
 
 def batches(strategy: Any, *tensors: torch.Tensor) -> Any:
-    """Batches of 5, 5 and 1: with several replicas some slice is larger, or empty."""
+    """Return batches of 5, 5 and 1: with several replicas some slice is larger, or empty."""
     dataset = torch.utils.data.TensorDataset(*tensors)
     return strategy.distribute_dataset(torch.utils.data.DataLoader(dataset, batch_size=5))
 
@@ -42,7 +42,7 @@ def made() -> dict[str, Any]:
 
 
 class Largest(keras.metrics.Metric):
-    """A metric of the user's: it returns a variable, and a dict, and has a metric within."""
+    """A custom metric that returns a variable and a dict, and contains another metric."""
 
     def __init__(self) -> None:
         super().__init__(name="largest")
@@ -92,13 +92,13 @@ def counted(strategy: Any, folder: Path) -> Any:
 
 
 def central(strategy: Any, folder: Path) -> Any:
-    """Where variables live once, each replica still counts its part."""
+    """Check that each replica counts its part if variables live once."""
     several = strategy.num_replicas_in_sync > 1
     return counted(distnb.experimental.CentralStorageStrategy() if several else strategy, folder)
 
 
 def called_in_run(strategy: Any, folder: Path) -> Any:
-    """`metric(values)` in a replica updates it, and returns the value of all; a metric that is made there does too."""
+    """Check that calling a metric, old or new, on a replica updates it and returns the value of all replicas."""
     with strategy.scope():
         mean = keras.metrics.Mean()
 
@@ -135,7 +135,7 @@ def made_elsewhere(strategy: Any, folder: Path) -> Any:
 
 
 def variables(strategy: Any, folder: Path) -> Any:
-    """As tf.distribute has them, for what Keras says of a variable."""
+    """Check Keras's variables against tf.distribute's rules."""
     size = strategy.num_replicas_in_sync
     own = strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group + 1.0)
     results: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def variables(strategy: Any, folder: Path) -> Any:
 
 
 class WithMetrics(keras.Model):
-    """A layer of it counts rows of its own, and its step updates a metric of the whole program."""
+    """A model with a layer that counts its own rows, and a step that updates a metric of the program."""
 
     def __init__(self, far: Any) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class WithMetrics(keras.Model):
 
 
 def in_models(strategy: Any, folder: Path) -> Any:
-    """Metrics that `fit` and a loop of one's own update in turn."""
+    """Update metrics in `fit` and in a custom loop in turn."""
     with strategy.scope():
         far = keras.metrics.Mean("far")
         model = WithMetrics(far)
@@ -218,7 +218,7 @@ def in_models(strategy: Any, folder: Path) -> Any:
 
 
 def checkpoints(strategy: Any, folder: Path) -> Any:
-    """A checkpoint holds what the parts are together."""
+    """Check that a checkpoint holds the combined value of all parts."""
     with strategy.scope():
         mean, generator = keras.metrics.Mean(), keras.random.SeedGenerator(3)
         number = keras.Variable(2.0, trainable=False)
@@ -240,7 +240,7 @@ def checkpoints(strategy: Any, folder: Path) -> Any:
 
 
 def refused_in_scopes(strategy: Any, folder: Path) -> Any:
-    """What a scope did not make is not compiled, fitted or adapted on several replicas."""
+    """Check that objects not made in the scope are not compiled, fitted or adapted on several replicas."""
     metric, model = keras.metrics.MeanSquaredError(), mlp()
     with strategy.scope():
         own, normal = mlp(), keras.layers.Normalization()
@@ -267,7 +267,7 @@ CASES = [
 
 
 def run_all(strategy: Any, folder: str) -> dict[str, Any]:
-    """Every case, by name; an error's text where it raises."""
+    """Run every case, and return its results by name, or the text of its error."""
     results: dict[str, Any] = {}
     for case in CASES:
         here = Path(folder, case.__name__)

@@ -1,4 +1,4 @@
-"""Each metric of torchmetrics with data, and a walk through all of them: slices of unequal size, and empty ones.
+"""Every torchmetrics metric with data, updated with slices of unequal size and empty ones.
 
 Ranks import this. A case makes a metric, and its arguments as lists or tensors with one entry per example.
 """
@@ -50,7 +50,7 @@ _ABSTRACT = ("BaseAggregator", "MetricInputTransformer", "CompositionalMetric")
 
 
 def classes() -> dict[str, type[torchmetrics.Metric]]:
-    """Every public metric class, by name."""
+    """Return every public metric class by name."""
     found: dict[str, type[torchmetrics.Metric]] = {}
     for module in pkgutil.walk_packages(torchmetrics.__path__, "torchmetrics."):
         if "._" in module.name or ".functional" in module.name:
@@ -81,7 +81,7 @@ _Case = tuple[Callable[[], torchmetrics.Metric], tuple[Any, ...], dict[str, Any]
 
 
 class _Pixels(torch.nn.Module):
-    """A network of features that nobody has to download."""
+    """A feature network that needs no download."""
 
     num_features = 2
 
@@ -225,7 +225,7 @@ def _of_wrappers(cls: Any, name: str) -> _Case | None:
 
 
 def case_of(name: str, cls: Any) -> _Case | None:
-    """Return a function that makes a metric, and its arguments; None where there is no case."""
+    """Return a function that makes a metric and its arguments, or None if there is no case."""
     package = cls.__module__.split(".")[1]
     if package == "classification":
         if name.startswith(_KINDS):
@@ -253,7 +253,7 @@ def _part(value: Any, start: int, stop: int, number: int) -> Any:
 
 
 def _batches(sizes: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """The bounds of each replica's slice, batch by batch."""
+    """Return the bounds of each replica's slice, batch by batch."""
     first = 0
     for counts in sizes:
         bounds = []
@@ -270,7 +270,7 @@ SIZES = {
 
 
 def walk(strategy: Any, rank: int) -> dict[str, str]:
-    """Find metrics whose value differs from one replica's. Return the reasons by name."""
+    """Return the reasons, by name, of metrics whose value differs from one replica's."""
     wrong: dict[str, str] = {}
     cases: dict[str, _Case] = {}
     for name, cls in classes().items():
@@ -302,7 +302,7 @@ def _update_all(
     rank: int,
     wrong: dict[str, str],
 ) -> None:
-    """Update each metric with this replica's slices, and its twin with whole batches."""
+    """Update each metric with this replica's slices, and its copy with whole batches."""
     for name, (_, arguments, named) in cases.items():
         try:
             for number, bounds in enumerate(_batches(sizes)):

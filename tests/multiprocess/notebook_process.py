@@ -1,4 +1,4 @@
-"""A notebook process for tests that end it: starts a cluster, prints a line of JSON, and ends as it is told."""
+"""A notebook process for tests that end it: it starts a cluster, prints a line of JSON, and ends as requested."""
 
 from __future__ import annotations
 

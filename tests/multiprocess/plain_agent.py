@@ -1,4 +1,4 @@
-"""Stands in for the agent where only processes matter. DISTNB_TEST_BEHAVIOUR (`WHAT[:ENGINE]`) makes it misbehave."""
+"""A replacement for the agent where only processes matter. DISTNB_TEST_BEHAVIOUR (`WHAT[:ENGINE]`) adds faults."""
 
 from __future__ import annotations
 

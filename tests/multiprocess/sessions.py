@@ -1,4 +1,4 @@
-"""A cluster of the test's own process, which is a notebook as long as that runs."""
+"""A cluster that makes the test's own process a notebook while it runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WITHIN_S = 20.0
 
 @contextlib.contextmanager
 def started(n: int = 2, strategy: Callable[[], Any] = distnb.MirroredStrategy) -> Iterator[Session]:
-    """A cluster. The notebook's names are `distnb`, `torch` and `strategy`; those bound meanwhile are gone after it."""
+    """Start a cluster with the names `distnb`, `torch` and `strategy`. New names are removed afterwards."""
     distnb.start(n)
     session = sessions.require()
     before = dict(session.user_ns)

@@ -1,4 +1,4 @@
-"""Collectives of replicas that share no memory: the store, through which they compare them, is not waited for."""
+"""Collectives of replicas without shared memory: they do not wait for the store through which they compare calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeated calls that nobody waits for are sent one after the other; each is a call of its own all the same."""
+"""Repeated calls without waiting: they are sent one after the other, and each has its own effect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def strategy() -> Iterator[Any]:
 
 
 def make_counter() -> Any:
-    """A function of a notebook's user: how often it was called on its engine, this time included."""
+    """Return a function that counts its calls on its engine."""
 
     def counted(name: str) -> int:
         import builtins
@@ -46,7 +46,7 @@ def make_counter() -> Any:
 
 
 def call_often(strategy: Any, fn: Any, *args: Any, calls: int) -> list[Any]:
-    """The results to be."""
+    """Return the expected results."""
     return [strategy.run(fn, args=args, options=NO_WAIT) for _ in range(calls)]
 
 
@@ -92,7 +92,7 @@ def test_one_that_fails_is_not_the_others_failure(strategy: Any) -> None:
     assert [int(one) for one in results[:19]] == list(range(1, 20))
     with pytest.raises(KeyError, match="failing"):
         resolve(results[19])
-    # Replica 0 was told to end the one that failed, perhaps before it had counted it.
+    # Replica 0 was ordered to end the failed call, perhaps before it had counted it.
     assert [on_replica_1(one) for one in results[20:]] == list(range(21, 41))
     assert on_replica_1(strategy.run(fails_once, args=("failing",))) == 41
 

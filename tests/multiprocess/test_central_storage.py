@@ -1,4 +1,4 @@
-"""Central storage: one copy of variables and of what optimizers keep, whatever is done to them, and the right numbers."""
+"""Central storage: one copy of variables and of optimizer state, in all uses, with the right numbers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def ranks(program: str, n: int = 2) -> list[Any]:
 
 
 def test_memory_shows_one_copy() -> None:
-    """Of parameters and optimizer state, however they came by their values; three replicas."""
+    """Measure parameters and optimizer state with three replicas, for every way to get their values."""
     found = ranks(
         """
         with strategy.scope():
@@ -377,7 +377,7 @@ def test_failures_and_a_replaced_engine(session: Session) -> None:
     assert "replica 0 called adam.step()" in told
     assert "taken by all replicas together" in told
 
-    # A step that fails half-way leaves the replicas equal all the same, and is told of.
+    # A step that fails half-way still leaves the replicas equal, and is reported.
     with pytest.raises(ValueError, match="half-way"):
         run_cell(session, _HALF_WAY, "cell-5")
     run_cell(

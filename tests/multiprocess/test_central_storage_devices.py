@@ -1,4 +1,4 @@
-"""Central storage with replicas on accelerators: one copy of variables on the host, whatever computes with them.
+"""Central storage with replicas on accelerators: one copy of variables on the host, whichever device computes.
 
 The accelerators are the stand-in of `tests/stand_in_tpu`.
 """
@@ -84,7 +84,7 @@ def train(strategy, name):
 
 
 def close(got: Any, expected: Any) -> None:
-    """Losses, weights and what the optimizer keeps, as `train` gives them."""
+    """Compare losses, weights and optimizer state as `train` returns them."""
     assert got[0] == pytest.approx(expected[0], rel=1e-5)
     for mine, theirs in zip(got[1:], expected[1:], strict=True):
         assert mine.keys() == theirs.keys()
@@ -187,7 +187,7 @@ def test_a_script_on_accelerators() -> None:
 
 
 def test_one_accelerator_has_everything() -> None:
-    """Parameters, gradients and what the optimizer keeps: on the device, and nothing of them in host memory."""
+    """Check that parameters, gradients and optimizer state are on the device, and none of them in host memory."""
     program = """
     model_device = str(next(iter(train_model.parameters())).device)
     kept = {str(each.device) for state in optimizer.state.values() for each in state.values() if each.ndim}
@@ -229,7 +229,7 @@ where = strategy.run(step)
 
 
 def test_a_notebook_on_accelerators() -> None:
-    """A cell trains, another fails on one replica, the next ones go on."""
+    """Train in a cell, fail on one replica in another, and continue in the next ones."""
     with Notebook(env=CHIPS) as notebook:
         notebook.run("%distnb start --devices tpu", timeout_s=180)
         notebook.run("import distnb\nstrategy = distnb.CentralStorageStrategy()", timeout_s=60)

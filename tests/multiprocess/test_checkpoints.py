@@ -1,4 +1,4 @@
-"""Checkpoints: saved under any strategy and number of replicas, restored under any other; killed while they save."""
+"""Checkpoints saved under any strategy and number of replicas, restored under any other, with kills while saving."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def close(one: Any, other: Any) -> bool:
 
 
 def test_every_strategy_restores_what_any_other_saved(tmp_path: Path) -> None:
-    """Each has what those before saved; the first two come again, and have what all saved."""
+    """Restore under each strategy what the earlier ones saved. The first two run again after all others."""
     expected: Any = None
     saved: list[str] = []
     for way in ORDER:

@@ -1,4 +1,4 @@
-"""`distnb run` for real: scripts on two replicas of this machine."""
+"""`distnb run` with real processes: scripts on two replicas of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run a script's text: (text, words before the script, words after it)."""
+    """Run a script: (text, words before the script, words after it)."""
 
     def go(text: str, before: str = "-n 2", after: str = "") -> subprocess.CompletedProcess[str]:
         (tmp_path / "script.py").write_text(text)

@@ -1,4 +1,4 @@
-"""Closures in a notebook: what is shown while they run, when the cell has ended, and on demand; and the stop button."""
+"""Closures in a notebook: the display while they run, afterwards, and on demand; and the stop button."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def notebook() -> Iterator[Notebook]:
 
 
 def shown_when(notebook: Notebook, message: str, text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Read a running cell's messages until a display of it has a text. What it had printed, and its displays."""
+    """Read a running cell's messages until a display contains a text. Return its output and displays."""
     printed, displays = "", []
     for kind, content in notebook.events(message, 60):
         if kind == "stream":

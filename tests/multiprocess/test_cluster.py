@@ -1,4 +1,4 @@
-"""Engines of one machine: started, watched, restarted, ended. The agent is a stand-in; processes and files are real."""
+"""Engines of one machine: started, watched, restarted, ended. The agent is replaced; processes and files are real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A running cluster: what its engines are like, and who can reach them. One cluster for all tests: none changes it."""
+"""The properties of a running cluster's engines, and access to them. One cluster serves all tests; none changes it."""
 
 from __future__ import annotations
 

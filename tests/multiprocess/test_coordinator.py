@@ -1,4 +1,4 @@
-"""Closures on real workers: what they return, what they raise, and what becomes of them when something ends."""
+"""Closures on real workers: their results, their errors, and their end when something else ends."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_several_failures_are_all_told(coordinator: ClusterCoordinator) -> None:
             time.sleep(0.001)
         raise ValueError(word)
 
-    for _ in range(200):  # each is told to end when the other's error is known; mostly it has failed by then
+    for _ in range(200):  # each is ordered to end when the other's error is known; usually it has failed by then
         with tempfile.TemporaryDirectory() as marks:
             for word in ("one", "two"):
                 coordinator.schedule(stubborn, args=(word, marks))
@@ -368,7 +368,7 @@ def test_an_interrupt_ends_what_was_scheduled(coordinator: ClusterCoordinator, w
 
 
 def test_an_interrupt_of_the_session_is_over_when_it_returns(coordinator: ClusterCoordinator) -> None:
-    """It is meant for what is scheduled now, not for what the next cell schedules."""
+    """Check that an interrupt affects the closures scheduled now, and not those of the next cell."""
     coordinator._link._do(lambda: time.sleep(0.3))  # type: ignore[attr-defined]  # its thread is busy
     value = coordinator.schedule(time.sleep, args=(60,))
     require().interrupt()

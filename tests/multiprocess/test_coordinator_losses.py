@@ -1,4 +1,4 @@
-"""Closures whose workers are lost, replaced or stopped: each ends once, and nobody waits for ever."""
+"""Closures whose workers are lost, replaced or stopped: each ends once, and nothing waits forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cross_device_ops`: every algorithm gives the default one's numbers, the same bits on all replicas, and never hangs."""
+"""`cross_device_ops`: every algorithm gives the default's numbers, the same bits on all replicas, and never hangs."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_an_algorithm_that_fails_on_one_replica_ends_the_call_on_all() -> None:
 
 
 def test_an_algorithm_that_forgets_to_communicate_is_found() -> None:
-    """Its replicas would drift apart without a word; one that broadcasts what it made is left alone."""
+    """Check that an algorithm without communication raises an error, and one that broadcasts its result does not."""
     program = """
     class Forgets(distnb.CrossDeviceOps):
         def reduce_implementation(self, op, tensor, replicas):

@@ -1,4 +1,4 @@
-"""Training outside `strategy.run`: all replicas compute the same, and nothing is added up."""
+"""Training outside `strategy.run`: all replicas compute the same, and nothing is summed."""
 
 from __future__ import annotations
 

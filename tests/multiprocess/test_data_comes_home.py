@@ -14,18 +14,18 @@ def wrong_ones(found, expected):
 
 
 def _text(template: str, name: str) -> str:
-    """A text of the table, with a variable in the place of `v`."""
+    """Return an expression of the table with a variable in the place of `v`."""
     return re.sub(r"\bv\b", name, template)
 
 
 def _seen(prefix: str) -> str:
-    """An expression for what is seen of all values whose names have a prefix."""
+    """Return an expression that reads all values whose names have a prefix."""
     shown = (f"{name!r}: repr(({_text(each.seen, f'{prefix}{n}')}))" for n, (name, each) in enumerate(VALUES.items()))
     return "{" + ",\n".join(shown) + "}"
 
 
 def _all(template: str, *, without: str = "") -> str:
-    """A line of code for each value."""
+    """Return a line of code for each value."""
     return "\n".join(template.format(n=n, made=each.made) for n, each in enumerate(VALUES.values()))
 
 
@@ -35,7 +35,7 @@ def _changed(prefix: str) -> str:
 
 
 def test_data_of_every_kind(notebook: Notebook) -> None:
-    """Each value is as one that an ordinary cell made, whoever changes it, and stays the same object."""
+    """Check that each value behaves like one from an ordinary cell, whoever changes it, and stays the same object."""
     notebook.run(f"%%distribute mirrored\n{SETUP}\n" + _all("v{n} = {made}"))
     notebook.run(_SETTING + _all("w{n} = {made}"))
     kinds = f"[n for n in range({len(VALUES)}) if type(globals()[f'v{{n}}']) is not type(globals()[f'w{{n}}'])]"
@@ -62,7 +62,7 @@ def test_data_of_every_kind(notebook: Notebook) -> None:
 
 
 def test_data_that_differs_or_is_on_one_replica_only(notebook: Notebook) -> None:
-    """The name is a handle, which fetches each replica's whole value and works in the next cells."""
+    """Check that the name is a handle, which fetches each replica's whole value and works in the next cells."""
     differing = (
         _all("d{n} = [{made}, replica]") + "\nif not replica:\n    " + _all("o{n} = {made}; ").replace("\n", "\n    ")
     )

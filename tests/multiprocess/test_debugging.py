@@ -1,4 +1,4 @@
-"""The user at a replica, from a real notebook: debuggers, `input`, and what ends them."""
+"""A user at a replica's prompt, in a real notebook: debuggers, `input`, and ways to end them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _names(notebook: Notebook) -> None:
 
 
 def works(notebook: Notebook) -> None:
-    """The next cell works, with collectives."""
+    """Check that the next cell works, with collectives."""
     ran = notebook.run("%%distribute mirrored\nx = 1\n" + SUM + "print(total)")
     assert lines_of_each(ran.stdout) == [["4.0"], ["4.0"]]
 

@@ -1,4 +1,4 @@
-"""What the README and the pages of the documentation show runs in a notebook, from top to bottom."""
+"""The code in the README and the documentation, run in a notebook from top to bottom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uneven and empty slices give one replica's numbers: every metric of torchmetrics, losses, `gather` and `reduce`."""
+"""Uneven and empty slices give one replica's numbers: every torchmetrics metric, losses, `gather` and `reduce`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
-    """Run all cases once, on two replicas. Return each one's findings."""
+    """Run all cases once on two replicas, and return each one's findings."""
     return [each.check().result for each in run_ranks("from tests.multiprocess.empty_slice_cases import result", 2)]
 
 

@@ -1,4 +1,4 @@
-"""The Estimator on several replicas: killed and started again, beside an evaluator, in cells; whole batches each."""
+"""The Estimator on several replicas: killed and restarted, with an evaluator, in cells, with whole batches each."""
 
 from __future__ import annotations
 

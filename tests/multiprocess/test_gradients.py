@@ -1,4 +1,4 @@
-"""Gradient sync on 2, 3 and 4 processes against one replica on the whole batch."""
+"""Gradient aggregation on 2, 3 and 4 processes, compared with one replica on the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups: every operation, torch's and libraries' ways to them, generations, aborts, exits."""
+"""Process groups: every operation, access through torch and libraries, generations, aborts, exits."""
 
 from __future__ import annotations
 

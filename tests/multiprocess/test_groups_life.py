@@ -1,4 +1,4 @@
-"""How groups begin and end: teams, generations, scripts, adopted groups, forks, deaths, exits."""
+"""The beginning and end of groups: teams, generations, scripts, adopted groups, forks, deaths, exits."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def test_a_script_that_fails_is_no_mismatch():
     first, second = run(program, 2)
     assert "ValueError: mine" in second.stderr
     assert first.returncode == 1
-    # Its connections go as its process does, which must not be all that is told.
+    # Its connections close with its process, which must not be the only report.
     assert "CollectiveError: Replica 1 ended with an error" in first.stderr
     assert "Mismatch" not in first.stderr
 
@@ -397,7 +397,7 @@ def test_replicas_that_share_no_memory():
 
 
 def test_a_forming_that_is_broken_off_hinders_no_later_one():
-    """One replica is told to end just before it connects; another while a thread of its waits for that one."""
+    """End one replica just before it connects, and another while one of its threads waits for it."""
     program = """
     import signal
     import threading
@@ -444,7 +444,7 @@ def test_a_forming_that_is_broken_off_hinders_no_later_one():
 
 
 def test_an_order_to_end_just_when_an_operation_has_begun_hinders_nothing():
-    """Nobody holds its work then, and Gloo may be busy with it: who waits for that, waits for ever."""
+    """End a program when no one holds an operation's work and Gloo may be busy with it: waiting for it would hang."""
     program = """
     group = groups.join(team(0), rank, cpu)
     sum_of(1)

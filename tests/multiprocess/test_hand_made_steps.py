@@ -1,4 +1,4 @@
-"""Steps that no optimizer of torch's takes, or not as usual: hand-made ones, line searches, steps within a backward."""
+"""Steps outside torch's optimizers: by hand, line searches, and steps within a backward pass."""
 
 from __future__ import annotations
 

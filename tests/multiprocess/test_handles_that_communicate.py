@@ -1,4 +1,4 @@
-"""A method of a handle that communicates does so among the engines that hold the object, whoever ran last."""
+"""A handle's method that communicates does so among the engines that hold the object, whichever ran last."""
 
 from __future__ import annotations
 

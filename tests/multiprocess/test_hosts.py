@@ -1,4 +1,4 @@
-"""One notebook, engines on other machines: they start by ssh, train with the right numbers, are lost and come back."""
+"""A notebook with engines on other machines over ssh: they train with the right numbers, are lost and come back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def notebook(network: Machines) -> Iterator[Notebook]:
 
 
 def test_engines_are_where_they_were_asked_for(network: Machines, notebook: Notebook) -> None:
-    notebook.run("big = torch.ones(1 << 20)")  # beside the channel, where there is shared memory
+    notebook.run("big = torch.ones(1 << 20)")  # outside the channel, if there is shared memory
     notebook.run("""%%distribute mirrored
 import os, socket, psutil
 big = big + 1
@@ -83,7 +83,7 @@ def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_pa
     lost = notebook.value("[row.pid for row in cluster.status() if row.host == 'blue']")
     check_cut_off(notebook, network, "blue", "red", tmp_path)
     assert notebook.value("sum('machine blue cannot be reached' in row.state for row in cluster.status())") == 2
-    for pid in lost:  # nobody can tell them: they see for themselves
+    for pid in lost:  # they cannot be notified: they notice by themselves
         processes.ends(pid, 40)
 
 

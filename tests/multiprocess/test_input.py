@@ -1,4 +1,4 @@
-"""Distributed datasets on real replicas: shuffles stay equal, unlike data ends in an error and never in a hang."""
+"""Distributed datasets on real replicas: shuffles stay equal, and different data raises an error and never hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a cell that ended half-way no worker of it reads on, whatever name holds the iteration."""
+"""After a cell that ended half-way none of its workers reads on, whatever name holds the iteration."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def workers(notebook: Notebook, before: set[int]) -> list[str]:
 
 
 def is_dead(pid: int) -> bool:
-    """Whether a process ended as a whole: its parent hears of it (SIGCHLD) when its last thread has ended."""
+    """Return whether all threads of a process have ended: only then does its parent get SIGCHLD."""
     return ") Z " in Path(f"/proc/{pid}/stat").read_text() and len(os.listdir(f"/proc/{pid}/task")) == 1
 
 
@@ -74,7 +74,7 @@ def test_nothing_reads_on(notebook: Notebook, ended_by: str, persistent: bool) -
 
 
 def test_workers_are_interrupted_and_not_waited_for(notebook: Notebook, tmp_path: Path) -> None:
-    """As by Ctrl-C in a terminal; torch would wait five seconds for each that does not heed it."""
+    """Interrupt workers as Ctrl-C in a terminal does. Torch would wait five seconds for each that ignores it."""
     notebook.run(f"""
 import os
 
@@ -99,7 +99,7 @@ class Told(torch.utils.data.Dataset):
 
 
 def test_a_worker_killed_between_cells_ends_no_engine(notebook: Notebook) -> None:
-    """Torch's handler of SIGCHLD raises in whatever the main thread does; between programs that is the engine's own."""
+    """Kill a worker between programs, when torch's SIGCHLD handler would raise in the engine's own code."""
     notebook.run(
         """%%distribute mirrored
 import os

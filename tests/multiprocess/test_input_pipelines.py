@@ -1,4 +1,4 @@
-"""Input pipelines on real replicas: made by a function, parted among workers, gone on with in mid-epoch."""
+"""Input pipelines on real replicas: made by a function, divided among workers, resumed in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ else:
 
 
 def joined(ranks: list[Any], name: str) -> list[list[list[int]]]:
-    """The global batches of the two epochs."""
+    """Return the global batches of the two epochs."""
     return [[flat(step) for step in zip(*(rank[name][epoch] for rank in ranks), strict=True)] for epoch in range(2)]
 
 
@@ -253,7 +253,7 @@ def test_two_workers_of_two_replicas() -> None:
         told = [json.loads((tasks.folder / f"told{rank}.json").read_text()) for rank in range(4)]
 
     def steps(name: str) -> list[list[list[Any]]]:
-        """What the replicas have of each step; all know how many examples that is together."""
+        """Return the replicas' parts of each step. All know the total number of examples."""
         found = []
         for step in zip(*(each[name] for each in told), strict=True):
             parts = [part for part, _ in step]

@@ -1,4 +1,4 @@
-"""Keras in a notebook: in distributed cells and in ordinary ones, with one progress bar, and when something fails."""
+"""Keras in a notebook: in distributed and ordinary cells, with one progress bar, and with failures."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ loader = torch.utils.data.DataLoader(pairs, batch_size=16)
 
 
 def test_ordinary_cells_fit_what_functions_and_strategies_make(cells: Notebook) -> None:
-    """Where a generator cannot travel, the error says what to give instead."""
+    """Check that the error for a generator says what to pass instead."""
     cells.run("strategy = distnb.MirroredStrategy()" + GENERATED, timeout_s=60)
     data = ["loader", "distnb.keras.DatasetCreator(own)", "distnb.keras.DatasetCreator(generate)"]
     data += ["strategy.distribute_dataset(loader)", "strategy.distribute_datasets_from_function(own)"]
@@ -103,7 +103,7 @@ def test_ordinary_cells_fit_what_functions_and_strategies_make(cells: Notebook) 
 
 
 def test_metrics_in_cells_count_every_replica(cells: Notebook) -> None:
-    """In both kinds of cells, with a metric that a scope made; one of the notebook's travels with what it counted."""
+    """Count in both kinds of cells with a scope's metric, and send one of the notebook's with its counts."""
     cells.run(
         "%%distribute mirrored\nwith strategy.scope():\n    mean = keras.metrics.Mean()\n"
         "def step(part):\n    mean.update_state(part)\n    return float(mean.result())\n"
@@ -137,7 +137,7 @@ def test_a_model_of_the_notebook_that_replicas_pickle_at_different_times_stays_i
 
 
 def test_ordinary_cells_save_and_restore_a_model(cells: Notebook, tmp_path: Path) -> None:
-    """With its optimizer; and one that is built by its first batch is one model on all replicas from the start."""
+    """Save and restore a model with its optimizer, also one that its first batch builds."""
     cells.run("strategy = distnb.MirroredStrategy()" + TRAINING, timeout_s=90)
     assert cells.value("type(model).__name__") == "RemoteMirrored"
     cells.run(f"path = distnb.Checkpoint(model=model).write({str(tmp_path / 'one')!r})")
@@ -168,7 +168,7 @@ def test_a_failing_callback_ends_the_cell_and_the_next_one_works(cells: Notebook
 
 
 def test_a_step_that_one_replica_alone_made_is_made_good(cells: Notebook, tmp_path: Path) -> None:
-    """What the optimizer keeps, too, is what replica 0 has, when the next program begins."""
+    """Check that replica 0's optimizer state is copied too when the next program begins."""
     cells.run(f"STEPPED = {str(tmp_path / 'stepped')!r}")
     training = TRAINING.replace('"adam"', "keras.optimizers.SGD(0.1, momentum=0.9)").replace("verbose=2", "verbose=0")
     ran = cells.try_run(
@@ -204,7 +204,7 @@ def test_a_step_that_one_replica_alone_made_is_made_good(cells: Notebook, tmp_pa
 
 
 def test_replicas_that_have_counted_their_layers_differently(cells: Notebook) -> None:
-    """`dense_9` and `dense_10` on one, `dense_50` and `dense_51` on the other: by name they sort differently."""
+    """Use layers named `dense_9` and `dense_10` on one replica and `dense_50` and `dense_51` on the other."""
     cells.run(
         "%%distribute mirrored\nimport keras\nkeras.backend.clear_session()\n"
         "for _ in range(9 if distnb.replica_id() else 50):\n    keras.layers.Dense(1), keras.Variable(0.0)\n"
@@ -230,7 +230,7 @@ def test_replicas_that_have_counted_their_layers_differently(cells: Notebook) ->
 
 
 def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: Path) -> None:
-    """Restored from its backup, it ends as an unbroken training does."""
+    """Check that training restored from its backup ends as training without interruption does."""
     cells.run(f"FOLDER = {str(tmp_path)!r}")
     training = TRAINING.replace("verbose=2,", "verbose=0, shuffle=False, callbacks=callbacks,")
     cells.run("%%distribute mirrored\ncallbacks = []" + training, timeout_s=90)
@@ -262,7 +262,7 @@ def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: 
 
 
 def test_models_that_share_layers_on_a_new_engine(cells: Notebook) -> None:
-    """Keras's pickles make copies: those of the larger model are kept in sync, whatever becomes of the others."""
+    """Check that the larger model stays in sync, although Keras's pickles make copies."""
     cells.run("strategy = distnb.MirroredStrategy()" + TRAINING, timeout_s=90)
     cells.run("with strategy.scope():\n    again = keras.Model(model.inputs, model.outputs)")
     killed = "%%distribute mirrored\nimport signal\nif distnb.replica_id():\n    os.kill(os.getpid(), signal.SIGKILL)"

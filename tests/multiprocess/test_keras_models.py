@@ -36,7 +36,7 @@ Ran = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """What each replica got, of so many, with Keras's release or its nightly."""
+    """Return each replica's results, for this many replicas, with Keras's release or nightly."""
 
     @functools.cache
     def run(replicas: int, keras: str = "release") -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ result = whole, train([keras.callbacks.BackupAndRestore(folder, save_freq={save_
 def test_a_script_that_was_killed_goes_on_when_it_is_started_again(
     tmp_path: Path, save_freq: str | int, resumed: int
 ) -> None:
-    """In the third epoch, after five of seven batches; by what it shuffles, too, it is as if nothing had been."""
+    """Kill a script in the third epoch, after five of seven batches, and check that its shuffles also continue."""
     folder = tmp_path / "backup"
 
     def program(dies: tuple[int, int] | None) -> str:

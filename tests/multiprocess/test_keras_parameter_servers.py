@@ -29,7 +29,7 @@ def strategy() -> Iterator[Any]:
 
 
 def dataset_fn(context: distnb.InputContext) -> Iterator[Any]:
-    """Batches without end: the label tells whether a row's sum is above 0."""
+    """Yield batches forever. The label says whether a row's sum is above 0."""
     generator = np.random.default_rng(context.input_pipeline_id)
     while True:
         x = generator.normal(size=(32, 8)).astype("float32")
@@ -37,7 +37,7 @@ def dataset_fn(context: distnb.InputContext) -> Iterator[Any]:
 
 
 class Slow(keras.layers.Layer):  # type: ignore[misc]
-    """Writes which process computes, and ends it once, in a training step, if a file tells so."""
+    """A layer that records which process computes, and ends it once in a training step if a file says so."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()

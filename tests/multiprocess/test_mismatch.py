@@ -1,4 +1,4 @@
-"""Collectives that do not match are found within a second, and poison nothing."""
+"""Mismatched collectives are found within a second and have no lasting effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines on other machines by mpiexec: they train with the right numbers, and a machine that is cut off is noticed."""
+"""Engines on other machines through mpiexec: they train with the right numbers, and a disconnected one is noticed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 @pytest.fixture(scope="module")
 def notebook(network: Machines) -> Iterator[Notebook]:
-    """Its cluster is the one that TF_CONFIG names, by addresses, with two tasks on each machine."""
+    """Return a notebook whose cluster TF_CONFIG names by addresses, with two tasks on each machine."""
     words = " ".join(network.ssh_args)
     tasks = [f"{network.address(name)}:{port}" for name in network.names for port in (1, 2)]
     environment = {
@@ -88,7 +88,7 @@ def test_the_end_of_the_notebook(network: Machines, notebook: Notebook) -> None:
 
 
 def _commands() -> list[str]:
-    """What runs of a cluster, mpiexec's own daemons and connections among it."""
+    """Return a cluster's commands, including mpiexec's own daemons and connections."""
     found = []
     for process in processes.children_of_this_run().values():
         with contextlib.suppress(psutil.Error):

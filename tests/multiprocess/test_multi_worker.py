@@ -1,4 +1,4 @@
-"""MultiWorkerMirroredStrategy as the Keras guide has it: one script, on every machine, with its own TF_CONFIG."""
+"""MultiWorkerMirroredStrategy as in Keras's guide: one script on every machine, each with its own TF_CONFIG."""
 
 from __future__ import annotations
 

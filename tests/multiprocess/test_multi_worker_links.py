@@ -1,4 +1,4 @@
-"""Workers on machines of their own: network namespaces, joined by a cable that can be cut."""
+"""Workers on separate machines: network namespaces, joined by a link that can be cut."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def machines() -> Iterator[Machines]:
 
 
 def on_both(machines: Machines, program: str) -> Tasks:
-    """One worker on each machine."""
+    """Run one worker on each machine."""
     names = ["worker 0", "worker 1"]
     commands = {name: machines.command(number) for number, name in enumerate(names)}
     cluster = {"worker": ["10.77.0.1:2222", "10.77.0.2:2222"]}

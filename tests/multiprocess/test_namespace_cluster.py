@@ -1,4 +1,4 @@
-"""The sequences of cells on a real cluster, and what only real processes can show."""
+"""The sequences of cells on a real cluster, and cases that need real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same text here, on the replicas and here again; what only engines of their own can show of the namespace."""
+"""The same code here, on the replicas and here again; cases of the namespace that need separate engines."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ class World:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Clear both namespaces."""
         for name in list(self.notebook.names()):
             del self.ns[name]
 
     def here(self, text: str) -> None:
-        """Under the default strategy."""
+        """Run a cell under the default strategy."""
         self._number += 1
         with self.session.namespace.localise(text):
             self.notebook.run(text, self._number)
 
     def there(self, text: str) -> None:
-        """Under the mirrored strategy."""
+        """Run a cell under the mirrored strategy."""
         self._number += 1
         self.session.run_cell(text, SPEC, filename=f"<cell {self._number}>")
 
     def plain(self, name: str) -> Any:
-        """A value as the first replica has it."""
+        """Return the first replica's value."""
         value = self.ns[name]
         return value.values[0] if isinstance(value, HANDLES) else value
 

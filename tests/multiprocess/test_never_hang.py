@@ -1,4 +1,4 @@
-"""Nothing hangs, as a user meets it: a real kernel and real engines, of which there are two.
+"""Tests that nothing hangs for a user, with a real kernel and two real engines.
 
 Whatever goes wrong in a cell, the cell ends on every replica with an error that says what went wrong; the next cell
 works; variables made before are still there. No test here measures how long it takes: each has a hard limit, which
@@ -69,7 +69,7 @@ before = kept.weight.detach().sum().item()
 
 
 class Notebooks:
-    """One notebook for as long as it works: a test that fails does not spoil the next one's."""
+    """A notebook that is kept as long as it works, so that a failing test does not affect the next one."""
 
     def __init__(self, engines: int) -> None:
         self.engines = engines
@@ -105,7 +105,7 @@ def notebooks(engines: int) -> Iterator[Notebooks]:
 
 @pytest.fixture
 def notebook(notebooks: Notebooks, request: pytest.FixtureRequest) -> Iterator[Notebook]:
-    """It works before the test, and must work again afterwards."""
+    """Return a notebook that works before the test, and check that it works afterwards."""
     notebook, failed_before = notebooks.get(), request.session.testsfailed
     yield notebook
     if request.session.testsfailed > failed_before:
@@ -120,7 +120,7 @@ def notebook(notebooks: Notebooks, request: pytest.FixtureRequest) -> Iterator[N
 
 
 def works(notebook: Notebook, replicas: int) -> None:
-    """The next cell works on that many replicas, and what was made before is still there."""
+    """Check that the next cell works on this many replicas, and that earlier objects still exist."""
     ran = notebook.run(
         """%%distribute mirrored
 total = torch.ones(1)
@@ -145,12 +145,12 @@ def failed(notebook: Notebook, source: str, error: str, limit_s: float = LIMIT_S
 
 
 def wait_until_idle(notebook: Notebook) -> None:
-    """On a slow machine replicas may end a little later than they are waited for."""
+    """Wait for replicas that end a little later than the notebook, on a slow machine."""
     processes.wait_until(lambda: "busy" not in notebook.run("%distnb status").text, timeout_s=LIMIT_S)
 
 
 def summed_up(ran: Ran) -> set[int]:
-    """Replicas of whose end a traceback tells in a few words: most often the same ones, "replicas 0, 2-3 ended"."""
+    """Return the replicas whose end a traceback summarises, usually the same ones: "replicas 0, 2-3 ended"."""
     told = " ".join(re.findall(r"\breplicas? ([\d, -]+) ", ran.traceback))
     ranges = re.findall(r"(\d+)(?:-(\d+))?", told)
     return {replica for first, last in ranges for replica in range(int(first), int(last or first) + 1)}
@@ -244,7 +244,7 @@ def test_one_replica_raises_while_the_others_wait(
 
 @pytest.mark.parametrize("end", ["finally", "except ValueError"])
 def test_the_error_that_others_wait_for_in_vain_is_told_first(notebook: Notebook, tmp_path: Path, end: str) -> None:
-    """Also where a replica that waits tells of it before the one that has it: it is slow to end, or has caught it."""
+    """Check this also if the failing replica reports last: it is slow to end, or has caught its error."""
     notebook.run("""%%distribute mirrored
 from distnb.collectives.group import communicator
 grace_s, communicator._LEFT_GRACE_S = communicator._LEFT_GRACE_S, 0.1
@@ -397,7 +397,7 @@ def test_an_interrupt_between_calls_that_nobody_has_waited_for_ends_them(noteboo
 
 
 def new_workers(before: set[int]) -> list[str]:
-    """What engines have forked since."""
+    """Return the processes that engines have forked since."""
     new = [processes.describe(p) for pid, p in processes.children_of_this_run().items() if pid not in before]
     return [line for line in new if "distnb.engine" in line]
 
@@ -570,7 +570,7 @@ dist.all_reduce(torch.ones(1))
     processes.wait_until(lambda: notebook.value("distnb.notebook.compose.current().stuck") == (1,), LIMIT_S)
     assert "busy" in notebook.run("%distnb status").text
     assert "Engine 1: still busy" in notebook.run("%distnb interrupt").text
-    assert "does not answer" in notebook.run("%distnb stacks").text  # `all` never lets go of Python's lock
+    assert "does not answer" in notebook.run("%distnb stacks").text  # `all` never releases Python's lock
     failed(notebook, "%%distribute mirrored\npass", "ReplicaStuck")
     assert "[1., 1.]" in (shown := notebook.run("print(seen)").stdout)
     assert "as last seen" in shown
@@ -625,7 +625,7 @@ late_s, dispatch._LATE_S = dispatch._LATE_S, {LIMIT_S}"""
 
 
 def test_what_a_failed_cell_left_may_hang_in_its_destructor(notebook: Notebook, tmp_path: Path) -> None:
-    """It is let go of before the next cell begins: that one waits, and can be interrupted."""
+    """Check that it is released before the next cell begins, and that this cell waits and can be interrupted."""
     begun = tmp_path / "begun"
     failed(
         notebook,

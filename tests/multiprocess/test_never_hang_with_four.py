@@ -1,4 +1,4 @@
-"""One of each kind of what never hangs, with four engines: some wait for others that wait themselves."""
+"""A case of each kind of wait, with four engines: some wait for others that wait themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the notebook and its user tell each other: debuggers, questions, and errors, in a real kernel."""
+"""Messages between the notebook and its user: debuggers, questions and errors, in a real kernel."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ sums = [strategy.run(lambda batch: float((batch[0] * batch[1]).sum()), args=(bat
     assert "RemoteMirrored is a handle" in refused.traceback, "an error that is not ours says so, too"
 
 
-# -- what the live view tells --------------------------------------------------------------------------------------
+# -- what the live view shows -------------------------------------------------------------------------------------
 
 TRAINS = """
 strategy = distnb.MirroredStrategy()

@@ -1,4 +1,4 @@
-"""However the notebook ends, every process that it started is gone within 10 s, and so are its files."""
+"""However the notebook ends, all its processes and files are gone within 10 s."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITHIN_S = 10.0
 
 
 def forbid_pidfds() -> None:
-    """Let this process, and those that it starts, live as on an old kernel: pidfd_open is an unknown call (seccomp)."""
+    """Make pidfd_open an unknown call for this process and its children, as on an old kernel (seccomp)."""
     libc = ctypes.CDLL(None, use_errno=True)
     load, equal, give, no_call, allowed, pidfd_open = 0x20, 0x15, 0x06, 0x50000 | errno.ENOSYS, 0x7FFF0000, 434
     steps = [(load, 0, 0, 0), (equal, 0, 1, pidfd_open), (give, 0, 0, no_call), (give, 0, 0, allowed)]
@@ -37,7 +37,7 @@ def forbid_pidfds() -> None:
 def started_notebook(
     ending: str, behaviour: str = "", *, pidfds: bool = True
 ) -> tuple[subprocess.Popen[str], list[int], Path]:
-    """A notebook with 2 engines: its process, its engines, and its directory."""
+    """Return a notebook process with 2 engines, its engines, and its directory."""
     notebook = subprocess.Popen(
         [sys.executable, "-m", "tests.multiprocess.notebook_process", "2", ending],
         stdout=subprocess.PIPE,

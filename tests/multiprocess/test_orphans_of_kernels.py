@@ -1,4 +1,4 @@
-"""A real kernel with a cluster, ended in each of the ways in which kernels end: all that it started goes with it."""
+"""A real kernel with a cluster, ended in every way in which kernels end: all its processes end with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other users of the machine can do to a cluster: nothing."""
+"""Other users of the machine cannot do anything to a cluster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user
 
 
 def in_child(act: Callable[[], None], user: int = _NOBODY) -> int:
-    """Do something in a process of another user; its pid."""
+    """Run something in a process of another user, and return its pid."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -56,7 +56,7 @@ def in_child(act: Callable[[], None], user: int = _NOBODY) -> int:
 
 
 def words() -> list[bytes]:
-    """What is said to each port."""
+    """Return the messages to send to each port."""
     of_the_store = b"\0" + struct.pack("<I", 0x3C85F7CE)  # torch's greeting; then one asks for the number of keys
     of_gloo = [struct.pack("<q", number) for number in range(4)]
     of_zmq = _GREETING + b"\3\0NULL".ljust(54, b"\0") + b"\4\x19\5READY\x0bSocket-Type\0\0\0\6DEALER"
@@ -64,7 +64,7 @@ def words() -> list[bytes]:
 
 
 def talk(where: tuple[str, int]) -> list[bytes]:
-    """Say everything to one port; what was answered."""
+    """Send all messages to one port, and return the answers."""
     answers = []
     for said in words():
         with contextlib.suppress(OSError), socket.socket() as opened:
@@ -77,7 +77,7 @@ def talk(where: tuple[str, int]) -> list[bytes]:
 
 
 def fuzz(asked: int, told: int) -> None:
-    """Talk to the addresses that come as lines of JSON, and say how many were reached, and what they answered."""
+    """Connect to the addresses that arrive as lines of JSON, and report the number reached and their answers."""
     with os.fdopen(asked) as lines, os.fdopen(told, "w") as file:
         for line in lines:
             addresses = json.loads(line)
@@ -87,7 +87,7 @@ def fuzz(asked: int, told: int) -> None:
 
 
 class Stranger:
-    """Another user, who talks to everything that listens, for as long as the block lasts."""
+    """Another user, who connects to everything that listens until the block ends."""
 
     def __init__(self) -> None:
         (self._asked, self._ask), (self._hear, self._told) = os.pipe(), os.pipe()
@@ -103,7 +103,7 @@ class Stranger:
         self._to, self._from = os.fdopen(self._ask, "w"), os.fdopen(self._hear)
 
     def talk_to(self, addresses: list[tuple[str, int]]) -> list[bytes]:
-        """One round; what was answered."""
+        """Do one round, and return the answers."""
         self._to.write(json.dumps(addresses) + "\n")
         self._to.flush()
         return [bytes.fromhex(each) for each in json.loads(self._from.readline())]
@@ -124,7 +124,7 @@ def stranger() -> Iterator[Stranger]:
 
 
 def listening() -> tuple[list[tuple[str, int]], list[str]]:
-    """Where the processes of this run listen: ports, and paths or names of UNIX sockets."""
+    """Return the ports and UNIX sockets on which the processes of this run listen."""
     ports: set[tuple[str, int]] = set()
     paths: set[str] = set()
     for process in [psutil.Process(), *processes.children_of_this_run().values()]:
@@ -266,7 +266,7 @@ def test_who_holds_the_other_end_of_a_connection_is_known(family: socket.Address
 
 
 def test_a_replica_whose_place_was_taken_says_so(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the replica itself: to it, its own peers are another user's from now on."""
+    """Check the replica itself, for which its own peers belong to another user afterwards."""
     run_cell(session, "import os as mine\nreally = mine.geteuid\nmine.geteuid = lambda: 4711", "another")
     with pytest.raises(ZeroDivisionError):
         run_cell(session, "1 / 0 if distnb.replica_id() else dist.barrier()", "ended")  # a new group is to be formed

@@ -1,4 +1,4 @@
-"""A strategy that distnb does not know, defined in one file (tests/dividing_strategy.py): cells and scripts use it."""
+"""A strategy unknown to distnb, defined in one file (tests/dividing_strategy.py) and used by cells and scripts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ result = [losses, rows, model.weight.detach().flatten().tolist()]
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[list[float], list[int], list[float]]:
-    """The program's result on one device."""
+    """Return the program's result on one device."""
     import distnb
 
     names = {"strategy": distnb.OneDeviceStrategy("cpu:0")}

@@ -1,4 +1,4 @@
-"""Training on parameter servers for real: the numbers, what is seen when, and a server that is lost."""
+"""Training on real parameter servers: the numbers, the visible updates, and a lost server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def coordinator(strategy: Any) -> ClusterCoordinator:
 
 
 def test_updates_of_several_workers_are_all_there(strategy: Any, coordinator: ClusterCoordinator) -> None:
-    """Each of 200 closures adds one, takes a step of one, and counts; none is lost, and none is half there."""
+    """Run 200 closures that each add one, take a step of one, and count: none is lost or half applied."""
     with strategy.scope():
         counter = distnb.Variable(0, dtype=torch.int64)
         weight = nn.Parameter(torch.zeros(1000))
@@ -67,7 +67,7 @@ def test_updates_of_several_workers_are_all_there(strategy: Any, coordinator: Cl
 
 
 def test_a_program_trains_as_in_one_process(cluster: Any) -> None:
-    """One closure at a time is one process: with an embedding in shards, BatchNorm, and a schedule of the rate."""
+    """Run one closure at a time, as one process would: with a sharded embedding, BatchNorm, and a rate schedule."""
 
     def build() -> Any:
         torch.manual_seed(3)
@@ -106,7 +106,7 @@ def test_a_program_trains_as_in_one_process(cluster: Any) -> None:
 
 
 def test_a_whole_program_in_its_scope(strategy: Any, coordinator: ClusterCoordinator, tmp_path: Path) -> None:
-    """What the scope has made is on the servers for the first closure, `run` or step that needs it."""
+    """Check that the servers have the scope's objects by the first closure, `run` or step that needs them."""
     x = torch.ones(2, 2)
 
     def trained(schedule: Any, run: Any) -> list[list[float]]:
@@ -217,7 +217,7 @@ def test_modes_go_with_each_closure(coordinator: ClusterCoordinator) -> None:
 def test_servers_see_the_environment_and_the_modules_of_now(
     cluster: Any, coordinator: ClusterCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An optimizer of a module of the user's, and a variable of the environment, both later than the cluster."""
+    """Use an optimizer of a user's module, and an environment variable, both newer than the cluster."""
     (tmp_path / "late_optimizers.py").write_text(
         "import os\nimport torch\nBACKEND = os.environ['LATE_BACKEND']\n\n\nclass Late(torch.optim.SGD):\n"
         "    def step(self, closure=None):\n        super().step(closure)\n"

@@ -1,4 +1,4 @@
-"""Engines that end in the middle of things: what the others are told, and what a replacement gets."""
+"""Engines that end unexpectedly: reports to the others, and the state of a replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that are replaced while they die, while they compute, and by halves."""
+"""Engines replaced while they die, while they compute, and after partial failures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_one_that_dies_as_it_is_replaced(session: Session, monkeypatch: pytest.M
     late, told = threading.Event(), session.namespace.engine_died
 
     def tell(engine: int) -> None:
-        late.wait(2.0)  # the thread that hears of an end is late on a busy machine
+        late.wait(2.0)  # the thread that handles an end is late on a busy machine
         told(engine)
 
     monkeypatch.setattr(session.namespace, "engine_died", tell)

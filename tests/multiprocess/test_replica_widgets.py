@@ -1,4 +1,4 @@
-"""Widgets that replicas create, as the kernel's pages get them: their comms' messages, and displays that refer to them."""
+"""Widgets that replicas create, as the kernel's pages receive them: comm messages, and displays that refer to them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OUT = "import time, ipywidgets\nout = ipywidgets.Output()\ndisplay(out)"
 
 
 class Page:
-    """A front end's models of widgets, by what a kernel sends."""
+    """A front end's widget models, built from a kernel's messages."""
 
     def __init__(self) -> None:
         self.states: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Clusters with workers and parameter servers: of a notebook, of TF_CONFIG's processes, and of one process's servers."""
+"""Clusters with workers and servers: of a notebook, of TF_CONFIG's processes, and of one process's servers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_parameter_server_cell_runs_in_the_notebook(notebook: Notebook) -> Non
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The user's own secret, for this test."""
+    """Provide the user's own secret for this test."""
     monkeypatch.delenv("DISTNB_SECRET_FILE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -136,7 +136,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def running(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python process, whose standard streams are pipes."""
+    """Start a Python process whose standard streams are pipes."""
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         [sys.executable, *words], env={**os.environ, **variables}, stdin=pipe, stdout=pipe, stderr=pipe, text=True
@@ -208,7 +208,7 @@ while sys.stdin.readline():
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("ending", ["kill", pytest.param("stop", marks=pytest.mark.soak)])
 def test_servers_in_the_coordinators_process_leave_nothing_behind(ending: str) -> None:
-    """As TensorFlow's tutorial makes them. A process that was forked keeps all that is open here."""
+    """Make them as TensorFlow's tutorial does. A forked process would keep everything open here."""
     worker, ps = (free_addresses(2), free_addresses(1))
     script = f"""{_COORDINATOR}
 cluster = {{"worker": {worker!r}, "ps": {ps!r}}}

@@ -1,4 +1,4 @@
-"""Rulings where TensorFlow's answers differed, on real replicas; one program for many of them."""
+"""Rulings on differences from TensorFlow, on real replicas, with one program for many of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rulings where TensorFlow's answers differed, in a notebook: datasets in ordinary cells, and distributed cells."""
+"""Rulings on differences from TensorFlow in a notebook: datasets in ordinary cells, and distributed cells."""
 
 from __future__ import annotations
 

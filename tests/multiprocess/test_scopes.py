@@ -1,4 +1,4 @@
-"""`strategy.run` within the scope that makes a model, and parameters that a model gets after its scope took it."""
+"""`strategy.run` inside the scope that makes a model, and parameters that a model gets after its registration."""
 
 from __future__ import annotations
 

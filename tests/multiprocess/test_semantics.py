@@ -47,7 +47,7 @@ def ranks(program: str, n: int) -> list[Rank]:
 
 
 def joined(results: list[Any]) -> Any:
-    """A PerReplica of each rank, as the tuple of all components."""
+    """Return the tuple of all components of each rank's PerReplica."""
     assert all(isinstance(one, PerReplica) and one.num_replicas == len(results) for one in results), results
     return tuple(one.component(rank) for rank, one in enumerate(results))
 

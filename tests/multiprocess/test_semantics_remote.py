@@ -1,4 +1,4 @@
-"""The same semantics from ordinary notebook code, through engines: what only the remote runtime can get wrong."""
+"""The same semantics from ordinary notebook code, through engines: errors that only the remote runtime could make."""
 
 from __future__ import annotations
 

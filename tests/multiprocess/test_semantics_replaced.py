@@ -1,4 +1,4 @@
-"""Mirrored variables, their buffers, optimizer and metrics outlive an engine, and stay in sync on its successor."""
+"""Mirrored variables, buffers, optimizer and metrics survive an engine, and stay in sync on its successor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""n replicas on the same global batches give one replica's numbers; scopes, randomness and metrics while they do."""
+"""n replicas on the same global batches give one replica's numbers; with scopes, randomness and metrics."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Servers:
     secret: Path
 
     def start(self, secret: Path | None = None) -> str:
-        """A cell that uses them."""
+        """Return a cell that uses the servers."""
         resolver = f"distnb.cluster_resolver.SimpleClusterResolver({{'worker': {self.addresses!r}}})"
         path = str(secret or self.secret)
         return f"import distnb; cluster = distnb.start(cluster_resolver={resolver}, per_host=1, secret={path!r})"
@@ -130,7 +130,7 @@ while True:
     dist.all_reduce(torch.ones(1))
 """)
     assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback
-    # At once: the end of the connection tells that the server is gone.
+    # At once: the closed connection shows that the server is gone.
     notebook.run("%%distribute mirrored\nleft = strategy.num_replicas_in_sync")
     assert notebook.value("left") == 1
     assert notebook.value("['cannot be reached' in row.state for row in cluster.status()]") == [False, True]

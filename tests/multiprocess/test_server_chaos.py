@@ -1,4 +1,4 @@
-"""Workers and servers that are killed while they train: every closure is done exactly once by count."""
+"""Workers and servers killed during training: every closure is applied exactly once by count."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WITHIN_S = 60.0
 
 
 class Training:
-    """A regression whose loss falls, and counts of all that it changes. One cluster has one coordinator."""
+    """A regression whose loss falls, and counts of all its changes. One cluster has one coordinator."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ class Training:
             self.losses = distnb.metrics.Mean()
 
     def step(self) -> Any:
-        """The function that is scheduled."""
+        """Take a step; this function is scheduled."""
         model, optimizer, counter, ones, unit = self.model, self.optimizer, self.counter, self.ones, self.unit
         losses, wanted = self.losses, self.wanted
 
@@ -66,7 +66,7 @@ class Training:
         return step
 
     def check(self, done: int) -> None:
-        """Everything was changed so often."""
+        """Check that everything was changed this often."""
         access = self.strategy.runtime.access
         assert int(self.counter) == done
         assert access.read(access.stored_of(self.ones)).tolist() == [done] * 3
@@ -74,7 +74,7 @@ class Training:
 
 
 class RealCluster:
-    """What a walk does to the processes of a cluster."""
+    """A walk's actions on the processes of a cluster."""
 
     def let_pass(self, draws: random.Random) -> None:
         time.sleep(draws.uniform(0, 0.03))
@@ -84,7 +84,7 @@ class RealCluster:
         require().restart(missing=True)
 
     def lose(self, draws: random.Random) -> None:
-        """A worker of this machine is not lost while it lives."""
+        """Do nothing: a worker of this machine is not lost while it lives."""
 
     def stop(self, draws: random.Random) -> None:
         pid = require().status()[draws.randrange(3)].pid
@@ -97,10 +97,10 @@ class RealCluster:
             go_on(row.pid)
 
     def press(self, draws: random.Random, work: Callable[[], None]) -> None:
-        """Nobody presses."""
+        """Do nothing: no one presses Ctrl-C."""
 
     def give_up(self) -> None:
-        """A second is enough."""
+        """Wait a second, which is enough."""
 
     def kill_a_server(self, draws: random.Random) -> int:
         server = draws.randrange(2)
@@ -123,7 +123,7 @@ def go_on(pid: int) -> None:
 
 
 class RealWalk(Walk):
-    """A walk in which processes die now and then: to start one takes seconds."""
+    """A walk with occasional deaths of processes, since starting one takes seconds."""
 
     rarely = 0.1
 
@@ -158,7 +158,7 @@ def training(cluster: None) -> Iterator[Training]:
 
 
 def counted(metric: Any) -> int:
-    """How often workers have updated it."""
+    """Return the number of workers' updates."""
     return int(metric_binding.whole_state(metric)["updates"])
 
 
@@ -167,7 +167,7 @@ def kill(engine: int) -> None:
 
 
 def hold_chaos(training: Training, seconds: float, every_s: float, at_once: int, least: int = 0) -> tuple[int, int]:
-    """Train for some time, and until so many workers were killed, which come back.
+    """Train for some time, until this many workers were killed and have come back.
 
     Returns how many closures there were, and kills.
     """
@@ -229,7 +229,7 @@ def test_closures_of_killed_workers_are_done_exactly_once(training: Training) ->
 @pytest.mark.soak
 @pytest.mark.parametrize(("at_once", "every_s"), [(1, 3.0), (2, 3.0), (3, 10.0)])
 def test_a_minute_of_it(training: Training, at_once: int, every_s: float) -> None:
-    """A new worker loads libraries for some seconds before it has done anything: if all are killed it is given time."""
+    """Give new workers time to load libraries if all have been killed."""
     count, kills = hold_chaos(training, 60, every_s, at_once)
     assert kills >= 4 * at_once
     assert count >= 200

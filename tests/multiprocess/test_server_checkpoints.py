@@ -1,4 +1,4 @@
-"""Checkpoints of parameter servers: restored under other strategies and on other numbers of servers, and theirs here."""
+"""Checkpoints of parameter servers: restored under other strategies and other numbers of servers, and vice versa."""
 
 from __future__ import annotations
 
@@ -143,13 +143,13 @@ def test_shards_are_restored_in_other_numbers_and_under_other_strategies(tmp_pat
 @pytest.mark.soak
 @pytest.mark.filterwarnings("error:for 0.weight")
 def test_every_pair_of_strategies(tmp_path: Path) -> None:
-    """The first one comes again, for what the last ones saved."""
+    """Restore under every strategy; the first one again for what the last ones saved."""
     ways = ["servers_1", "servers_3", "servers_2", "default", "mirrored_2", "central_2", "servers_1"]
     check(tmp_path, ways, clusters_of_their_own=True)
 
 
 def check(folder: Path, ways: list[str], *, clusters_of_their_own: bool = False) -> None:
-    """Each way restores what those before it saved."""
+    """Restore in each way what the earlier ones saved."""
     saved: list[str] = []
     expected: Any = None
     for way in ways:

@@ -1,4 +1,4 @@
-"""A table that is larger than what any process may use trains: under limits that the kernel enforces."""
+"""A table larger than any process may use trains, under limits that the kernel enforces."""
 
 from __future__ import annotations
 

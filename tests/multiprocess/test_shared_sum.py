@@ -1,4 +1,4 @@
-"""Reductions in shared memory: the right sums whatever is under way, and a wait that always ends."""
+"""Reductions in shared memory: correct sums under all conditions, and a wait that always ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pages and second terminals see of replicas, and may order, while the kernel is busy with a cell."""
+"""Pages and second terminals see replicas, and control them, while the kernel is busy with a cell."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 
 
 class Page:
-    """A page that was just loaded: it has seen nothing of what came before."""
+    """A page that was just loaded and has seen no earlier messages."""
 
     def __init__(self, notebook: Notebook) -> None:
         self._client = BlockingKernelClient(connection_file=notebook._manager.connection_file)
@@ -36,7 +36,7 @@ class Page:
         self._client.start_channels()
 
     def order(self, order: str, **more: Any) -> dict[str, Any]:
-        """Give an order on the control channel. Returns the answer."""
+        """Send an order on the control channel, and return the reply."""
         message = self._client.session.msg("distnb_order", {"order": order, **more})
         self._client.control_channel.send(message)
         while True:
@@ -46,21 +46,21 @@ class Page:
                 return dict(answer["content"])
 
     def heard(self) -> Iterator[dict[str, Any]]:
-        """Messages as they come; an AssertionError if none comes any more."""
+        """Yield messages as they arrive; raise an AssertionError if none arrives any more."""
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             yield self._client.get_iopub_msg(timeout=LIMIT_S)
         raise AssertionError(f"not heard in {LIMIT_S} s")
 
     def snapshots(self) -> Iterator[dict[str, Any]]:
-        """What the kernel tells by itself."""
+        """Yield the snapshots that the kernel sends unasked."""
         for message in self.heard():
             if message["msg_type"] == "comm_msg" and message["content"]["comm_id"] == "distnb":
                 assert message["parent_header"] == {}, "who waits for a cell's output is not bothered"
                 yield message["content"]["data"]["distnb"]
 
     def wait_for(self, kinds: list[str]) -> dict[str, Any]:
-        """Until the engines' states are of these kinds. Returns the snapshot."""
+        """Wait until the engines' states are of these kinds, and return the snapshot."""
         for snapshot in self.snapshots():
             if [engine["kind"] for engine in snapshot["engines"] or ()] == kinds:
                 return snapshot
@@ -78,7 +78,7 @@ def new_page(notebook: Notebook) -> Iterator[Page]:
 
 
 def terminal(notebook: Notebook, *words: str) -> subprocess.CompletedProcess[str]:
-    """`distnb …` in a second terminal of the same user."""
+    """Run `distnb …` in a second terminal of the same user."""
     folder = notebook._env.get("TMPDIR") or os.environ.get("TMPDIR", "/tmp")
     return subprocess.run(
         [sys.executable, "-m", "distnb", *words],

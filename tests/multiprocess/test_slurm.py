@@ -1,4 +1,4 @@
-"""A notebook in a Slurm allocation: real Slurm, its nodes in network namespaces; engines on them by srun."""
+"""A notebook in a real Slurm allocation whose nodes are network namespaces, with engines started by srun."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_no_secret_is_an_argument_or_a_variable(notebook: Notebook) -> None:
 
 
 def test_training_equals_one_replica(notebook: Notebook) -> None:
-    """And a strategy that was made with the allocation's resolver is one for these machines."""
+    """Check also that a strategy made with the allocation's resolver uses these machines."""
     notebook.run("slurm = distnb.MultiWorkerMirroredStrategy(distnb.cluster_resolver.SlurmClusterResolver())")
     check_training(notebook, "slurm", "multi_worker")
     notebook.run("""%%distribute multi_worker
@@ -136,7 +136,7 @@ def test_stop_leaves_no_process_on_any_node(notebook: Notebook) -> None:
 
 @pytest.mark.soak  # test_hosts.py has them: what differs is where tasks are placed
 def test_roles(notebook: Notebook) -> None:
-    """Those of a resolver: the allocation has two tasks on each node."""
+    """Use a resolver's roles: the allocation has two tasks on each node."""
     start = (
         "roles = distnb.cluster_resolver.SlurmClusterResolver({'worker': 3, 'ps': 1})\n%distnb start --resolver roles"
     )
@@ -152,7 +152,7 @@ def test_an_srun_that_fails(notebook: Notebook) -> None:
 
 
 def test_the_end_of_the_notebook(notebook: Notebook) -> None:
-    """Of one whose cluster a resolver named."""
+    """End a notebook whose cluster a resolver named."""
     notebook.run("%distnb start --resolver slurm --per-host 1", timeout_s=120)
     assert notebook.value("[row.host for row in distnb.notebook.compose.current().status()]") == ["blue", "red"]
     # srun (which is two), node agent with its guardian, and engine; and the notebook's guardian.

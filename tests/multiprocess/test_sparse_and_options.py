@@ -1,4 +1,4 @@
-"""Sparse gradients and tensors over the replicas; options of one call of all_reduce or all_gather."""
+"""Sparse gradients and tensors over the replicas; options of single calls of all_reduce or all_gather."""
 
 from __future__ import annotations
 

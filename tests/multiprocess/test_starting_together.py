@@ -1,4 +1,4 @@
-"""Engines that are started together, and replaced: what they share, and what not."""
+"""Engines started together, and replaced: what they share and what they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A notebook that is killed while it stops its cluster leaves nothing: no process, no key, no file."""
+"""A notebook killed while it stops its cluster leaves no process, no key and no file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WATCHED = ("/distnb/cluster/", "/shutil.py")
 
 
 def notebook(moment: int) -> subprocess.Popen[str]:
-    """A notebook that starts a cluster and stops it, and is killed at the line of that number (0: never)."""
+    """Start a notebook that starts and stops a cluster, and is killed at the line of this number (0: never)."""
     command = [sys.executable, "-m", "tests.multiprocess.test_stop_killed", str(moment)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 

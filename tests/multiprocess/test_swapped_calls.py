@@ -1,4 +1,4 @@
-"""Equal collectives at different lines: a different order is found, lines of one's own are fine, doubt is told."""
+"""Equal collectives at different lines: a different order is an error, separate lines are fine, doubt is a warning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time limits that a program gives to torch's calls are kept; without one, slow replicas are waited for."""
+"""Time limits that a program gives to torch's calls are kept; without a limit, slow replicas are waited for."""
 
 from __future__ import annotations
 

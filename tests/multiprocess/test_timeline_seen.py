@@ -1,4 +1,4 @@
-"""What a notebook shows of its replicas' time: the straggler by name, who waits for whom, traces, and where one failed."""
+"""A notebook's view of its replicas' time: the straggler by name, who waits for whom, traces, and the failed line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def notebook() -> Iterator[Notebook]:
 
 
 def shown_when(notebook: Notebook, message: str, text: str) -> str:
-    """Read a running cell's messages until a display of it has a text; that display."""
+    """Read a running cell's messages until a display contains a text, and return that display."""
     shown = ""
     for kind, content in notebook.events(message, 60):
         if kind in ("display_data", "update_display_data"):

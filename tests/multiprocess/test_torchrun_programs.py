@@ -1,4 +1,4 @@
-"""What programs written for torchrun do besides training: compiling, giving the group back."""
+"""Programs for torchrun beyond training: compiling, giving the group back."""
 
 from __future__ import annotations
 

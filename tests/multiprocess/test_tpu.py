@@ -1,4 +1,4 @@
-"""Replicas on another device type than CPU and CUDA: a stand-in for torch_tpu, a PrivateUse1 device written in Python.
+"""Replicas on a third device type: a replacement for torch_tpu, a PrivateUse1 device written in Python.
 
 It shows that the strategies' code is the same on any type of device that torch knows. That torch_tpu itself works is
 not shown, as there is no TPU here.

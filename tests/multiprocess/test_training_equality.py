@@ -1,4 +1,4 @@
-"""The same numbers: n replicas give one replica's numbers, in every runtime, uneven last batch included.
+"""n replicas give one replica's numbers in every runtime, uneven last batch included.
 
 The reference is plain PyTorch in this process, without distnb. What is compared: the loss of every step, and after
 three epochs every weight, by the largest difference of a tensor relative to its largest entry.
@@ -113,7 +113,7 @@ weights = [parameter.tolist() for parameter in strategy.local_results(model)[0].
 
 
 def reference(case: Case) -> tuple[list[float], list[torch.Tensor]]:
-    """Plain PyTorch on the whole batch."""
+    """Train with plain PyTorch on the whole batch."""
     dtype = getattr(torch, case.dtype)
     data: dict[str, Any] = {"torch": torch}
     exec(DATA, data)
@@ -171,7 +171,7 @@ def notebook() -> Iterator[Notebook]:
 
 
 def fetched(notebook: Notebook, strategy: str = "") -> tuple[list[float], list[object]]:
-    """What a cell left in `steps` and `weights`: plain lists, or handles of that strategy."""
+    """Return a cell's `steps` and `weights`: plain lists, or handles of that strategy."""
     values = f"[{strategy}.local_results(value)[0] for value in (steps, weights)]" if strategy else "[steps, weights]"
     steps, weights = json.loads(notebook.run(f"import json\nprint(json.dumps({values}))").stdout)
     return steps, weights

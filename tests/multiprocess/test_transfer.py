@@ -1,4 +1,4 @@
-"""Large arrays between notebook and engines: equal, each side's own, through shared memory where there is some."""
+"""Large arrays between notebook and engines: equal, owned by each side, through shared memory if available."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIRRORED = StrategySpec(kind="mirrored")
 
 
 def descriptors() -> int:
-    """Open ones of shipped frames: what else is open is the affair of other threads, and comes and goes."""
+    """Return the open descriptors of shipped frames. Other threads open and close their own."""
     found = 0
     for each in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -51,7 +51,7 @@ held = descriptors()
 
 @contextlib.contextmanager
 def running(replicas: int, *, apart: bool = False) -> Iterator[ClusterWorld]:
-    """A cluster; its engines are as good as on another machine if the notebook listens on a port for them."""
+    """Start a cluster. If the notebook listens on a port, its engines behave as on another machine."""
     torch.set_num_threads(1)
     notebook = Process()
 
@@ -69,7 +69,7 @@ def running(replicas: int, *, apart: bool = False) -> Iterator[ClusterWorld]:
 
 @pytest.fixture(scope="module", params=["shared", "apart"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[tuple[ClusterWorld, bool]]:
-    """Two engines, and whether they share memory with the notebook."""
+    """Return two engines, and whether they share memory with the notebook."""
     shared = request.param == "shared"
     with running(2, apart=not shared) as world:
         yield world, shared
@@ -86,7 +86,7 @@ def world(cluster: tuple[ClusterWorld, bool]) -> ClusterWorld:
 
 @pytest.fixture
 def mapped(cluster: tuple[ClusterWorld, bool]) -> int:
-    """How often shipped frames are mapped where one large array came from the other side."""
+    """Return how many shipped frames are mapped after one large array arrived from the other side."""
     return int(cluster[1])
 
 
@@ -101,7 +101,7 @@ def buffers_here() -> int:
 
 
 def look(world: ClusterWorld) -> tuple[list[int], list[int]]:
-    """On each replica: mappings of shipped frames, and open descriptors."""
+    """Return each replica's mappings of shipped frames, and its open descriptors."""
     run_all(world, [distributed(LOOK)])
     return [values(world.names()[name]) for name in ("mapped", "held")]  # type: ignore[return-value]
 

@@ -1,4 +1,4 @@
-"""How values of replicas, and where they are, look in a notebook: on two engines, through what a user writes."""
+"""Values of replicas, and their places, as a notebook shows them: on two engines, through a user's code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ model[1].running_mean.fill_(distnb.replica_id())
 
 
 def page(ran: Ran) -> str:
-    """The page of the last display that has one."""
+    """Return the page of the last display that has one."""
     return str([data["text/html"] for data in ran.displays if "distnb-" in data.get("text/html", "")][-1])
 
 

@@ -53,7 +53,7 @@ _TABLE = {
 
 
 def test_the_table() -> None:
-    """Start 10; replicas supply 1 and 2."""
+    """Start with 10; the replicas supply 1 and 2."""
     found = ranks(
         """
         for synchronization in ("ON_WRITE", "ON_READ"):
@@ -280,7 +280,7 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
 
 
 def test_running_statistics_are_averaged_by_the_backward_pass() -> None:
-    """Whoever reads them after a step finds the mean: everywhere, on one replica alone, and in evaluation."""
+    """Read them after a step, and find the mean: everywhere, on one replica alone, and in evaluation."""
     found = ranks(
         """
         from torch.nn import BatchNorm1d, Linear, Module

@@ -1,4 +1,4 @@
-"""Stop ends whatever a replica waits in inside torch, also where Gloo's connections do not end what is under way."""
+"""Stop ends every wait of a replica inside torch, also if Gloo's connections do not end the operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that have two replicas each: one step of theirs is that of one process, and they fail and come back together."""
+"""Workers with two replicas each: a step equals one process's step, and replicas fail and come back together."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_each_worker_is_a_team(cluster: Any, strategy: Any, coordinator: Cluster
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_it_trains_as_one_process(strategy: Any, coordinator: ClusterCoordinator, sparse: bool) -> None:
-    """A table in shards, of which some rows only one replica meets, and an uneven last batch."""
+    """Use a sharded table, some of whose rows only one replica uses, and an uneven last batch."""
 
     def build() -> Any:
         torch.manual_seed(3)
@@ -169,7 +169,7 @@ def test_one_replica_that_fails_ends_the_closure(strategy: Any, coordinator: Clu
 
 
 def test_a_replica_that_is_killed(cluster: Any, strategy: Any, coordinator: ClusterCoordinator, tmp_path: Path) -> None:
-    """Its worker is lost, the closure runs elsewhere and counts once; and the worker comes back whole."""
+    """Check that its worker is lost, the closure runs elsewhere and counts once, and the whole worker comes back."""
     with strategy.scope():
         counter = distnb.Variable(0.0)
         weight = nn.Parameter(torch.zeros(5))

@@ -1,4 +1,4 @@
-"""Exercises have a solution each, copies for students have none, and a check fails until its exercise is done."""
+"""Exercises have one solution each, students' copies have none, and a check fails until its exercise is done."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXERCISES = sorted((ROOT / "notebooks" / "exercises").glob("*.ipynb"))
 
 @pytest.fixture(scope="module")
 def handout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the students' copies, made as the page for teachers says."""
+    """Return the folder of the students' copies, made as the page for teachers says."""
     page = (ROOT / "docs" / "exercises.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^\$ (jupyter nbconvert (?:.*\\\n)*.*)$", page, flags=re.MULTILINE)
     folder = tmp_path_factory.mktemp("handout")

@@ -1,4 +1,4 @@
-"""Every notebook runs, and shows what it showed when it was saved (nbval; cells that cannot be equal are tagged)."""
+"""Every notebook runs and shows its saved outputs (nbval; cells whose output varies are tagged)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_it_runs_and_shows_the_same(notebook: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_is_saved_as_readers_want_it(notebook: Path) -> None:
-    """Outputs are there, errors where they are meant, and every picture shows without a kernel."""
+    """Check that outputs exist, errors are intended, and every picture shows without a kernel."""
     cells = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert all(cell["execution_count"] for cell in cells)

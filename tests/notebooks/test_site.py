@@ -1,4 +1,4 @@
-"""The documentation site builds without a warning, its links lead somewhere, and it asks no other host for anything."""
+"""The documentation site builds without warnings, its links work, and it loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "vi
 
 
 class Page(HTMLParser):
-    """What a page names, leads to, and has the browser fetch."""
+    """The anchors, links and fetched files of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Page(HTMLParser):
             self.fetched.add(given[_FETCHED[tag]])
 
     def local(self) -> Iterator[tuple[str, Path, str]]:
-        """Links and files of this site: as written, the file, the anchor in it."""
+        """Yield links and files of this site: as written, the file, and the anchor in it."""
         for link in self.links | self.fetched:
             parts = urlsplit(link)
             if not parts.scheme and not parts.netloc:

@@ -14,7 +14,7 @@ from tests.seeds import matrix
 def launch(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], list[dict[str, Any]]]:
-    """Runs the programs that this run of pytest selected, once for each strategy."""
+    """Run the programs selected in this run of pytest, once for each strategy."""
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     selected = [(each["program"], each["way"]) for each in params if {"program", "way"} <= set(each)]
     return matrix.launcher(selected, tmp_path_factory.mktemp("seeds"))

@@ -26,7 +26,7 @@ TIME_LIMIT_S = 150.0
 
 @dataclass(frozen=True)
 class Way:
-    """How a strategy is made, by how many processes and with what in their environment.
+    """A way to run a program: how to make the strategy, with how many processes and which environment.
 
     Attributes:
         workers: Each process has a TF_CONFIG, as a machine of its own.
@@ -73,13 +73,13 @@ result = json.loads(json.dumps(ended))
 
 
 def cases() -> list[tuple[str, str]]:
-    """Every (program, way), ways together."""
+    """Return every (program, way), grouped by way."""
     under = {path.stem: ways_of(path) for path in sorted(PROGRAMS.glob("*.py"))}
     return [(program, way) for way in WAYS for program, ways in under.items() if way in ways]
 
 
 def ways_of(program: Path) -> tuple[str, ...]:
-    """What the program says in UNDER; ALL if it says nothing."""
+    """Return the ways in the program's UNDER, or ALL without it."""
     for statement in ast.parse(program.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "UNDER":
             ways = tuple(ast.literal_eval(statement.value))
@@ -89,7 +89,7 @@ def ways_of(program: Path) -> tuple[str, ...]:
 
 
 def launcher(selected: Iterable[tuple[str, str]], folder: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """A function from a way to what each of its processes left: {program: {"result": …} or {"error": …}}.
+    """Return a function from a way to each process's outcome: {program: {"result": …} or {"error": …}}.
 
     Args:
         selected: The (program, way) pairs that shall run; the reference runs what any of them needs.

@@ -1,4 +1,4 @@
-"""The same programs in a notebook: as `%%distribute` cells, as ordinary ones, and as functions."""
+"""The same programs in a notebook: as `%%distribute` cells, as ordinary cells, and as functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVERYWHERE = ("inputs", "model_fit", "values", "variables")
 
 
 def cases() -> list[Any]:
-    """Programs under words. The way names what the fixture runs for the comparison."""
+    """Return programs under words. The way names the fixture's run for the comparison."""
     programs = [path.stem for path in sorted(PROGRAMS.glob("*.py"))]
     return [
         pytest.param(program, REFERENCE, word, marks=[] if few_enough(program, word) else pytest.mark.soak)
@@ -91,6 +91,6 @@ def begin(notebook: Notebook, folder: Path) -> None:
 
 
 def fetched(notebook: Notebook) -> Any:
-    """What the cell left: the first replica's, which all have in common."""
+    """Return the cell's results: the first replica's, which are equal on all."""
     value = "distnb.MirroredStrategy().local_results(result)[0]"
     return json.loads(notebook.run(f"import json, distnb\nprint(json.dumps({value}))").stdout)

@@ -1,4 +1,4 @@
-"""Seed 002, the multi-worker setup: two workers train, the chief saves, an evaluator evaluates what it saved."""
+"""Seed 002, the multi-worker setup: two workers train, the chief saves, an evaluator evaluates its checkpoints."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ else:
 
 @pytest.mark.soak  # tests/multiprocess/test_roles.py has such servers, the others have this training
 def test_servers_in_the_coordinators_process(tmp_path: Path) -> None:
-    """As TensorFlow's tutorial makes them. Who makes everything anew, goes on where the first training ended."""
+    """Make them as TensorFlow's tutorial does, make everything again, and resume where the first training ended."""
     cluster = {"worker": free_addresses(2), "ps": free_addresses(2)}
     program = f"""{DATA + MODEL + EVALUATION + IN_PROCESS}
 FOLDER, EPOCHS = {str(tmp_path / "saved")!r}, 2
@@ -172,7 +172,7 @@ print(json.dumps([first, told]))
 
 
 def test_one_program_for_all_tasks(tmp_path: Path) -> None:
-    """Chief, workers, servers, and an evaluator at their side, by TF_CONFIG."""
+    """Run chief, workers, servers and an evaluator through TF_CONFIG."""
     names = ["chief 0", "worker 0", "worker 1", "ps 0", "ps 1", "evaluator 0"]
     program = DATA + MODEL + EVALUATION + f"PREPARE, LOOP = {PREPARE!r}, {LOOP!r}\n" + BY_ROLE
     with Tasks(program, names, env={"XDG_CACHE_HOME": str(tmp_path)}) as tasks:

@@ -1,4 +1,4 @@
-"""What the seed documents' programs do is done by programs of ours, under every strategy, with the same numbers."""
+"""The seed documents' programs, with our names, under every strategy, with the same numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_program(launch: Callable[[str], list[dict[str, Any]]], program: str, 
 
 
 def same(got: Any, expected: Any, where: str = "result") -> None:
-    """Equal structures, with numbers equal up to rounding in double precision."""
+    """Return whether structures are equal, with numbers equal up to double precision's rounding."""
     assert type(got) is type(expected), f"{where}: {got!r} and {expected!r}"
     if isinstance(expected, dict):
         assert got.keys() == expected.keys(), where

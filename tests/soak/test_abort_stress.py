@@ -1,4 +1,4 @@
-"""Aborts in mid-traffic: every replica is free, and the next generation's sums are right."""
+"""Aborts during traffic: every replica is free, and the next generation's sums are right."""
 
 from __future__ import annotations
 

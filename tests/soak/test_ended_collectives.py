@@ -1,4 +1,4 @@
-"""Hundreds of interrupts and errors in mid-traffic: whatever the replicas wait in, the cell ends and the next works."""
+"""Hundreds of interrupts and errors during traffic: the cell ends in any wait, and the next one works."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _ENDS: dict[str, Callable[[Notebook, random.Random, str], Ran]] = {
 
 
 def _stuck(notebook: Notebook) -> bool:
-    """Return whether a replica goes on for long. On a slow machine one may end later than the notebook waits for it."""
+    """Return whether a replica runs on for long. On a slow machine one may end later than the notebook waits."""
     until = time.monotonic() + _LIMIT_S
     while "busy" in notebook.run("%distnb status").text:
         if time.monotonic() > until:

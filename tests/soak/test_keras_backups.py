@@ -1,4 +1,4 @@
-"""Keras's BackupAndRestore on two replicas: wherever a kill strikes, the training ends as an unbroken one."""
+"""Keras's BackupAndRestore on two replicas: after a kill at any moment, training ends as if there had been none."""
 
 from __future__ import annotations
 

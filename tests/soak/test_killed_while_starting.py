@@ -1,4 +1,4 @@
-"""A notebook that is killed at any moment while its engines start leaves nothing: no process, no file."""
+"""A notebook killed at any moment while its engines start leaves no process and no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that never hangs with two engines, with four."""
+"""All never-hang tests for two engines, with four."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The notebook that modules share is as new for each of them."""
+"""The shared notebook is in its initial state for each module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modes: what the notebook is in when it calls, the replicas are in while they compute; what is handed over when."""
+"""Modes: the replicas compute in the notebook's modes, and each mode is handed over at the right time."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_who_seeds_torch_seeds_the_devices_of_the_other_side(monkeypatch: pytest
         torch.default_generator.manual_seed(2)
         apply_environment(later[0])  # with another seed
         apply_environment(later[1])  # it was drawn from
-        apply_environment(seeded)  # anew with the same
+        apply_environment(seeded)  # again with the same
         assert seeds == [1, 1]
         assert capture_environment(seeded) is seeded
     finally:

@@ -1,4 +1,4 @@
-"""Learning of backward passes, and leaving autograd as it was."""
+"""Detection of backward passes, and an unchanged autograd."""
 
 from __future__ import annotations
 

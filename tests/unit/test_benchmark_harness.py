@@ -23,7 +23,7 @@ def test_contenders_take_turns_and_warm_up_is_not_counted() -> None:
 
 
 def test_a_ratio_is_taken_within_a_round() -> None:
-    """The machine gets ten times slower in the middle, and the ratio does not mind."""
+    """Make the machine ten times slower in the middle: the ratio does not change."""
     comparison = Comparison({"a": (2.0, 20.0, 2.0), "b": (1.0, 10.0, 1.0)})
     ratio = comparison.ratio("a", "b")
     assert (ratio.median, ratio.low, ratio.high) == (2.0, 2.0, 2.0)

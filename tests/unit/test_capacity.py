@@ -1,4 +1,4 @@
-"""How many engines a machine takes."""
+"""The number of engines that a machine can run."""
 
 from __future__ import annotations
 

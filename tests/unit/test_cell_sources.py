@@ -1,4 +1,4 @@
-"""The texts of cells: each code object's own."""
+"""The sources of cells: each code object has its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The channel lets one key in, and nobody else."""
+"""The channel accepts one key and no other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLIENT_PUBLIC, CLIENT_SECRET = zmq.curve_keypair()
 
 @pytest.fixture
 def near(request: pytest.FixtureRequest) -> bool:
-    """Whether the engines are of the notebook's host."""
+    """Return whether the engines are on the notebook's host."""
     return bool(getattr(request, "param", True))
 
 
@@ -62,7 +62,7 @@ def read(switchboard: Switchboard, timeout_s: float = 60) -> list[tuple[int, Any
 
 
 def take(link: ProgramLink) -> Any:
-    """The next message at an engine's end, waited for."""
+    """Wait for the next message at an engine's end."""
     poll = zmq.Poller()
     poll.register(link.fileno(), zmq.POLLIN)
     while (message := link.receive()) is None:
@@ -72,7 +72,7 @@ def take(link: ProgramLink) -> Any:
 
 @contextmanager
 def links(switchboard: Switchboard, context: zmq.Context[Any], engines: int) -> Iterator[list[ProgramLink]]:
-    """The ends of engines, connected."""
+    """Return the connected ends of engines."""
     found: list[ProgramLink] = []
     listener = switchboard.programs.listener
     for engine in range(engines):

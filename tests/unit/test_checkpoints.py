@@ -1,4 +1,4 @@
-"""Checkpoints on disk: what they hold, what is torn or damaged, what is kept; and a SIGKILL at each moment."""
+"""Checkpoints on disk: their content, torn and damaged ones, retention, and a SIGKILL at each moment."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def trained(cls: Any, model: torch.nn.Module, **options: Any) -> Any:
 
 
 class Stubborn:
-    """Takes a state half, and then raises."""
+    """An object that loads half of a state and then raises."""
 
     def __init__(self, number: int) -> None:
         self.number, self.other = number, 0
@@ -250,7 +250,7 @@ class Stubborn:
 
 
 class Renaming(torch.nn.Linear):
-    """Loads what had another name."""
+    """An object that loads a state saved under another name."""
 
     def _load_from_state_dict(self, state: Any, prefix: str, *others: Any) -> None:
         if prefix + "kernel" in state:
@@ -278,7 +278,7 @@ SAVED: dict[str, Callable[[], Any]] = {
     "mean": lambda: distnb.metrics.Mean(),
 }
 
-# name: (another object of that name, what is told)
+# name: (another object of that name, the error)
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "model": (lambda: Layers("a", "c"), r"c\.weight, c\.bias\.\n.*holds b\.weight, b\.bias, which Layers does not"),
     "narrower": (lambda: torch.nn.Linear(2, 2), "complex64 in the checkpoint and torch.float32 here"),
@@ -418,7 +418,7 @@ SAVES = 4
 
 
 def saves(folder: Path, kill_at: int) -> int:
-    """Save again and again; be killed at that line of what writes. Returns the number of lines."""
+    """Save repeatedly, be killed at one line of the writing code, and return the number of lines."""
     value = torch.zeros(1000)
     lines = 0
 
@@ -510,7 +510,7 @@ def test_two_programs_do_not_save_into_one_folder(tmp_path: Path, monkeypatch: p
 
 
 def test_checkpoints_that_another_program_saved_meanwhile_are_counted(tmp_path: Path) -> None:
-    """As where a thread of one program still writes when the next one makes its manager."""
+    """Count a checkpoint that another program's thread still writes when a manager is made."""
     objects = distnb.Checkpoint(value=torch.ones(1))
     early, late = (distnb.CheckpointManager(objects, tmp_path / "both") for _ in range(2))
     assert late.save().endswith("ckpt-1")

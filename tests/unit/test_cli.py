@@ -20,7 +20,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list[str], list[str]]]:
-    """What would have been run: (command, devices)."""
+    """Return the command and devices that would have been run."""
     calls: list[tuple[list[str], list[str]]] = []
 
     def run_script(command: list[str], devices: object, placement: object) -> int:

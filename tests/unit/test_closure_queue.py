@@ -1,4 +1,4 @@
-"""Which closure runs on which worker: the state machine, against simple cases and a model that walks at random."""
+"""The assignment of closures to workers: the state machine, against simple cases and a random model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cell shows of a coordinator: its model, the picture of its queue, and when it is looked at."""
+"""The view of a coordinator in a cell: its model, the picture of its queue, and the times of its updates."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ class Kept(Publisher):
 
 
 class Coordinator:
-    """A stand-in: its state is set, and it counts how often it is looked at."""
+    """A replacement coordinator with a settable state, which counts its readings."""
 
     strategy = SimpleNamespace(spec=SimpleNamespace(kind="parameter_server"))
 

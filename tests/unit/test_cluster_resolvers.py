@@ -300,7 +300,7 @@ def test_counts_per_node():
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Task 3 of five, on three nodes."""
+    """Provide the environment of task 3 of five, on three nodes."""
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     found = {"STEP_NODELIST": "n[9-11]", "STEP_TASKS_PER_NODE": "2(x2),1", "PROCID": "3", "NODEID": "1", "LOCALID": "1"}

@@ -22,7 +22,7 @@ from distnb.wire.tensors import encode_tensors
 
 
 class ByValue:
-    """Nothing is sent by reference."""
+    """A codec that sends nothing by reference."""
 
     def look(self, obj: Any) -> Any:
         return None
@@ -46,7 +46,7 @@ def frames_of(value: Any) -> list[Any]:
 
 
 def travel(value: Any) -> Any:
-    """Packed, in a message, as the bytes of another process."""
+    """Send an object packed in a message, as bytes of another process."""
     return end().open_loose(decode([bytearray(frame) for frame in frames_of(value)]).value)[""]
 
 

@@ -1,4 +1,4 @@
-"""Algorithms as objects: their arguments, what makes them equal, how they travel, and what is asked of them."""
+"""Algorithms as objects: their arguments, equality, pickling, and calls."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from distnb.errors import CollectiveMismatchError
 
 
 def told_by_both(mine: str, others: str) -> None:
-    """Replica 0 waits for replica 1, of which the last that was heard is that it waits for replica 0."""
+    """Return the reports of both: replica 0 waits for replica 1, which waited for replica 0 when last seen."""
     memory = bytearray(CollectiveLog.nbytes(2))
     CollectiveLog(memory, 1, 2).set_wait(CollectiveWait(group=others, number=4, absent=(0,), text="all_reduce"))
     detector, until = DeadlockDetector(CollectiveLog(memory, 0, 2)), time.monotonic() + 0.5

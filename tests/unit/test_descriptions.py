@@ -1,4 +1,4 @@
-"""How the objects of engines look in the notebook."""
+"""Descriptions of engine objects in the notebook."""
 
 from __future__ import annotations
 

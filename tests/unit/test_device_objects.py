@@ -1,4 +1,4 @@
-"""Data and device objects, and what the notebook gets of each, with engines in this process."""
+"""Data and device objects, and the notebook's version of each, with engines in this process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_device_objects(value: object, stays: bool) -> None:
 
 
 def test_which_containers_may_hold_handles() -> None:
-    """Only containers that are unpickled without code of their own, which might not accept a handle."""
+    """Allow only containers that are unpickled without their own code, which might not accept a handle."""
 
     class Plain(dict[str, int]):
         extra = 1
@@ -392,7 +392,7 @@ _USES = {
 
 @pytest.mark.parametrize("name", _DATA)
 def test_a_handle_delivers_all_or_raises(world: DoubleWorld, name: str) -> None:
-    """Use handles as the data that they stand for: the result is the same, or an error."""
+    """Use handles like the data that they represent: the result is the same, or an error."""
     world.notebook.user_ns["_data"] = _DATA[name]
     world.namespace.most_nbytes = 0
     there(world, "import copy, numpy as np, pandas as pd\nvalue = copy.deepcopy(_data)\nown = [value, rid()]")

@@ -16,7 +16,7 @@ from distnb.wire.messages import Died, Reply
 
 
 class Supervisor:
-    """What a dispatch asks of the supervisor, and what it was told."""
+    """The part of the supervisor that a dispatch uses, with a record of its reports."""
 
     def __init__(self) -> None:
         self.lost_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -40,7 +40,7 @@ class Supervisor:
 
 
 class Reachable(Programs):
-    """Engine 0 is reached, and replies; engine 1 is not."""
+    """Two engines, of which only engine 0 is reachable and replies."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The examples in docstrings are right."""
+"""The examples in docstrings are correct."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import distnb
 
 
 def modules_with_examples() -> list[str]:
-    """Names of modules in whose text an example begins."""
+    """Return the names of modules whose docstrings have examples."""
     found = []
     for package in (distnb, benchmarks):
         root = Path(package.__path__[0])

@@ -1,4 +1,4 @@
-"""The Estimator in one process: what its functions are called with, what it keeps, what it refuses."""
+"""The Estimator in one process: its calls of the user's functions, its checkpoints, its errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def input_fn() -> Any:
 
 
 def weight(estimator: Estimator) -> float:
-    """By which it multiplies."""
+    """Return the factor by which the model multiplies."""
     zero, one = estimator.predict(lambda: [torch.tensor([[0.0], [1.0]])])
     return float(one - zero)
 

@@ -1,4 +1,4 @@
-"""An evaluator's loop, without a chief: what it takes for a checkpoint, in which order, and when it ends."""
+"""An evaluator's loop without a chief: which files count as checkpoints, their order, and its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distnb import errors
 
 
 def save(folder: Path, name: str, text: str, at: int) -> None:
-    """As a whole, with a time of its own."""
+    """Save a complete checkpoint with its own time."""
     folder.mkdir(exist_ok=True)
     part = folder / f".{name}"
     part.write_text(text)

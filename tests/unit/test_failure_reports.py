@@ -1,4 +1,4 @@
-"""What a replica tells of an exception."""
+"""A replica's report of an exception."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the notebook raises for an exception of a replica."""
+"""The notebook's exception for a replica's exception."""
 
 from __future__ import annotations
 

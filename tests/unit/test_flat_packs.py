@@ -1,4 +1,4 @@
-"""Flat tensors of gradients: layout, unused slots, and when they may be written again."""
+"""Flat buffers of gradients: layout, unused slots, and when they may be written again."""
 
 from __future__ import annotations
 

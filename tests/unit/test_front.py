@@ -1,4 +1,4 @@
-"""To which cell the thread that shows things leads what replicas write."""
+"""The cell to which the display thread directs the replicas' output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEAM = Team(engines=(0,), devices=(Device("cpu", 0),), generation=1, store_host=
 
 
 class _Publisher(NotebookPublisher):
-    """Notes what was written, and whether the thread that wrote had been told that it is this cell's."""
+    """A publisher that records output, and whether the writing thread was directed to this cell."""
 
     def __init__(self) -> None:
         self.current, self.cell_id = True, ""

@@ -1,4 +1,4 @@
-"""How the event loop of a Gloo device is found."""
+"""Finding the event loop of a Gloo device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ending exactly the program that runs."""
+"""Ending exactly the running program."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ BEGUN = threading.Event()
 
 @pytest.fixture
 def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
-    """One with more patience than a busy machine takes for what it spares."""
+    """Return a guard with more patience for protected code, for busy machines."""
     monkeypatch.setattr(guarding, "_SPARED_S", dict.fromkeys(guarding._SPARED_S, 60.0))
     return Guard()
 
 
 @pytest.fixture
 def pressing(guard: Guard) -> Iterator[Callable[[int], None]]:
-    """Orders the end of a program from another thread, as the control thread does."""
+    """Order the end of a program from another thread, as the control thread does."""
     stop = threading.Event()
     threads = []
     BEGUN.clear()
@@ -176,7 +176,7 @@ def test_an_idle_engine_lives_on(guard: Guard) -> None:
 
 @pytest.fixture
 def told(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What is reported of exceptions that a destructor or callback dropped."""
+    """Return the reports of exceptions dropped by a destructor or callback."""
     told: list[object] = []
     monkeypatch.setattr(guard, "_report_unraisable", told.append)
     monkeypatch.setattr(sys, "unraisablehook", guard._unraisable)
@@ -184,7 +184,7 @@ def told(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 class Callback:
-    """Runs after every fork, before the guard's own callbacks do, as logging's does; on demand a signal meets it."""
+    """A callback that runs after every fork before the guard's, as logging's does, and can meet a signal."""
 
     def __init__(self) -> None:
         self.armed = False
@@ -222,7 +222,7 @@ def test_a_signal_in_a_fork_waits_until_its_callbacks_have_ended(
 
 
 class Delayed(multiprocessing.Process):
-    """Is started slowly: nobody could end what a program left half started."""
+    """A program that starts slowly, so that an abort could catch it half started."""
 
     @staticmethod
     def _Popen(process: Any) -> Any:
@@ -248,7 +248,7 @@ def test_a_child_is_known_before_its_program_ends(guard: Guard, pressing: Callab
 
 
 class SlowLock:
-    """A lock that is taken and released as slowly as it takes for a signal to come meanwhile."""
+    """A lock taken and released so slowly that a signal arrives meanwhile."""
 
     held = False
 

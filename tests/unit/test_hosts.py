@@ -1,4 +1,4 @@
-"""Engines on other machines, as far as no machine is needed: options, addresses, and how an end is told."""
+"""Engines on other machines, without a machine: options, addresses, and reports of an end."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_the_heartbeat_tells_when_the_notebook_goes() -> None:
 
 
 class _Shell(Transport):
-    """A way to machines whose names are programs, which say what node agents do."""
+    """A transport to machines whose names are programs that act as node agents."""
 
     def command(self, host: str, task: str) -> list[str]:
         return ["sh", "-c", host]

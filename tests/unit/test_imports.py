@@ -1,4 +1,4 @@
-"""What loading a module costs and brings along. Each question is put to a fresh interpreter."""
+"""The cost and side effects of loading a module, each measured in a new interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distnb.errors import UnknownNameError
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Modules that a statement loads."""
+    """Return the modules that a statement loads."""
     code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return set(done.stdout.split())

@@ -1,4 +1,4 @@
-"""How global batches are cut: sizes, structures, errors."""
+"""Cutting of global batches: sizes, structures, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors, arrays, lists, generators; reading ahead: errors at their place, nothing left behind."""
+"""Tensors, arrays, lists, generators; reading ahead: errors at their place, and no leftovers."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def test_an_interrupt_while_waiting_ends_the_iteration(monkeypatch: pytest.Monke
 
 
 class Pressing(threading.Thread):
-    """Interrupts the main thread as soon as it reads: earlier, it would end the whole run of the tests."""
+    """Data that interrupts the main thread when it is read; earlier, an interrupt would end the whole test run."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -433,7 +433,7 @@ def test_two_iterations_at_once() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loading_stays_on_the_host_and_batches_go_to_the_device(workers: int) -> None:
-    """As within a scope on a GPU, whose default device samplers and datasets cannot stand."""
+    """Use a scope on a GPU, whose default device samplers and datasets cannot handle."""
 
     class Made(Slow):
         def __getitem__(self, index: int) -> Any:

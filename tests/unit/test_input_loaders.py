@@ -1,4 +1,4 @@
-"""DataLoaders distributed: every replica's slices together are the batches of the plain loader, in every epoch."""
+"""Distributed DataLoaders: the slices of all replicas are the plain loader's batches, in every epoch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EPOCHS = 3
 
 
 class Squares(Dataset[Any]):
-    """Map-style, and tells what was asked of it."""
+    """A map-style dataset that records its accesses."""
 
     def __init__(self, n: int = 23) -> None:
         self.n = n
@@ -64,7 +64,7 @@ class Batched(Squares):
 
 
 class Augmented(Dataset[Any]):
-    """Draws from all three global generators."""
+    """A dataset that draws from all three global generators."""
 
     def __len__(self) -> int:
         return 23
@@ -77,7 +77,7 @@ class Augmented(Dataset[Any]):
 
 
 class Buckets(Sampler[list[int]]):
-    """Batches of unlike sizes, drawn batch by batch; no length."""
+    """Batches of different sizes, drawn one by one, without a length."""
 
     def __iter__(self) -> Iterator[list[int]]:
         left = list(range(23))
@@ -111,7 +111,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def own(tree: Any, replica_id: int) -> Any:
-    """The replica's components, as `run` gives them."""
+    """Return the replica's components, as `run` passes them."""
     if isinstance(tree, PerReplica):
         assert tree.replica_ids == (replica_id,)
         return tree.component(replica_id)
@@ -144,7 +144,7 @@ def epochs_of(loader: Any, between: Callable[[], None] = lambda: None) -> list[l
 
 
 def check_equal(make: Callable[[], Any], replicas: int, *, rng: bool = True, **options: Any) -> None:
-    """Slices of all replicas are those of the plain batches, and the random states end where the plain loader's do."""
+    """Check that all slices together are the plain batches, and that the random states end as the plain loader's."""
     expected = epochs_of(make())
     after = states()
     for replica_id in range(replicas):
@@ -220,7 +220,7 @@ def test_workers(arguments: dict[str, Any], prefetch: int | None) -> None:
 @pytest.mark.parametrize("batches", [1, 9])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_iteration_that_nobody_holds_ends_its_workers_at_once(replicas: int, batches: int) -> None:
-    """Were it left to the collector, that would end them in the middle of another loader's work: 5 s for each."""
+    """End the workers at once: the collector would end them during another loader's work, with 5 s for each."""
     gc.disable()
     try:
         dataset = distribute(DataLoader(Squares(), batch_size=5, num_workers=2), **place(replicas, 0))
@@ -272,7 +272,7 @@ def test_workers_of_another_replica_have_other_seeds() -> None:
 
 
 def test_augmentation_disturbs_no_shuffle() -> None:
-    """Loading draws unlike amounts on each replica; the order of examples and the shared stream stay equal."""
+    """Draw different amounts on each replica: the order of examples and the shared stream stay equal."""
     seen, after = [], []
     for replica_id in range(3):
         dataset = distribute(DataLoader(Augmented(), batch_size=4, shuffle=True), **place(3, replica_id))
@@ -289,7 +289,7 @@ def test_augmentation_disturbs_no_shuffle() -> None:
 
 
 def test_uneven_draws_in_run_disturb_no_shuffle() -> None:
-    """As with dropout: the shared stream is swapped in where iteration starts and samplers draw."""
+    """Draw as dropout does: the shared stream is active where iteration starts and samplers draw."""
     plain = epochs_of(DataLoader(TensorDataset(Y), batch_size=4, shuffle=True))
     for replica_id in range(2):
         seed()
@@ -405,7 +405,7 @@ def test_a_number_for_the_whole_batch_is_an_error(choice: Any) -> None:
 
 
 class Keyed(Dataset[Any]):
-    """Neither sized nor numbered."""
+    """A dataset without sizes and without numbers."""
 
     def __getitem__(self, key: str) -> Any:
         return torch.tensor(len(key)), key

@@ -1,4 +1,4 @@
-"""Pipelines made by a function, sharding policies, options, and what batches look like: the rules, without processes."""
+"""Pipelines made by a function, sharding policies, options, and the shape of batches: the rules, without processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def place(replicas: int, replica_id: int, **more: Any) -> dict[str, Any]:
 
 
 class Exchange:
-    """Stands for the group of replicas that are threads of this process."""
+    """The group of replicas that are threads of this process."""
 
     def __init__(self, replicas: int) -> None:
         self._values: list[Any] = [None] * replicas
@@ -51,7 +51,7 @@ class Exchange:
 
 
 def on_replicas(workers: list[int], read: Callable[[dict[str, Any]], Any]) -> list[Any]:
-    """What each replica, a thread, reads; or the error that it ends with."""
+    """Return what each replica, a thread, reads, or its error."""
     exchange, results = Exchange(len(workers)), [None] * len(workers)
 
     def replica(replica_id: int) -> None:
@@ -401,7 +401,7 @@ def test_auto_deals_out_files_where_there_are_enough() -> None:
 
 
 class Files(IterableDataset[Any]):
-    """One batch of one example for each file."""
+    """A dataset with one batch of one example per file."""
 
     def __init__(self, files: list[str]) -> None:
         self.files = files

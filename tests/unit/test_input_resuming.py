@@ -1,4 +1,4 @@
-"""Going on in the middle of an epoch: exactly the remaining batches, and the epochs after them, whatever the source."""
+"""Resuming in the middle of an epoch: exactly the remaining batches and the later epochs, for every source."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shuffled(**arguments: Any) -> Any:
 
 
 class Stream(IterableDataset[Any]):
-    """It draws from all three global generators."""
+    """A stream that draws from all three global generators."""
 
     def __iter__(self) -> Iterator[Any]:
         order = list(range(23))

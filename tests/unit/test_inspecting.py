@@ -1,4 +1,4 @@
-"""What a process tells of values that it holds: statistics, trees of facts, which part is where."""
+"""A process's facts about its values: statistics, trees, and which part is where."""
 
 from __future__ import annotations
 

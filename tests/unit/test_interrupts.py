@@ -1,4 +1,4 @@
-"""Ctrl-C in the notebook while a program is under way: at any moment, and never lost."""
+"""Ctrl-C in the notebook during a program: at any moment, and never lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def interrupts() -> Iterator[Interrupts]:
 
 
 def pressing(code: Any, moment: int) -> tuple[Callable[[FrameType, str, Any], Any], list[int]]:
-    """A trace function that presses Ctrl-C before one of the instructions of a function, and whether it did."""
+    """Return a trace function that presses Ctrl-C before one instruction of a function, and whether it did."""
     count, pressed = 0, []
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Model.fit with parameter servers, with servers and workers in this process, beside Keras alone."""
+"""Model.fit with servers and workers in this process, compared with Keras alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ parameter_servers = importlib.import_module("distnb.keras.parameter_servers")
 
 
 class Ended:
-    """The result of a closure that has ended."""
+    """The result of a finished closure."""
 
     ended, state = True, "done"
 
@@ -39,7 +39,7 @@ class Ended:
 
 
 class Coordinator:
-    """A ClusterCoordinator whose closures run at once, on one worker after the other."""
+    """A ClusterCoordinator whose closures run immediately, on one worker after the other."""
 
     latest: Coordinator
     reading: Any = None
@@ -71,7 +71,7 @@ class Coordinator:
 
 
 class Late(Coordinator):
-    """A coordinator whose workers end a closure when the next one is scheduled, or when it waits for all."""
+    """A coordinator whose workers finish a closure when the next one is scheduled, or when it waits for all."""
 
     waiting: Callable[[], None] | None = None
 
@@ -120,7 +120,7 @@ def strategy(servers: InHouse) -> Any:
 
 
 def batches(count: int = 1000) -> list[tuple[Any, Any]]:
-    """The same at each call: of a regression with two labels."""
+    """Return the same batches at each call, of a regression with two labels."""
     generator = np.random.default_rng(3)
     x = generator.normal(size=(count, 6, 4)).astype("float32")
     return [(each, (each.sum(1, keepdims=True) > 0).astype("float32")) for each in x]
@@ -155,7 +155,7 @@ class Subclassed(keras.Model):  # type: ignore[misc]
 
 
 def pair(strategy: Any, build: Callable[[], Any], compiled: Callable[[], dict[str, Any]]) -> tuple[Any, Any]:
-    """A model of Keras alone, and the same one on servers."""
+    """Return a model of Keras alone, and an equal one on servers."""
     plain = build()
     plain.compile(**compiled())
     with strategy.scope():
@@ -204,7 +204,7 @@ def small() -> Any:
 
 
 def both(strategy: Any, build: Callable[[], Any], compiled: Callable[[], dict[str, Any]], **fit: Any) -> Any:
-    """Fit both on the same batches. Returns both, and their histories."""
+    """Fit both on the same batches, and return them with their histories."""
     plain, model = pair(strategy, build, compiled)
     callbacks = fit.pop("callbacks", list)
     options = {"epochs": 2, "steps_per_epoch": 5, "verbose": 0, **fit}
@@ -272,7 +272,7 @@ def test_what_callbacks_change_reaches_the_servers(strategy: Any) -> None:
 
 
 class OwnStep(keras.Model):  # type: ignore[misc]
-    """With a loss, a metric, and logs of its own."""
+    """A model with its own loss, metric and logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -387,7 +387,7 @@ def test_callbacks_see_what_they_see_in_one_process(strategy: Any) -> None:
 
 
 def test_callbacks_see_no_metric_before_a_step_has_updated_it(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each epoch, whose metrics start anew: a loss of 0 would end a training that stops at a small one."""
+    """Check this in each epoch, when metrics start again: a loss of 0 would end a training that stops at a small one."""
     monkeypatch.setattr(parameter_servers, "ClusterCoordinator", Late)
     with strategy.scope():
         model = model_of("sequential")
@@ -648,7 +648,7 @@ def test_of_embeddings_only_rows_are_read_and_sent(strategy: Any, servers: InHou
 
 
 class Tied(keras.Model):  # type: ignore[misc]
-    """Scores by the very table that it looks up in."""
+    """A model whose scores use the table of its lookup."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""KubernetesClusterResolver and Kubernetes' own client, against an API server that is not one."""
+"""KubernetesClusterResolver and Kubernetes' own client, against a replacement API server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distnb.errors import ClusterError, OptionError
 
 
 class ApiServer(http.server.ThreadingHTTPServer):
-    """Answers lists of pods. `pods` holds (namespace, label, name, ip, phase); `asked` what was asked for."""
+    """A server that answers with lists of pods. `pods` holds (namespace, label, name, ip, phase), `asked` the queries."""
 
     daemon_threads = True
 

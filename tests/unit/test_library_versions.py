@@ -1,4 +1,4 @@
-"""The private names of other libraries: in `distnb/compat` only, and checked against the versions that are tested."""
+"""Private names of other libraries: only in `distnb/compat`, and checked against the tested versions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trees() -> Iterator[tuple[str, ast.Module]]:
 
 
 def names_defined(tree: ast.AST) -> Iterator[str]:
-    """The names that some code gives to anything."""
+    """Return the names that some code binds."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

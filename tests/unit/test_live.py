@@ -153,7 +153,7 @@ def test_equal_values_make_one_line_and_different_ones_two() -> None:
             curve.add(replica, step, 0.5 * step, 2)
     assert list(curve.shown()) == [(0, 1)]
     curve.add(0, 3, 1.0, 2)
-    assert list(curve.shown()) == [(0, 1)]  # replica 1 has not told step 3 yet
+    assert list(curve.shown()) == [(0, 1)]  # replica 1 has not reported step 3 yet
     curve.add(1, 3, 2.0, 2)
     assert list(curve.shown()) == [(0,), (1,)]
 

@@ -1,4 +1,4 @@
-"""Curves in depth: the record, runs and their comparison, troubles in words, epochs and time left, and what is sent."""
+"""Curves in depth: the record, runs and their comparison, troubles in words, epochs and time left, messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from distnb.wire.messages import Live, Status, TelemetrySample
 
 
 def told(model: LiveModel, *, run: str = "", replica: int = 0, first: int = 1, **curves: list[float]) -> None:
-    """Steps from `first` on, each with a value of each curve."""
+    """Return steps from `first` on, each with a value for each curve."""
     points = tuple(
         (first + i, 0, dict(zip(curves, values, strict=True)))
         for i, values in enumerate(zip(*curves.values(), strict=True))
@@ -354,7 +354,7 @@ def test_the_notebooks_own_loop_has_epochs_too() -> None:
 
 
 class Page:
-    """Takes messages as live_view.js does."""
+    """A page that handles messages as live_view.js does."""
 
     def __init__(self) -> None:
         self.lines: dict[int, tuple[int, list[tuple[float, ...]]]] = {}

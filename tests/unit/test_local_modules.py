@@ -1,4 +1,4 @@
-"""Which modules are the user's own: those are reloaded on the engines when the notebook reloads them."""
+"""Detection of the user's own modules, which engines reload when the notebook does."""
 
 from __future__ import annotations
 

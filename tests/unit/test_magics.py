@@ -1,4 +1,4 @@
-"""The magics in an IPython shell, against a session that only remembers what it was asked."""
+"""The magics in an IPython shell, against a session that only records its calls."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def session(shell: InteractiveShell) -> ReplaySession:
 
 
 def run(shell: InteractiveShell, source: str) -> tuple[Any, str]:
-    """Run a cell. Returns its result, and what it printed."""
+    """Run a cell, and return its result and output."""
     with capture_output() as captured:
         result = shell.run_cell(source)
     return result, re.sub(r"\x1b\[[0-9;]*m", "", captured.stdout + captured.stderr)
 
 
 def error_of(shell: InteractiveShell, source: str) -> str:
-    """The text that a failing cell shows. It is shown once, and without frames of ours."""
+    """Return the text that a failing cell shows, once and without frames of ours."""
     result, text = run(shell, source)
     assert not result.success
     message = str(result.error_before_exec or result.error_in_exec)
@@ -109,7 +109,7 @@ def test_loading_needs_no_torch() -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `distnb.start` is given by the magic; it starts nothing."""
+    """Return the arguments that the magic passes to `distnb.start`, which starts nothing."""
     given: dict[str, Any] = {}
 
     def start(*counts: Any, **words: Any) -> None:
@@ -568,7 +568,7 @@ def test_every_option_of_start_completes(shell: InteractiveShell) -> None:
 
 
 def test_autodistribute_until_off(shell: InteractiveShell, session: ReplaySession) -> None:
-    """Cells reach the replicas with the notebook's own lines; commands to IPython stay here."""
+    """Check that cells reach the replicas with the notebook's own lines, and commands to IPython stay here."""
     assert "run in the notebook" in run(shell, "%autodistribute")[1]
     run(shell, "%autodistribute mirrored -n 2")
     assert "%%distribute mirrored -n 2" in run(shell, "%autodistribute")[1]
@@ -615,7 +615,7 @@ def test_a_cells_curves_have_a_name_or_are_not_drawn(shell: InteractiveShell, se
 
 
 def test_a_forgotten_load_ext(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`import distnb` is enough: the first magic loads the rest."""
+    """Check that `import distnb` is enough: the first magic loads the rest."""
     program = """
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()

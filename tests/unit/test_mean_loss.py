@@ -1,4 +1,4 @@
-"""Telling a mean loss by the end of its graph."""
+"""Recognising a mean loss by the end of its graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MultiWorkerMirroredStrategy without other processes: its arguments, its place in a cluster, and how workers meet."""
+"""MultiWorkerMirroredStrategy without other processes: its arguments, its place in a cluster, and the meeting."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_worker_listens_on_the_interface_of_its_address(monkeypatch: pytest.Mo
 
 
 class Meetings:
-    """Replicas that meet, one thread each; `ended` tells how."""
+    """Replicas that meet, one thread each. `ended` records how."""
 
     def __init__(self, store: Any = None) -> None:
         self.store = store or torch.distributed.HashStore()

@@ -1,4 +1,4 @@
-"""What belongs together stays together when it is sent: classes, imports, names that come and go."""
+"""Related objects stay related when they are sent: classes, imports, names that come and go."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NAMES = ("mode", "f", "p", "a", "table", "keys", "kept", "made", "row", "box_",
 
 
 def _names_in(text: str) -> list[str]:
-    """The names of the instances that a text makes, in its order."""
+    """Return the names of the instances that a text makes, in its order."""
     return [line.split(" ")[0] for line in text.splitlines() if line.split(" ")[0] in _NAMES]
 
 
@@ -295,7 +295,7 @@ def test_a_name_that_is_perhaps_read_fails_no_cell(world: DoubleWorld, made: str
 
 
 def raised_in(world: DoubleWorld, text: str) -> Any:
-    """What a cell raises, as it reaches the notebook."""
+    """Return a cell's exception, as it reaches the notebook."""
     try:
         world.run(distributed(text))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Handles, replicas that differ, and what happens to them: engines in this process."""
+"""Handles, replicas that differ, and their later use, with engines in this process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_different_values(world: DoubleWorld) -> None:
 
 
 def test_a_snapshot_that_one_replica_opened_is_sent_again(world: DoubleWorld) -> None:
-    """Another one was ended before it did: what the first was told to call otherwise it hears of twice."""
+    """End another replica before it opened the snapshot: the first one receives its renamings twice."""
     there(world, "import torch\nr = torch.full((2,), float(rid()))\nx = [rid()]")
     there(world, "if rid():\n    r = torch.zeros(2)\nx[0] += 1")
     for _ in range(2):
@@ -492,7 +492,7 @@ def test_what_the_notebook_has_no_longer_is_kept_nowhere(world: DoubleWorld) -> 
 
 @pytest.fixture
 def few_objects() -> Iterator[None]:
-    """The collector leaves alone what other tests and torch's modules have made: it takes a second to look at each time."""
+    """Keep the collector from visiting other tests' and torch's objects, which takes a second each time."""
     gc.collect()
     gc.freeze()
     yield
@@ -500,7 +500,7 @@ def few_objects() -> Iterator[None]:
 
 
 def _instances(name: str) -> int:
-    """How many instances of a class of that name there are, in the notebook and in the engines of this process."""
+    """Return the number of instances of a class of that name, in the notebook and in this process's engines."""
     gc.collect()
     return sum(type(each).__name__ == name for each in gc.get_objects())
 
@@ -719,8 +719,8 @@ def test_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypatc
     importlib.reload(sys.modules["distnb_local_module"])
     snapshot = world.namespace.outgoing("local.value", world.team)
     assert snapshot.modules["distnb_local_module"] == (1, False)
-    known = dict(snapshot.modules)  # told once
-    # %autoreload changes a module in place: only the version of its file tells. None: a reload failed.
+    known = dict(snapshot.modules)  # sent once
+    # %autoreload changes a module in place, so only its file's version shows it. None: a reload failed.
     told: list[int | None] = [7]
     module_watch.versions.append(lambda name: told[0] if name == "distnb_local_module" else None)
     try:

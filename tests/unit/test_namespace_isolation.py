@@ -1,4 +1,4 @@
-"""One name's value never affects the others: whatever describing, digesting, packing or opening it raises."""
+"""One name's value never affects the others, whatever describing, digesting, packing or opening it raises."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_value_of_the_notebook_that_is_only_possibly_read(world: DoubleWorld, 
 
 
 def test_a_value_that_cannot_be_brought_up_to_date(world: DoubleWorld) -> None:
-    """Its name becomes a handle of what the replicas have; others that were changed in the cell are changed here."""
+    """Check that its name becomes a handle of the replicas' value, and that the cell's other changes arrive."""
     kept = (
         "class Kept:\n    n = 0\n    def __getstate__(self):\n        return {'n': self.n}\n"
         "    def __setstate__(self, state):\n        if state['n'] == 5 and here:\n            raise RuntimeError('not here')\n"

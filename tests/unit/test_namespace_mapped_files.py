@@ -1,4 +1,4 @@
-"""Arrays on memory-mapped files: mapped again on the other side, where the file is there."""
+"""Arrays on memory-mapped files: mapped again on the other side if the file is there."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_file_that_is_not_on_the_engines_machine(path: str, lost: str, monkeyp
 
 
 def _elsewhere(open_snapshot, path: str, lost: str):  # type: ignore[no-untyped-def]
-    """Open snapshots as on a machine where the file is not, or is another."""
+    """Open snapshots as on a machine where the file is missing or different."""
 
     def opened(*args: object) -> None:
         there = f"{path}.kept"

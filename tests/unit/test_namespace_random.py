@@ -8,7 +8,7 @@ import torch
 from tests.random_cells import assert_as_in_one_ipython, draw_cells
 
 # 27: an object of the engines holds a part of an object of the notebook's that is sent again: they become two.
-# 38: a tuple that is an argument of a call is made anew.
+# 38: a tuple that is an argument of a call is built again.
 PARTED = (27, 38)
 
 

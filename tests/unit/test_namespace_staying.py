@@ -1,4 +1,4 @@
-"""Names that a cell does not read: they stay visible to threads of earlier cells, and never deceive a cell."""
+"""Names that a cell does not read: visible to threads of earlier cells, and never outdated for a cell."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ASK = "asked.put(1)\nfound = told.get(timeout=60)"
 
 @pytest.fixture(scope="module")
 def thread() -> Iterator[DoubleWorld]:
-    """A world with a thread on each replica that was started in a cell and outlives it."""
+    """Provide a world with a thread on each replica that a cell started and that outlives it."""
     world = DoubleWorld(2)
     run_all(world, [ordinary("rows = [1]"), distributed(f"{THREAD}\nrows, None")])
     yield world

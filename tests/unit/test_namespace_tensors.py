@@ -1,4 +1,4 @@
-"""Tensors of every kind, and what torch does to their storages: read by cells, assigned there, and changed in place."""
+"""Tensors of every kind, and torch's changes of their storages: read by cells, assigned there, changed in place."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_assigned_tensor_of_any_kind_is_a_handle_and_affects_no_other_name(wo
     assert ns["n"] == 7
     assert isinstance(ns["t"], HANDLES)
     assert repr(ns["t"])
-    assert isinstance(ns["t"], Mirrored) == (kind != "fake")  # of which nothing can be told
+    assert isinstance(ns["t"], Mirrored) == (kind != "fake")  # which cannot be described
     run_all(world, [distributed("m = type(t).__name__, n + 1")])
     assert ns["m"][1] == 8
 
@@ -152,7 +152,7 @@ def test_a_tensor_from_the_notebook_is_resized(world: DoubleWorld, how: str, siz
 
 
 def test_an_emptied_storage_stays_empty_until_it_is_filled(world: DoubleWorld) -> None:
-    """As sharded parameters between two uses."""
+    """Empty a storage as sharded parameters do between two uses."""
     empty = "w.untyped_storage().resize_(0)"
     check = "nbytes, shape = w.untyped_storage().nbytes(), tuple(w.shape)"
     cells = [
@@ -190,7 +190,7 @@ def test_a_storage_is_read_with_the_tensors_on_it(world: DoubleWorld) -> None:
 
 
 def test_what_torch_refused_to_resize_half_way_is_not_read(world: DoubleWorld) -> None:
-    """torch changes the shape first: what is beyond the storage is another's memory."""
+    """Let torch change the shape before it fails: the memory beyond the storage belongs to others."""
     made = "w = torch.from_numpy(__import__('numpy').zeros(2, 'float32'))"
     text = f"{made}\ntry:\n    w.resize_(1 << 20)\nexcept RuntimeError:\n    n = 1"
     run_all(world, [distributed(text)])

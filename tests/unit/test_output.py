@@ -1,4 +1,4 @@
-"""Merging what replicas write and show: events in, instructions out."""
+"""Merging the replicas' output and displays: events in, instructions out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The papers of the package agree with one another."""
+"""The package's metadata, documents and files agree with one another."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_no_address_is_invented() -> None:
 
 
 def test_the_quick_start_is_the_cell_that_the_readme_shows() -> None:
-    """The README's program is the notebook's, so that it is run by the tests."""
+    """Check that the README's program is the notebook's, so that the tests run it."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text(encoding="utf-8"))
     sources = ["".join(cell["source"]) for cell in notebook["cells"]]
@@ -114,7 +114,7 @@ def test_the_quick_start_is_the_cell_that_the_readme_shows() -> None:
 
 
 def test_the_extension_is_built_from_what_lies_there() -> None:
-    """`make extension` builds it anew, and notes of what."""
+    """Check the record of sources that `make extension` writes."""
     folder = ROOT / "extension"
     noted = dict(reversed(line.split()) for line in (folder / "labextension.sha256").read_text().splitlines())
     sources = [path for name in ("src/*", "style/*", "schema/*", "*.json", ".npmrc") for path in folder.glob(name)]

@@ -1,4 +1,4 @@
-"""Into how many shards a variable is divided, and of which sizes."""
+"""The number and sizes of a variable's shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a process is known, and how it ended, with pidfds and without them."""
+"""The end of a process, and its reason, with pidfds and without them."""
 
 from __future__ import annotations
 

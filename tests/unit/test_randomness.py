@@ -1,4 +1,4 @@
-"""torch's two streams of random numbers, in one process that plays a replica."""
+"""torch's two streams of random numbers, in one process that acts as a replica."""
 
 from __future__ import annotations
 

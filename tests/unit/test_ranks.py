@@ -1,4 +1,4 @@
-"""The tests' own tools: a limit that strikes must show what hangs, and a leak must be seen."""
+"""The tests' own tools: an expired limit shows what hangs, and a leak is seen."""
 
 import os
 import re
@@ -72,7 +72,7 @@ def test_a_hanging_rank_is_killed_and_its_stack_shown(tmp_path: Path, monkeypatc
         return started[-1]
 
     def clock() -> float:
-        """The limit strikes when the one has ended, and the other is stuck, however long that takes."""
+        """Return a clock whose limit expires once one thread has ended and the other is stuck."""
         return 20.1 if (tmp_path / "1").exists() and started[0].poll() is not None else 0.0
 
     monkeypatch.setattr(ranks, "_start", start_and_keep)

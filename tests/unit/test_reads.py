@@ -1,4 +1,4 @@
-"""Which names a cell reads before it has surely assigned them: too many do no harm, too few would."""
+"""The names that a cell reads before it certainly assigns them: too many are harmless, too few are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is sent again: nothing that somebody still looks at is written to, and nothing is left behind."""
+"""Memory that is sent again: nothing in use is overwritten, and nothing is left."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def message(fill: int, nbytes: int = LARGE) -> list[Frame]:
 
 
 def there(pair: tuple[UnixSocket, UnixSocket], frames: list[Frame]) -> list[Frame]:
-    """What arrives of a message."""
+    """Return the received message."""
     assert pair[0].send_frames(frames)
     arrived = pair[1].receive_frames()
     assert arrived is not None
@@ -45,7 +45,7 @@ def there(pair: tuple[UnixSocket, UnixSocket], frames: list[Frame]) -> list[Fram
 
 
 def mapped() -> int:
-    """Mappings and descriptors of such memory in this process."""
+    """Return mappings and descriptors of such memory in this process."""
     gc.collect()
     names = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.lexists(entry.path)]
     return (Path("/proc/self/maps").read_text() + " ".join(names)).count("distnb-recycled")

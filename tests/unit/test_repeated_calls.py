@@ -1,4 +1,4 @@
-"""The same call again: whatever it reads, or the engines know, may have changed since."""
+"""The same call again, after changes of its inputs or of the engines' knowledge."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ PROGRAM = (5, 1)
 
 @pytest.fixture(autouse=True)
 def _shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An engine's; IPython's debugger asks for it."""
+    """Return an engine's shell, which IPython's debugger needs."""
     shell = InteractiveShell()
     monkeypatch.setattr(IPython.core.debugger, "get_ipython", lambda: shell)
     yield
@@ -207,7 +207,7 @@ def test_what_is_kept_has_its_variables_unless_memory_is_short(monkeypatch: pyte
 
 
 class Notebook:
-    """Prompts, whose front end answers by a function."""
+    """Prompts whose front end answers with a function."""
 
     def __init__(self, answer: Callable[[Asks], str]) -> None:
         self.told: list[tuple[int | None, Any]] = []
@@ -222,7 +222,7 @@ class Notebook:
         self.prompts.front = lambda: FrontEnd(ask=answer)
 
     def serve(self) -> None:
-        """Ask whoever is to be asked now, as the wait for a program does."""
+        """Ask the next question, as the wait for a program does."""
         with self.interrupts:
             while (asks := self.prompts.next()) is not None:
                 self.prompts.ask(asks)

@@ -1,4 +1,4 @@
-"""Widgets of replicas, without a replica: what reaches the notebook, and what its pages get."""
+"""Widgets of replicas, without a replica: messages to the notebook and to its pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 
 @pytest.fixture
 def emitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What an engine's control thread gets of the widgets that the test makes."""
+    """Return the messages of the test's widgets that an engine's control thread gets."""
     events: list[Any] = []
     control: Any = SimpleNamespace(running=(3, 1), emit=events.append)
     monkeypatch.setattr(comm, "create_comm", comm.create_comm)
@@ -38,7 +38,7 @@ def copy_of(model: str) -> str:
 
 
 class Sent(ReplicaWidgets):
-    """Copies whose messages to pages are kept."""
+    """Copies that record their messages to pages."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, shown: bool = True) -> None:
         super().__init__(shown=shown)

@@ -1,4 +1,4 @@
-"""Where replicas share no memory: what they tell each other through the store, and what they make of it."""
+"""Replicas without shared memory: their messages through the store, and their conclusions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = signature.of_tensors("all_reduce", 0, None, [])
 
 
 class Told(HashStore):
-    """A store that remembers everything that was put into it."""
+    """A store that records every entry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,14 +31,14 @@ class Told(HashStore):
 
 
 def all_reduce() -> Callable[..., CollectiveRecord]:
-    """A collective of a library's: its own frame is left out of where it was called."""
+    """Call a collective as a library does: its own frame is left out of the call site."""
     names: dict[str, Any] = {"signature": signature, "KEY": KEY}
     exec(compile("def all_reduce(*given, **settings):\n    return signature.record(KEY)", "<string>", "exec"), names)
     return names["all_reduce"]  # type: ignore[no-any-return]
 
 
 def run(source: str, name: str, **names: Any) -> dict[str, Any]:
-    """Run text as a file of the user's, which has its lines; the names that it binds."""
+    """Run text as a user's file with its lines, and return its names."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     exec(compile(source, name, "exec"), names)
     return names

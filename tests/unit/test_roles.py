@@ -1,4 +1,4 @@
-"""Clusters with workers and parameter servers, as far as no engine is needed: which there are, where, on what."""
+"""Clusters with workers and parameter servers, without engines: tasks, machines and devices."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_clusters_that_have_no_coordinator(cluster: Any, text: str) -> None:
 
 
 def test_where_tasks_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each kind is dealt to the machines in turn, or is where a resolver says."""
+    """Check that each kind is distributed over the machines in turn, or placed by a resolver."""
     read = read_host_options(hosts="a,b", tasks=tasks_of(3, 2))
     assert read == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", W2: "a", PS0: "a", PS1: "b"})
     assert list(read.tasks) == [W0, W1, W2, PS0, PS1]
@@ -133,7 +133,7 @@ def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_workers_of_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As was asked for, or as a resolver tells of accelerators."""
+    """Use the requested number, or the accelerators that a resolver reports."""
     asked = read_host_options(hosts="a,b", tasks=tasks_of(2, 1, replicas_per_worker=2))
     assert asked == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", PS0: "a"}, replicas=2)
     monkeypatch.setattr(HostOptions, "transport", lambda self: MPI(()))

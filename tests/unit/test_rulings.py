@@ -1,4 +1,4 @@
-"""Rulings where TensorFlow's answers differed: what one replica, in this process, shows of them."""
+"""Rulings on differences from TensorFlow that one replica in this process can show."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_only_public_names_are_offered() -> None:
     assert set(dir(distnb)) == set(distnb.__all__)
 
 
-# -- what is told ------------------------------------------------------------------------------------------------------
+# -- reports ------------------------------------------------------------------------------------------------------------
 
 
 def test_names_of_distnb_on_a_strategy() -> None:

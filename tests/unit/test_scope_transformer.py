@@ -1,4 +1,4 @@
-"""`with strategy.scope():` at the top level of a cell: who gets the body, and with which line numbers."""
+"""`with strategy.scope():` at the top level of a cell: where its body runs, and with which line numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distnb.wire.messages import UsersFunction
 
 
 class FakeStrategy:
-    """Its scope is remote or local, as it is told. It is its runtime, too."""
+    """A strategy whose scope is remote or local as requested, and which is its own runtime."""
 
     spec = StrategySpec(kind="mirrored")
 
@@ -119,7 +119,7 @@ def test_the_receiver_may_be_any_expression(shell: InteractiveShell) -> None:
 
 
 def pretend(shell: InteractiveShell) -> None:
-    """Run what would be sent here, as the replicas would."""
+    """Run here what would be sent, as the replicas would."""
 
     def run_here(source: str, spec: StrategySpec, filename: str, function: UsersFunction | None) -> None:
         shell.sent.append((source, spec, filename))

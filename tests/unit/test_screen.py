@@ -1,4 +1,4 @@
-"""One stream of one replica: lines, carriage returns, nested bars."""
+"""A stream of one replica: lines, carriage returns, nested bars."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_an_empty_line_below_an_empty_bar_is_a_line() -> None:
 
 
 def test_frames_of_several_lines_are_drawn_over_one_another_however_slowly() -> None:
-    """As Rich does: text comes above a frame, and the cursor is hidden as long as there are frames."""
+    """Write as Rich does: text comes above a frame, and the cursor is hidden while there are frames."""
     screen = Screen()
     assert feed(screen, "before\n\x1b[?25l", "\r\x1b[2Kepoch 1\n  loss 3", now=1.0) == ["before"]
     assert feed(screen, "\r\x1b[2K\x1b[1A\x1b[2Kepoch 2\n  loss 2", now=2.0) == []

@@ -1,4 +1,4 @@
-"""Metrics that workers count by: the coordinator's gives what one process gives, whichever metric it is."""
+"""Metrics that workers update: the coordinator's value equals one process's, for every metric."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BOUNDS = [(0, 3), (3, 6), (6, 7), (7, 12)]
 
 
 class Counting:
-    """A coordinator, and two workers that update a metric by turns."""
+    """A coordinator, and two workers that update a metric in turn."""
 
     def __init__(self, house: InHouse) -> None:
         self.strategy = distnb.ParameterServerStrategy()
@@ -51,7 +51,7 @@ def counting(servers: InHouse) -> Iterator[Counting]:
 
 
 def check(counting: Counting, name: str) -> None:
-    """Workers update it, then the coordinator does, too; and once more after a reset."""
+    """Update the metric on workers and on the coordinator, and once more after a reset."""
     case = metric_cases.case_of(name, metric_cases.classes()[name])
     assert case is not None
     make, arguments, named = case

@@ -1,4 +1,4 @@
-"""Every optimizer of torch's, and what goes with them, trains with its steps on servers as in one process."""
+"""Every torch optimizer, with its options, trains on servers as in one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def trained(
     between: Callable[[Any], Any] = lambda made: None,
     **options: Any,
 ) -> Any:
-    """Train here, and by closures on a worker; compare losses and weights. Returns both that were made."""
+    """Train here and with closures on a worker, compare losses and weights, and return both models."""
     strategy = distnb.ParameterServerStrategy(variable_partitioner=partitioner)
     plain = build(make, **options)
     with strategy.scope():

@@ -1,4 +1,4 @@
-"""Changes in place of parts of variables on servers, as a tensor of torch would be changed, or an error."""
+"""Changes in place of parts of server variables: as for a torch tensor, or an error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CHANGES["augmented"] = augmented
 
 
 def of_rows(value: Any) -> Any:
-    """`for row in v` gives shards of a sharded variable, so rows are asked for one by one."""
+    """Return the rows one by one, since `for row in v` yields the shards of a sharded variable."""
     for number in range(6):
         value[number].add_(number)
 
@@ -126,7 +126,7 @@ def test_a_change_of_a_part_loses_nothing_that_workers_change_meanwhile(servers:
     plain = servers.exchange
 
     def busy(requests: Any, fence: Any = None) -> Any:
-        """Before each write of the coordinator a worker adds one."""
+        """Let a worker add one before each write of the coordinator."""
         nonlocal number
         writes = [each for its in requests.values() for each in its if type(each).__name__ == "WriteShard"]
         if writes and number < 30:

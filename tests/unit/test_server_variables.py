@@ -1,4 +1,4 @@
-"""Variables on servers, with servers and a worker in this process: nothing is sent but between objects."""
+"""Variables on servers, with servers and a worker in this process: messages only go between objects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from distnb.wire.closure_messages import NO_FENCE, Fence, RunClosure
 
 
 class InHouse:
-    """`Servers` that are stores of this process. What they get and give are copies, as if it had been sent."""
+    """`Servers` that are stores of this process. Inputs and outputs are copied, as if they were sent."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -52,13 +52,13 @@ class InHouse:
         return self._generations[server]
 
     def replace(self, server: int) -> None:
-        """Another server, which holds nothing, takes this one's place."""
+        """Replace this server by an empty one."""
         self._generations[server] += 1
         self.stores[server] = ShardStore(first_version=100 * self._generations[server])
 
 
 class Worker:
-    """A worker: it has its own access to the servers, and takes this process's place while a closure runs."""
+    """A worker with its own access to the servers, which takes this process's place while a closure runs."""
 
     def __init__(self, servers: Any, index: int) -> None:
         self.access = ServerAccess(servers, is_worker=True)
@@ -374,7 +374,7 @@ def test_a_server_that_is_new_gets_what_the_coordinator_knows(strategy: Any, ser
 
 
 def test_modes_and_options_go_with_each_closure(strategy: Any, servers: InHouse) -> None:
-    """The same two functions by turns: what a worker knows of them is not what it knew first."""
+    """Run the same two functions in turn: a worker does not reuse outdated modes."""
     with strategy.scope():
         model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -468,7 +468,7 @@ def test_the_next_closure_reads_nothing_anew_if_it_was_there_at_the_last_step(
 
 
 def test_a_new_server_is_not_asked_for_optimizers_that_are_gone(strategy: Any, servers: InHouse) -> None:
-    """A cell that makes the model was run twice; then a server is lost."""
+    """Run a cell that makes the model twice, and then lose a server."""
     for _ in range(2):
         with strategy.scope():
             model = nn.Linear(2, 2)

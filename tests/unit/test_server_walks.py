@@ -1,4 +1,4 @@
-"""Random walks of a coordinator, workers and servers of this process: late messages, kills, stops, cancellations."""
+"""Random walks of a coordinator, workers and servers in this process: late messages, kills, stops, cancellations."""
 
 from __future__ import annotations
 

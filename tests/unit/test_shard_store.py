@@ -1,4 +1,4 @@
-"""What a parameter server holds changes as plain torch would change it, once for each token, and whole or not at all."""
+"""A parameter server's state changes as in plain torch, once per token, and completely or not at all."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def answer(store: ShardStore, *operations: Any, fence: Fence = NO_FENCE) -> Serv
 
 
 def ask(store: ShardStore, *operations: Any, fence: Fence = NO_FENCE) -> Any:
-    """What the last operation gives."""
+    """Return the last operation's result."""
     given = answer(store, *operations, fence=fence)
     assert given.number == 7
     if given.error is not None:
@@ -62,7 +62,7 @@ def version(store: ShardStore, shard: tuple[int, int]) -> int:
 
 
 def packed(make: Callable[..., Any], **options: Any) -> bytes:
-    """A factory as clients send it: by value."""
+    """Return a factory as clients send it: by value."""
     dumped: bytes = cloudpickle.dumps(lambda groups: make([{"params": group} for group in groups], **options))
     return dumped
 

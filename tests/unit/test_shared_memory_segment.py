@@ -1,4 +1,4 @@
-"""Common memory: what one replica writes and the others see, and what stays its own."""
+"""Shared memory: what one replica writes and the others see, and what remains private."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = 4096
 
 
 class Pair:
-    """Two replicas that are threads; each has a view of it as its group."""
+    """Two replicas as threads, each with its own view as its group."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=30)
@@ -40,7 +40,7 @@ class Pair:
 
 
 def segments(nbytes: int) -> list[Any]:
-    """One for each replica; or what was raised there."""
+    """Return one segment per replica, or its exception."""
     pair = Pair()
 
     def made(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""What the panel is told, without a kernel; and the socket for a second terminal, without a cluster."""
+"""The panel's messages without a kernel, and the socket for a second terminal without a cluster."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_an_order_is_answered_whatever_happens(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cluster's private directory, in a place of its own."""
+    """Provide a cluster's private directory in a separate place."""
     with tempfile.TemporaryDirectory(dir="/tmp") as place:  # short: a socket's path has little room
         monkeypatch.setattr(terminal_socket, "places", lambda: [place])
         made = Path(place, "distnb-0123")

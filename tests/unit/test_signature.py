@@ -1,4 +1,4 @@
-"""What the collective log says of a call: its signature and its call site."""
+"""The collective log's record of a call: its signature and its call site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a block waits for threads that work, and for none that waits for work."""
+"""The end of a block waits for threads that work, and not for idle ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies in the calling process: default, one-device, and what a mirrored one says where there are no replicas."""
+"""Strategies in the calling process: default, one-device, and a mirrored one without replicas."""
 
 from __future__ import annotations
 

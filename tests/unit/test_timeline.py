@@ -1,4 +1,4 @@
-"""Where replicas' time goes, from synthetic events: shares, stragglers, clocks of several machines, pictures, traces."""
+"""The replicas' time, from synthetic events: shares, stragglers, clocks of several machines, pictures, traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP_S = 0.040
 def trained(
     own_s: list[float], steps: int = 12, *, input_s: float = 0.0, ahead_s: float = 0.0, serial: int = 1
 ) -> list[tuple[Event, ...]]:
-    """Events of replicas that compute so long in each step, and then meet in a collective that takes 2 ms.
+    """Return events of replicas that compute this long in each step, and then meet in a collective of 2 ms.
 
     The clock of all but the first is `ahead_s` ahead.
     """

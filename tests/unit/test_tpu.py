@@ -1,4 +1,4 @@
-"""TPUStrategy where there is no TPU, and what it asks of the chips that torch_tpu tells of."""
+"""TPUStrategy without a TPU, and its use of the chips that torch_tpu reports."""
 
 from __future__ import annotations
 

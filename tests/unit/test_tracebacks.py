@@ -46,7 +46,7 @@ def shell() -> Iterator[InteractiveShell]:
 
 
 def shown(shell: InteractiveShell, capsys: pytest.CaptureFixture[str], source: str) -> str:
-    """The traceback of a cell that fails."""
+    """Return the traceback of a failing cell."""
     capsys.readouterr()
     assert shell.run_cell(source).error_in_exec is not None
     return _COLOURS.sub("", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The errors that docs/troubleshooting.md quotes are those that the source raises."""
+"""The errors quoted in docs/troubleshooting.md match the source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUOTED = re.findall(
 
 
 def said(node: ast.expr) -> str:
-    """A literal's text, with "…" in the place of what is filled in."""
+    """Return a literal's text, with "…" in the place of each inserted value."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     return "".join(said(part) for part in node.values) if isinstance(node, ast.JoinedStr) else "…"

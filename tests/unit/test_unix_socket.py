@@ -1,4 +1,4 @@
-"""Messages between processes of one host arrive equal and in order, belong to the receiver, and leave nothing behind."""
+"""Messages between processes of one host arrive equal and in order, belong to the receiver, and leave nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def listener() -> Iterator[Listener]:
 
 @contextmanager
 def pairs(listener: Listener, *engines: int) -> Iterator[list[Pair]]:
-    """For each engine both ends: the notebook's, and its own."""
+    """Return both ends for each engine: the notebook's and the engine's."""
     theirs = {engine: come(listener, engine) for engine in engines}
     ours = listener.let_in()
     yield [(ours[engine], theirs[engine]) for engine in engines]
@@ -60,7 +60,7 @@ def come(listener: Listener, engine: int) -> UnixSocket:
 
 
 def receive(end: UnixSocket) -> list[Frame]:
-    """The next message, waited for."""
+    """Wait for the next message."""
     poll = select.poll()
     poll.register(end, select.POLLIN)
     while (frames := end.receive_frames()) is None:
@@ -69,7 +69,7 @@ def receive(end: UnixSocket) -> list[Frame]:
 
 
 def descriptors() -> Counter[str]:
-    """What is open. Not by number: what other tests left may end meanwhile."""
+    """Return the open files. Their numbers do not count, since other tests' leftovers may close meanwhile."""
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the listing's own
@@ -78,7 +78,7 @@ def descriptors() -> Counter[str]:
 
 
 def buffers_in_memory() -> int:
-    """Mappings and descriptors of this process that belong to frames."""
+    """Return mappings and descriptors of this process that belong to frames."""
     mapped = Path("/proc/self/maps").read_text().count("distnb-buffer")
     return mapped + sum("distnb-buffer" in opened for opened in descriptors().elements())
 

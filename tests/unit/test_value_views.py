@@ -1,4 +1,4 @@
-"""How values, places and devices are drawn, from what processes told."""
+"""The drawing of values, places and devices from the processes' reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables where there is one copy: under the default and one-device strategies; what is refused everywhere."""
+"""Variables with one copy: under the default and one-device strategies; and errors in all cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verifier's comparison, without processes: replicas are verifiers on one collective log."""
+"""The verifier's comparison without processes: replicas are verifiers on one collective log."""
 
 from __future__ import annotations
 

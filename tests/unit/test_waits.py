@@ -1,4 +1,4 @@
-"""Who waits for whom, in words, from synthetic samples."""
+"""The sentences about who waits for whom, from synthetic samples."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_what_was_waited_for_when_a_program_was_ended_stays_in_the_picture() -> 
 
 
 class _Shown(Publisher):
-    """Keeps the plain texts of displays."""
+    """A record of the plain texts of displays."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -165,7 +165,7 @@ class _Shown(Publisher):
 
 
 def test_an_ordinary_cell_whose_call_hangs_shows_a_view_that_says_so() -> None:
-    """No program of it was announced, it draws nothing, and no step has ended."""
+    """Check a program that was not announced, draws nothing, and has finished no step."""
     shown = _Shown()
     view = CellView(shown, PictureView, replicas=2)
     for moment in (0.0, 1.0, 2.0):

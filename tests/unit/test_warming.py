@@ -1,4 +1,4 @@
-"""What an idle engine loads: on the main thread, and never in the way of more than one program at a time."""
+"""The modules that an idle engine loads: on the main thread, without delaying more than one program at a time."""
 
 from __future__ import annotations
 

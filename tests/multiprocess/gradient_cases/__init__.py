@@ -1,1 +1,1 @@
-"""What gradient sync must hold, case by case; each runs on every replica and compares with one replica's result."""
+"""Requirements of the gradient aggregation, case by case, run on every replica and compared with a single replica."""

@@ -1,4 +1,4 @@
-"""Mean losses, steps on gradients that were never aggregated, wrapping; resynchronisation and lifetime."""
+"""Mean losses, steps on gradients that were never aggregated, wrapping, resynchronisation and lifetime."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def a_half_done_step_is_made_equal(r: Replica) -> None:
 
 @case
 def a_replica_that_took_a_lost_ones_place(r: Replica) -> None:
-    """It has copies of some models, in an order of its own, and its places say which these are."""
+    """Give a replacement replica copies of some models in a different order, with the places that identify them."""
     pairs = [r.make(mlp, seed) for seed in range(3)]
     kept = [pairs[2], pairs[0]]
     if r.rank:

@@ -1,4 +1,4 @@
-"""The process group of the gradient tests: the real one, which also notes what it is asked for."""
+"""The process group of the gradient tests: the real one, with a record of its calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distnb.collectives.group.groups import groups
 
 
 class NotedGroup:
-    """`distnb.collectives.group.groups.Group`, with a list of the calls; the generation can be set."""
+    """`distnb.collectives.group.groups.Group` with a list of its calls and a settable generation."""
 
     def __init__(self) -> None:
         self.inner = groups.join_from_env()

@@ -1,4 +1,4 @@
-"""Which parameters take part: unused, frozen, shared, sparse ones, several models, dtypes."""
+"""Participating parameters: unused, frozen, shared and sparse ones, several models, dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of backward pass: second order, checkpoints, compiled code, failing ones, overlapped buckets."""
+"""Kinds of backward passes: second order, checkpointing, compiled code, failures, overlapped buckets."""
 
 from __future__ import annotations
 

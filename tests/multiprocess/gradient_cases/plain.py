@@ -1,4 +1,4 @@
-"""Sums, accumulation, what is done with old gradients."""
+"""Sums, accumulation, and handling of old gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gradient sync must hold, case by case; each runs on every replica and compares with one replica's result."""
+"""Requirements of the gradient aggregation, case by case, run on every replica and compared with a single replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CASES: dict[str, Callable[[Replica], None]] = {}
 
 
 class Replica:
-    """One replica of a test: its group, and the means to compare with one replica on the whole batch."""
+    """A replica of a test: its group, and helpers that compare it with one replica on the whole batch."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size
@@ -35,14 +35,14 @@ class Replica:
         return model
 
     def make(self, factory: Callable[[], nn.Module], seed: int = 0) -> tuple[nn.Module, nn.Module]:
-        """A mirrored model, and the same one that no strategy knows."""
+        """Return a mirrored model, and an equal one without a strategy."""
         torch.manual_seed(seed)
         model = factory()
         plain = copy.deepcopy(model)
         return self.register(model), plain
 
     def batch(self, count: int, width: int = 4, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """(whole batch, this replica's slice): contiguous, sizes differing by one at most."""
+        """Return the whole batch and this replica's slice: contiguous, with sizes that differ by at most one."""
         generator = torch.Generator().manual_seed(seed)
         whole = torch.randn(count, width, generator=generator)
         sizes = [count // self.size + (r < count % self.size) for r in range(self.size)]

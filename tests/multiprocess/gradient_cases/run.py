@@ -16,7 +16,7 @@ __all__ = ["run_cases"]
 
 
 def run_cases() -> dict[str, str | None]:
-    """Every case on this replica: its name, and the traceback if it failed."""
+    """Run every case on this replica, and return its name and the traceback if it failed."""
     torch.set_default_dtype(torch.float64)
     wanted = os.environ.get("DISTNB_TEST_CASES", "")
     group = NotedGroup()

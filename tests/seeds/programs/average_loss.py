@@ -29,7 +29,7 @@ def per_example(batch):
 
 
 def gradient_of(loss_of):
-    """What all replicas get for the weight, when each goes backward from its own loss; and the losses' sum."""
+    """Return the weight's gradient if each replica goes backward from its own loss, and the sum of the losses."""
 
     def step(batch):
         model.zero_grad()
@@ -113,7 +113,7 @@ assert abs(clipped - weight.item() - min(2, n * (n + 1) / 2)) < 1e-4
 
 
 def differ():
-    """A parameter that only some replicas used."""
+    """Return a parameter that only some replicas use."""
     optimizer.zero_grad()
     (unused if distnb.replica_id() == 0 else weight).backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Seeds 000 and 004: one dense layer that learns to give 1 for 1. Everything about it can be known beforehand.
+"""Seeds 000 and 004: one dense layer that learns to return 1 for 1, with results known beforehand.
 
 With prediction w + b and error e = 1 - w - b, the gradient of e² is -2e for both, so a step of SGD multiplies e by
 1 - 4·lr, on however many replicas.

@@ -1,4 +1,4 @@
-"""Seed 004: a model function that learns a simple function, trained, evaluated and asked by an Estimator.
+"""Seed 004: a model function that learns a simple function, with an Estimator that trains, evaluates and predicts.
 
 The document's batches are one replica's each (its first caveat), which RunConfig can say; here they are global, too.
 What was trained under the strategy goes on under none, and the reverse.

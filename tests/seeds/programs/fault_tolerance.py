@@ -1,4 +1,4 @@
-"""Seeds 002 and 004: training that goes on from its last checkpoint, under the same strategy or under another.
+"""Seeds 002 and 004: training that resumes from its last checkpoint, under the same strategy or another.
 
 The chief saves; the other workers of a cluster would lose what they saved with their machines.
 """
@@ -26,7 +26,7 @@ def make(of):
 
 
 def make_or_restore(of, folder):
-    """The model as the newest checkpoint has it, or a fresh one; and how many epochs it has seen."""
+    """Return the newest checkpoint's model or a new one, and the number of its finished epochs."""
     model, optimizer = make(of)
     saved = sorted(folder.glob("epoch-*.pt"))
     if not saved:
@@ -46,7 +46,7 @@ def save(folder, epoch, model, optimizer):
 
 
 def run_training(of, folder, epochs=1):
-    """So many epochs more; returns the loss of each on what it was trained on."""
+    """Train for this many more epochs, and return the loss of each on the training data."""
     model, optimizer, done = make_or_restore(of, folder)
     meet()  # where nothing is distributed, one replica would find what another has saved since
 
@@ -72,7 +72,7 @@ def run_training(of, folder, epochs=1):
 
 
 def meet():
-    """Until every replica is here, and with it what the chief has saved."""
+    """Wait until every replica is here, and the chief's files with it."""
     strategy.run(lambda: distnb.get_replica_context().all_reduce("sum", torch.ones(())))
 
 

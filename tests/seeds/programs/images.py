@@ -1,4 +1,4 @@
-"""Seed 003, the advanced exercise: a loop for pictures (the exercise's are house numbers; here handwritten digits)."""
+"""Seed 003, the advanced exercise: a loop for pictures (house numbers in the exercise; here handwritten digits)."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ images, labels = torch.from_numpy(data.images)[:, None] / 16, torch.from_numpy(d
 
 
 def dataset_fn(context):
-    """Batches for one replica, of which those of a step together are the global batch, in its order."""
+    """Return batches for one replica; those of one step together are the global batch, in its order."""
     size = context.get_per_replica_batch_size(48)
     for start in range(0, 384, 48):
         mine = slice(start, start + 48)

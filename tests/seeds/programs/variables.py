@@ -1,4 +1,4 @@
-"""Seed 001, "scope": what becomes of a variable to which every replica assigns, for every kind of variable there is.
+"""Seed 001, "scope": the result of an assignment by every replica, for every kind of variable.
 
 All begin with 10; replica r supplies r + 1. On two, SUM adds 3, MEAN 1.5, ONLY_FIRST_REPLICA 1.
 """
@@ -14,7 +14,7 @@ once = strategy.kind == "central_storage"  # ON_READ behaves as ON_WRITE
 
 
 def combined(aggregation, supplied):
-    """What becomes of these values, one of each replica, together."""
+    """Return the combination of these values, one of each replica."""
     return {"SUM": sum(supplied), "MEAN": sum(supplied) / n, "ONLY_FIRST_REPLICA": supplied[0]}[aggregation]
 
 

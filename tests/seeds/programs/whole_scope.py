@@ -1,4 +1,4 @@
-"""Seed 001, "scope", with everything in it: models, their training, evaluation, checkpoints, and what is made on the way.
+"""Seed 001, "scope", with everything in it: models, training, evaluation, checkpoints, and intermediate objects.
 
 Many programs enter the scope in their first line and leave it in their last.
 """
@@ -15,7 +15,7 @@ result = {}
 
 
 class BuiltByItsFirstCall(torch.nn.Module):
-    """A head whose width its input tells."""
+    """A head whose input determines its width."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ with strategy.scope():
     strategy.run(lambda: count.assign_add(1.0 / strategy.num_replicas_in_sync) and None)
     result["count"] = round(float(count), 9)
 
-# The scope can be entered again, and nothing is made anew.
+# The scope can be entered again, and nothing is made a second time.
 with strategy.scope():
     strategy.assert_in_sync([model, optimizer, lazy])
     result["after"] = epoch()

@@ -1,4 +1,4 @@
-"""Stands for the package `torch_tpu` on machines without a TPU: a device type `tpu` written in Python, on host memory.
+"""A replacement for the package `torch_tpu` without a TPU: a device type `tpu` in Python, on host memory.
 
 Put its folder on PYTHONPATH: torch loads it by its entry point, as it loads the real one. It registers a PrivateUse1
 backend under torch's own rules: tensors whose device is `tpu:0`, which no CPU code can touch, with a generator and
@@ -64,7 +64,7 @@ class ChipTensor(torch.Tensor):
 
 
 def _saved(tensor: ChipTensor) -> Any:
-    """As torch saves what is on devices whose memory it cannot read: loading it needs no class of ours."""
+    """Save as torch does on devices whose memory it cannot read, so that loading needs no class of ours."""
     rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
     return rebuild, (tensor.host, tensor.dtype, "tpu:0", tensor.requires_grad)
 
@@ -73,7 +73,7 @@ _plain_make_subclass = torch.Tensor._make_subclass
 
 
 def _make_subclass(cls: Any, data: torch.Tensor, requires_grad: bool = False, **kwargs: Any) -> torch.Tensor:
-    """As torch's own, which would make a tensor of `cls` that has lost its data: that of a chip needs its class."""
+    """Replace torch's own function, which would make a tensor of `cls` without the chip's data."""
     if not isinstance(data, ChipTensor):
         return _plain_make_subclass(cls, data, requires_grad, **kwargs)
     return _on_chip(cls)(data.host, requires_grad)
@@ -89,7 +89,7 @@ def _on_chip(cls: Any) -> Any:
 
 
 def _run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One operation: on the host's tensors, with the results on the chip."""
+    """Run one operation on the host's tensors, and return the results on the chip."""
     chip = {id(leaf.host): leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ChipTensor)}
     device = kwargs.get("device")
     stays = bool(chip) if device is None else torch.device(device).type == "tpu"
@@ -116,7 +116,7 @@ def _lowered(leaf: Any) -> Any:
 
 
 def _factories() -> list[tuple[str, Any]]:
-    """What makes a tensor from none: torch asks the device's own kernel for these."""
+    """Define the functions that make new tensors: torch calls the device's own kernel for them."""
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         space, _, rest = name.partition("::")
@@ -142,7 +142,7 @@ def _kernel(op: Any) -> Any:
 
 
 def _recurrent(name: str) -> Any:
-    """A recurrent layer of simple operations: torch would ask the device for fused ones, of which no CPU has kernels."""
+    """Compute a recurrent layer with simple operations. Torch would call fused ones, for which no CPU has kernels."""
 
     def run(*args: Any) -> Any:
         from torch._decomp import decompositions
@@ -197,7 +197,7 @@ def _set_tpu_launch_env(*, nnodes: int | None = None, nproc_per_node: int | None
 
 
 def load() -> None:
-    """What torch calls when it is imported."""
+    """Register the device; torch calls this on import."""
     module = _module()
     if not _CHIPS:
         sys.modules |= {"torch.tpu": module, "torch.tpu.distributed": module.distributed}
