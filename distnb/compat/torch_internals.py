@@ -21,6 +21,8 @@ with private_names("torch"):
     from torch._tensor_str import _tensor_str as elements_as_text
     from torch.nn.modules.batchnorm import _NormBase as NormBase
 
+    _get_benchmark = torch._C._get_cudnn_benchmark
+    _get_deterministic = torch._C._get_cudnn_deterministic
     _make_subclass = torch.Tensor._make_subclass
     _run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     _patch_step_function = torch.optim.Optimizer._patch_step_function
@@ -34,6 +36,7 @@ __all__ = [
     "backward_function",
     "check_batch",
     "copy_each",
+    "cudnn_flags",
     "default_device",
     "elements_as_text",
     "has_gradient_hook",
@@ -155,6 +158,14 @@ def default_device() -> torch.device | None:
     """
     device: torch.device | None = torch.utils._device.CURRENT_DEVICE
     return device
+
+
+def cudnn_flags() -> tuple[bool, bool]:
+    """Return torch.backends.cudnn's benchmark and deterministic flags.
+
+    Their public names are properties of a module's replacement, which take ten times as long where no code is warm.
+    """
+    return _get_benchmark(), _get_deterministic()
 
 
 # -- the compiler ------------------------------------------------------------------------------------------------------

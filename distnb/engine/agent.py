@@ -275,7 +275,6 @@ class Agent:
             reply = kind.run(message, replica)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             reply = self.failed(message.program, error)
-        reply = reply._replace(seconds=time.monotonic() - began)
         folder_locks.release_kept()
         debugger.stop_stepping()
         self._console.leave()
@@ -284,6 +283,7 @@ class Agent:
             # The reply itself tells of a call that went well; a wake-up of both control threads would double its cost.
             self._control.program_ended(None)
             return reply
+        reply = reply._replace(seconds=time.monotonic() - began)
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
         # In no local variable: its traceback leads here, and the cycle would keep all that the program held.
         where = ""
@@ -351,9 +351,10 @@ class Agent:
         """Run a part of a program, which the notebook can end."""
         return self._guard.call(program, body)
 
-    def join(self, team: Team, replica: int) -> None:
-        """Become a replica of a team, in its process group."""
-        self._process = spmd.enter(team, replica, self.device, groups.join(team, replica, self.device, supervised=True))
+    def join(self, team: Team, replica: int, *, nothing_new: bool = False) -> None:
+        """Become a replica of a team, in its process group. For `nothing_new` see `spmd.enter`."""
+        group = groups.join(team, replica, self.device, supervised=True)
+        self._process = spmd.enter(team, replica, self.device, group, nothing_new=nothing_new)
 
     def _run_cell(self, message: RunCell, replica: int) -> Reply:
         program, mark = message.program, None
@@ -423,7 +424,9 @@ class Agent:
                     result = function(*rest)
             return self._namespace.close_call(result)
 
-        return self._run_together(message.program, message.team, replica, body)
+        return self._run_together(
+            message.program, message.team, replica, body, nothing_new=message.snapshot.binds_nothing
+        )
 
     def _apply(self, message: Apply, replica: int) -> Reply:
         def body() -> Any:
@@ -434,13 +437,18 @@ class Agent:
             return Reply(program=message.program, status="ok", value=self._guard.call(message.program, body))
         return self._run_together(message.program, message.team, replica, body)
 
-    def _run_together(self, program: int, team: Team, replica: int, body: Callable[[], Any]) -> Reply:
-        """Run something that may communicate with the rest of the team."""
+    def _run_together(
+        self, program: int, team: Team, replica: int, body: Callable[[], Any], *, nothing_new: bool = False
+    ) -> Reply:
+        """Run something that may communicate with the rest of the team.
 
+        Args:
+            nothing_new: See `spmd.enter`.
+        """
         before = step_count.steps
 
         def joined() -> Any:
-            self.join(team, replica)
+            self.join(team, replica, nothing_new=nothing_new)
             groups.program_began(program)
             return body()
 

@@ -8,6 +8,7 @@ itself. What is no row of the table does not travel.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import os
@@ -272,10 +273,15 @@ def _torch() -> Any:
     return torch
 
 
-def _default_device() -> str | None:
+@functools.cache
+def _internals() -> Any:
     from distnb.compat import torch_internals
 
-    device = torch_internals.default_device()
+    return torch_internals
+
+
+def _default_device() -> str | None:
+    device = _internals().default_device()
     return None if device is None else str(device)
 
 
@@ -335,8 +341,8 @@ def _set_matmul_precision(value: Any) -> None:
 
 
 def _cudnn_flags() -> tuple[bool, bool]:
-    cudnn = _torch().backends.cudnn
-    return cudnn.benchmark, cudnn.deterministic
+    flags: tuple[bool, bool] = _internals().cudnn_flags()
+    return flags
 
 
 def _set_cudnn_flags(value: tuple[bool, bool]) -> None:
@@ -345,8 +351,10 @@ def _set_cudnn_flags(value: tuple[bool, bool]) -> None:
 
 
 def _torch_random() -> bytes:
-    state: bytes = _torch().default_generator.get_state().numpy().tobytes()
-    return state
+    state = _torch().default_generator.get_state()
+    memory: Any = (ctypes.c_char * state.nbytes).from_address(state.data_ptr())  # `numpy()` takes several times as long
+    content: bytes = memory.raw
+    return content
 
 
 def _set_torch_random(state: bytes) -> None:

@@ -17,7 +17,7 @@ import contextlib
 import gc
 import sys
 from array import array
-from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -234,17 +234,18 @@ class Tracker:
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def look(self, values: Mapping[str, Any], look: Look | None = None, looker: Looker | None = None) -> Look:
+    def look(
+        self, values: Mapping[str, Any], look: Look | None = None, create: Callable[[], Looker] | None = None
+    ) -> Look:
         """Digest values.
 
         Args:
             values: By name.
             look: What the digests are noted beside, if it is given.
-            looker: What pickles them; None for an ordinary one.
+            create: Gives the pickler, once a value has to be pickled; None for an ordinary one.
         """
         look = Look() if look is None else look
-        if looker is not None:  # else it is made when one is needed: that takes as long as a function seen before
-            looker.seen = look
+        looker: Looker | None = None  # to create one takes longer than to see that a function is the same
         waiting = dict(values)
         while waiting:
             for name, value in waiting.items():
@@ -253,7 +254,9 @@ class Tracker:
                     look.into(value)
                     look.digests[name] = record.digest
                     continue
-                looker = looker or Looker(self.side, look)
+                if looker is None:
+                    looker = Looker(self.side) if create is None else create()
+                    looker.seen = look
                 looker.begin(name, value)
                 try:
                     look.digests[name] = looker.digest_of(value)

@@ -94,8 +94,12 @@ class SpmdProcess:
 _restored: dict[Any, list[tuple[Any, Sequence[ParameterKey | None]]]] = {}
 
 
-def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
-    """Become a replica of a team, or of another one, for the program that begins."""
+def enter(team: Team, rank: int, device: Device, group: Group, *, nothing_new: bool = False) -> SpmdProcess:
+    """Become a replica of a team, or of another one, for the program that begins.
+
+    Args:
+        nothing_new: The program is a call that binds no name, so what its function refers to was checked before.
+    """
     process = this_process.replica
     if process is None:
         process = SpmdProcess(team, rank, device, group)
@@ -110,7 +114,7 @@ def enter(team: Team, rank: int, device: Device, group: Group) -> SpmdProcess:
         process.team, process.workers = team, _numbered(team.hosts or ("",) * team.size)
     process.rank, process.device, process.group = rank, device, group
     process.agreement.forget()
-    CHANGES.count += 1
+    CHANGES.count += not nothing_new
     streams.reset()
     use(device)
     streams.use_device(device)

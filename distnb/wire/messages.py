@@ -158,7 +158,7 @@ class Reply(NamedTuple):
 
     Attributes:
         value: What it gave.
-        seconds: How long it took there, from its beginning to this reply.
+        seconds: The duration from the beginning of a cell to this reply; of a call that went well it is not measured.
         changed: The mirrored parameters that it changed by hand, with numbers that are equal for equal values.
         profile: What torch.profiler recorded: a Chrome trace, compressed by gzip.
         renew: Whether it caught errors in which replicas parted: the next program needs a new process group.

@@ -88,7 +88,7 @@ class Describer:
         objects, surveyor, identity = self._objects, self.surveyor, (self._serial, path)
         number = objects.tracker.number_of(value)
         look = Look(digests={name: digest for name, digest in self.look.digests.items() if name[:1] == "%"})
-        objects.tracker.look({path: value}, look, surveyor)
+        objects.tracker.look({path: value}, look, lambda: surveyor)
         code, nbytes, own_id = is_code(value), surveyor.nbytes.get(path, 0), objects.id_of(value)
         if not look.refused and own_id is None and (code or nbytes <= self._most_nbytes):
             self.look.digests |= look.digests

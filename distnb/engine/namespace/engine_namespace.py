@@ -24,8 +24,6 @@ from distnb.strategies.scope import Origin, register_restored
 from distnb.wire.exchange import (
     RETURNED,
     HeldArgument,
-    Items,
-    Keywords,
     Leaf,
     Mark,
     NamedArgument,
@@ -285,11 +283,11 @@ class EngineNamespace:
         tracker, sent = objects.tracker, describer.sent
         if not values and not sent:
             return {}, None
-        look = tracker.look(values, looker=describer.surveyor)
+        look = tracker.look(values, create=lambda: describer.surveyor)
         values |= look.classes
         names = tracker.lacking(values, look)
         changed: dict[str, bytes | None] = {name: look.digests[name] for name in names if name in tracker}
-        for name in describer.surveyor.overfull.intersection(changed):
+        for name in describer.surveyor.overfull.intersection(changed) if changed else ():
             names.remove(name)
             changed[name] = describer.content_digest(values.pop(name))
             describer.surveyor.drop(name)
@@ -373,10 +371,10 @@ def _with_values(arguments: Any, objects: EngineObjects) -> Any:
         return objects.tracker.root(arguments.name)
     if kind is HeldArgument:
         return objects.references.resolve(arguments.token)
-    if kind is Keywords:
-        return {name: _with_values(value, objects) for name, value in arguments.values.items()}
-    if kind is Items:
-        return [_with_values(value, objects) for value in arguments.values]
+    if kind is dict:
+        return {name: _with_values(value, objects) for name, value in arguments.items()}
+    if kind is list:
+        return [_with_values(value, objects) for value in arguments]
     if kind is tuple:
         found = tuple(_with_values(value, objects) for value in arguments)
         return found if any(new is not old for new, old in zip(found, arguments, strict=True)) else arguments

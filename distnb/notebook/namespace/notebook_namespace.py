@@ -31,7 +31,7 @@ from distnb.objects.reads import names_read
 from distnb.options import DATA_LIMIT_NBYTES
 from distnb.topology import Team
 from distnb.values import DistributedValues
-from distnb.wire.exchange import HeldArgument, Items, Keywords, NamedArgument, Result, Snapshot, is_bare
+from distnb.wire.exchange import HeldArgument, NamedArgument, Result, Snapshot, is_bare
 from distnb.wire.messages import ObjectId
 
 __all__ = ["NotebookNamespace"]
@@ -365,19 +365,17 @@ class _Arguments:
         """`(args, kwargs)` as they are sent."""
         args, kwargs = arguments
         # Of `run`'s arguments the second and third are a tuple and a dict that were made for the call.
-        made = not self._asked and len(args) == 3 and type(args[1]) is tuple and type(args[2]) is dict
+        made = not (self._asked or kwargs) and len(args) == 3 and type(args[1]) is tuple and type(args[2]) is dict
         if made:
-            inner = {name: self._one(value) for name, value in args[2].items()}
-            return (self._one(args[0]), tuple(map(self._one, args[1])), Keywords(inner)), {
-                name: self._one(value) for name, value in kwargs.items()
-            }
+            own = {name: self._one(value) for name, value in args[2].items()}
+            return (self._one(args[0]), tuple(map(self._one, args[1])), own), {}
         return tuple(map(self._one, args)), {name: self._one(value) for name, value in kwargs.items()}
 
     def _of_batch(self, value: Any) -> Any:
         if type(value) is list:
-            return Items(tuple(map(self._of_batch, value)))
+            return list(map(self._of_batch, value))
         if type(value) is dict:
-            return Keywords({key: self._of_batch(part) for key, part in value.items()})
+            return {key: self._of_batch(part) for key, part in value.items()}
         return self._one(value)
 
     def _one(self, value: Any) -> Any:

@@ -196,11 +196,10 @@ class Dispatch:
 
     def _read(self, timeout_s: float | None = None) -> None:
         ready = self._programs.wait(timeout_s)
-        if self._supervisor.lost_fd in ready:
-            self._lose()
-        for fd in (self.interrupts.fd, self.prompts.fd):
+        for fd in (self._supervisor.lost_fd, self.interrupts.fd, self.prompts.fd):
             if fd in ready:
                 drain(fd)
+        self._lose()
         for engine, message in self._programs.receive(ready):
             self._take(engine, message)
 

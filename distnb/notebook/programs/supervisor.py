@@ -89,8 +89,10 @@ class Supervisor:
     # -- called from any thread ------------------------------------------------------------------------------------
 
     def lost(self) -> list[GiveUpOn | Died]:
-        """Replies that will not come: engines that died, or that are given up on."""
-        drain(self.lost_fd)
+        """Return the replies that will not come: of engines that died, or that are given up on.
+
+        To be called after `lost_fd` was drained, where that was readable.
+        """
         found = []
         while not self._lost.empty():
             found.append(self._lost.get())
