@@ -1,4 +1,4 @@
-"""What a process must have in its environment to find the package that stands in for a TPU's, and two chips."""
+"""The environment in which a process finds the stand-in for a TPU's package, with two chips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way to communicate from a cell, as one line that the replicas repeat until they are ended."""
+"""All ways to communicate from a cell, each as a line that the replicas repeat until they are ended."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ STEPS = {
     "strategy.run": "strategy.run(lambda: distnb.get_replica_context().all_reduce('sum', part))",
     "strategy.gather": "strategy.gather(strategy.run(lambda: part.clone()), 0)",
 }
-"""One step each, of the names that `SETUP` makes, and `preparation` of it."""
+"""One step of each kind, in terms of the names from `SETUP` and from `preparation` of the step."""
 
 _PREPARED = {
     "everyone": "everyone = dist.new_group()",
@@ -101,6 +101,6 @@ _PREPARED = {
 
 
 def preparation(step: str, count: int) -> str:
-    """The lines before a step is repeated: tensors of `count` numbers, and what else it needs."""
+    """Return the lines to run before a step is repeated: tensors of `count` numbers, and the step's other needs."""
     more = [lines for name, lines in _PREPARED.items() if name in step]
     return "\n".join([SETUP.replace("COUNT", str(count)), *more])

@@ -1,11 +1,11 @@
-"""What holds for every test: a hard limit that shows all stacks, and nothing left behind.
+"""Rules for every test: a hard limit that shows all stacks, and no leftovers.
 
 - A test that runs into its limit (`@pytest.mark.timeout(seconds)`, 180 s by default) fails with the stacks of this
-  process and of every process that it started, taken *before* anything is torn down. Where the main thread sits in C
-  code that lets no signal handler run, the whole run ends some seconds later: better that than a hang.
-- After each test no process, no listening port and no temporary file may be there that was not there before. What a
-  fixture of a wider scope started is looked at when its module ends.
-- `needs("chromium")` skips where a program is missing; under CI=true it fails instead.
+  process and of every process that it started, taken *before* anything is torn down. If the main thread is in C code
+  that lets no signal handler run, the whole run ends some seconds later, since the alternative is a hang.
+- After each test, no new process, listening port or temporary file may exist. What a fixture of a wider scope started
+  is checked when its module ends.
+- `needs("chromium")` skips a test if a program is missing. With CI=true it fails instead.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from tests.kernel import Notebook, Shared
 
 # -- a place of its own for all that a run writes ---------------------------------------------------------------------
 
-# Before anything imports tempfile's cached directory, jupyter_core or IPython. Short: Unix sockets live here too; so a
-# worker's is not within that of the process that started it.
+# Set before tempfile's cached directory, jupyter_core or IPython is imported. The path is short, because it contains UNIX
+# sockets. So a worker's directory is not inside that of the process that started it.
 _ROOT = Path(tempfile.mkdtemp(prefix="dnb-", dir=os.environ.setdefault("DISTNB_TEST_ROOTS", tempfile.gettempdir())))
 for _name, _folder in {"TMPDIR": "tmp", "IPYTHONDIR": "ipython", "JUPYTER_RUNTIME_DIR": "run"}.items():
     (_ROOT / _folder).mkdir()
     os.environ[_name] = str(_ROOT / _folder)
 tempfile.tempdir = None
-# Two cores are all that a test may count on; replicas share them.
+# A test may count on two cores only, and replicas share them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("KERAS_BACKEND", "torch")
 
-# Since Python 3.14 a loader's workers are forked only if somebody asks for it; else each loads torch, for seconds.
+# Since Python 3.14 a loader's workers are forked only on request. Otherwise each loads torch, which takes seconds.
 multiprocessing.set_start_method("fork", force=True)
 
-# Who runs this with `&` in a script, or by nohup, has these ignored, and so would all that the tests start and stop.
+# With `&` in a script, or under nohup, these signals are ignored, and would be in all processes of the tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for _ignored in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(_ignored, signal.SIG_DFL)
 
-# Where Python keeps no byte code (PYTHONDONTWRITEBYTECODE), each of some thousand processes would compile the package.
+# Without byte code (PYTHONDONTWRITEBYTECODE), each of about a thousand processes would compile the package.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     compileall.compile_dir(Path(__file__).parents[1] / "distnb", quiet=2)
 
@@ -62,7 +62,7 @@ _KEPT = ("pytest-of-", "torchinductor_")  # pytest's tmp_path, and torch.compile
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
-    gc.freeze()  # tests collect garbage again and again, and none of what they are is any
+    gc.freeze()  # tests collect garbage again and again, and none of the objects so far is garbage
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -77,7 +77,7 @@ _GRACE_S = 60.0
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
-    """Takes the place of pytest-timeout's own timer."""
+    """Replace pytest-timeout's own timer."""
 
     def strike(number: int, frame: FrameType | None) -> None:
         shown = [*processes.children_of_this_run(), *processes.marked(processes.SHARED_MARK)]
@@ -104,7 +104,7 @@ _GONE_WITHIN_S = float(os.environ.get("DISTNB_TEST_GONE_WITHIN_S", "10"))
 
 
 class _Before:
-    """What was there, to be compared with what is there."""
+    """The processes, ports and files before a test, for comparison."""
 
     def __init__(self) -> None:
         self.pids = set(processes.children_of_this_run())
@@ -112,7 +112,7 @@ class _Before:
         self.files = _files()
 
     def new(self, *, ignore_offspring: bool) -> list[psutil.Process]:
-        """Processes that were not there."""
+        """Return the processes that are new."""
         new = [p for pid, p in processes.children_of_this_run().items() if pid not in self.pids]
         if not ignore_offspring:
             return new
@@ -120,7 +120,7 @@ class _Before:
         return [p for p in new if not ({p.pid} | processes.ancestors(p)) & of_others]
 
     def left(self, *, ignore_offspring: bool) -> list[str]:
-        """What is new, in words."""
+        """Return everything that is new, in words."""
         left = [f"process {processes.describe(p)}" for p in self.new(ignore_offspring=ignore_offspring)]
         if not (ignore_offspring and (self.pids or processes.OF_MODULE)):  # a cluster of the module has its own
             left += [f"listening port {host}:{port}" for host, port in processes.listening_ports() - self.ports]
@@ -128,10 +128,10 @@ class _Before:
         return left
 
     def check(self, whose: str, *, ignore_offspring: bool) -> None:
-        """Fail when something is left; give processes the time that the product promises to need at most."""
+        """Fail if anything is left. Processes get the time that the product promises to need at most."""
         deadline = time.monotonic() + _GONE_WITHIN_S
         while True:
-            late = time.monotonic() > deadline  # before looking: this process may itself stand still in between
+            late = time.monotonic() > deadline  # read first, because this process may be suspended in between
             left = self.left(ignore_offspring=ignore_offspring)
             if not left:
                 return
@@ -155,7 +155,7 @@ _SHARED_MEMORY = {str(p) for p in Path("/dev/shm").iterdir()}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Once in a run, since all workers see these files; elsewhere than in CI others work on the same machine."""
+    """Check once per run, since all workers see these files; only in CI, where no other program uses the machine."""
     if os.environ.get("CI") == "true" and not hasattr(session.config, "workerinput"):
         left = {str(p) for p in Path("/dev/shm").iterdir()} - _SHARED_MEMORY
         if left:
@@ -173,7 +173,7 @@ def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _be_no_notebook() -> None:
-    """A cluster that tests of the module started has made a notebook of this process, which outlasts the cluster."""
+    """Undo the effects of a cluster of the module, which made a notebook of this process and has ended."""
     module = sys.modules.get("distnb.runtime.this_process")
     if module is not None:
         module.this_process.remote = None
@@ -191,7 +191,7 @@ def _test_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Shared]:
-    """The notebook that modules share."""
+    """Provide the notebook that modules share."""
     (_ROOT / "shared").mkdir()
     shared = Shared(_ROOT / "shared")
     yield shared
@@ -206,7 +206,10 @@ def shared() -> Iterator[Shared]:
 
 @pytest.fixture(scope="module")
 def notebook(shared: Shared) -> Iterator[Notebook]:
-    """A notebook with two engines and no names. Tests that end engines, or need another environment, make their own."""
+    """Provide a notebook with two engines and no names.
+
+    Tests that end engines, or need another environment, make their own.
+    """
     yield shared.take()
     shared.clear()
 
@@ -215,7 +218,7 @@ def notebook(shared: Shared) -> Iterator[Notebook]:
 
 
 def needs(program: str) -> str:
-    """The path of a program that a test needs. Missing: the test is skipped, but fails in CI."""
+    """Return the path of a program that a test needs. If it is missing, skip the test, or fail in CI."""
     path = shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin")
     if path is None:
         reason = f"{program} is not installed on this machine"

@@ -1,4 +1,4 @@
-"""A table of data as notebooks have it: how a value is made, what changes it, and what is seen of it."""
+"""A table of data as in notebooks: how to make each value, how to change it, and how to describe it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["SETUP", "VALUES", "DataValue"]
 
 
 class DataValue(NamedTuple):
-    """One kind of data. In its texts `v` is the value.
+    """One kind of data. In its expressions, `v` is the value.
 
     Attributes:
         made: An expression that makes it.
         change: A statement that changes it in place, or binds `v` to another value if it is immutable.
-        seen: An expression for what it is, of which equal values have equal ones.
-        immutable: It has no identity to be kept.
+        seen: An expression that describes it. Equal values have equal descriptions.
+        immutable: True if it has no identity to be kept.
     """
 
     made: str
@@ -265,4 +265,4 @@ VALUES: dict[str, DataValue] = {
         "figure()", "v.axes[0].set_title(v.axes[0].get_title() + 't')", "(v.axes[0].get_title(), len(v.axes[0].lines))"
     ),
 }
-"""By what tests call them."""
+"""The values by the names that tests use."""

@@ -1,4 +1,4 @@
-"""Keras's next version, which the Makefile puts into a folder of its own beside the environment's."""
+"""Keras's next version, which the Makefile installs into a folder next to the environment's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 NIGHTLY = Path(sys.prefix, "keras-nightly")
-"""To be put before other folders on `sys.path`, before Keras is imported."""
+"""The folder to put first on `sys.path` before Keras is imported."""
 
 needs_nightly = pytest.mark.skipif(
     not (NIGHTLY / "keras").is_dir(), reason="Keras's nightly could not be installed (make .venv/.made-keras-nightly)"

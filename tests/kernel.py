@@ -1,4 +1,4 @@
-"""A real IPython kernel, driven as a front end drives it: what a user would see, and nothing else.
+"""A real IPython kernel, driven as by a front end: tests see only what a user would see.
 
 Example:
     >>> with Notebook() as notebook:
@@ -31,7 +31,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass
 class Ran:
-    """What one cell did, as its front end got it."""
+    """The effects of one cell, as its front end received them."""
 
     source: str
     status: str = "running"
@@ -44,7 +44,7 @@ class Ran:
     seconds: float = 0.0
 
     def check(self) -> Ran:
-        """Itself when the cell ended well, else an AssertionError with its traceback."""
+        """Return itself if the cell ended well; otherwise raise an AssertionError with its traceback."""
         assert self.status == "ok", (
             f"{self.source}\n{self.error_name}: {self.error_text}\n{self.traceback}\n{self.stderr}"
         )
@@ -62,7 +62,7 @@ class Notebook:
     Args:
         engines: Start a cluster of that many CPU engines at once; 0 for none.
         env: Added to the kernel's environment. GPUs are hidden unless it says otherwise.
-        shared: A folder for the files of a notebook that modules share; neither these nor its processes are a test's.
+        shared: The folder for the files of a notebook that modules share. Its files and processes belong to no test.
     """
 
     def __init__(self, engines: int = 0, *, env: dict[str, str] | None = None, shared: Path | None = None) -> None:
@@ -82,9 +82,9 @@ class Notebook:
         }
 
     def _reserve(self, channel: str) -> socket.socket:
-        """Take the port of a channel now: the kernel binds it beside this socket, and nobody else does meanwhile.
+        """Take the port of a channel now. The kernel binds it in addition to this socket, and no other process can.
 
-        Jupyter looks for free ports, and lets them go until the kernel takes them, seconds later.
+        Jupyter looks for free ports and releases them until the kernel takes them, seconds later.
         """
         reserved = socket.socket()
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -113,17 +113,17 @@ class Notebook:
 
     @property
     def pid(self) -> int:
-        """The kernel's process."""
+        """The id of the kernel's process."""
         provisioner = self._manager.provisioner
         assert provisioner is not None
         return int(provisioner.process.pid)  # type: ignore[attr-defined]
 
     def processes(self) -> dict[int, psutil.Process]:
-        """The kernel's and those that it started, of a shared notebook; of another one all of this run."""
+        """Return the processes of a shared notebook: the kernel and those it started. For another, all of this run."""
         return processes.marked(self._mark)
 
     def close(self) -> None:
-        """Close the notebook as a front end does: ask the kernel to end, kill it when it does not."""
+        """Close the notebook as a front end does: ask the kernel to end, and kill it if it does not."""
         with contextlib.suppress(AttributeError):
             self._client.stop_channels()
         self._manager.shutdown_kernel()
@@ -134,11 +134,11 @@ class Notebook:
     # -- cells --------------------------------------------------------------------------------------------------
 
     def start(self, source: str, *, allow_stdin: bool = False) -> str:
-        """Begin a cell; `finish` waits for it."""
+        """Begin a cell. `finish` waits for it."""
         return str(self._client.execute(source, allow_stdin=allow_stdin))
 
     def finish(self, message: str, source: str = "", *, timeout_s: float = 60.0) -> Ran:
-        """Wait for a cell. When it takes longer, an AssertionError with the stacks of all processes."""
+        """Wait for a cell. Raise an AssertionError with the stacks of all processes if it takes longer."""
         ran = Ran(source)
         begin = time.monotonic()
         for kind, content in self.events(message, timeout_s):
@@ -159,18 +159,18 @@ class Notebook:
         return self.try_run(source, timeout_s=timeout_s).check()
 
     def converse(self, source: str, *answers: str, timeout_s: float = 60.0) -> tuple[Ran, list[str]]:
-        """Run a cell that asks, as `input` and debuggers do. Returns it, and what it asked."""
+        """Run a cell that asks, as `input` and debuggers do. Return the cell's effects and its prompts."""
         message = self.start(source, allow_stdin=True)
         asked = []
         for answer in answers:
             asked.append(self.asked(timeout_s))
             self.answer(answer)
         ran = self.finish(message, source, timeout_s=timeout_s)
-        ran.stdout = _ANSI.sub("", ran.stdout)  # debuggers colour what they show
+        ran.stdout = _ANSI.sub("", ran.stdout)  # debuggers colour their output
         return ran, asked
 
     def asked(self, timeout_s: float = 60.0) -> str:
-        """Wait until the cell that runs asks. Returns its prompt."""
+        """Wait until the running cell asks, and return its prompt."""
         try:
             return str(self._client.get_stdin_msg(timeout=timeout_s)["content"]["prompt"])
         except queue.Empty:
@@ -178,27 +178,27 @@ class Notebook:
             raise AssertionError(f"nothing was asked in {timeout_s} s\n{processes.stacks(pids)}") from None
 
     def answer(self, line: str) -> None:
-        """Answer what was asked."""
+        """Answer the prompt."""
         self._client.input(line)
 
     def value(self, expression: str) -> Any:
-        """The value of an expression whose repr is a literal."""
+        """Return the value of an expression whose repr is a literal."""
         ran = self.run(f"print(repr({expression}))")
         return ast.literal_eval(ran.stdout)
 
     def interrupt(self) -> None:
-        """The stop button."""
+        """Press the stop button."""
         self._manager.interrupt_kernel()
 
     def complete(self, code: str) -> list[str]:
-        """What Tab offers at the end of `code`."""
+        """Return the completions that Tab offers at the end of `code`."""
         reply = self._client.complete(code, reply=True, timeout=30)
         return list(reply["content"]["matches"])
 
     # -- messages --------------------------------------------------------------------------------------------------
 
     def events(self, message: str, timeout_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The cell's messages as they come, until it is done."""
+        """Yield the cell's messages as they come, until it is done."""
         deadline = time.monotonic() + timeout_s
         while True:
             got = self._next(deadline, timeout_s)
@@ -210,7 +210,7 @@ class Notebook:
             yield kind, content
 
     def wait_for_output(self, message: str, text: str, *, timeout_s: float = 60.0) -> str:
-        """Read a running cell's stdout until `text` has come. Returns what came."""
+        """Read a running cell's stdout until it contains `text`, and return what was read."""
         seen = ""
         for kind, content in self.events(message, timeout_s):
             if kind == "stream" and content["name"] == "stdout":
@@ -229,7 +229,7 @@ class Notebook:
             raise AssertionError(f"not done in {timeout_s} s\n{processes.stacks(pids)}") from None
 
     def reply(self, message: str) -> dict[str, Any]:
-        """How a cell ended, as the kernel answered."""
+        """Return the kernel's reply to a cell."""
         while True:
             reply = self._client.get_shell_msg(timeout=30)
             if reply["parent_header"].get("msg_id") == message:
@@ -237,10 +237,10 @@ class Notebook:
 
 
 class Shared:
-    """A notebook for the whole run, with two engines: each module finds it as new, and it is replaced if it is not.
+    """A notebook for the whole run, with two engines. Each module gets it as if it were new; a broken one is replaced.
 
     Args:
-        folder: For its files.
+        folder: The folder for its files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -249,18 +249,18 @@ class Shared:
         self._environment: dict[str, str] = {}
 
     def take(self) -> Notebook:
-        """The notebook; it starts now if there is none."""
+        """Return the notebook, and start it if there is none."""
         if self._current is None:
             self._current = Notebook(engines=2, shared=self._folder).__enter__()
             self._environment = self._current.value("dict(__import__('os').environ)")
         return self._current
 
     def clear(self) -> None:
-        """Forget what a module has left there. Where that does not work, the notebook is closed."""
+        """Remove everything that a module has left there. If that fails, close the notebook."""
         if self._current is None:
             return
         try:
-            # Processes that multiprocessing spawns look for the name, which IPython takes away, too.
+            # Processes spawned by multiprocessing look for this name, which IPython removes, too.
             self._current.run("%reset -f\n__spec__ = None", timeout_s=30)
             self._current.run(
                 f"import os, torch\nos.chdir({os.getcwd()!r})\nos.environ.clear()\n"
@@ -273,16 +273,16 @@ class Shared:
             raise
 
     def close(self) -> None:
-        """End it."""
+        """Close the notebook."""
         if self._current is not None:
             current, self._current = self._current, None
             current.close()
 
 
 def lines_of_each(text: str, replicas: int = 2) -> list[list[str]]:
-    """The lines that each replica wrote, of a cell's output.
+    """Return the lines that each replica wrote, from a cell's output.
 
-    What all wrote is shown once, "[0-1] fine", unless one wrote it some tenths of a second later, on a busy machine.
+    A line of all replicas is shown once, "[0-1] fine", unless one wrote it tenths of a second later on a busy machine.
     """
     marked = re.findall(r"^\[(\d+)(?:-(\d+))?\] (.*)$", text, re.MULTILINE)
     return [

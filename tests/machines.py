@@ -1,4 +1,4 @@
-"""Machines for the tests: network namespaces on one bridge, each with a host name and an ssh server of its own."""
+"""Machines for the tests: network namespaces on one bridge, each with its own host name and ssh server."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _REPOSITORY = Path(__file__).parents[1]
 
 @dataclass
 class Machines:
-    """Some machines, and this one beside them on their network.
+    """Some machines, and this one with them on their network.
 
     Attributes:
-        names: As `ssh -F config` knows them, and as they call themselves.
-        folder: Keys and configuration.
+        names: The names in `ssh -F config`, which are also their host names.
+        folder: The folder with keys and configuration.
         own: This machine's address on their network.
-        mark: What their devices' names begin with.
+        mark: The prefix of the names of their network devices.
     """
 
     names: tuple[str, ...]
@@ -55,7 +55,7 @@ def _do(program: str, *words: str) -> None:
 
 @contextlib.contextmanager
 def machines(folder: Path, *names: str) -> Iterator[Machines]:
-    """Machines with these names, until the block ends."""
+    """Provide machines with these names until the block ends."""
     if os.geteuid() != 0:
         pytest.skip("making network namespaces needs root")
     for program in ("ip", "ssh", "sshd", "ssh-keygen", "unshare", "hostname"):
@@ -119,7 +119,7 @@ def _make_keys(made: Machines) -> None:
 
 
 def _serve(made: Machines, number: int, name: str) -> subprocess.Popen[bytes]:
-    Path("/run/sshd").mkdir(exist_ok=True)  # where sshd locks its unprivileged part in
+    Path("/run/sshd").mkdir(exist_ok=True)  # to which sshd confines its unprivileged part
     environment = {
         processes.MARK_NAME: processes.MARK,
         "PYTHONPATH": str(_REPOSITORY),
@@ -133,7 +133,7 @@ def _serve(made: Machines, number: int, name: str) -> subprocess.Popen[bytes]:
         "PasswordAuthentication no\nUsePAM no\nPidFile none\n"
         f"SetEnv {' '.join(f'{key}={value}' for key, value in environment.items())}\n"
     )
-    # `exec` all the way: the process that we know is the server itself.
+    # `exec` throughout, so that the known process is the server itself.
     script = f"hostname {name}; exec {needs('sshd')} -D -e -f {config}"
     command = [needs("ip"), "netns", "exec", f"{made.mark}{number}", needs("unshare"), "--uts", "sh", "-c", script]
     with open(made.folder / f"sshd_{name}.log", "wb") as log:

@@ -1,4 +1,4 @@
-"""Sequences of cells about ambient modes: set in a cell of one kind, seen in a cell of the other."""
+"""Sequences of cells about ambient modes that are set in a cell of one kind and seen in a cell of the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.worlds import Cell, both, distributed, ordinary
 def _set_and_seen(
     shown: str, *changes: str, setup: str = "import torch, numpy as np", comes_back: bool = True
 ) -> list[Cell]:
-    """A mode that is set here and (if it comes back) there in turn; after each change both see it."""
+    """Return cells that set a mode here and (if it comes back) there in turn. After each change, both show it."""
     cells = [ordinary(f"{setup}\nseen = []")]
     for number, change in enumerate(changes):
         cells.append(Cell(change, distributed=bool(number % 2) and comes_back))

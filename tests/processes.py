@@ -1,7 +1,7 @@
-"""Which processes, ports and files belong to a test run, and what they are doing.
+"""The processes, ports and files of a test run, and the state of its processes.
 
-Every process that a test starts, however indirectly, inherits an environment variable with this run's mark, so that
-orphans are found too, which have no parent of ours any more. Each of pytest-xdist's workers is a run of its own.
+Every process that a test starts, however indirectly, inherits an environment variable with this run's mark. So orphans
+are found, too, although their parent is gone. Each of pytest-xdist's workers is a run of its own.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if (_worker := os.environ.get("PYTEST_XDIST_WORKER", "")) not in MARK:
     MARK = os.environ[MARK_NAME] = f"{MARK}-{_worker}"
 
 OF_MODULE: set[int] = set()
-"""Processes that a test started for the rest of its module: they are looked for when that ends."""
+"""The processes that a test started for the rest of its module. They are checked when the module ends."""
 SHARED_MARK = MARK + "-shared"
-"""The mark of the notebook that modules share: its processes are no test's."""
+"""The mark of the notebook that modules share, whose processes belong to no test."""
 
 WARM_PYTHON = "warm-python"
-"""The name of processes that `tests.warm_python` forks; those forked have another."""
+"""The name of the processes that `tests.warm_python` forks from. The forked ones have another name."""
 
 _STACKS_S = 30.0
 _OF_LIBRARIES = ("multiprocessing.resource_tracker", "torch_shm_manager", "multiprocessing.forkserver")
 
 
-# The directories in /proc, with their inodes, of processes that belong to other runs, whatever they become.
+# The directories in /proc, with their inodes, of processes that belong to other runs for good.
 _of_others: set[tuple[str, int]] = set()
 
 
 def marked(mark: str = MARK) -> dict[int, psutil.Process]:
-    """All living processes of this test run but the calling one."""
+    """Return all living processes of this test run except the calling one."""
     needle = f"{MARK_NAME}={mark}\0".encode()
     found, others = {}, set()
     for entry in os.scandir("/proc"):
@@ -51,7 +51,7 @@ def marked(mark: str = MARK) -> dict[int, psutil.Process]:
             continue
         with contextlib.suppress(OSError, psutil.Error):
             environment = Path(entry.path, "environ").read_bytes()
-            # It is empty while a process is on its way into another program: what this one started counts anyway.
+            # The environment is empty during an exec. A child of this process belongs to the run in any case.
             if needle in environment or (not environment and _parent_of(entry.path) == os.getpid()):
                 process = psutil.Process(int(entry.name))
                 if process.status() != psutil.STATUS_ZOMBIE:
@@ -64,7 +64,7 @@ def marked(mark: str = MARK) -> dict[int, psutil.Process]:
 
 
 def _is_of_others(environment: bytes, entry: str) -> bool:
-    """Whether another worker, or what is older than this process, started it: nothing of ours begins like that."""
+    """Return whether a process belongs to another worker, or is older than this one: none of ours begins like that."""
     theirs = environment.partition(f"{MARK_NAME}=".encode())[2].partition(b"\0")[0].decode()
     if theirs:
         return not MARK.startswith(theirs) and not theirs.startswith(MARK)
@@ -80,7 +80,7 @@ def _parent_of(entry: str) -> int:
 
 
 def children_of_this_run() -> dict[int, psutil.Process]:
-    """`marked()` without those that exec'd pytest and those that live as long as this process."""
+    """Return `marked()` without processes that exec'd pytest and those that live as long as this process."""
     return {pid: p for pid, p in marked().items() if pid not in _above() and not _lives_as_long(p)}
 
 
@@ -96,12 +96,12 @@ def _lives_as_long(process: psutil.Process) -> bool:
         command = " ".join(process.cmdline())
     except psutil.Error:
         return True
-    # It is empty on the way into another program, when who started that goes on already: such a one is ours.
+    # The environment is empty during an exec, when the parent already continues. Such a process is ours.
     return any(name in command for name in _OF_LIBRARIES)
 
 
 def ancestors(process: psutil.Process) -> set[int]:
-    """Pids above a process; empty when it is gone."""
+    """Return the pids above a process; none if it is gone."""
     try:
         return {parent.pid for parent in process.parents()}
     except psutil.Error:
@@ -109,18 +109,18 @@ def ancestors(process: psutil.Process) -> set[int]:
 
 
 def listening_ports() -> set[tuple[str, int]]:
-    """Addresses on which the calling process listens."""
+    """Return the addresses on which the calling process listens."""
     found = psutil.Process().net_connections(kind="inet")
     return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
 
 
 def run_directories() -> set[Path]:
-    """The private directories of clusters that run."""
+    """Return the private directories of running clusters."""
     return set(Path(os.environ["TMPDIR"]).glob("distnb-*"))
 
 
 def describe(process: psutil.Process) -> str:
-    """One line for a message."""
+    """Return a line about a process, for a message."""
     try:
         return f"pid {process.pid} ({process.status()}, parent {process.ppid()}): {' '.join(process.cmdline())[:200]}"
     except psutil.Error as error:
@@ -128,10 +128,10 @@ def describe(process: psutil.Process) -> str:
 
 
 def stacks(pids: list[int]) -> str:
-    """The Python stacks of processes, as py-spy sees them from outside (no help from the process is needed)."""
+    """Return the Python stacks of processes, read from outside by py-spy, without their help."""
     deadline = time.monotonic() + _STACKS_S
     told: dict[int, str] = {}
-    # A process is not stopped to be read, so one that moves may show no thread: it is asked again.
+    # py-spy does not stop a process to read it, so a running one may show no thread. It is asked again then.
     while time.monotonic() < deadline and (left := [pid for pid in pids if "Thread" not in told.get(pid, "")]):
         told.update(_asked(left, deadline))
         if not any("Python v" in told[pid] for pid in left if "Thread" not in told[pid]):
@@ -140,7 +140,7 @@ def stacks(pids: list[int]) -> str:
 
 
 def _asked(pids: list[int], deadline: float) -> dict[int, str]:
-    # All at once: who asks, after a limit, has a minute until the whole run is ended.
+    # All at once: after a limit, there is a minute until the whole run is ended.
     command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--nonblocking", "--pid"]
     asked = {
         pid: subprocess.Popen([*command, str(pid)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -159,10 +159,10 @@ def _asked(pids: list[int], deadline: float) -> dict[int, str]:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str = "") -> None:
-    """Poll until something holds; an AssertionError that says what did not, when it never does."""
+    """Poll until a condition holds. Raise an AssertionError with `what` if it does not in time."""
     deadline = time.monotonic() + timeout_s
     while True:
-        late = time.monotonic() > deadline  # before looking: this process may itself stand still in between
+        late = time.monotonic() > deadline  # read first, because this process may be suspended in between
         if condition():
             return
         if late:
@@ -171,7 +171,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str = "") 
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process (of anyone) has ended; a zombie has."""
+    """Return whether a process (of any parent) has ended; a zombie has."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -179,13 +179,13 @@ def has_ended(pid: int) -> bool:
 
 
 def ends(pid: int, timeout_s: float) -> None:
-    """Wait until a process (of anyone) has ended; a zombie has."""
+    """Wait until a process (of any parent) has ended; a zombie has."""
     wait_until(lambda: has_ended(pid), timeout_s, f"pid {pid} is still there")
 
 
 @contextlib.contextmanager
 def killed_at_end(pids: Callable[[], list[int]]) -> Iterator[None]:
-    """Kill processes that are ours when a block ends, however it ends."""
+    """Kill our processes when a block ends, however it ends."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Random sequences of cells that make, share, change and drop objects of many kinds.
 
-A statement is drawn for what the names are at that moment: a namespace of this process is led along as a guide. What
-a handle refuses in an ordinary cell (it says so, with an error) is left out of the run it is compared with.
+A statement is drawn to suit the current values of the names, for which a namespace of this process is updated along the
+way. Statements that a handle refuses in an ordinary cell, with an error, are left out of the run for comparison.
 """
 
 from __future__ import annotations
@@ -206,17 +206,17 @@ _ANYWHERE = ["del {name}", "_call(bind, {x})", "_call(grow)", "{name}, {name2} =
 
 
 class Refusals:
-    """What statements of a run ended with, by number; what the notebook refused; which arguments were taken apart."""
+    """The refusals of a run: each statement's end by number, what the notebook refused, and arguments taken apart."""
 
     def __init__(self) -> None:
         self.raised: dict[int, str] = {}
         self.refused: set[int] = set()
-        self.calls: list[Any] = []  # the arguments of each call, with a mark where a handle was
+        self.calls: list[Any] = []  # the arguments of each call, with a mark in the place of each handle
 
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """One line of a cell; it has a number in its whole sequence."""
+    """One line of a cell, with its number in the whole sequence."""
 
     number: int
     text: str
@@ -224,14 +224,14 @@ class Statement:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """A cell as it was drawn. `end` is what it ends with, half-way: the statements after `until` are not reached."""
+    """A cell that was drawn. It ends half-way with `end`; the statements after `until` are not reached."""
 
     statements: tuple[Statement, ...]
     where: str  # "here", "there" or "default"
     until: int | None = None
 
     def cell(self, without: set[int] = frozenset()) -> Cell:  # type: ignore[assignment]
-        """The cell to run, some statements left out."""
+        """Return the cell to run, without some statements."""
         note = "_raised" if self.where == "there" else "_refused"
         lines = []
         for place, each in enumerate(self.statements):
@@ -240,7 +240,7 @@ class Drawn:
             text = "pass" if each.number in without else each.text
             lines.append(f"try:\n    {text}\nexcept Exception as error:\n    {note}({each.number}, error)")
         if self.where == "there":
-            lines.insert(0, "globals()")  # it reads every name: what is read apart may become two
+            lines.insert(0, "globals()")  # reads every name, since objects that are read separately may become two
         raises = ZeroDivisionError if self.until is not None else None
         return Cell("\n".join(lines) or "pass", self.where == "there", raises)
 
@@ -249,7 +249,7 @@ class Drawn:
 
 
 def draw_cells(seed: int) -> list[Drawn]:
-    """A sequence of cells."""
+    """Return a sequence of cells drawn from a seed."""
     draw = random.Random(seed)
     guide: dict[str, Any] = {"_call": lambda function, *args: function(*args)}
     exec(SETUP, guide)
@@ -280,9 +280,9 @@ def _statement(draw: random.Random, guide: dict[str, Any], *, calls: bool) -> st
         if "_call" in text and not calls:
             continue
         if ".numpy()" in text and calls:
-            continue  # of a handle it is a copy
+            continue  # a handle gives a copy
         if "for each in" in text and calls:
-            continue  # a handle is iterated as it is at the beginning
+            continue  # a loop over a handle uses its content at the loop's start
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             before = {name: guide[name] for name in NAMES if name in guide}
@@ -296,7 +296,7 @@ def _statement(draw: random.Random, guide: dict[str, Any], *, calls: bool) -> st
                 guide.pop(name, None)
             guide.update(before)
             guide[draw.choice(NAMES)] = None
-            # What was too much may have been put into something: nothing is held any more.
+            # An object that was too large may be part of another one, so nothing is kept.
             return "\n    ".join([text, *_emptied(guide)])
         return text
 
@@ -327,7 +327,7 @@ def _drawn_text(draw: random.Random, guide: dict[str, Any]) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Which edits fit a value; "" for none."""
+    """Return the kind of edits that suit a value; "" for none."""
     if isinstance(value, numpy.ndarray):
         return "objects" if value.dtype.hasobject else "array"
     if isinstance(value, torch.Tensor):
@@ -351,7 +351,7 @@ def kind_of(value: Any) -> str:
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a value holds, each with what is written after the value to get there."""
+    """Yield the parts of a value, each with the suffix of the expression for it."""
     kind = kind_of(value)
     if kind in ("list", "tuple", "deque", "objects"):
         yield from ((f"[{place}]", part) for place, part in enumerate(value))
@@ -377,14 +377,14 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def has_identity(value: Any) -> bool:
-    """Whether it can be told from an equal one for good: not so tuples of nothing but immutable values."""
+    """Return whether a value has an identity. Tuples of immutable values have none."""
     if isinstance(value, tuple):
         return not is_plain(value)
     return not isinstance(value, types.BuiltinMethodType)
 
 
 def look(value: Any) -> str:
-    """What a value is, through and through, as a text that tells of no address."""
+    """Return a complete description of a value, without addresses."""
     seen: dict[int, Any] = {}
     shown = []
     waiting = [value]
@@ -404,7 +404,7 @@ def look(value: Any) -> str:
 
 
 def _places(guide: dict[str, Any], depth: int = 3) -> Iterator[tuple[str, str]]:
-    """Expressions for what can be changed."""
+    """Yield expressions for the parts that can be changed."""
     level = [(name, guide[name]) for name in (*NAMES, "Box") if name in guide]
     for _ in range(depth):
         below = []
@@ -510,7 +510,7 @@ def _prepare_plain(world: PlainWorld, first: Refusals, refusals: Refusals) -> No
 
 
 def _marked(tree: Any) -> Any:
-    """Where in a structure handles are: None for what holds none, else the same of each part."""
+    """Return the places of handles in a structure: None without any, otherwise the same of each part."""
     if not structure.has_distributed(tree) or isinstance(tree, DistributedValues):
         return None
     if isinstance(tree, dict):
@@ -519,7 +519,7 @@ def _marked(tree: Any) -> Any:
 
 
 def _call_with_copies(marked: Any, args: Any) -> Any:
-    """Call a function as `run` does: containers with handles in them are taken apart, and made anew."""
+    """Call a function as `run` does: containers with handles in them are taken apart and rebuilt."""
     function, *own = _copied(marked, args)
     return function(*own)
 
@@ -541,9 +541,9 @@ def _copied(marked: Any, tree: Any) -> Any:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether an error says that a handle cannot do this in the notebook, or that a value cannot travel."""
+    """Return whether an error says that a handle cannot do something in the notebook, or that a value cannot travel."""
     if isinstance(error, AttributeError) and str(error).startswith("__"):
-        return True  # what Python itself looks for is looked for in the handle
+        return True  # Python looks up special methods in the handle itself
     kinds = DistributedValueError | CannotTravelError | RecursionError  # a cycle is no structure of arguments
     return isinstance(error, kinds) or "Remote" in str(error)
 
@@ -552,11 +552,11 @@ def is_refusal(error: Exception) -> bool:
 
 
 class SameGraph:
-    """Compares two graphs of objects: their values, and which places share an object.
+    """A comparison of two graphs of objects: their values, and which places share an object.
 
     Args:
-        opaque: Whether something in the second graph stands for an object that is not looked into.
-        copied: The second graph is a copy: what it shares with other things may be shared no more.
+        opaque: Returns whether an object in the second graph represents one that is not examined.
+        copied: True if the second graph is a copy, which may have lost sharing with other objects.
     """
 
     def __init__(self, opaque: Callable[[Any], bool] = lambda value: False, *, copied: bool = False) -> None:
@@ -568,7 +568,7 @@ class SameGraph:
         self._handles: dict[int, tuple[Any, Any, str]] = {}
 
     def compare(self, one: Any, other: Any, where: str) -> None:
-        """Assert that two values, and what they hold, are the same."""
+        """Assert that two values and their parts are the same."""
         waiting = [(one, other, where)]
         while waiting:
             one, other, where = waiting.pop()
@@ -625,7 +625,7 @@ class SameGraph:
 def assert_same_graphs(
     plain: dict[str, Any], other: dict[str, Any], opaque: Callable[[Any], bool], *, apart: bool = False
 ) -> None:
-    """Assert that the names of a sequence, and all that they hold, are the same; `apart`: not what they share."""
+    """Assert that the names of a sequence, and all their parts, are the same. With `apart`, ignore sharing."""
     graph = SameGraph(opaque, copied=apart)
     for name in (*NAMES, "Box"):
         assert name in other or name not in plain, f"{name} is bound in one IPython only: {plain[name]!r}"
@@ -635,7 +635,7 @@ def assert_same_graphs(
 
 
 def assert_as_in_one_ipython(cells: list[Drawn], replicas: int) -> None:
-    """Run a sequence in both worlds; compare the notebook, what handles fetch, and the engines with one IPython."""
+    """Run a sequence in both worlds, and compare the notebook, fetched handles, and the engines with one IPython."""
     plain_world, double = run_here_and_there(cells, replicas)
     plain, notebook = plain_world.process.user_ns, double.notebook.user_ns
     for name in NAMES:
@@ -646,8 +646,8 @@ def assert_as_in_one_ipython(cells: list[Drawn], replicas: int) -> None:
     try:
         double.run(Cell(reading, True))
     except CannotTravelError:
-        return  # it said so
-    # What a call was given and what a cell reads were never read together: they may have become two.
+        return  # with an error that says so
+    # A call's arguments and a cell's values were never read together, so a shared object may have become two.
     apart = any("_call" in each.text for cell in cells for each in cell.statements)
     for engine in double.engines:
         assert_same_graphs(plain, engine.user_ns, lambda value: False, apart=apart)
@@ -657,6 +657,6 @@ def _assert_copies(value: Any, handle: Any, name: str) -> None:
     try:
         copies = handle.values
     except NamespaceError:
-        return  # pickle knows no such cycle: it said so
+        return  # pickle does not support such a cycle, and raised an error
     for copy in copies:
         SameGraph(lambda part: isinstance(part, HANDLES), copied=True).compare(value, copy, f"a copy of {name}")

@@ -1,6 +1,6 @@
-"""Runs a piece of program on *n* local processes with the environment that torchrun would set.
+"""Runs of a program on *n* local processes, with the environment that torchrun would set.
 
-The processes have torch loaded already (`tests.warm_python`), and are otherwise as new.
+The processes have torch loaded already (`tests.warm_python`), and are otherwise new.
 
 Example:
     >>> for rank in run_ranks("result = int(os.environ['RANK'])", n=2):
@@ -23,7 +23,7 @@ import cloudpickle
 from tests import processes, warm_python
 from tests.warm_python import Forked
 
-# Ranks must not fight for the cores.
+# Ranks must not compete for the cores.
 _PROLOGUE = """\
 import os, signal, sys
 import torch
@@ -38,7 +38,7 @@ with open(os.environ["DISTNB_TEST_RESULT"], "wb") as _file:
 
 @dataclass(frozen=True)
 class Rank:
-    """How one rank ended."""
+    """The end of one rank."""
 
     rank: int
     returncode: int
@@ -47,13 +47,13 @@ class Rank:
     result: Any
 
     def check(self) -> Rank:
-        """Itself, when it ended well; else an AssertionError with what it wrote."""
+        """Return itself if it ended well; otherwise raise an AssertionError with its output."""
         assert self.returncode == 0, f"rank {self.rank} ended with {self.returncode}\n{self.stdout}\n{self.stderr}"
         return self
 
 
 def rank_environment(rank: int, n: int, port: int) -> dict[str, str]:
-    """What torchrun sets on one machine; the store is served by the caller, on `port`."""
+    """Return torchrun's variables for one machine. The caller serves the store on `port`."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(n),
@@ -72,15 +72,17 @@ def run_ranks(program: str, n: int, *, timeout_s: float = 120.0, env: Mapping[st
     """Run `program` as a script on `n` ranks and wait for all of them.
 
     Args:
-        program: Source text (dedented here). What it binds to `result` comes back, pickled. `torch`, `os`, `sys`
+        program: The source text (dedented here). Its value of `result` is returned, pickled. `torch`, `os` and `sys`
             are imported already.
-        n: How many.
-        timeout_s: When it strikes, an AssertionError shows every rank's stack and output; all ranks are killed.
-        env: Added to each rank's environment.
+        n: The number of ranks.
+        timeout_s: The limit, after which an AssertionError shows every rank's stack and output. All ranks are killed.
+        env: Variables to add to each rank's environment.
     """
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: no race for a free one
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # with port 0 there is no race for a free port
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         script = Path(folder, "program.py")
         script.write_text(_PROLOGUE + textwrap.dedent(program) + _EPILOGUE, encoding="utf-8")
@@ -91,7 +93,7 @@ def run_ranks(program: str, n: int, *, timeout_s: float = 120.0, env: Mapping[st
             for process in ranks:
                 process.kill()
                 process.wait()
-            del store  # the traceback of a failure would keep it, and it listens
+            del store  # the traceback of a failure would keep the listening store alive
         return [_ended(rank, process, Path(folder)) for rank, process in enumerate(ranks)]
 
 
@@ -110,7 +112,7 @@ def _start(script: Path, rank: int, n: int, port: int, env: dict[str, str]) -> F
 def _wait(ranks: list[Forked], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
-        late = time.monotonic() > deadline  # before looking: this process may itself stand still in between
+        late = time.monotonic() > deadline  # read first, because this process may be suspended in between
         alive = [process.pid for process in ranks if process.poll() is None]
         if not alive:
             return

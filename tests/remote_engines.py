@@ -1,4 +1,4 @@
-"""What the engines on other machines are put through, whatever launched them."""
+"""The checks of engines on other machines, for every launcher."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ losses = tuple(losses)
 
 
 def check_training(notebook: Notebook, *strategies: str) -> None:
-    """Training under each strategy gives the numbers that one replica gives, in the notebook's own process."""
+    """Check that training under each strategy gives the numbers of one replica in the notebook's own process."""
     found = []
     for name in (*strategies, "default"):
         notebook.run(f"%%distribute {name}\n{_TRAINING}")
@@ -76,17 +76,17 @@ taken = strategy.num_replicas_in_sync, len(losses)
 
 
 def check_recovery(notebook: Notebook, replicas: int) -> None:
-    """Train in ordinary cells, kill the last engine: the others go on, and a new one has their mirrored state.
+    """Check recovery in ordinary cells: the last engine is killed, the others continue, and a new one gets their state.
 
     Args:
-        notebook: It calls its cluster `cluster`, and has imported `os`, `torch` and `distnb`.
-        replicas: How many engines it has.
+        notebook: A notebook with its cluster in `cluster`, which has imported `os`, `torch` and `distnb`.
+        replicas: The number of its engines.
     """
     notebook.run(_MAKE)
     notebook.run(_TRAIN)
     assert notebook.value("taken") == (replicas, 2)
     os.kill(notebook.value("cluster.status()[-1].pid"), signal.SIGKILL)
-    failed = notebook.try_run(_TRAIN)  # it may know already, and go on at once
+    failed = notebook.try_run(_TRAIN)  # the notebook may know already, and continue at once
     assert failed.error_name in ("", "EngineDied", "CollectiveError", "StructureError"), failed.traceback
     notebook.run(_TRAIN)
     assert notebook.value("taken") == (replicas - 1, 2)
@@ -100,12 +100,12 @@ def check_recovery(notebook: Notebook, replicas: int) -> None:
 
 
 def check_cut_off(notebook: Notebook, network: Machines, lost: str, survivor: str, folder: Path) -> None:
-    """A machine that is cut off in mid-program ends that within seconds, and the next one runs on the other's replicas.
+    """Check that cutting off a machine ends its program within seconds, and that the next runs on the other machine.
 
     Args:
-        notebook: It calls its cluster `cluster`, of two engines on each machine; it has imported `os`.
-        lost, survivor: How the machines call themselves.
-        folder: An empty one.
+        notebook: A notebook with its cluster of two engines per machine in `cluster`, which has imported `os`.
+        lost, survivor: The host names of the machines.
+        folder: An empty folder.
     """
     goes = folder / "goes"
     cell = notebook.start(f"""%%distribute mirrored
@@ -117,10 +117,10 @@ while True:
     processes.wait_until(goes.exists, 60, "the cell does not begin")
     network.cut(lost)
     ended = notebook.finish(cell, timeout_s=40)
-    # Who finds out first: what stays connected on this machine, or the replicas on the other one.
+    # Either the connected process on this machine notices first, or the replicas on the other machine.
     assert ended.error_name in ("EngineDied", "CollectiveError"), ended.traceback
     assert any(text in ended.error_text for text in ("cannot be reached", "connection to another replica"))
-    # At once: it waits until the machine is known to be lost.
+    # Without waiting here: the cell itself waits until the machine is known to be lost.
     notebook.run(
         "%%distribute mirrored\nleft = distnb.replica_id(), strategy.num_replicas_in_sync, os.uname().nodename",
         timeout_s=40,
@@ -130,7 +130,7 @@ while True:
 
 
 def check_killed(notebook: Notebook, host: str) -> None:
-    """The end of replica 3's engine is told, with its machine."""
+    """Check that the end of replica 3's engine is reported with its machine."""
     ended = notebook.try_run("""%%distribute mirrored
 import os, signal
 import torch.distributed as dist
@@ -143,13 +143,13 @@ dist.barrier()
 
 
 def check_roles(notebook: Notebook, start: str, placed: dict[str, str], workers: list[str]) -> None:
-    """A cluster with parameter servers.
+    """Check a cluster with parameter servers.
 
     Args:
-        notebook: A cluster of it is stopped before.
-        start: The cell that starts it.
+        notebook: A notebook. Its cluster is stopped first.
+        start: The cell that starts the cluster.
         placed: The machine of each task.
-        workers: The workers' machines.
+        workers: The machines of the workers.
     """
     notebook.run("%distnb stop", timeout_s=60)
     notebook.run(start, timeout_s=150)
@@ -161,18 +161,18 @@ def check_roles(notebook: Notebook, start: str, placed: dict[str, str], workers:
 
 
 def check_stop(notebook: Notebook) -> None:
-    """After a stop there is no process on any machine, and no file."""
+    """Check that after a stop no machine has a process or a file left."""
     notebook.run("%distnb stop", timeout_s=60)
-    # Who is told from here may need a moment to be gone there.
+    # A process that is ended from here may need a moment on the other machine.
     processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")
 
 
 def check_secrets(notebook: Notebook, at_least: int) -> None:
-    """No process of this run has a secret of the cluster among its arguments or variables.
+    """Check that no process of this run has a secret of the cluster among its arguments or variables.
 
     Args:
-        notebook: It calls its cluster `cluster`.
-        at_least: So many processes have to be there.
+        notebook: A notebook with its cluster in `cluster`.
+        at_least: The least number of processes.
     """
     secrets = notebook.value("[getattr(cluster._engines._keys, name) for name in ('client_secret', 'server_secret')]")
     looked_at = 0
@@ -188,7 +188,7 @@ def check_secrets(notebook: Notebook, at_least: int) -> None:
 
 
 def left() -> list[str]:
-    """The processes of a cluster, but those that run the notebook."""
+    """Return the processes of a cluster, without those that run the notebook."""
     found = []
     for process in processes.children_of_this_run().values():
         try:

@@ -1,4 +1,4 @@
-"""Sequences of cells whose outcome must be that of one IPython, whichever world runs them."""
+"""Sequences of cells whose outcome must equal that of one IPython, in whichever world they run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _IMPORTS = "import torch, numpy as np, random, math, functools, collections, dat
 
 
 def _views(made: str) -> list[Cell]:
-    """Views that are made here and there, before and after what they show was sent."""
+    """Return cells with views that are made here and there, before and after their bases were sent."""
     return [
         ordinary(f"{_IMPORTS}\na = {made}\nbox = []"),
         distributed("n = float(a.sum())"),

@@ -22,38 +22,38 @@ __all__ = ["Walk", "WalkedCluster"]
 
 
 class MeantToFail(Exception):
-    """What a closure raises on purpose."""
+    """An error that a closure raises on purpose."""
 
 
 class WalkedCluster(Protocol):
-    """What a walk does to a cluster, of whichever kind."""
+    """The actions of a walk on a cluster, simulated or real."""
 
     def let_pass(self, draws: random.Random) -> None:
         """Let something happen."""
 
     def kill(self, draws: random.Random) -> None:
-        """Kill a worker. Another one takes its place."""
+        """Kill a worker. Another one replaces it."""
 
     def lose(self, draws: random.Random) -> None:
-        """Lose a worker, which runs on. Another one takes its place."""
+        """Lose the connection with a worker, which continues to run. Another one replaces it."""
 
     def stop(self, draws: random.Random) -> None:
         """Stop a worker."""
 
     def go_on(self) -> None:
-        """Let all stopped workers go on."""
+        """Continue all stopped workers."""
 
     def press(self, draws: random.Random, work: Callable[[], None]) -> None:
-        """Do something on the coordinator, and perhaps press Ctrl-C meanwhile: KeyboardInterrupt."""
+        """Do something on the coordinator, and perhaps press Ctrl-C meanwhile, which raises KeyboardInterrupt."""
 
     def give_up(self) -> None:
-        """Wait no longer for those that were told to end."""
+        """Stop waiting for workers that were ordered to end a closure."""
 
     def kill_a_server(self, draws: random.Random) -> int:
         """Kill a server."""
 
     def replace_server(self, server: int) -> None:
-        """Let another server, which holds nothing, take a lost one's place."""
+        """Replace a lost server by another one, which holds nothing."""
 
     def come_to_rest(self) -> None:
         """Let everything happen that is under way."""
@@ -76,7 +76,7 @@ class Counting(torch.nn.Module):
 
 
 class Ones:
-    """A metric of a library of its own; torchmetrics takes seconds to load."""
+    """A metric of its own kind; torchmetrics takes seconds to load."""
 
     def __init__(self) -> None:
         self.total = torch.zeros(())
@@ -103,7 +103,7 @@ libraries.append(OnesLibrary())
 
 
 class Program:
-    """What a user has: each of these is changed by ones alone, and so is known exactly."""
+    """A user's objects. Each is changed only by ones, so that its exact value is known."""
 
     def __init__(self) -> None:
         self.strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2))
@@ -132,7 +132,7 @@ class Program:
         }
 
     def changes(self) -> dict[str, Callable[[], Any]]:
-        """Changes by one, in closures and on the coordinator."""
+        """Return changes by one, in closures and on the coordinator."""
         model, unit, words, words_unit = self.model, self.unit, self.words, self.words_unit
         counter, small, table, seen = self.counter, self.small, self.table, self.seen
 
@@ -180,7 +180,7 @@ class Program:
         return found
 
     def values(self) -> dict[str, torch.Tensor]:
-        """What there is of each, read from the servers."""
+        """Return the current value of each, read from the servers."""
         access = self.strategy.runtime.access
         stored = {
             name: access.stored_of(each) for name, each in [*self.model.named_parameters(), *self.model.named_buffers()]
@@ -214,9 +214,9 @@ class Walk:
     """A user's random walk.
 
     Attributes:
-        certain: How many ones each thing must have.
-        open: Of closures that were cancelled or failed: how many more ones it may have.
-        unsent: What was changed in place here, and the servers may not know yet: Ctrl-C may lose it.
+        certain: The number of ones that each thing must have.
+        open: The number of further ones that it may have, from closures that were cancelled or failed.
+        unsent: The changes made in place here that the servers may not know yet. Ctrl-C may lose them.
     """
 
     def __init__(self, seed: int, cluster: WalkedCluster) -> None:
@@ -233,7 +233,7 @@ class Walk:
         self.story: list[str] = []
 
     def moves(self) -> list[tuple[float, Callable[[], None]]]:
-        """What the walk may do, with weights."""
+        """Return the possible moves of the walk, with weights."""
         return [
             (10, self.schedule),
             (8, self.let_pass),
@@ -254,7 +254,7 @@ class Walk:
         ]
 
     def run(self, length: int) -> None:
-        """Walk so many steps, and check what there is at the end."""
+        """Walk a number of steps, and check the final state."""
         self.save()
         weights, choices = zip(*self.moves(), strict=True)
         for _ in range(length):
@@ -266,10 +266,10 @@ class Walk:
                 self.story.append("it failed")
                 self.settle()
         self.cluster.go_on()
-        self.cluster.come_to_rest()  # who is astray comes to an end
+        self.cluster.come_to_rest()  # workers that were given up on come to an end
         self.check()
 
-    # What the user does ---------------------------------------------------------------------------------------------
+    # The user's moves -----------------------------------------------------------------------------------------------
 
     def schedule(self, fails: bool = False) -> None:
         changes = self.program.changes()
@@ -290,7 +290,7 @@ class Walk:
             self.values.append((value, names))
 
     def schedule_other(self) -> None:
-        """Another program's closures, on the same workers: they do not end because of this one's."""
+        """Schedule closures of another program on the same workers. They do not end with this program's closures."""
         aside = self.program.aside
 
         def closure() -> None:
@@ -350,7 +350,7 @@ class Walk:
             self.settle()
 
     def read(self) -> None:
-        """Look at something, in one of the ways that there are: that changes nothing."""
+        """Read something in one of the possible ways, which changes nothing."""
         program = self.program
         ways: list[Callable[[], Any]] = [
             lambda: program.counter.item(),
@@ -412,7 +412,7 @@ class Walk:
         self.coordinator.recover(
             lambda: states.restore_all(self.program.objects, saved, "the checkpoint", lambda lines: lines)
         )
-        self.program.other.recover(lambda: None)  # what was restored stays
+        self.program.other.recover(lambda: None)  # keep the restored values
         self.resolve()
         self.certain = certain.copy()
         self.open.clear()
@@ -420,10 +420,10 @@ class Walk:
         self.certain["seen"] = 0
         self.of_other.clear()
 
-    # What is so -----------------------------------------------------------------------------------------------------
+    # The known state ------------------------------------------------------------------------------------------------
 
     def resolve(self) -> None:
-        """Note what the closures that have ended have changed, or may have changed."""
+        """Note the certain and possible changes of the closures that have ended."""
         left = []
         for value, names in self.values:
             every = [each for name in names for each in changed_by(name)]
@@ -438,7 +438,7 @@ class Walk:
         self.values = left
 
     def settle(self) -> None:
-        """Closures were cancelled. What they have changed by now they have changed; more they never will."""
+        """Note a cancellation: the closures' changes until now remain, and no more will follow."""
         with contextlib.suppress(MeantToFail):
             self.coordinator.join()
         self.coordinator.join()
@@ -456,7 +456,7 @@ class Walk:
         self.open.clear()
 
     def even_out(self, name: str, value: torch.Tensor) -> None:
-        """Make the shards equal again: a closure that was cancelled has changed some of them."""
+        """Make the shards equal again after a cancelled closure has changed some of them."""
         most = int(value.max())
         program, access = self.program, self.access
         if bool((value == most).all()):
@@ -472,7 +472,7 @@ class Walk:
         self.certain[name] = most
 
     def check(self) -> None:
-        """Wait until all has ended; then everything is known."""
+        """Wait until all closures have ended, and check every value."""
         self.program.other.join()
         self.certain["aside"] += len(self.of_other)
         self.of_other.clear()

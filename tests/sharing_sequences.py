@@ -1,4 +1,4 @@
-"""Sequences of cells about objects that share: memory under several arrays and tensors, tuples and what they hold."""
+"""Sequences of cells about shared objects: memory under several arrays and tensors, and tuples with their items."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ _IMPORTS = "import torch, numpy as np, array, functools, dataclasses"
 
 
 def _shared(made: str, *names: str, apart: bool = False) -> list[Cell]:
-    """What lies in one memory, changed through each name in turn, here and there, and seen through all.
+    """Return cells that change shared memory through each name in turn, here and there, and show it through all.
+
+    Args:
+        made: The statements that make the names, each with at least two elements.
+        apart: Send the names one by one.
 
     Args:
         made: Makes them; each has at least two elements.
@@ -28,7 +32,7 @@ def _shared(made: str, *names: str, apart: bool = False) -> list[Cell]:
 
 
 def _together(made: str, *names: str) -> list[Cell]:
-    """As `_shared`, of names that each cell reads all of: apart they may become two."""
+    """Return cells as `_shared` does, each of which reads all names: read separately, they may become two."""
     read = f"({', '.join(names)})"
     return [
         Cell(f"{cell.text}\n_ = {read}" if cell.distributed else cell.text, cell.distributed)

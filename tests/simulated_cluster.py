@@ -1,7 +1,8 @@
-"""Coordinator, workers and parameter servers in one process, where one thing happens at a time, in an order that is drawn.
+"""Coordinator, workers and parameter servers in one process, where one thing happens at a time, in a drawn order.
 
-Workers are threads of which one runs until it asks a server for something. Messages lie in queues until the world
-delivers them: late ones reach a server after their worker was killed or its closure was cancelled. One seed is one story.
+Workers are threads, of which one runs until it sends a request to a server. Messages wait in queues until the world
+delivers them. So late ones reach a server after their worker was killed or its closure was cancelled. Each seed gives
+one story.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from distnb.wire.messages import ErrorReport, Reply
 __all__ = ["SimulatedCluster", "SimulatedWaiter"]
 
 _ASTRAY = 3
-_STUCK = 20_000  # steps of the world in which whoever waits would have heard
+_STUCK = 20_000  # steps of the world after which any wait should be over
 
 
 class _Killed(BaseException):
-    """Ends a worker's thread."""
+    """An exception that ends a worker's thread."""
 
 
 class _Aborted(BaseException):
-    """Ends a closure, as the engine's control thread does."""
+    """An exception that ends a closure, as the engine's control thread does."""
 
 
 class Connections:
-    """`Servers`, as one client has them."""
+    """The connections of one client to the servers, with the interface of `Servers`."""
 
     def __init__(self, world: SimulatedCluster, client: Any) -> None:
         self.count = len(world.stores)
@@ -85,17 +86,17 @@ class Connections:
 
 
 class SimulatedWorker:
-    """A worker's process: a thread, which runs while the world lets it."""
+    """The process of a worker: a thread that runs while the world lets it."""
 
     def __init__(self, world: SimulatedCluster, index: int, process: int) -> None:
         self.world, self.index, self.process = world, index, process
         self.inbox: deque[bytes] = deque()
-        self.to_end: set[int] = set()  # programs
+        self.to_end: set[int] = set()  # the programs to end
         self.given_up: set[int] = set()
         self.taken_back: set[int] = set()
         self.program: int | None = None
         self.stopped = self.killed = False
-        self.waiting: dict[int, int] = {}  # by server: the request whose answer it waits for
+        self.waiting: dict[int, int] = {}  # by server, the request whose answer is awaited
         self.answers: dict[int, ServerReply] = {}
         self.error: str | None = None
         self._access = ServerAccess(Connections(world, (index, process)), is_worker=True)  # type: ignore[arg-type]
@@ -109,7 +110,7 @@ class SimulatedWorker:
 
     @property
     def ready(self) -> bool:
-        """Whether it has something to do."""
+        """True if it has something to do."""
         if self.stopped or not self._thread.is_alive():
             return False
         if self.program is None:
@@ -135,13 +136,13 @@ class SimulatedWorker:
         self._thread.join(10)
 
     def pause(self) -> None:
-        """Let others go on; on its own thread."""
+        """Let the others continue. Called on its own thread."""
         self._paused.release()
         self._go.acquire()
         if self.killed:
             raise _Killed
         if self.program in self.to_end and self.world.rng.random() < 0.7:
-            self.to_end.discard(self.program)  # the order is carried out once
+            self.to_end.discard(self.program)  # an order is carried out only once
             raise _Aborted
 
     def _live(self) -> None:
@@ -155,7 +156,7 @@ class SimulatedWorker:
                     self._go.acquire()
         except _Killed:
             pass
-        except BaseException:  # it is the test's
+        except BaseException:  # an error of the test
             self.error = traceback.format_exc()
         finally:
             self._paused.release()
@@ -172,7 +173,7 @@ class SimulatedWorker:
             reply = Reply(program=message.program, status="ok", value=pickle.loads(pickle.dumps(result)))
         except _Aborted:
             reply = Reply(program=message.program, status="aborted")
-        except Exception as error:  # the closure's
+        except Exception as error:  # an error of the closure
             text = "".join(traceback.format_exception(error))
             report = ErrorReport(
                 pickled=pickle.dumps(error), type_name=type(error).__name__, text=text, traceback=(), rendered=()
@@ -184,14 +185,14 @@ class SimulatedWorker:
 
 
 class SimulatedCluster:
-    """A cluster, and what is under way in it.
+    """A cluster, with the messages and closures under way in it.
 
     Args:
-        seed: Draws what happens next.
-        workers, servers: How many there are.
+        seed: The seed of the order of events.
+        workers, servers: The numbers of workers and servers.
 
     Attributes:
-        rng: Draws.
+        rng: The generator that draws the order.
         link: The coordinator's `ClusterLink`.
     """
 
@@ -223,10 +224,10 @@ class SimulatedCluster:
             worker.end()
         self._of_servers.shutdown()
 
-    # What happens ---------------------------------------------------------------------------------------------------
+    # Events ---------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Let one thing happen. Returns whether there was any."""
+        """Let one thing happen. Return whether there was any."""
         happenings: list[Callable[[], None]] = []
         for (client, server), queue in self.to_servers.items():
             if queue and server not in self.gone:
@@ -242,7 +243,7 @@ class SimulatedCluster:
         return True
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Let things happen until something is so."""
+        """Let things happen until a condition holds."""
         for _ in range(_STUCK):
             if ready():
                 return
@@ -251,7 +252,7 @@ class SimulatedCluster:
         raise AssertionError("Whoever waits here waits for ever.")
 
     def _tick(self) -> None:
-        """Nothing happens: time passes."""
+        """Let time pass."""
         stopped = [each for each in self.workers.values() if each.stopped]
         if stopped:
             self.give_up()
@@ -276,11 +277,11 @@ class SimulatedCluster:
         worker, event = self.news.popleft()
         if self.workers.get(worker.index) is worker:
             program = event.reply.program if isinstance(event, ClosureEnded) else event.program
-            if self._by_program.pop(program, None) is not None:  # of two that tell of its end, the first
+            if self._by_program.pop(program, None) is not None:  # of two reports of its end, the first counts
                 self.link.hear(event)
 
     def answers(self, client: Any, waiting: dict[int, int]) -> dict[int, ServerReply]:
-        """Wait for answers, by server; on the thread of who asked."""
+        """Wait for answers, by server. Called on the client's thread."""
         if client is None:
             self._waiting, self._answers = waiting, {}
             self.until(lambda: waiting.keys() <= self._answers.keys() or bool(self.gone & waiting.keys()))
@@ -310,7 +311,7 @@ class SimulatedCluster:
         self._press_in = None
         return self.rng.randint(1, 3)
 
-    # What somebody does to it ---------------------------------------------------------------------------------------
+    # Interventions --------------------------------------------------------------------------------------------------
 
     def _start(self, index: int) -> None:
         self._processes += 1
@@ -322,7 +323,7 @@ class SimulatedCluster:
             self.step()
 
     def kill(self, draws: random.Random) -> None:
-        """Kill a worker; its latest messages may still arrive. Another one takes its place."""
+        """Kill a worker, whose latest messages may still arrive. Another one replaces it."""
         index = draws.choice(list(self.workers))
         worker = self.workers[index]
         worker.end()
@@ -338,7 +339,7 @@ class SimulatedCluster:
         self.link.hear(WorkerUp(index))
 
     def lose(self, draws: random.Random) -> None:
-        """Lose the connection with a worker, which runs on. Another one takes its place."""
+        """Lose the connection with a worker, which continues to run. Another one replaces it."""
         if len(self.astray) >= _ASTRAY:
             return
         index = draws.choice(list(self.workers))
@@ -353,12 +354,12 @@ class SimulatedCluster:
         draws.choice(list(self.workers.values())).stopped = True
 
     def go_on(self) -> None:
-        """Let all stopped workers go on."""
+        """Continue all stopped workers."""
         for worker in [*self.workers.values(), *self.astray]:
             worker.stopped = False
 
     def press(self, draws: random.Random, work: Callable[[], None]) -> None:
-        """Press Ctrl-C while something is done on the coordinator, at one of its next messages to servers."""
+        """Press Ctrl-C during an action on the coordinator, at one of its next messages to servers."""
         self._press_in = draws.randint(1, 4)
         try:
             work()
@@ -366,7 +367,7 @@ class SimulatedCluster:
             self._press_in = None
 
     def give_up(self) -> None:
-        """Wait no longer for workers to follow the order to end their closures."""
+        """Stop waiting for workers to follow the order to end their closures."""
         for worker in list(self.workers.values()):
             for program in sorted(worker.to_end - worker.given_up):
                 worker.given_up.add(program)
@@ -387,7 +388,7 @@ class SimulatedCluster:
         return server
 
     def replace_server(self, server: int) -> None:
-        """Let another server, which holds nothing, take a lost one's place."""
+        """Replace a lost server by another one, which holds nothing."""
         self.gone.discard(server)
         self.generations[server] += 1
         self.stores[server] = ShardStore(first_version=self.generations[server] << 32)
@@ -400,7 +401,7 @@ class SimulatedCluster:
 
 
 class _Link(SimpleNamespace):
-    """`ClusterLink`, for the coordinator of this world."""
+    """The `ClusterLink` of the coordinator in this world."""
 
     def __init__(self, world: SimulatedCluster, workers: int) -> None:
         super().__init__(
@@ -458,7 +459,7 @@ class _Link(SimpleNamespace):
 
 
 class SimulatedWaiter:
-    """`Waiter`, in a world."""
+    """The `Waiter` of this world."""
 
     world: SimulatedCluster
 
@@ -466,7 +467,7 @@ class SimulatedWaiter:
         self._ready = ready
 
     def look(self) -> None:
-        """Waiting looks itself."""
+        """Do nothing: waiting itself makes things happen."""
 
     def wait(self, interrupts_fd: int | None) -> bool:
         self.world.until(self._ready)
@@ -476,4 +477,4 @@ class SimulatedWaiter:
         self.world.until(self._ready)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Hold nothing."""

@@ -1,4 +1,4 @@
-"""Slurm on the machines of `tests.machines`: a controller here, a daemon on each of them, and an allocation of all."""
+"""Slurm on the machines of `tests.machines`: a controller here, a daemon on each machine, and an allocation of all."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def allocation(network: Machines, folder: Path, *words: str) -> Iterator[dict[st
 
     Args:
         network: The machines.
-        folder: For Slurm's files; short enough for a socket's path.
-        words: More arguments for salloc.
+        folder: The folder for Slurm's files; short enough for a socket's path.
+        words: Further arguments for salloc.
 
     Yields:
         The environment of a program in the allocation.
@@ -74,7 +74,7 @@ def allocation(network: Machines, folder: Path, *words: str) -> Iterator[dict[st
 
 
 def steps() -> set[int]:
-    """The processes of Slurm that look after steps: no descendants of anyone here."""
+    """Return Slurm's processes that manage steps. They are descendants of no process here."""
     found = set()
     for pid, process in processes.marked().items():
         with contextlib.suppress(psutil.Error):
@@ -89,7 +89,9 @@ def _configure(network: Machines, folder: Path) -> Path:
     key.write_bytes(secrets.token_bytes(64))
     for name in network.names:
         (folder / name).mkdir()
-    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")  # named, so not looked for
+    (folder / "cgroup.conf").write_text(
+        "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n"
+    )  # named, so that Slurm does not search for it
     port = 20000 + os.getpid() % 10000
     text = _CONFIGURATION.format(controller=os.uname().nodename, own=network.own, port=port, folder=folder)
     nodes = [f"NodeName={name} NodeAddr={network.address(name)} CPUs=4\n" for name in network.names]
@@ -105,11 +107,11 @@ def _daemons(network: Machines, folder: Path) -> dict[str, list[str]]:
         f"--socket={folder}/munge.socket",
         f"--key-file={folder}/munge.key",
     ]
-    # By force, since nobody else can look into the folder.
+    # By force, since only root can read the folder.
     munged += [f"--pid-file={folder}/munge.pid", f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed"]
     daemons = {"munged": munged, "slurmctld": [needs("slurmctld"), "-D", "-i"]}
     for number, name in enumerate(network.names):
-        # Not `ip netns exec`, which would put another /sys in place.
+        # Not with `ip netns exec`, which would replace /sys.
         enter = [needs("nsenter"), f"--net=/run/netns/{network.mark}{number}", needs("unshare"), "--uts"]
         daemons[name] = [*enter, "sh", "-c", f"hostname {name}; exec {needs('slurmd')} -D -N {name}"]
     return daemons
@@ -127,7 +129,7 @@ def _idle(environment: dict[str, str]) -> int:
 
 
 def _allocate(stack: contextlib.ExitStack, environment: dict[str, str], words: list[str]) -> dict[str, str]:
-    """What a program that salloc starts has in its environment; the allocation is held by it."""
+    """Return the environment of a program that salloc starts, which holds the allocation."""
     command = [needs("salloc"), "--quiet", *words, "sh", "-c", "env -0; echo; exec cat"]
     held = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert held.stdin is not None
@@ -143,7 +145,7 @@ def _allocate(stack: contextlib.ExitStack, environment: dict[str, str], words: l
 
 
 def _end_steps() -> None:
-    """A step whose node was cut off tries for long to tell the controller that it has ended."""
+    """End the processes of steps whose node was cut off: they retry for long to report their end to the controller."""
     for pid in steps():
         with contextlib.suppress(psutil.Error):
             psutil.Process(pid).kill()

@@ -1,4 +1,4 @@
-"""Runs a piece of program as the tasks of a cluster: one process each, with a TF_CONFIG of its own.
+"""Runs of a program as the tasks of a cluster: one process each, with a TF_CONFIG of its own.
 
 Example:
     >>> with Tasks("print(distnb.is_chief())", ["worker 0", "worker 1"]) as tasks:
@@ -38,7 +38,7 @@ def tell(**values):
 
 @dataclass(frozen=True)
 class Task:
-    """How one task ended."""
+    """The end of one task."""
 
     name: str
     returncode: int
@@ -46,13 +46,13 @@ class Task:
     stderr: str
 
     def check(self) -> Task:
-        """Itself, when it ended well; else an AssertionError with what it wrote."""
+        """Return itself if it ended well; otherwise raise an AssertionError with its output."""
         assert self.returncode == 0, f"{self.name} ended with {self.returncode}\n{self.stdout}\n{self.stderr}"
         return self
 
     @property
     def told(self) -> dict[str, Any]:
-        """What the program gave to `tell`, of all lines together."""
+        """The values that the program passed to `tell`, from all lines together."""
         values: dict[str, Any] = {}
         for line in self.stdout.splitlines():
             text = re.sub(r"^\[\d+\] ", "", line)
@@ -65,12 +65,12 @@ class Tasks:
     """The processes of one cluster on this machine.
 
     Args:
-        program: Source text, dedented here. `torch`, `distnb`, `os` and `sys` are imported, and `tell(**values)` is
+        program: The source text, dedented here. `torch`, `distnb`, `os` and `sys` are imported, and `tell(**values)` is
             defined.
-        names: The tasks, such as "worker 0", in any order. Evaluators are in no cluster.
-        told: What a task is told of the cluster: called with its name and the cluster as it is.
-        command: What runs the program; `SCRIPT` in it stands for its file.
-        env: Added to each task's environment.
+        names: The tasks, such as "worker 0", in any order. Evaluators are not in the cluster.
+        told: Returns a task's TF_CONFIG cluster, from its name and the actual cluster.
+        command: The command that runs the program. `SCRIPT` in it is replaced by its file.
+        env: Variables to add to each task's environment.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Tasks:
         self.processes: dict[str, Process] = {}
 
     def _addresses(self) -> dict[str, list[str]]:
-        """Ports that nobody else takes: they are bound, and those that listen later bind them too (SO_REUSEADDR)."""
+        """Return free ports, held by bound sockets. Those that listen later can bind them, too (SO_REUSEADDR)."""
         cluster: dict[str, list[str]] = {}
         for name in sorted(name for name in self.names if not name.startswith("evaluator")):
             reserved = socket.socket()
@@ -137,11 +137,11 @@ class Tasks:
         self._folder.cleanup()
 
     def output(self, name: str) -> str:
-        """What a task has printed."""
+        """Return the output of a task."""
         return (self.folder / f"{name}.out").read_text(errors="replace")
 
     def wait_for(self, name: str, text: str, timeout_s: float = 60.0) -> None:
-        """Until a task has printed something."""
+        """Wait until a task has printed a text."""
 
         def printed() -> bool:
             if self.processes[name].poll() is not None and text not in self.output(name):
@@ -151,18 +151,18 @@ class Tasks:
         wait_until(printed, timeout_s, f"{name} has not printed {text!r}")
 
     def kill(self, name: str) -> None:
-        """SIGKILL."""
+        """Kill a task by SIGKILL."""
         self.processes[name].kill()
 
     def wait(self, timeout_s: float = 90.0) -> list[Task]:
-        """Wait for all, and tell how they ended, in the order of the names."""
+        """Wait for all tasks, and return their ends in the order of the names."""
         return [self.end_of(name, timeout_s) for name in self.names]
 
     def end_of(self, name: str, timeout_s: float = 90.0) -> Task:
-        """Wait for one."""
+        """Wait for one task, and return its end."""
         process, until = self.processes[name], time.monotonic() + timeout_s
         while True:
-            late = time.monotonic() > until  # before looking: this process may itself stand still in between
+            late = time.monotonic() > until  # read first, because this process may be suspended in between
             if process.poll() is not None:
                 break
             if late:

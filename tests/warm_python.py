@@ -1,8 +1,8 @@
-"""Python processes that need not import torch: they are forked from one that has done so.
+"""Python processes that need not import torch, because they are forked from a process that has.
 
-`start` is to scripts of the tests what `subprocess.Popen([sys.executable, script])` is, and takes milliseconds instead
-of seconds. Two processes are there to be forked, since each has a hash seed of its own: that sets have the same order
-on all ranks must not be relied on. They start with the first script, and end with the process that started it.
+`start` replaces `subprocess.Popen([sys.executable, script])` for the tests' scripts, and takes milliseconds instead of
+seconds. Scripts are forked from two processes with different hash seeds, because programs must not rely on an equal
+order of sets on all ranks. These start with the first script, and end with the process that started them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 from tests import processes
 
 _ROOT = Path(__file__).parents[1]
-# Heavy, and loaded by nearly every script: with torch, what it loads itself at an optimizer's first step.
+# Large modules that nearly every script loads. torch would load some of them at an optimizer's first step.
 _PRELOADED = ("torch", "torch._dynamo", "torch.distributed", "torch.utils.data", "sklearn.datasets", "torchmetrics")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 class Forked:
-    """A process that runs a script; as much of `subprocess.Popen` as the tests need."""
+    """A process that runs a script, with the parts of `subprocess.Popen` that the tests need."""
 
     def __init__(self, pid: int, told: Path) -> None:
         self.pid = pid
@@ -39,7 +39,7 @@ class Forked:
         self._told = told
 
     def poll(self) -> int | None:
-        """How it ended, or None."""
+        """Return its exit status, or None while it runs."""
         if self.returncode is None and self._told.exists():
             self.returncode = os.waitstatus_to_exitcode(int(self._told.read_text()))
         return self.returncode
@@ -51,12 +51,12 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Nothing where it has ended; its pid is not given to another until that is told."""
+        """Send a signal, unless it has ended. Its pid is not used again before its end is reported."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill it by SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -69,15 +69,15 @@ def start(
     """Run a script.
 
     Args:
-        script: Its file.
-        number: Scripts with an even one have another hash seed than those with an odd one.
-        env: Its whole environment. What Python and torch read of it when they start has no effect, but for PYTHONPATH.
-        out, err: Files for what it writes. Beside the first one, others appear.
-        cwd: Where it runs; where the caller does, if not given.
+        script: The file of the script.
+        number: The number of the script. Even ones have another hash seed than odd ones.
+        env: The whole environment. Except for PYTHONPATH, what Python and torch read at their start has no effect.
+        out, err: Files for its output. Further files appear next to the first one.
+        cwd: The working directory; by default, the caller's.
     """
     told = out.with_name(out.name + ".ended")
     for file in (out, err):
-        file.touch()  # whoever looks before the process has begun finds that it wrote nothing
+        file.touch()  # before the process has begun, its output is empty
     asked = {"script": str(script), "env": dict(env), "out": str(out), "err": str(err), "told": str(told)}
     return Forked(_server(number % 2).fork({**asked, "cwd": str(cwd or Path.cwd())}), told)
 
@@ -110,19 +110,19 @@ _servers: list[_Server] = []
 
 def _server(which: int) -> _Server:
     if not _servers:
-        _servers.extend((_Server(), _Server()))  # they load at the same time
+        _servers.extend((_Server(), _Server()))  # both load at the same time
     return _servers[which]
 
 
 def close() -> None:
-    """End what `start` has started for all its scripts."""
+    """End the processes that `start` has started for all its scripts."""
     while _servers:
         _servers.pop().close()
 
 
 # -- the process to be forked, from within ----------------------------------------------------------------------------
 
-# In the server's module `__main__`, which becomes the script's: at its end Python ends as after any script.
+# The server's module `__main__` becomes the script's, so that Python ends as after any script.
 FORKED = """
 exec(warm_python.next_script(), warm_python.main_of_script().__dict__)
 """
@@ -131,19 +131,19 @@ _main = ModuleType("__main__")
 
 
 def main_of_script() -> ModuleType:
-    """The module in which a script runs."""
+    """Return the module in which a script runs."""
     return _main
 
 
 def next_script() -> Any:
-    """Serve. It returns in forked processes only, with the code to run."""
+    """Serve. In forked processes only, return the code to run."""
     _be(processes.WARM_PYTHON)
     for name in _PRELOADED:
         importlib.import_module(name)
     multiprocessing.set_start_method(
         "fork"
     )  # the scripts have no `if __name__ == "__main__":`, and Python 3.14 forks nothing
-    gc.freeze()  # at its end Python looks through all objects, and would copy these for each process
+    gc.freeze()  # at its end Python visits all objects, and would copy these in each process
     answers = os.dup(1)
     os.dup2(2, 1)
     signal.signal(signal.SIGCHLD, _tell_ends)
@@ -161,7 +161,7 @@ def next_script() -> Any:
 
 
 def _be(name: str) -> None:
-    """Have that name, and end with the process that started this one."""
+    """Take a process name, and end with the process that started this one."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_NAME, name.encode())
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -171,7 +171,7 @@ def _tell_ends(number: int, frame: Any) -> None:
     while _ended:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:  # this call interrupts another, which has the last end and is about to tell it
+        except ChildProcessError:  # this call interrupts another one that has reaped the last child
             return
         if pid == 0:
             return
@@ -181,7 +181,7 @@ def _tell_ends(number: int, frame: Any) -> None:
 
 
 def _become(script: str, env: dict[str, str], out: str, err: str, told: str, cwd: str) -> Any:
-    """Make this process one that has just been started."""
+    """Give this process the state of one that has just started."""
     os.setsid()
     _be("python")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -193,11 +193,11 @@ def _become(script: str, env: dict[str, str], out: str, err: str, told: str, cwd
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    # Random numbers are not those of the process that it was forked from; Python sees to its own.
+    # The random numbers must differ from those of the original process; Python takes care of its own.
     sys.modules["numpy"].random.seed()
     sys.modules["torch"].default_generator.seed()
     sys.argv = [script]
-    # As in any script; torch looks for packages of devices when it is imported.
+    # As in any script: torch looks for packages of devices when it is imported.
     given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     sys.path[:1] = [os.path.dirname(script), *given]
     if given:

@@ -1,7 +1,7 @@
-"""Worlds in which the same sequence of cells is run: plain IPython, engines in this process, a real cluster.
+"""Worlds that run the same sequence of cells: plain IPython, engines in this process, a real cluster.
 
-A sequence is a list of `ordinary(text)` and `distributed(text)` cells. In the plain world both run in one IPython;
-in the others the distributed ones run on replicas. `compare` then looks at the namespaces name by name.
+A sequence is a list of `ordinary(text)` and `distributed(text)` cells. The plain world runs both in one IPython; the
+others run the distributed ones on replicas. `compare` then compares the namespaces name by name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from distnb.wire.messages import Apply
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One cell of a sequence; `raises` names the exception that it must end with."""
+    """A cell of a sequence. `raises` is the exception that it must end with."""
 
     text: str
     distributed: bool
@@ -53,18 +53,18 @@ def distributed(text: str, raises: type[BaseException] | None = None) -> Cell:
 
 
 def both(text: str) -> list[Cell]:
-    """A cell that is run here, then there, then here, with the same text."""
+    """Return cells that run the same text here, then there, then here."""
     return [ordinary(text), distributed(text), ordinary(text), distributed(text)]
 
 
 class Process:
-    """An IPython of its own, in this process."""
+    """An IPython of its own in this process."""
 
     def __init__(self) -> None:
         config = Config()
         config.HistoryManager.enabled = False
         self.shell = InteractiveShell(config=config)
-        # Each shell would clear itself at exit, with a full collection of garbage: minutes for hundreds of them.
+        # At exit, each shell would clear itself with a full garbage collection: minutes for hundreds of them.
         atexit.unregister(self.shell.atexit_operations)
         self.user_ns = self.shell.user_ns
         self.user_ns["__name__"] = "__main__"
@@ -74,7 +74,7 @@ class Process:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Give this process its own random state, working directory and default dtype for the while."""
+        """Give this process its own random state, working directory and default dtype in a block."""
         outside = capture_environment()
         apply_environment(self._environment)
         try:
@@ -94,7 +94,7 @@ class Process:
         exec(compile(source, name, "exec"), self.user_ns)
 
     def names(self) -> dict[str, Any]:
-        """What the user sees."""
+        """Return the names that the user sees."""
         hidden = self.shell.user_ns_hidden
         return {
             name: value
@@ -106,7 +106,7 @@ class Process:
 
 
 class PlainWorld:
-    """Everything in one IPython."""
+    """The world in which one IPython runs everything."""
 
     def __init__(self) -> None:
         self.process = Process()
@@ -122,7 +122,7 @@ class PlainWorld:
 
 
 class DoubleWorld:
-    """A notebook and its engines as namespaces of this process, with bytes between them."""
+    """The world in which a notebook and its engines are namespaces of this process, with bytes between them."""
 
     def __init__(self, replicas: int = 2, *, via: Callable[[list[Any]], list[Any]] | None = None) -> None:
         self.notebook = Process()
@@ -144,7 +144,7 @@ class DoubleWorld:
         self._programs = 1000
 
     def add_engine(self, replica: int) -> None:
-        """A new engine, in the place of an old one if there was one."""
+        """Add a new engine, in the place of an old one if there was one."""
         process = Process()
         process.user_ns["rid"] = functools.partial(int, replica)
         namespace = EngineNamespace(process.user_ns, ObjectsOfTeams(), engine=replica, reserved=("rid", "_raised"))
@@ -183,7 +183,7 @@ class DoubleWorld:
             raise errors[0]
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `strategy.run` from an ordinary cell does with the namespace."""
+        """Do what `strategy.run` in an ordinary cell does with the namespace."""
         snapshot = self.namespace.outgoing_call((function, args, kwargs), {}, self.team)
         results: dict[int, Any] = {}
         errors: list[BaseException] = []
@@ -240,7 +240,7 @@ class DoubleWorld:
 
 @contextmanager
 def modes_kept() -> Iterator[None]:
-    """Leave this process in the ambient modes in which it was found, so that another world begins there, too."""
+    """Restore the ambient modes of this process after a block, so that another world begins in them, too."""
     before = capture_environment()
     try:
         yield
@@ -249,7 +249,7 @@ def modes_kept() -> Iterator[None]:
 
 
 def run_all(world: Any, cells: Iterable[Cell]) -> str:
-    """Run a sequence. Returns what was printed."""
+    """Run a sequence, and return its output."""
     printed = io.StringIO()
     with redirect_stdout(printed):
         for cell in cells:
@@ -283,7 +283,7 @@ def compare(plain: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def components(value: Any) -> tuple[Any, ...]:
-    """A value as each replica has it."""
+    """Return a value as each replica has it."""
     return value.values if isinstance(value, HANDLES) else (value,)
 
 
@@ -292,7 +292,7 @@ def _is_immutable(value: Any) -> bool:
 
 
 def differ(one: Any, other: Any, where: str, seen: frozenset[tuple[int, int]] = frozenset()) -> str | None:
-    """Where two values differ, in words; None if they don't."""
+    """Return in words where two values differ; None if they do not."""
     if isinstance(other, HANDLES):
         other = other.values[0]
     if (id(one), id(other)) in seen:
@@ -339,7 +339,7 @@ def differ(one: Any, other: Any, where: str, seen: frozenset[tuple[int, int]] = 
     if type(one).__module__ == "__main__" or hasattr(one, "__dict__"):
         return differ(vars(one), vars(other), f"vars({where})", seen) if hasattr(one, "__dict__") else None
     if hasattr(one, "__next__"):
-        return None  # looking at it would change it
+        return None  # examining it would change it
     return None if one == other or (one != one and other != other) else f"{where}: {one!r} and {other!r}"
 
 
@@ -365,7 +365,7 @@ def _first(found: Iterable[str | None]) -> str | None:
 
 
 class ClusterWorld:
-    """This process as the notebook of a real cluster, used for one sequence after the other."""
+    """The world in which this process is the notebook of a real cluster, used for one sequence after another."""
 
     def __init__(self, session: Any, notebook: Process) -> None:
         self._session = session
