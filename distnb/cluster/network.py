@@ -1,4 +1,4 @@
-"""Which addresses and interfaces this machine has, and by which of them it reaches another."""
+"""The addresses and interfaces of this machine, and those by which it reaches another machine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from distnb.errors import StartError
 __all__ = ["address_towards", "addresses_by_interface", "interface_of", "listening_address"]
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
-_ANY_PORT = 9  # nothing is sent there
+_ANY_PORT = 9  # nothing is sent to it
 
 
 def addresses_by_interface() -> dict[str, list[str]]:
-    """The addresses of each network interface of this machine, as numbers."""
+    """Return the numeric addresses of each network interface of this machine."""
     return {
         name: [address.address.partition("%")[0] for address in addresses if address.family in _FAMILIES]
         for name, addresses in psutil.net_if_addrs().items()
@@ -24,7 +24,7 @@ def addresses_by_interface() -> dict[str, list[str]]:
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine from which packets to a host leave, as a number."""
+    """Return the numeric address of this machine from which packets to a host leave."""
     try:
         family, kind, _, _, there = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asked:
@@ -32,24 +32,28 @@ def address_towards(host: str) -> str:
             return str(asked.getsockname()[0]).partition("%")[0]
     except OSError as error:
         raise StartError(
-            f"This machine knows no way to {host!r}: {error}. If only ssh knows it, name the network interface that "
+            f"This machine has no route to {host!r}: {error}. If only ssh knows one, name the network interface that "
             "leads there: interface='eth0'."
         ) from error
 
 
 def interface_of(address: str) -> str:
-    """The interface that has an address."""
+    """Return the interface that has an address."""
     wanted = "127.0.0.1" if address.startswith("127.") else address  # all of 127.0.0.0/8 is this machine
     there = addresses_by_interface()
     for name, addresses in there.items():
         if wanted in addresses:
             return name
-    raise StartError(f"No network interface of this machine has the address {address}; they are {_list(there)}.")
+    raise StartError(
+        f"No network interface of this machine has the address {address}. The interfaces are {_list(there)}."
+    )
 
 
 def listening_address(hosts: Iterable[str], interface: str | None) -> str:
-    """Where this machine listens for engines on other ones: at the interface, or address, that the user named, else at
-    the one that leads to all of the hosts."""
+    """Return the address at which this machine listens for engines on other machines.
+
+    It is that of the interface (or the address) that the user named, or the one that leads to all hosts.
+    """
     if interface is not None:
         there = addresses_by_interface()
         if there.get(interface):
@@ -57,14 +61,14 @@ def listening_address(hosts: Iterable[str], interface: str | None) -> str:
         if any(interface in addresses for addresses in there.values()):
             return interface
         raise StartError(
-            f"There is no network interface, and no address, {interface!r} here; there are {_list(there)}."
+            f"This machine has no network interface and no address {interface!r}. The interfaces are {_list(there)}."
         )
     found = {host: address_towards(host) for host in hosts}
     if len(set(found.values())) > 1:
         raise StartError(
             "The hosts are reached from different addresses of this machine "
-            f"({', '.join(f'{host} from {address}' for host, address in found.items())}), and engines must all reach "
-            "one. Name the interface, or the address, that all of them can reach: interface='eth0'."
+            f"({', '.join(f'{host} from {address}' for host, address in found.items())}), but all engines must reach "
+            "the same one. Name the interface or address that all of them can reach: interface='eth0'."
         )
     return next(iter(found.values()))
 

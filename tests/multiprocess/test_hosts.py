@@ -117,7 +117,7 @@ def test_a_machine_that_cannot_be_reached(network: Machines, notebook: Notebook)
     start = "distnb.start(hosts=['red'], ssh_args=['-p', '9', *ssh_args])"
     failed = notebook.try_run(start)
     assert failed.error_name == "StartError"
-    assert "ssh does not reach red" in failed.error_text
+    assert "ssh cannot reach red" in failed.error_text
     assert "Connection refused" in failed.error_text
     assert left() == []
 

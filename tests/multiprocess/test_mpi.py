@@ -76,7 +76,7 @@ def test_roles(network: Machines, notebook: Notebook) -> None:
 def test_a_machine_that_mpiexec_does_not_know(notebook: Notebook) -> None:
     failed = notebook.try_run("%distnb start --launcher mpi --hosts localhost --launcher-args=--no-such-option")
     assert failed.error_name == "StartError"
-    assert "mpiexec starts nothing on localhost" in failed.error_text
+    assert "mpiexec cannot start a process on localhost" in failed.error_text
     assert "no-such-option" in failed.error_text
 
 

@@ -169,7 +169,7 @@ def test_what_makes_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             distnb.Server({"worker": [address]}, "worker", 0, secret=secret)
     with pytest.raises(StartError, match="none is named"):
         distnb.start(cluster_resolver=SimpleClusterResolver(spec))
-    with pytest.raises(OptionError, match="n=2 counts engines on this machine"):
+    with pytest.raises(OptionError, match="n=2 is for engines on this machine"):
         distnb.start(2, cluster_resolver=SimpleClusterResolver(spec), secret=secret)
 
 

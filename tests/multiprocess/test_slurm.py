@@ -147,7 +147,7 @@ def test_roles(notebook: Notebook) -> None:
 def test_an_srun_that_fails(notebook: Notebook) -> None:
     failed = notebook.try_run("distnb.start(launcher='slurm', hosts=['red'], launcher_args=['--no-such-option'])")
     assert failed.error_name == "StartError"
-    assert "srun starts nothing on red" in failed.error_text
+    assert "srun cannot start a process on red" in failed.error_text
     assert "unrecognized option '--no-such-option'" in failed.error_text
 
 

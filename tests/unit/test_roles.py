@@ -42,7 +42,7 @@ def test_counts_make_tasks_workers_first() -> None:
         ({"replicas_per_worker": 2}, "replicas_per_worker=2 is for a cluster with parameter servers"),
         ({"workers": 1, "ps": 1, "n": 2}, "n=2 with workers=1 and ps=1"),
         ({"workers": 1, "ps": 1, "per_host": 2, "hosts": ["a"]}, "per_host=2 for a cluster of worker 0, ps 0"),
-        ({"workers": 1, "ps": 1, "cluster_resolver": SimpleClusterResolver(CLUSTER)}, "names those that there are"),
+        ({"workers": 1, "ps": 1, "cluster_resolver": SimpleClusterResolver(CLUSTER)}, "names them already"),
     ],
 )
 def test_numbers_that_make_no_sense(given: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_how_long_servers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     assert connect_patience_s() == 2.5
     for wrong in ("0", "-1", "soon", "inf", "nan"):
         monkeypatch.setenv("DISTNB_START_TIMEOUT", wrong)
-        with pytest.raises(OptionError, match="give the seconds"):
+        with pytest.raises(OptionError, match="Give the seconds"):
             connect_patience_s()
 
 

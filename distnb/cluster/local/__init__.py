@@ -1,1 +1,1 @@
-"""Processes of this machine: started, watched, ended."""
+"""The processes of this machine: their start, supervision and end."""

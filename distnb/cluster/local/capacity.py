@@ -1,4 +1,4 @@
-"""How many engines a machine takes: by its cores, its memory, and what its administrator allows."""
+"""The number of engines that a machine can hold, by its cores, its memory, and its administrator's limit."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from distnb.errors import StartError
 __all__ = ["CAP_FILE", "CAP_VARIABLE", "Capacity", "available_nbytes", "check_capacity", "this_machine"]
 
 CAP_VARIABLE = "DISTNB_MAX_ENGINES"
-"""Environment variable: how many engines a cluster may have on this machine."""
+"""The environment variable with the most engines that a cluster may have on this machine."""
 
 CAP_FILE = Path("/etc/distnb/max_engines")
-"""The administrator's file with the same. Of the two the smaller number holds."""
+"""The administrator's file with such a limit. The smaller of the two applies."""
 
 ENGINE_NBYTES = 250 * 2**20
-"""What an engine takes before a cell has run, beside what it shares with others: 235 MiB were measured with torch 2.13
-for CPUs."""
+"""The memory of an engine before a cell has run, without the part shared with other engines: 235 MiB were measured with
+torch 2.13 for CPUs."""
 
-_FEW = 8  # so many start on any machine: for lessons, and to try things out
+_FEW = 8  # any machine may start this many: for lessons and experiments
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a machine has for engines.
+    """The resources of a machine for engines.
 
     Attributes:
-        memory_nbytes: Memory that is free, or can be made free.
-        most_engines: How many engines a cluster may have there; None for as many as fit.
-        said_by: Who says that: the variable's or file's name.
+        memory_nbytes: The memory that is free or can be freed.
+        most_engines: The most engines that a cluster may have there; None without a limit.
+        said_by: The source of that limit: the name of the variable or file.
     """
 
     cores: int
@@ -46,7 +46,7 @@ class Capacity:
 
 
 def this_machine() -> Capacity:
-    """What this machine has now. Raises StartError where what the administrator has written is no number."""
+    """Return the current capacity of this machine. Raises StartError if the administrator's limit is not a number."""
     written = {}
     if os.environ.get(CAP_VARIABLE):
         written[CAP_VARIABLE] = os.environ[CAP_VARIABLE]
@@ -56,8 +56,8 @@ def this_machine() -> Capacity:
     for said_by, text in written.items():
         if not re.fullmatch(r"0*[1-9][0-9]*", text.strip()):
             raise StartError(
-                f"{said_by} says how many engines a cluster may have on this machine, and {text.strip()[:80]!r} is "
-                "no such number. Write one, from 1, or take it away."
+                f"{said_by} limits the engines of a cluster on this machine, but {text.strip()[:80]!r} is not a valid "
+                "limit. Write a number, 1 or more, or remove it."
             )
         caps.append((int(text), said_by))
     most, said_by = min(caps, default=(None, ""))
@@ -67,34 +67,37 @@ def this_machine() -> Capacity:
 def check_capacity(
     engines: int, capacity: Capacity, where: str = "this machine", *, oversubscribe: bool
 ) -> tuple[str, ...]:
-    """Refuse a cluster that would take a machine down, with the figures. Returns what its user should know else.
+    """Return the notices on a cluster's size, or refuse a cluster that would overload a machine, with the figures.
 
-    With `oversubscribe` the user wants more than it can take, but gets no more than its administrator allows.
+    With `oversubscribe`, the user accepts an overload, but the administrator's limit still applies.
+
+    Raises:
+        StartError: The cluster is too large.
 
     Example:
         >>> check_capacity(4, Capacity(cores=2, memory_nbytes=2**32), oversubscribe=False)
-        ('4 engines share the 2 cores of this machine: they take turns, so more engines make nothing faster.',)
+        ('4 engines share the 2 cores of this machine, so more engines do not make it faster.',)
     """
     most, shared = capacity.most_engines, _count(capacity.cores, "core")
     if most is not None and engines > most:
         raise StartError(
-            f"{engines} engines were asked for, and {capacity.said_by} allows {most} on this machine. Start at most "
+            f"{engines} engines were asked for, but {capacity.said_by} allows {most} on this machine. Start at most "
             f"{most}, or ask its administrator."
         )
-    cure = "Start fewer; or, if this machine is to be so crowded, say so: --oversubscribe, or oversubscribe=True."
+    cure = "Start fewer; or, to overload this machine on purpose, give --oversubscribe or oversubscribe=True."
     if engines > max(_FEW, 2 * capacity.cores) and not oversubscribe:
         raise StartError(
-            f"{engines} engines were asked for on a machine with {shared}. More than {_FEW}, and more than two for "
-            f"each core, slow each other and everyone else down. {cure}"
+            f"{engines} engines were asked for on a machine with {shared}. More than {_FEW} engines, and more than two "
+            f"per core, slow down each other and all other programs. {cure}"
         )
     if engines * ENGINE_NBYTES > capacity.memory_nbytes and not oversubscribe:
         raise StartError(
             f"{_count(engines, 'engine')} need {_mib(engines * ENGINE_NBYTES)} MiB of memory before any cell has run "
-            f"({_mib(ENGINE_NBYTES)} MiB each), and {_mib(capacity.memory_nbytes)} MiB are free on this machine. {cure}"
+            f"({_mib(ENGINE_NBYTES)} MiB each), but {_mib(capacity.memory_nbytes)} MiB are free on this machine. {cure}"
         )
     if engines <= capacity.cores:
         return ()
-    return (f"{engines} engines share the {shared} of {where}: they take turns, so more engines make nothing faster.",)
+    return (f"{engines} engines share the {shared} of {where}, so more engines do not make it faster.",)
 
 
 def _count(number: int, thing: str) -> str:
@@ -106,12 +109,15 @@ def _mib(nbytes: int) -> str:
 
 
 def available_nbytes() -> int:
-    """What the machine has, or the control groups of this process (a container's, a service's) leave, if less."""
+    """Return the machine's available memory, or what the control groups of this process leave of it, if less.
+
+    A container or a service has such a group.
+    """
     left = [int(psutil.virtual_memory().available)]
     with suppress(OSError):
         group = _CGROUPS / Path("/proc/self/cgroup").read_text().strip().rpartition("::/")[2]
         for folder in (group, *group.parents):
-            with suppress(OSError, ValueError, KeyError):  # it has no limit, or is not seen from here
+            with suppress(OSError, ValueError, KeyError):  # no limit, or not visible from here
                 most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 left.append(max(0, most - used + int(stat["inactive_file"])))

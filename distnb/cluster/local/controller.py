@@ -1,4 +1,4 @@
-"""`python -m distnb.cluster.local.controller PID …`: ipyparallel's controller, ended with the notebook."""
+"""`python -m distnb.cluster.local.controller PID …`: ipyparallel's controller, which ends with the notebook."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["main", "start_controller"]
 def start_controller(processes: Processes) -> None:
     """Start the controller: one process, with its heart monitor, for all.
 
-    It listens on UNIX sockets in the run directory, so that no other process can take a port of its meanwhile. They
-    are closed to all who cannot read its connection files, which have the key (CURVE).
+    It listens on UNIX sockets in the run directory, so no other process can take one of its ports first. Only those who
+    can read its connection files, which contain the key (CURVE), can connect.
     """
     directory = processes.directory
     command = (
@@ -34,7 +34,7 @@ def start_controller(processes: Processes) -> None:
         "--usethreads",
         "--ping=1000",
         "--log-level=WARN",
-        "--IPController.auto_create=False",  # a directory that was removed stays so
+        "--IPController.auto_create=False",  # it must not create a directory that was removed
         "--IPController.enable_curve=True",
     )
     with open(directory / "log" / "controller.log", "ab") as log:
@@ -49,24 +49,24 @@ def start_controller(processes: Processes) -> None:
 
 
 def main(notebook_pid: int, arguments: list[str]) -> None:
-    """Run the controller, with ipyparallel's own command line, until it is told to end, or the notebook is gone."""
+    """Run the controller with ipyparallel's own command line, until it is ended or the notebook is gone."""
     os.umask(0o077)  # its connection files hold the key
     die_with(notebook_pid)
-    # This process is ipyparallel's alone. It starts its heart monitor by multiprocessing: Python 3.14 would start two
-    # more processes for that, and leave a temporary folder behind when this one is killed.
+    # Only ipyparallel runs in this process. With another start method, Python 3.14 would start two more processes
+    # for its heart monitor, and leave a temporary folder behind when this process is killed.
     multiprocessing.set_start_method("fork")
     from ipyparallel.controller.app import IPController
 
     class Controller(IPController):  # type: ignore[misc]
         def save_connection_dict(self, fname: str, cdict: dict[str, Any]) -> None:
-            """Let the file appear whole: whoever waits for it reads it the moment that it is there."""
+            """Write the file atomically, because clients read it as soon as it exists."""
             path = Path(self.profile_dir.security_dir, fname)
             part = path.with_suffix(".part")
             part.write_text(json.dumps(cdict, indent=2))
             part.replace(path)
 
         def construct_url(self, kind: str, channel: str, index: object = None) -> str:
-            """Of a UNIX socket: ipyparallel binds it as `path-number`, and its clients connect to `path:number`."""
+            """Return the URL of a UNIX socket: ipyparallel binds `path-number`, but its clients use `path:number`."""
             path, _, number = super().construct_url(kind, channel, index).rpartition("-")
             return f"{path}:{number}"
 

@@ -1,7 +1,12 @@
-"""Starts the engines of this machine: one process loads what they need, and forks them (`distnb.engine.template`).
+"""The launcher of this machine's engines, which forks them from one process, the template (`distnb.engine.template`).
 
-Until it has, that process is the one of each engine. Then it ends, while this one adopts orphans: the engines are
-children of this process, reaped and told of like any other.
+Loading torch takes seconds and memory for each process. So one process loads it, and forks the engines, which share its
+memory. Then it ends. This process adopts orphans meanwhile, so that the engines become its children, and are watched
+and reaped like any other child:
+
+    notebook ── starts ──▶ template ── forks ──▶ engine 0, engine 1     the template represents both engines
+    notebook ◀── "0 4711", "1 4712" ── template                         each engine leads a group of its own
+    notebook ── "begin" ──▶ template, which ends                        the engines are children of the notebook
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ _REPORT_NBYTES = 64
 
 
 class ThisMachine(Launcher):
-    """Engines beside the notebook, forked from one process; `devices` has one for each."""
+    """The launcher of engines next to the notebook, forked from one process. `devices` has one for each."""
 
     has_controller = True
     patience_s = 2.0
@@ -45,7 +50,7 @@ class ThisMachine(Launcher):
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
     ) -> None:
-        """Start the process that loads and forks. With the calling thread it goes, until it has forked.
+        """Start the template. Until it has forked, it ends with the calling thread.
 
         Raises:
             StartError: The engines could not communicate with each other.
@@ -54,7 +59,7 @@ class ThisMachine(Launcher):
         if self._for_chips is None:
             self._for_chips = tpu_chips.launch_environment(self._devices)
         shared = engines_environment(len(self._devices), processes.directory, agent=orders[0].agent)
-        told = [
+        assignments = [
             {
                 "log": str(order.log),
                 "environment": {
@@ -69,9 +74,9 @@ class ThisMachine(Launcher):
 
         def template_ended(pid: int, words: str, expected: bool) -> None:
             for order in orders:
-                ended(order.engine, pid, words, expected)  # of those that it has forked this is not the process now
+                ended(order.engine, pid, words, expected)  # ignored for engines that have a process of their own
 
-        # What is written before there are several processes is in the log of the first.
+        # Output from before the fork is in the log of the first engine.
         with there, open(orders[0].log, "ab") as log:
             try:
                 template = processes.start(
@@ -87,13 +92,13 @@ class ThisMachine(Launcher):
                 raise
         for order in orders:
             launched(order.engine, template)
-        with suppress(BrokenPipeError):  # it has ended already, and its log says why
-            here.send(json.dumps(told).encode())
+        with suppress(BrokenPipeError):  # the template has ended, and its log says why
+            here.send(json.dumps(assignments).encode())
 
         def adopt() -> None:
             try:
                 _adopt(here, template, len(orders), processes, launched, ended)
-            except BaseException:  # noqa: BLE001  # whatever it is: the engines end with the template, whose log tells why
+            except BaseException:  # noqa: BLE001  # after any error the engines end with the template; the log says why
                 with open(orders[0].log, "a") as log:
                     print(f"The notebook could not take over its engines.\n{traceback.format_exc()}", file=log)
                 processes.signal([template], signal.SIGKILL)
@@ -104,20 +109,20 @@ class ThisMachine(Launcher):
 def _adopt(
     here: socket.socket, template: int, engines: int, processes: Processes, launched: Launched, ended: EngineEnded
 ) -> None:
-    """Once each engine says that it leads a group of its own, take them all over, and let them begin."""
-    with here, suppress(ConnectionResetError):  # where the template ended unheard
+    """Adopt the engines once each reports that it leads a process group, and let them begin."""
+    with here, suppress(ConnectionResetError):  # if the template ended first
         pids: dict[int, int] = {}
         while len(pids) < engines:
-            said = here.recv(_REPORT_NBYTES)
-            if not said:
-                return  # the template's end tells the rest
-            engine, pid = map(int, said.split())
+            report = here.recv(_REPORT_NBYTES)
+            if not report:
+                return  # the watcher handles the template's end
+            engine, pid = map(int, report.split())
             pids[engine] = pid
-        with processes.changed:  # nobody is told of an end, or ends them, meanwhile
+        with processes.changed:  # no end is reported, and no engine ended, in the meantime
             if not processes.wants(template):
-                return  # they end with it
+                return  # the engines end with the template
             for engine, pid in pids.items():
-                with suppress(ProcessLookupError):  # it ended with the template, whose end tells the rest
+                with suppress(ProcessLookupError):  # the engine ended with the template
                     processes.adopt(pid, partial(ended, engine))
                     launched(engine, pid)
             gone = select.poll()

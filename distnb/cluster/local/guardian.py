@@ -1,12 +1,19 @@
-"""`python guardian.py PID`: when the process PID is gone, ends what that had started, and removes its directory.
+"""`python guardian.py PID`: ends the processes of process PID after its end, and removes its directory.
 
-It is told on standard input: first the directory's path, then `+N` for each leader of a process group that ends with
-the owner, and `-N` for one that is not its concern any more. Every engine watches the notebook too, by a thread; but a
-thread starves while C code holds the interpreter lock, and this process never computes.
+Its owner, PID, sends it lines on standard input: first the directory's path, then `+N` for each leader of a process
+group that is to end with the owner, and `-N` for one that has ended. For example:
 
-Nobody else removes the directory of an owner that was killed, and nobody else makes it: so it cannot come back. It is
-renamed first, so that whoever is about to write a file into it cannot. Only the standard library is imported here:
-this process starts with each cluster, before all others.
+    /run/user/1000/distnb-3f2a9c
+    +4711                             an engine
+    +4712
+    -4711                             it has ended, and will be reaped
+
+Every engine watches the notebook, too, in a thread. But a thread starves while C code holds the interpreter lock, and
+this process never computes.
+
+After the owner was killed, only the guardian removes the directory, and no process creates it again. It is renamed
+first, so that a process that is about to write a file into it fails. This module imports only the standard library,
+because the process starts with each cluster, before all others.
 """
 
 from __future__ import annotations
@@ -25,14 +32,15 @@ __all__ = ["end_descriptor", "main", "remove_directory"]
 
 _ENDING_S = 5.0
 _REMOVING_S = 5.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 def end_descriptor(pid: int) -> int:
     """Open a descriptor that becomes readable when a process ends: its pidfd.
 
-    Kernels before 5.3, some containers and some builds of Python have none. There a thread looks whether the process is
-    there, twenty times a second, and the descriptor is one to which it writes.
+    A pidfd refers to one process for good, while its number may be used again. Kernels before 5.3, some containers and
+    some builds of Python have no pidfds. There, a thread polls the process twenty times a second, and writes to the
+    descriptor, an eventfd, when it has ended.
 
     Raises:
         ProcessLookupError: There is no such process.
@@ -48,20 +56,20 @@ def end_descriptor(pid: int) -> int:
     if begun is None:
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
     descriptor = os.eventfd(0, os.EFD_CLOEXEC)
-    own = os.dup(descriptor)  # whoever asked may close the other one, and its number is the next file's
+    own = os.dup(descriptor)  # the caller may close its own, whose number another file may get
 
-    def look() -> None:
+    def poll() -> None:
         while _begin_of(pid) == begun:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         os.eventfd_write(own, 1)
         os.close(own)
 
-    threading.Thread(target=look, name=f"distnb-end-of-{pid}", daemon=True).start()
+    threading.Thread(target=poll, name=f"distnb-end-of-{pid}", daemon=True).start()
     return descriptor
 
 
 def _begin_of(pid: int) -> bytes | None:
-    """Return when a process began, in the kernel's words: no other one of that number did. None if it has ended."""
+    """Return the start time of a process, by which a later process of the same number differs; None after its end."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, *fields = file.read().rpartition(b")")[2].split()
@@ -77,13 +85,13 @@ def remove_directory(directory: str) -> None:
         os.rename(directory, doomed)
     deadline = time.monotonic() + _REMOVING_S
     while os.path.exists(doomed) and time.monotonic() < deadline:
-        shutil.rmtree(doomed, ignore_errors=True)  # once more, where a file came whose path was looked up before
+        shutil.rmtree(doomed, ignore_errors=True)  # repeated, for files created in the meantime
 
 
 def main(owner: int) -> None:
-    """Wait for the end of the owner, and do what is left to do."""
+    """Wait for the end of the owner, then end its processes and remove its directory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    told = _Told()
+    owned = _Owned()
     os.set_blocking(0, False)
     poller = select.poll()
     poller.register(0, select.POLLIN)
@@ -94,25 +102,25 @@ def main(owner: int) -> None:
         process = -1
     while os.getppid() == owner:
         ready = dict(poller.poll())
-        if 0 in ready and not told.hear():
+        if 0 in ready and not owned.receive():
             poller.unregister(0)
         if process in ready:
             break
-    while told.hear():  # its last words
+    while owned.receive():  # the owner's last lines
         pass
-    told.end_all()
+    owned.end_all()
 
 
-class _Told:
-    """What the owner has told."""
+class _Owned:
+    """The owner's directory and process groups, from the lines that it sends."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._directory = ""
-        self._leaders: dict[int, int] = {}  # pid to what tells of its end: no other process can be taken for it
+        self._leaders: dict[int, int] = {}  # by pid, the descriptor of its end, so no later process is mistaken for it
 
-    def hear(self) -> bool:
-        """Read what there is. False when there is nothing."""
+    def receive(self) -> bool:
+        """Read and apply the available lines. Return False if there are none."""
         try:
             data = os.read(0, 1 << 16)
         except BlockingIOError:

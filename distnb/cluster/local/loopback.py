@@ -1,4 +1,4 @@
-"""The loopback interface, by which the replicas of one machine communicate where they share no memory or GPUs."""
+"""The loopback interface, by which the replicas of one machine communicate if they share neither memory nor GPUs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from distnb.errors import StartError
 
 __all__ = ["require_loopback"]
 
-_NOWHERE = 9  # a port: nothing is sent to it
+_NOWHERE = 9  # a port to which nothing is sent
 
 
 def require_loopback() -> None:
     """Raise StartError if this machine, or its network namespace, has no loopback interface that is up."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return  # another interface serves
+        return  # another interface is used
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, _NOWHERE))
             return
     raise StartError(
         "The loopback interface, by which replicas communicate, is down. Bring it up: `ip link set lo up`. "
-        "In a container, use a network that has one; or name another interface in GLOO_SOCKET_IFNAME."
+        "In a container, use a network that has one, or name another interface in GLOO_SOCKET_IFNAME."
     )

@@ -1,8 +1,8 @@
-"""No process outlives the notebook that started it, however that ends.
+"""Functions that make processes end with the notebook that started them, however it ends.
 
-Each process that we start watches the notebook's pidfd: the kernel makes it readable at the moment the notebook is
-gone, SIGKILL included, with no polling and no signal that could be lost. Then the whole process group goes:
-DataLoader workers and subprocesses of the user are in it.
+Each process that we start watches the notebook's pidfd. The kernel makes it readable at the moment the notebook ends,
+also by SIGKILL, without polling and without a signal that could be lost. Then the whole process group is killed: it
+includes DataLoader workers and the user's subprocesses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["adopt_orphans", "adopting_orphans", "die_with", "end_group", "is_end
 
 
 def die_with(pid: int) -> None:
-    """End this process and its whole process group, which it leads, when another process ends."""
+    """End this process and its whole process group, which it leads, when another process ends. Return at once."""
 
     def wait() -> None:
         with suppress(ProcessLookupError):
@@ -43,18 +43,18 @@ def _prctl(option: int, argument: object) -> None:
 
 
 def signalled_at_end_of_parent(number: int) -> None:
-    """Have the kernel send a signal to this process when the thread that started it is gone."""
+    """Have the kernel send a signal to this process when the thread that started it ends."""
     _prctl(_SIGNAL_AT_END_OF_PARENT, ctypes.c_ulong(number))
 
 
 def adopt_orphans() -> None:
-    """Processes below this one whose parent ends become children of this one, from now on."""
+    """Adopt the descendants of this process whose parents end, from now on: they become its children."""
     _prctl(_SET_ADOPTS, ctypes.c_ulong(1))
 
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """The same, for a while."""
+    """Adopt orphaned descendants in a `with` block, as `adopt_orphans` does."""
     with _adopting:
         before = ctypes.c_int()
         _prctl(_GET_ADOPTS, ctypes.byref(before))
@@ -65,12 +65,15 @@ def adopting_orphans() -> Iterator[None]:
             _prctl(_SET_ADOPTS, ctypes.c_ulong(before.value))
 
 
-_EXITING = 0x4  # the kernel's PF_EXITING, among a process's flags
+_EXITING = 0x4  # the kernel's PF_EXITING among a process's flags
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process has ended, or is about to. Its pidfd tells later: clearing away what a large one holds takes
-    the kernel tens of milliseconds from the SIGKILL on."""
+    """Return whether a process has ended, or is about to end.
+
+    Its pidfd becomes readable later: from a SIGKILL on, the kernel takes tens of milliseconds to free the memory of a
+    large process. For example, an engine that was killed a moment ago already has SIGKILL among its pending signals.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -81,7 +84,9 @@ def is_ending(pid: int) -> bool:
 
 
 def end_group(leader: int) -> None:
-    """Kill a process group that we own, whose leader was seen alive, or is not reaped yet: until then the number is
-    nobody else's."""
+    """Kill a process group that we own, and whose leader was seen alive or is not reaped yet.
+
+    Until the leader is reaped, no other group can have its number.
+    """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Child processes that we own, in a private directory: which have ended and how, and ending those that should."""
+"""Our child processes and their private directory: how each has ended, and how to end them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from distnb.errors import ClusterError
 
 __all__ = ["Processes", "describe_status"]
 
-_ASK_S = 2.0  # what a process gets to end by itself, then the same after SIGTERM
+_ASK_S = 2.0  # the time to end by itself, and the time to end after SIGTERM
 _KILL_S = 5.0
 
 Ended = Callable[[int, str, bool], None]
-"""Called with (pid, status in words, whether its end was our own doing) in the watcher's thread."""
+"""A function called with (pid, status in words, whether we ended it) in the watcher's thread."""
 
 
 def describe_status(status: int | None) -> str:
-    """An exit status in words, as `subprocess` counts: negative for a signal, None when it is not known."""
+    """Return an exit status in words. As in `subprocess`, a negative one is a signal; None means unknown."""
     if status is None:
         return "ended (other code of this process took its exit status)"
     if status < 0:
@@ -40,7 +40,7 @@ def describe_status(status: int | None) -> str:
 
 
 def _wait_for(pid: int, descriptor: int, options: int) -> os.waitid_result | None:
-    """Wait for a child process by its pidfd; by its number where `end_descriptor` has none, or the kernel does not."""
+    """Wait for a child process by its pidfd, or by its number where pidfds are missing or waitid does not take them."""
     try:
         return os.waitid(getattr(os, "P_PIDFD", -1), descriptor, options)
     except OSError as error:
@@ -50,30 +50,30 @@ def _wait_for(pid: int, descriptor: int, options: int) -> os.waitid_result | Non
 
 
 class Processes:
-    """Leaders of process groups that this process has started, and their directory; neither outlives it.
+    """The leaders of process groups that this process has started, and their directory. Neither outlives it.
 
-    One thread, the watcher, waits for the ends of all of them, and is the one that reaps. A group whose leader has
-    ended is killed before the leader is reaped: until then its number cannot be another's, so forked DataLoader
-    workers of a dead engine go, and nothing else ever does.
+    One thread, the watcher, waits for the ends of all of them, and alone reaps them. When a leader has ended, its group
+    is killed before the leader is reaped. Until then no other process can have its number, so the forked DataLoader
+    workers of a dead engine are killed, and never anything else.
     """
 
     def __init__(self) -> None:
         self._guarded = RunDirectory()
         self.directory = self._guarded.path
         self.changed = threading.Condition()
-        """Notified, held by the watcher's thread, each time a process ends. Hold it to see a consistent picture."""
+        """Notified by the watcher's thread, which holds it, each time a process ends. Hold it for a consistent view."""
         self._statuses: dict[int, int | None] = {}
         self._living: set[int] = set()
         self._expected: set[int] = set()
         self._owner = os.getpid()
         self.loop = asyncio.SelectorEventLoop()
-        """The watcher's."""
+        """The event loop of the watcher."""
         self._watcher = threading.Thread(target=self.loop.run_forever, name="distnb-watcher", daemon=True)
         self._watcher.start()
 
     def start(self, command: Sequence[str], ended: Ended, **settings: Any) -> subprocess.Popen[bytes]:
-        """Start a process as the leader of a group; `settings` are more arguments for `subprocess.Popen`."""
-        with self.changed:  # so that its end cannot be noted before whoever starts it knows the pid
+        """Start a process as the leader of a group. `settings` are further arguments for `subprocess.Popen`."""
+        with self.changed:  # so that its end is not handled before the caller knows the pid
             process = subprocess.Popen(command, start_new_session=True, **settings)
             try:
                 self._watch(process.pid, ended, process)
@@ -84,7 +84,7 @@ class Processes:
         return process
 
     def adopt(self, pid: int, ended: Ended) -> None:
-        """Watch a process that leads a group, and is a child of this one before `changed`, which is held, is free."""
+        """Watch the leader of a group that becomes a child of this process before the caller releases `changed`."""
         self._watch(pid, ended)
 
     def _watch(self, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -102,22 +102,22 @@ class Processes:
                 result = _wait_for(pid, descriptor, os.WEXITED | os.WNOWAIT)
             except ChildProcessError:
                 result = None
-            status = None  # other code of this process reaped it, and its group's number may be anyone's now
+            status = None  # other code reaped it, so its number may be another's now
             if result is not None:
                 end_group(pid)
                 status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
             if process is not None:
-                process.returncode = status or 0  # so that subprocess does not wait for it too
+                process.returncode = status or 0  # so that subprocess does not wait for it, too
             self._statuses[pid] = status
             expected = pid in self._expected
         self._guarded.forget(pid)
         try:
             ended(pid, describe_status(status), expected)
         finally:
-            with self.changed:  # only now: who has waited for an end finds that everyone knows of it
+            with self.changed:  # last, so that after a wait for an end, `ended` has run
                 self._living.discard(pid)
                 self.changed.notify_all()
-            # Until now nobody else could have the pid, so those who were told may still have sent signals to it.
+            # Until now no other process could have the pid, so those that `ended` notified could still send signals.
             with suppress(ChildProcessError):
                 _wait_for(pid, descriptor, os.WEXITED)
             os.close(descriptor)
@@ -125,31 +125,31 @@ class Processes:
     # -- in any thread -----------------------------------------------------------------------------------------------
 
     def expect(self, pids: Iterable[int]) -> None:
-        """The ends of these processes, from now on, are our own doing."""
+        """Mark the ends of these processes, from now on, as our own doing."""
         with self.changed:
             self._expected.update(pids)
 
     def wants(self, pid: int) -> bool:
-        """Whether a process lives, and is to live on."""
+        """Return whether a process lives, and should go on living."""
         return pid in self._living and pid not in self._statuses and pid not in self._expected
 
     def has_ended(self, pid: int) -> bool:
-        """Whether it is gone, and its listener has been told."""
+        """Return whether a process is gone, and its `ended` has been called."""
         return pid not in self._living
 
     def notice(self, pids: Iterable[int]) -> None:
-        """Return when the end is known of each that is gone, or is about to be: by a SIGKILL a moment ago, say."""
+        """Wait until the ends of processes that are gone or about to be, say after a SIGKILL, have been handled."""
         with self.changed:
             self._wait([pid for pid in pids if pid in self._living and is_ending(pid)], _KILL_S)
 
     def status(self, pid: int) -> int | None:
-        """The exit status of a process that has ended."""
+        """Return the exit status of a process that has ended."""
         return self._statuses.get(pid)
 
     def end(self, pids: Sequence[int], ask: Callable[[], None] | None = None, patience_s: float = _ASK_S) -> None:
-        """End processes and their groups: `ask`, then SIGTERM, then SIGKILL; at once if this is interrupted.
+        """End processes and their groups: by `ask`, then SIGTERM, then SIGKILL. An interrupt leads to SIGKILL at once.
 
-        Each polite way is waited for so long.
+        `patience_s` is the time to wait after each of the first two.
         """
         self.expect(pids)
         try:
@@ -162,19 +162,19 @@ class Processes:
             self.kill(pids)
 
     def kill(self, pids: Sequence[int]) -> None:
-        """End processes and their groups by SIGKILL. Raises ClusterError where one did not even end by that."""
+        """End processes and their groups by SIGKILL. Raises ClusterError if that does not end one."""
         self.expect(pids)
         self.signal(pids, signal.SIGKILL)
         self._wait(pids, _KILL_S)
         stuck = self._living.intersection(pids)
         if stuck:
             raise ClusterError(
-                f"Process {min(stuck)} did not end, not even by SIGKILL: it hangs in the operating system "
-                "(a driver, a network disk)."
+                f"Process {min(stuck)} did not end, not even by SIGKILL: it hangs in the operating system (a driver, a "
+                "network disk). Check these, or restart the machine."
             )
 
     def close(self) -> None:
-        """End what is left by SIGKILL, and remove the directory. Does nothing in a forked child."""
+        """End the remaining processes by SIGKILL, and remove the directory. Do nothing in a forked child."""
         if os.getpid() != self._owner or self.loop.is_closed():
             return
         try:
@@ -186,8 +186,8 @@ class Processes:
             self._guarded.remove()
 
     def signal(self, pids: Iterable[int], number: signal.Signals) -> None:
-        """Send a signal to those that live; SIGKILL to their groups, too."""
-        # The watcher reaps a process after its end is noted, so until then the pid is nobody else's.
+        """Send a signal to the living processes among these. SIGKILL goes to their groups, too."""
+        # The watcher reaps a process only after it is no longer `_living`, so until then no other one has its pid.
         with self.changed:
             for pid in self._living.intersection(pids):
                 if number == signal.SIGKILL:

@@ -1,4 +1,4 @@
-"""The private directory of a cluster: secrets, logs and sockets. It never outlives the process that made it."""
+"""The private directory of a cluster, with secrets, logs and sockets. It never outlives the process that made it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from distnb.errors import StartError
 
 __all__ = ["RunDirectory"]
 
-_PARENT_NBYTES = 55  # a socket's path has at most 107 bytes; multiprocessing's take 35 below the directory
+_PARENT_NBYTES = 55  # of a socket's path, which has at most 107; multiprocessing needs 35 below the directory
 
 
 class RunDirectory:
-    """A new directory (mode 0700), and the guardian: a process that ends with this one what this one has started.
+    """A new directory (mode 0700), and its guardian: a process that ends this process's children with this process.
 
-    The directory is made in XDG_RUNTIME_DIR where that exists (it lives in memory), else in the directory for temporary
-    files; in /tmp where the path of that is too long for a UNIX socket's.
+    The directory is made in XDG_RUNTIME_DIR, which is in memory, if that exists; otherwise in the directory for
+    temporary files, or in /tmp if that path is too long for a UNIX socket's.
 
     Raises:
-        StartError: It could not be made.
+        StartError: The directory could not be made.
     """
 
     def __init__(self) -> None:
         self.path = Path(_parent(), f"distnb-{secrets.token_hex(6)}")
         self._owner = os.getpid()
-        # The guardian comes first: it removes the directory of an owner that is killed at any moment from here on.
+        # The guardian comes first: it removes the directory whenever the owner is killed from here on.
         self._guardian = subprocess.Popen(
             [sys.executable, "-I", "-S", guardian.__file__, str(self._owner)],
             stdin=subprocess.PIPE,
@@ -41,31 +41,31 @@ class RunDirectory:
             cwd="/",
             start_new_session=True,
         )
-        self._tell(os.fsencode(self.path) + b"\n")
+        self._notify(os.fsencode(self.path) + b"\n")
         try:
             self.path.mkdir(mode=0o700)
         except OSError as error:
             self.remove()
             raise StartError(
-                f"No directory for the cluster's secrets could be made: {error}. "
+                f"The directory for the cluster's secrets could not be made: {error}. "
                 "Set TMPDIR to a directory that you may write."
             ) from error
 
     def end_with_owner(self, leader: int) -> None:
-        """A process group that is to end with this process."""
-        self._tell(b"+%d\n" % leader)
+        """Let a process group end with this process."""
+        self._notify(b"+%d\n" % leader)
 
     def forget(self, leader: int) -> None:
-        """The group has ended. To be called before its leader is reaped."""
-        self._tell(b"-%d\n" % leader)
+        """Remove a group that has ended from the guardian's list. Call this before its leader is reaped."""
+        self._notify(b"-%d\n" % leader)
 
-    def _tell(self, line: bytes) -> None:
+    def _notify(self, line: bytes) -> None:
         assert self._guardian.stdin is not None
-        with suppress(OSError, ValueError):  # it was killed, or is not needed any more
+        with suppress(OSError, ValueError):  # the guardian was killed, or is no longer needed
             self._guardian.stdin.write(line)
 
     def remove(self) -> None:
-        """Remove it, once all that was started has ended. Does nothing in a forked child."""
+        """Remove the directory, after all processes have ended. Do nothing in a forked child."""
         if os.getpid() != self._owner:
             return
         guardian.remove_directory(str(self.path))
@@ -79,4 +79,4 @@ def _parent() -> str:
     in_memory, temporary = os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir()
     if 0 < len(os.fsencode(in_memory)) <= _PARENT_NBYTES and os.access(in_memory, os.W_OK | os.X_OK):
         return in_memory
-    return temporary if len(os.fsencode(temporary)) <= _PARENT_NBYTES else "/tmp"  # private, in it
+    return temporary if len(os.fsencode(temporary)) <= _PARENT_NBYTES else "/tmp"

@@ -1,4 +1,4 @@
-"""A script on several replicas of this machine: what `distnb run` does."""
+"""A script on several replicas of this machine, as started by `distnb run`."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from distnb.topology import Device
 
 __all__ = ["run_script"]
 
-_LAST_WORDS_S = 3.0  # what a replica that reported an error gets to end by itself
+_LAST_WORDS_S = 3.0  # the time to end by itself after a replica reported an error
 _REPLICA = (*PYTHON_MODULE, "distnb.cluster.local.script_replica")
 
 
 def run_script(command: Sequence[str], devices: Sequence[Device], placement: WorkerPlacement | None = None) -> int:
     """Run a script once per device, as replicas of one another, and wait for the end of all.
 
-    As one worker of a cluster of machines, its replicas are some of the cluster's. The chief's launcher serves the
-    store on the chief's address.
+    If this machine is one worker of a cluster, its replicas are a part of the cluster's. The chief's launcher serves
+    the store on the chief's address.
 
-    Their lines are printed as they come, marked with the replica. When one fails the others are ended, and its own
+    The replicas' lines are printed as they come, marked with the replica. When one fails, the others are ended, and its
     traceback is shown last.
 
     Args:
         command: `SCRIPT ARGUMENT…` or `-m MODULE ARGUMENT…`.
-        placement: Which worker of a cluster this is; None for a script that stays on this machine.
+        placement: The position of this worker in a cluster; None for a script that stays on this machine.
 
     Returns:
         The exit code: 0, or that of the replica that failed first (128 + n for signal n).
     """
     if placement is not None and any(device.type == "tpu" for device in devices):
         raise StartError(
-            "A cluster of several machines (TF_CONFIG) on TPU chips: distnb uses the chips of one machine."
+            "distnb uses the TPU chips of one machine only, but TF_CONFIG names several. Use one machine, or GPUs."
         )
     if placement is None:
         require_loopback()
-    with ExitStack() as undo:  # each step is undone, also when undoing another fails
+    with ExitStack() as undo:  # each step is undone, even if undoing another fails
         run = _ScriptRun()
         undo.callback(run.close)
         store, seat = _store_and_seat(placement, run.directory)
-        # torch loads here while it loads in the replicas; who asks early waits in the queue.
+        # torch loads here while it loads in the replicas. Early requests wait in the socket's queue.
         serving = None
         if store is not None:
             undo.callback(store.close)
@@ -71,13 +71,13 @@ def run_script(command: Sequence[str], devices: Sequence[Device], placement: Wor
             serving.start()
         try:
             return run.wait()
-        except BaseException as error:  # before the store goes
+        except BaseException as error:  # before the store is closed
             run.end_all(interrupt=isinstance(error, KeyboardInterrupt))
             raise
 
 
 def _store_and_seat(placement: WorkerPlacement | None, directory: Path) -> tuple[RendezvousStore | None, Seat]:
-    """The store, if it is served here, and where this worker's replicas stand."""
+    """Return the store, if it is served here, and the position of this worker's replicas."""
     if placement is None:
         return None, Seat(store_host="127.0.0.1", store_port=free_port(), store_file=str(directory / "store"))
     interface, address = own_interface(placement)
@@ -91,7 +91,7 @@ def _store_and_seat(placement: WorkerPlacement | None, directory: Path) -> tuple
 
 
 def _finish(thread: threading.Thread) -> None:
-    """Wait for a thread if it was started: an interpreter that ends while one imports torch may crash."""
+    """Wait for a thread if it was started: an interpreter that exits while a thread imports torch may crash."""
     if thread.is_alive():
         thread.join()
 
@@ -100,23 +100,23 @@ class _ScriptRun:
     """The replicas of one script on this machine.
 
     Attributes:
-        mark: Whether lines carry the replica's number.
-        first: The number of the first one.
-        size: How many there are on all machines.
+        mark: True if lines carry the replica's number.
+        first: The number of the first replica here.
+        size: The number of replicas on all machines.
     """
 
     mark, first, size = False, 0, 1
 
     def __init__(self) -> None:
-        self._failed: list[int] = []  # ranks in the order in which their failures were heard of
+        self._failed: list[int] = []  # ranks, in the order in which their failures were reported
         self._pids: list[int] = []
         self._printers: list[threading.Thread] = []
         self._print_lock = threading.Lock()
         self._processes = Processes()
         self.directory = self._processes.directory
-        self._reports, self._report_to = os.pipe()  # of ranks that have failed
+        self._reports, self._report_to = os.pipe()  # a pipe for the ranks that have failed
         loop = self._processes.loop
-        loop.call_soon_threadsafe(loop.add_reader, self._reports, self._hear)
+        loop.call_soon_threadsafe(loop.add_reader, self._reports, self._receive_reports)
 
     def start_replica(self, command: Sequence[str], environment: dict[str, str]) -> None:
         rank, pipe = len(self._pids), subprocess.PIPE
@@ -147,18 +147,18 @@ class _ScriptRun:
                     target.flush()
         except BrokenPipeError:  # the reader of our output has gone
             with self._print_lock, open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), target.fileno())  # Python flushes what is left when it ends
+                os.dup2(nowhere.fileno(), target.fileno())  # for the rest that Python flushes at its end
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGPIPE)
 
     # -- in the watcher's thread ------------------------------------------------------------------------------------
 
-    def _hear(self) -> None:
+    def _receive_reports(self) -> None:
         for rank in os.read(self._reports, 1 << 16).split():
-            self._has_failed(int(rank))
+            self._mark_failed(int(rank))
 
-    def _has_failed(self, rank: int) -> None:
+    def _mark_failed(self, rank: int) -> None:
         with self._processes.changed:
             if rank not in self._failed:
                 self._failed.append(rank)
@@ -166,14 +166,14 @@ class _ScriptRun:
 
     def _ended(self, pid: int, status: str, expected: bool) -> None:
         if self._processes.status(pid) != 0 and not expected:
-            with self._processes.changed:  # it may end before its pid is noted
+            with self._processes.changed:  # it may end before `start_replica` has noted its pid
                 rank = self._pids.index(pid)
-            self._has_failed(rank)
+            self._mark_failed(rank)
 
     # -- in the main thread -----------------------------------------------------------------------------------------
 
     def wait(self) -> int:
-        """Until all have ended well, or one has failed."""
+        """Wait until all replicas have ended well, or one has failed. Return the exit code."""
         processes = self._processes
         with processes.changed:
             processes.changed.wait_for(lambda: self._failed or all(map(processes.has_ended, self._pids)))
@@ -185,7 +185,7 @@ class _ScriptRun:
         return self._explain(*self._first_failure())
 
     def _first_failure(self) -> tuple[int, str]:
-        """The replica whose error came first, and its traceback; one that was killed has none and goes by its end."""
+        """Return the replica that failed first, and its traceback. A replica that was killed has no traceback."""
         errors = {}
         for rank in range(len(self._pids)):
             with suppress(OSError, ValueError):
@@ -201,7 +201,7 @@ class _ScriptRun:
         status = self._processes.status(self._pids[rank])
         how, code = describe_status(status), 1 if not status else status if status > 0 else 128 - status
         if text and code != 1:
-            how, code = "failed", 1  # it had told of its error, and was ended before it could exit
+            how, code = "failed", 1  # it reported its error, and was ended before it could exit
         others, here = len(self._pids) - 1, " here" if self.size > len(self._pids) else ""
         ended = (f" The other replica{here} was ended.", f" The {others} others{here} were ended.")[others > 1]
         print(f"distnb run: replica {self.first + rank} of {self.size} {how}.{ended * (others > 0)}", file=sys.stderr)
@@ -211,7 +211,7 @@ class _ScriptRun:
         return code
 
     def end_all(self, *, interrupt: bool = False) -> None:
-        """End the replicas that live; an interrupt first, where the user gave one."""
+        """End the living replicas; by an interrupt first, if the user interrupted the script."""
         self._processes.end(self._pids, self._interrupt if interrupt else None)
         for printer in self._printers:
             printer.join(timeout=1.0)
@@ -220,7 +220,7 @@ class _ScriptRun:
         self._processes.signal(self._pids, signal.SIGINT)
 
     def close(self) -> None:
-        """Nothing of it is left afterwards, however it went."""
+        """End all processes and free all resources, however the run went."""
         try:
             self.end_all()
         finally:
@@ -230,7 +230,7 @@ class _ScriptRun:
 
 
 def _lines(pipe: IO[bytes]) -> Iterator[str]:
-    """Text lines of a pipe as they come. A carriage return ends a line too, so that progress bars move."""
+    """Yield text lines of a pipe as they come. A carriage return ends a line, too, so that progress bars move."""
     rest = b""
     while data := os.read(pipe.fileno(), 65536):
         *lines, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", rest + data)

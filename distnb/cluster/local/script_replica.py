@@ -21,12 +21,12 @@ _OURS = (__file__, "<frozen runpy>", runpy.__file__)
 
 
 def error_path(directory: Path, rank: int) -> Path:
-    """Where a replica that fails leaves its traceback, with the time, for the launcher."""
+    """Return the file in which a failed replica leaves its traceback, with the time, for the launcher."""
     return directory / f"error-{rank}.json"
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script as if python had been given it, until its launcher is gone."""
+    """Run the script as Python would, until it ends or the launcher is gone."""
     launcher, directory, rank, reports, *command = arguments
     os.set_inheritable(int(reports), False)
     die_with(int(launcher))
@@ -39,13 +39,13 @@ def main(arguments: list[str]) -> None:
         raise
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BaseException as error:  # noqa: BLE001  # shown as python would, without our frames
+    except BaseException as error:  # noqa: BLE001  # shown as by Python, without our frames
         text = "".join(traceback.format_exception(error.with_traceback(_from_script(error.__traceback__))))
         error_path(Path(directory), int(rank)).write_text(json.dumps({"time": time.time(), "traceback": text}))
         sys.stdout.flush()
         print(text, end="", file=sys.stderr, flush=True)
         os.write(int(reports), f"{rank}\n".encode())
-        sys.last_value = error  # as the interpreter does: what runs at exit can tell that the script failed
+        sys.last_value = error  # as by the interpreter, so that exit handlers can see the failure
         raise SystemExit(1) from None
 
 
@@ -62,7 +62,7 @@ def run(command: list[str]) -> None:
 
 
 def _from_script(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's own first frame on; all of it when the script never began."""
+    """Return the traceback from the script's own first frame on, or all of it if the script never began."""
     first = frames
     while first is not None and first.tb_frame.f_code.co_filename in _OURS:
         first = first.tb_next

@@ -1,7 +1,7 @@
-"""A second terminal asks here what the replicas do, also while the notebook is busy: `distnb stacks` in a shell.
+"""The socket for a second terminal: `distnb stacks` in a shell shows what replicas do, even while the notebook is busy.
 
-A cluster's private directory holds a UNIX socket that a thread of the notebook's process serves. A question is a word,
-its answer a text. Both ends make sure that the other is the same user.
+A cluster's private directory contains a UNIX socket, which a thread of the notebook's process serves. A question is one
+word, and its answer a text. Each end checks that the other belongs to the same user.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _AGAIN_S: Final = 0.2
 
 
 class TerminalSocket:
-    """Answers questions until it is closed.
+    """The server of the socket, until it is closed.
 
     Args:
         directory: The private directory of the cluster.
-        answers: By the word that asks: a function that gives the text. It is called on the socket's own thread.
+        answers: The function that returns the answer, by question. It is called on the socket's own thread.
     """
 
     def __init__(self, directory: Path, answers: Mapping[str, Callable[[], str]]) -> None:
@@ -51,7 +51,7 @@ class TerminalSocket:
             try:
                 connected, _ = self._listener.accept()
             except OSError as error:
-                if error.errno not in _PASSING:  # it was closed
+                if error.errno not in _PASSING:  # the listener was closed
                     return
                 time.sleep(_AGAIN_S)
                 continue
@@ -60,17 +60,17 @@ class TerminalSocket:
                     connected.settimeout(_PATIENCE_S)
                     if _user(connected) == os.getuid():
                         connected.sendall(self._answer(connected.recv(_MOST_NBYTES).decode(errors="replace")).encode())
-                except OSError:  # who asked has gone, or says nothing
+                except OSError:  # the client is gone, or sends nothing
                     pass
 
     def _answer(self, word: str) -> str:
         try:
             return self._answers[word]() if word in self._answers else f"There is no answer to {word!r}.\n"
-        except Exception as error:  # noqa: BLE001  (the cluster may be ending: the one who asked is told)
+        except Exception as error:  # noqa: BLE001  (the cluster may be ending: the client gets the error)
             return f"{error}\n"
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         try:
             self._listener.shutdown(socket.SHUT_RDWR)  # the thread's `accept` ends
         except OSError:
@@ -79,15 +79,15 @@ class TerminalSocket:
 
 
 def places() -> list[str]:
-    """The directories where private directories of clusters are made, as far as this process's environment tells."""
+    """Return the directories in which clusters create private directories, for this process's environment."""
     return list(dict.fromkeys(filter(None, [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"])))
 
 
 def running() -> list[Path]:
-    """The sockets of this user's clusters on this machine, the oldest first."""
+    """Return the sockets of this user's clusters on this machine, the oldest first."""
     found = []
     for path in (path for place in places() for path in Path(place).glob(f"distnb-*/{_NAME}")):
-        with suppress(OSError):  # its cluster ends meanwhile
+        with suppress(OSError):  # the cluster may end in the meantime
             if _is_private(path.parent):
                 found.append((path.lstat().st_mtime, path))
     return [path for _, path in sorted(found)]
@@ -99,10 +99,10 @@ def _is_private(directory: Path) -> bool:
 
 
 def ask(path: Path, word: str) -> str | None:
-    """The answer of the cluster with this socket; None where there is none any more.
+    """Return the answer of the cluster with this socket, or None if it has ended.
 
     Raises:
-        TimeoutError: The process does not answer: native code holds Python's lock.
+        TimeoutError: The process does not answer, because native code holds Python's interpreter lock.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connected:
         connected.settimeout(_PATIENCE_S)
@@ -114,11 +114,11 @@ def ask(path: Path, word: str) -> str | None:
             return b"".join(iter(lambda: connected.recv(1 << 16), b"")).decode(errors="replace")
         except TimeoutError:
             raise
-        except OSError:  # it has ended meanwhile, or was killed
+        except OSError:  # the cluster has ended
             return None
 
 
 def _user(connected: socket.socket) -> int:
-    """Who is at the other end."""
-    told = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(told)[1])
+    """Return the user id of the other end."""
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])

@@ -1,1 +1,1 @@
-"""Engines on other machines."""
+"""Engines on other machines, and the transports that reach them."""

@@ -1,9 +1,13 @@
-"""Engines on other machines, whatever reaches these: see `Transport`.
+"""Engines on other machines, over any `Transport`.
 
-ipyparallel starts an engine in the background of the other machine, and asks from time to time whether it still runs.
-Here a process of this machine stays connected with the engine's node agent. To this machine it is the engine: its
-standard input lets the engine go, and its end tells at once. What is secret goes over it too, never into an argument
-or a variable of any machine.
+ipyparallel starts an engine in the background of the other machine and polls whether it still runs. Here, a process of
+this machine, such as ssh, stays connected with the engine's node agent:
+
+    notebook ── stdin/stdout ──▶ ssh ── network ──▶ node agent ──▶ engine
+                                 (here)             (there)
+
+To the cluster, that process is the engine. Writing to its standard input releases the engine, and its end is known at
+once. Secrets travel over it, too, and are never in an argument or a variable on any machine.
 """
 
 from __future__ import annotations
@@ -41,47 +45,49 @@ NODE_AGENT = (*PYTHON_MODULE, "distnb.cluster.remote.node_agent")
 """The node agent's command, the same on every machine."""
 
 _ENDING_S = 10.0
-_SAID_CHARS = 2000
+_OUTPUT_CHARS = 2000
 _CHUNK = 1 << 16
 
 
 class Transport(ABC):
-    """How node agents on other machines are started, and talked to."""
+    """A way to start node agents on other machines and to communicate with them."""
 
     @abstractmethod
     def command(self, host: str, task: str) -> list[str]:
-        """The command that runs a node agent on a machine for a task ("serve" or "probe"), connected with its standard
-        input and output; no word of it is secret."""
+        """Return the command that runs a node agent on a machine.
+
+        The agent does a task ("serve" or "probe") with its standard input and output connected. No argument is secret.
+        """
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
-        """The environment of the commands, but for what lets them import this distnb; `directory`: for their files."""
+        """Return the environment of the commands. `directory` is a place for their files."""
         return os.environ
 
     patience_s = 90.0
-    """How long a machine may take to answer the first question."""
+    """The time in which a machine must answer the first question."""
 
     def machine(self, host: str) -> str:
-        """What is equal for those hosts that are one machine."""
+        """Return a name that is equal for all hosts that are one machine."""
         return host
 
     @abstractmethod
     def network_name(self, host: str) -> str:
-        """The name or address by which the network knows a machine."""
+        """Return the name or address by which the network knows a machine."""
 
-    def cause(self, said: str) -> str:
-        """Why an engine ended, if the end of what its command said tells; else ""."""
+    def cause(self, output: str) -> str:
+        """Return why an engine ended, if the end of its command's output says so, or ""."""
         return ""
 
     @abstractmethod
     def unreached(self, host: str, status: int) -> str:
-        """What is told of a machine where no node agent answered, by the command's exit status."""
+        """Return the error for a machine where no node agent answered, by the command's exit status."""
 
 
 class Hosts(Launcher):
-    """Engines on other machines.
+    """The launcher of engines on other machines.
 
     Args:
-        hosts: The machine of each engine, as the transport names it.
+        hosts: The machine of each engine, by the transport's names.
         address: The address at which the notebook listens for them.
     """
 
@@ -90,11 +96,11 @@ class Hosts(Launcher):
 
     def __init__(self, hosts: Sequence[str], connection: Connection, address: str, transport: Transport) -> None:
         self._hosts = tuple(hosts)
-        # The notebook's pid means nothing there, and ipyparallel's controller stays in its private directory.
+        # The notebook's pid is meaningless there, and ipyparallel's controller is reachable only on this machine.
         self._connection = dataclasses.replace(connection, notebook_pid=0, controller=False)
         self._address = address
         self._transport = transport
-        self._lines: dict[int, _Line] = {}  # by the pid of the process that is connected with a node agent
+        self._lines: dict[int, _Line] = {}  # by the pid of the local process that is connected with a node agent
 
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
@@ -117,22 +123,22 @@ class Hosts(Launcher):
             hash_seed=hash_seed(),
         )
 
-        def told(pid: int, words: str, expected: bool) -> None:
+        def line_ended(pid: int, words: str, expected: bool) -> None:
             words = self._lines.pop(pid).close(words)
             try:
-                cause = self._transport.cause(order.log.read_text(errors="replace")[-_SAID_CHARS:])
+                cause = self._transport.cause(order.log.read_text(errors="replace")[-_OUTPUT_CHARS:])
             except OSError:
                 cause = ""
-            # A cause that the transport knows (scancel, a time limit) counts more than a silence that it explains.
+            # A cause that the transport knows (scancel, a time limit) explains a silence, so it takes precedence.
             how = f"(on {host}) {words or 'was ended'}"
             if not words and not cause:
-                how = f"was lost: its machine {host} cannot be reached any more"
+                how = f"was lost: its machine {host} cannot be reached"
             ended(order.engine, pid, how + (f" ({cause})" if cause else ""), expected)
 
         with processes.changed, open(order.log, "ab") as log:
             process = processes.start(
                 self._transport.command(host, "serve"),
-                told,
+                line_ended,
                 env={**self._transport.environment(processes.directory), **import_environment()},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -140,28 +146,28 @@ class Hosts(Launcher):
                 bufsize=0,
             )
             line = self._lines[process.pid] = _Line(process, processes.loop)
-        line.tell(assignment.encode())
+        line.send(assignment.encode())
         return process.pid
 
     def releasing(self, pids: Sequence[int]) -> Callable[[], None] | None:
-        """Tell the node agents that their engines are not wanted any more."""
+        """Return a function that asks the node agents to end their engines."""
 
-        def let_go() -> None:
+        def release() -> None:
             for line in [self._lines[pid] for pid in pids if pid in self._lines]:
-                line.tell(b"end\n")
+                line.send(b"end\n")
 
-        return let_go
+        return release
 
     def host(self, engine: int) -> str:
-        """The machine, as it was named at the start."""
+        """Return the machine's name from the start."""
         return self._hosts[engine]
 
 
 class _Line:
-    """What is said by a node agent, and to it, over a process of this machine that stays connected with it.
+    """The connection with a node agent, through a process of this machine such as ssh.
 
-    The node agent says each second that it is there, and at last how it ended. Programs such as srun and mpiexec find
-    out late, or never, that the other machine is gone, and each tells in another form how its task ended.
+    The node agent sends a heartbeat each second, and finally its exit status. The process alone would not do: srun and
+    mpiexec notice late, or never, that the other machine is gone, and each reports an exit status in its own way.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
@@ -175,18 +181,18 @@ class _Line:
         os.set_blocking(self._stdout.fileno(), False)
         loop.call_soon_threadsafe(self._begin)
 
-    def tell(self, words: bytes) -> None:
-        with suppress(OSError, ValueError):  # it has ended, and its log says why
+    def send(self, words: bytes) -> None:
+        with suppress(OSError, ValueError):  # the node agent has ended, and its log says why
             self._stdin.write(words)
 
     # -- in the watcher's thread -------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         if not self._stdout.closed:  # it may have ended already
-            self._loop.add_reader(self._stdout, self._hear)
+            self._loop.add_reader(self._stdout, self._receive)
 
-    def _hear(self) -> bool:
-        """Take what there is. Returns whether there may be more."""
+    def _receive(self) -> bool:
+        """Read and handle the available lines. Return whether there may be more."""
         try:
             data = os.read(self._stdout.fileno(), _CHUNK)
         except BlockingIOError:
@@ -211,20 +217,23 @@ class _Line:
         _end_with_all_below(self._process)
 
     def close(self, words: str) -> str:
-        """The process has ended, as these words say. Returns how the node agent did; "" where it is lost."""
-        while self._hear():  # the last words
+        """Close the connection after its process has ended, and return how the node agent ended; "" if it was lost.
+
+        `words` say how the process of this machine ended.
+        """
+        while self._receive():  # the last lines
             pass
         self._loop.remove_reader(self._stdout)
         self._stdin.close()
         self._stdout.close()
-        heard, status = self._silence is not None, self._status
+        has_beaten, status = self._silence is not None, self._status
         if self._silence is not None:
             self._silence.cancel()
         if status is None and self._process.returncode < 0:
-            return words  # what connects was killed here
+            return words  # the local process was killed
         if status is None:
-            # Whoever rules the machine, such as Slurm's scancel, ends a node agent by a signal: the machine is there.
-            status = self._process.returncode if heard else LOST
+            # A manager such as Slurm ends a node agent by a signal (scancel). Then the machine itself is still there.
+            status = self._process.returncode if has_beaten else LOST
             status = status if KILLED < status < KILLED + signal.NSIG else LOST
         if status == LOST:
             return ""
@@ -232,7 +241,7 @@ class _Line:
 
 
 def _end_with_all_below(process: subprocess.Popen[Any]) -> None:
-    """Kill a process that is not reaped, and what it has started in groups of their own, as mpiexec does its ssh."""
+    """Kill a process that is not reaped yet, with its descendants in other groups: mpiexec puts its ssh in one."""
     with suppress(psutil.Error):
         for below in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.Error):
@@ -246,9 +255,10 @@ def _end_with_all_below(process: subprocess.Popen[Any]) -> None:
 def probe(
     hosts: Sequence[str], transport: Transport, on_progress: Callable[[str], None] = lambda text: None
 ) -> dict[str, tuple[int, Capacity]]:
-    """Ask each machine, all at once, how many GPUs it has, and how many engines it takes.
+    """Ask all machines at once for their numbers of GPUs and their capacities.
 
-    Raises StartError that names every machine which did not answer.
+    Raises:
+        StartError: Some machines did not answer; the text names each.
     """
     asked: dict[str, subprocess.Popen[str]] = {}
     try:
@@ -279,7 +289,7 @@ def probe(
         return found
     finally:
         for process in asked.values():
-            process.terminate()  # it ends what it has started
+            process.terminate()  # a transport passes the signal on to its children
         for process in asked.values():
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=_ENDING_S)
@@ -292,20 +302,22 @@ def _answer(host: str, process: subprocess.Popen[str], deadline: float, transpor
     try:
         out, err = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        raise StartError(f"{host} did not answer within {transport.patience_s:.0f} s.") from None
-    # Among what a shell of theirs prints at its start.
+        raise StartError(
+            f"{host} did not answer within {transport.patience_s:.0f} s. Is it up, and reachable from here?"
+        ) from None
+    # The answer may be between lines that the shell there prints at its start.
     found = next((line for line in out.splitlines() if line.startswith("{")), None)
     if found is not None:
         return _checked(host, json.loads(found))
     said = "\n".join(f"    {line}" for line in err.strip().splitlines()[-5:]) or "    (nothing)"
-    raise StartError(f"{transport.unreached(host, process.returncode)} It says:\n{said}")
+    raise StartError(f"{transport.unreached(host, process.returncode)} Its output:\n{said}")
 
 
 def _checked(host: str, found: Mapping[str, Any]) -> tuple[int, Capacity]:
     theirs, ours = str(found["python"]).rpartition(".")[0], platform.python_version().rpartition(".")[0]
     if found["distnb"] != __version__ or theirs != ours:
         raise StartError(
-            f"{host} has distnb {found['distnb']} on Python {found['python']}, and this is distnb {__version__} on "
-            f"Python {platform.python_version()}. Functions are sent between them: make them the same."
+            f"{host} has distnb {found['distnb']} on Python {found['python']}, but this is distnb {__version__} on "
+            f"Python {platform.python_version()}. Functions are sent between them: install the same versions."
         )
     return int(found["gpus"]), Capacity(**found["capacity"])

@@ -1,4 +1,4 @@
-"""What a worker machine runs: it waits for notebooks that know the secret, and runs node agents for them."""
+"""The server of a worker machine, which runs node agents for notebooks that know its secret."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ __all__ = ["Server", "serve_until_signal"]
 _PROTOCOL = "distnb"
 _TASKS = (b"probe", b"serve")
 _END_S = 10.0
-_LOOK_MS = 500
+_POLL_MS = 500
 _CHUNK = 1 << 16
 
 
 class Server:
     """A task of a cluster that waits for its coordinator: a notebook that calls `distnb.start(cluster_resolver=…)`.
 
-    It listens on the address that the cluster gives its task, and only there, and serves in a thread of its own; the
-    engines that the coordinator asks for are processes. So the servers of a whole cluster may be objects in the
-    coordinator's own process. They, and their engines, end with the process that made them.
+    It listens only on the address that the cluster gives its task, and serves in a thread. The engines that the
+    coordinator requests are processes. So all servers of a cluster may be objects in the coordinator's own process. The
+    servers and their engines end with the process that made them.
 
-    Clients prove that they know the secret file; what they say is encrypted. Whoever knows the secret can run code as
-    this user. Where every address of the cluster is a loopback one, none has to be named: servers and coordinator then
-    use a file of the user's own, `~/.cache/distnb/loopback-secret`, which is made when it is first needed.
+    Clients prove that they know the secret file, and messages are encrypted. Any process that knows the secret can run
+    code as this user. If every address of the cluster is a loopback one, no file need be named: servers and coordinator
+    then share a file of the user's own, `~/.cache/distnb/loopback-secret`, which is created when it is first needed.
 
     Args:
-        cluster_spec: The cluster, as `ClusterSpec` takes it.
+        cluster_spec: The cluster, in any form that `ClusterSpec` accepts.
         job_name: The job of this task.
-        task_index: Its index in the job.
+        task_index: The index of this task in the job.
         protocol: "distnb", or None for the same: there is no other.
-        start: Listen and serve at once; with False `start()` does so.
-        secret: The secret file (mode 0600); None for the one that DISTNB_SECRET_FILE names, or the user's own.
+        start: Listen and serve at once. If False, `start()` does so.
+        secret: The secret file (mode 0600). None for the one in DISTNB_SECRET_FILE, or for the user's own.
 
     Raises:
-        OptionError: The cluster has no such task, it is one that has no engine, or the protocol is not ours.
-        StartError: The address is none of this machine's, or is taken; or there is no secret.
+        OptionError: The task does not exist or has no engine, or the protocol is unknown.
+        StartError: The address does not belong to this machine or is in use, or there is no secret.
 
     Example:
         >>> import distnb
@@ -79,20 +79,20 @@ class Server:
     ) -> None:
         if protocol not in (None, _PROTOCOL):
             raise OptionError(
-                f"protocol={protocol!r}: distnb's servers speak their own protocol, {_PROTOCOL!r}. Leave it out."
+                f"protocol={protocol!r} is not supported: distnb's servers use {_PROTOCOL!r}. Leave it out."
             )
         spec = ClusterSpec(cluster_spec)
         self.address = spec.task_address(job_name, task_index)
         self._who = f"{job_name} {task_index}"
         if PS in spec.jobs and job_name in ("chief", "evaluator"):
             raise OptionError(
-                f"{self._who} of a cluster with parameter servers has no engine, so it runs no server: run its program "
-                "there. The chief's makes a ParameterServerStrategy, or calls distnb.start(cluster_resolver=…)."
+                f"{self._who} of a cluster with parameter servers has no engine, so it needs no server. Run its "
+                "program there: the chief's makes a ParameterServerStrategy, or calls distnb.start(cluster_resolver=…)."
             )
         addresses = [spec.task_address(job, index) for job in spec.jobs for index in spec.task_indices(job)]
         keys = read_secret(secret_path(secret, addresses))
         self._agents: dict[bytes, subprocess.Popen[bytes]] = {}  # by client
-        self._pipes: dict[int, tuple[bytes, bytes]] = {}  # by number: the client, and what is heard there
+        self._pipes: dict[int, tuple[bytes, bytes]] = {}  # by file number: the client, and the kind of message
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._owner = os.getpid()
@@ -104,7 +104,7 @@ class Server:
         self._socket.curve_server = True
         self._socket.curve_secretkey = keys.server_secret.encode()
         self._socket.curve_publickey = keys.server_public.encode()
-        self._socket.sndhwm = self._socket.rcvhwm = 0  # past the mark a ROUTER drops silently
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # no limit: beyond one, a ROUTER drops messages silently
         self._socket.router_mandatory = True
         self._socket.linger = 500
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -114,11 +114,11 @@ class Server:
 
     @classmethod
     def create_local_server(cls, start: bool = True, *, secret: str | os.PathLike[str] | None = None) -> Server:
-        """A server of this machine alone, on a free port of the loopback interface: job "local", task 0."""
+        """Return a server for this machine only, on a free port of the loopback interface: job "local", task 0."""
         return cls({"local": ["127.0.0.1:0"]}, "local", 0, start=start, secret=secret)
 
     def start(self) -> None:
-        """Listen and serve, if it does not yet. Raises StartError where the address is not this machine's, or taken."""
+        """Listen and serve, once. Raises StartError if the address is not this machine's, or is in use."""
         if self._thread is not None or self._closed:
             return
         try:
@@ -132,7 +132,7 @@ class Server:
             if isinstance(error, zmq.ZMQError):
                 raise StartError(
                     f"{self._who} cannot listen on {self.address}: {error}. Does another server or program use this "
-                    "port? End it, or give the task another port, in the cluster that all of them are told of."
+                    "port? End it, or give the task another port in the description of the cluster everywhere."
                 ) from error
             raise
         self._thread = threading.Thread(target=self._serve, name=f"distnb-server-{self._who}", daemon=True)
@@ -141,11 +141,11 @@ class Server:
 
     @property
     def target(self) -> str:
-        """The protocol and the address: what `master` of a resolver says."""
+        """The protocol and the address, as from a resolver's `master`."""
         return f"{_PROTOCOL}://{self.address}"
 
     def join(self) -> None:
-        """Serve until told to stop: by `stop`, or by an interrupt, which is raised when all engines have ended."""
+        """Serve until `stop` or an interrupt. An interrupt is raised again when all engines have ended."""
         self.start()
         if self._thread is None:
             return
@@ -157,7 +157,7 @@ class Server:
             raise self._error
 
     def stop(self) -> None:
-        """End the engines, and stop serving, for which `join` waits; from any thread, or a signal handler."""
+        """End the engines and stop serving; `join` waits for that. Any thread or signal handler may call this."""
         if self._thread is None:
             self._close()
         elif not self._stopping:
@@ -165,7 +165,7 @@ class Server:
             os.eventfd_write(self._wake, 1)
 
     def _end(self) -> None:
-        """Stop, and wait for it. Does nothing in a forked child."""
+        """Stop and wait for the end. Do nothing in a forked child."""
         if self._thread is not None and os.getpid() == self._owner:
             self.stop()
             self._thread.join()
@@ -186,9 +186,9 @@ class Server:
         poller = zmq.Poller()
         for source in (self._socket, self._wake, *self._pipes):
             poller.register(source, zmq.POLLIN)
-        ready = dict(poller.poll(_LOOK_MS))
+        ready = dict(poller.poll(_POLL_MS))
         while self._socket.poll(0):
-            self._hear(*self._socket.recv_multipart())
+            self._handle(*self._socket.recv_multipart())
         for number in [number for number in self._pipes if number in ready]:
             data = os.read(number, _CHUNK)
             if data:
@@ -201,18 +201,18 @@ class Server:
                 self._send(client, STATUS, b"%d" % agent.returncode)
                 self._forget(client)
             elif not self._send(client, ALIVE):
-                _let_go(agent)  # nobody is there any more who wants it
+                _release(agent)  # the client is gone, so no process wants it any more
 
-    def _hear(self, client: bytes, kind: bytes, *rest: bytes) -> None:
+    def _handle(self, client: bytes, kind: bytes, *rest: bytes) -> None:
         agent = self._agents.get(client)
         if kind == START and agent is None and rest and rest[0] in _TASKS:
             self._start_node_agent(client, rest[0].decode())
         elif kind == INPUT and agent is not None:
             assert agent.stdin is not None
-            with suppress(BrokenPipeError, ValueError):  # it has ended; its status says how
-                agent.stdin.write(rest[0])  # an assignment, which fits into a pipe
+            with suppress(BrokenPipeError, ValueError):  # the agent has ended; its status says how
+                agent.stdin.write(rest[0])  # an assignment is small enough for a pipe's buffer
         elif kind == END and agent is not None:
-            _let_go(agent)
+            _release(agent)
 
     def _start_node_agent(self, client: bytes, task: str) -> None:
         agent = subprocess.Popen(
@@ -230,7 +230,7 @@ class Server:
         self._pipes |= {agent.stdout.fileno(): (client, OUTPUT), agent.stderr.fileno(): (client, ERROR)}
 
     def _forget(self, client: bytes) -> None:
-        """Free what a node agent that has ended held here."""
+        """Release the resources of a node agent that has ended."""
         agent = self._agents.pop(client)
         for pipe in (agent.stdin, agent.stdout, agent.stderr):
             assert pipe is not None
@@ -252,15 +252,15 @@ class Server:
             return
         self._closed = self._stopping = True
         for agent in self._agents.values():
-            _let_go(agent)
+            _release(agent)
         until = time.monotonic() + _END_S
         for client, agent in [*self._agents.items()]:
             try:
                 agent.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                agent.kill()  # its guardian ends its engine
+                agent.kill()  # the agent's guardian ends the engine
                 agent.wait()
-            self._send(client, STATUS, b"%d" % LOST)  # as ssh would say it
+            self._send(client, STATUS, b"%d" % LOST)  # the status that ssh would give
             self._forget(client)
         self._socket.close()
         self._authenticator.stop()
@@ -268,26 +268,28 @@ class Server:
         os.close(self._wake)
 
 
-def _let_go(agent: subprocess.Popen[bytes]) -> None:
-    """A node agent whose input ends, ends its engine, and itself."""
+def _release(agent: subprocess.Popen[bytes]) -> None:
+    """Close a node agent's input, so that it ends its engine and itself."""
     assert agent.stdin is not None
     agent.stdin.close()
 
 
 def _own_url(address: str) -> str:
-    """Where to listen for an address of the cluster, as a number; port 0 is one that the system chooses."""
+    """Return the numeric URL to listen on for an address of the cluster. For port 0, the system chooses one."""
     anywhere = address.endswith(":0")
     host, port = split_address(f"{address}1" if anywhere else address)
     try:
         number = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise StartError(f"The address {address} is unknown on this machine: {error}.") from error
+        raise StartError(
+            f"The address {address} is unknown on this machine: {error}. Correct it in the cluster, or in /etc/hosts."
+        ) from error
     interface_of(number)
     return f"tcp://{f'[{number}]' if ':' in number else number}:{'*' if anywhere else port}"
 
 
 def serve_until_signal(server: Server) -> None:
-    """Serve until SIGTERM or SIGINT, with a word at the beginning."""
+    """Serve until SIGTERM or SIGINT, after printing the address."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: server.stop())
     print(f"distnb: waiting for a notebook at {server.target}", flush=True)

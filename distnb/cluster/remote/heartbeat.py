@@ -1,8 +1,8 @@
-"""The connection by which a machine with engines knows that the notebook's machine is there.
+"""The connection by which a machine with engines notices the loss of the notebook's machine.
 
-It belongs to a process that never computes, and its other end is the notebook's control channel: authenticated, and
-encrypted like everything there. Nothing is said on it. The kernel's probes find out when the other machine cannot be
-reached any more; no program has to answer them, so neither a busy notebook nor one that is suspended is taken for lost.
+It belongs to a process that never computes. Its other end is the notebook's control channel, so it is authenticated and
+encrypted. No message is sent on it: the kernels' keep-alive probes find out when the other machine can no longer be
+reached. No program has to answer them, so neither a busy notebook nor a suspended one is mistaken for a lost one.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from distnb.errors import StartError
 __all__ = ["LOST", "LOST_AFTER_S", "heartbeat"]
 
 LOST = 255
-"""The exit status of a process here whose node agent is not reached, or not any more; ssh's own choice."""
+"""The exit status of a local process whose node agent was not reached or was lost. It is ssh's own status for that."""
 
 _PROBE_S = 2
 _PROBES = 3
 LOST_AFTER_S = _PROBE_S * (_PROBES + 1)
-"""After so long without a sign of the other machine the connection is given up."""
+"""The seconds without a sign of the other machine after which the connection counts as lost."""
 
 _CONNECT_S = 30
-_LOOK_MS = 200
+_POLL_MS = 200
 
 
 @contextmanager
 def heartbeat(connection: Connection, on_lost: Callable[[str], None]) -> Iterator[None]:
-    """Watch the notebook from a thread, which calls `on_lost` once, with the reason.
+    """Watch the notebook from a thread, which calls `on_lost` once with the reason.
 
     Raises:
-        StartError: On entering, when the notebook cannot be reached.
+        StartError: On entering, if the notebook cannot be reached.
     """
     url = connection.control_url
     closing = threading.Event()
@@ -54,7 +54,7 @@ def heartbeat(connection: Connection, on_lost: Callable[[str], None]) -> Iterato
 
         def watch() -> None:
             while not closing.is_set():
-                if monitor.poll(_LOOK_MS):
+                if monitor.poll(_POLL_MS):
                     on_lost(f"the connection to the notebook ({url}) was lost; the engine here is ended.")
                     return
 
@@ -63,11 +63,14 @@ def heartbeat(connection: Connection, on_lost: Callable[[str], None]) -> Iterato
             socket.connect(url)
             if not monitor.poll(1000 * _CONNECT_S):
                 raise StartError(
-                    f"The notebook cannot be reached from here: nobody answered at {url} within {_CONNECT_S} s. "
-                    "Is there a firewall between, or is it the wrong network? interface= names the notebook's."
+                    f"The notebook cannot be reached from here: {url} did not answer within {_CONNECT_S} s. "
+                    "Check for a firewall, or name the right network of the notebook's machine by interface=."
                 )
             if recv_monitor_message(monitor)["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                raise StartError(f"The notebook at {url} did not let this machine in: it is another one.")
+                raise StartError(
+                    f"The notebook at {url} refused this machine's keys, so it is another notebook. Start the cluster "
+                    "again."
+                )
             thread.start()
             yield
         finally:

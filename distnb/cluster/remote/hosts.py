@@ -1,4 +1,4 @@
-"""On which machines, and on what there, engines are to run: read and planned before anything is started."""
+"""Options for engines on other machines, and the plan of a cluster: read and checked before anything is started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TAKES = {
     "mpi": ("hosts", "cluster_resolver", "launcher_args"),
     "server": ("cluster_resolver", "secret"),
 }
-"""What each launcher takes beside `per_host` and `interface`."""
+"""The options of each launcher in addition to `per_host` and `interface`."""
 
 _TRANSPORTS: dict[str, Callable[[Sequence[str]], Transport]] = {"ssh": SSH, "slurm": Slurm, "mpi": MPI}
 _NAME = re.compile(r"[^\s,-][^\s,]*")
@@ -43,20 +43,20 @@ _SERVERS_DEVICE = Device("cpu")
 
 @dataclass(frozen=True)
 class HostOptions:
-    """Which machines, and how they are reached.
+    """The machines for engines, and how they are reached.
 
     Attributes:
-        hosts: As the launcher names them, each once: for "server" their addresses.
-        per_host: How many engines each gets; None as without hosts: one per GPU, else two on the CPU.
-        interface: The interface of this machine, or its address, where it listens for them; None for the one that
-            leads to them.
-        arguments: More arguments for the launcher's command.
+        hosts: The machines, by the launcher's names, each once; for "server", their addresses.
+        per_host: The number of engines on each machine. None for one per GPU, or two on the CPU.
+        interface: The interface or address of this machine at which it listens for engines. None for the one that leads
+            to them.
+        arguments: Further arguments for the launcher's command.
         launcher: "ssh", "slurm", "mpi" or "server".
-        secret: The secret file, where the machines run servers.
-        without_gpus: How many engines each gets that has no GPUs, in place of two.
-        tasks: In a cluster with parameter servers: the machine of each worker and each server, in engine order. These
+        secret: The secret file, if the machines run servers.
+        without_gpus: The number of engines on each machine without GPUs, in place of two.
+        tasks: The machine of each worker and server, in engine order, in a cluster with parameter servers. These tasks
             have all of its engines.
-        replicas: How many engines each of these workers has.
+        replicas: The number of engines of each of these workers.
     """
 
     hosts: tuple[str, ...]
@@ -70,13 +70,13 @@ class HostOptions:
     replicas: int = 1
 
     def transport(self) -> Transport:
-        """How the machines are reached."""
+        """Return the transport to the machines."""
         if self.secret is None:
             return _TRANSPORTS[self.launcher](self.arguments)
         return ServerTransport(self.secret, {address: str(task) for task, address in self.tasks.items()})
 
 
-# -- what the user says ------------------------------------------------------------------------------------------------
+# -- the user's options ------------------------------------------------------------------------------------------------
 
 
 def read_host_options(
@@ -87,10 +87,10 @@ def read_host_options(
     replicas_per_worker: int | None = None,
     **given: Any,
 ) -> HostOptions | None:
-    """Read what `distnb.start` was given of other machines; None where the engines are to run on this one.
+    """Return the options of `distnb.start` for other machines; None if the engines run on this one.
 
-    `tasks`, of all engines, are dealt to the machines in turn: workers from the first one on, and then servers from the
-    first one on.
+    `tasks`, those of all engines, are assigned to the machines in turn: workers from the first machine on, and then
+    servers from the first one on.
 
     Example:
         >>> read_host_options(hosts="a,b", per_host=2).hosts
@@ -102,12 +102,12 @@ def read_host_options(
     hosts, resolver, per_host = map(given.get, ("hosts", "cluster_resolver", "per_host"))
     if launcher not in (None, "local", *_TAKES):
         raise OptionError(
-            f"launcher={launcher!r}: the launchers are {', '.join(map(repr, ('local', *_TAKES)))}. Inside an "
-            "allocation of another cluster manager, 'mpi' or 'ssh' with its machines as hosts=[…] starts engines there."
+            f"launcher={launcher!r} is unknown. The launchers are {', '.join(map(repr, ('local', *_TAKES)))}. Inside "
+            "an allocation of another cluster manager, use 'mpi' or 'ssh' with its machines as hosts=[…]."
         )
     if not isinstance(resolver, (ClusterResolver, type(None))):
         raise OptionError(
-            f"cluster_resolver={resolver!r} is none. Give an object of distnb.cluster_resolver, such as "
+            f"cluster_resolver={resolver!r} is not a resolver. Give an object of distnb.cluster_resolver, such as "
             "SimpleClusterResolver({'worker': ['a:2222', 'b:2222']})."
         )
     chosen = launcher or _usual_launcher(hosts, resolver)
@@ -116,16 +116,18 @@ def read_host_options(
             return None
         extra = "{}={!r}".format(*next(iter(given.items())))
         if launcher is None:
-            raise OptionError(f"{extra} is for engines on other machines: name them too, hosts=['a', 'b'].")
-        raise OptionError(f"launcher='local' starts engines on this machine, and {extra} is for others. Leave one out.")
+            raise OptionError(f"{extra} is for engines on other machines. Name them, too: hosts=['a', 'b'].")
+        raise OptionError(
+            f"launcher='local' starts engines on this machine, but {extra} is for other machines. Leave one out."
+        )
     if n is not None:
-        raise OptionError(f"n={n} counts engines on this machine. On others, per_host says how many each one gets.")
+        raise OptionError(f"n={n} is for engines on this machine. For others, give the number per machine by per_host.")
     _check_given(chosen, given)
     machines = _with_tasks(_machines(chosen, hosts, resolver), tasks)
     if machines.tasks and per_host is not None:
         raise OptionError(
-            f"per_host={per_host} for a cluster of {', '.join(map(str, machines.tasks))}: a server is one engine, a "
-            "worker as many as replicas_per_worker says. Leave it out."
+            f"per_host={per_host} for a cluster of {', '.join(map(str, machines.tasks))}: a server is one engine, and "
+            "replicas_per_worker gives the number of engines of a worker. Leave per_host out."
         )
     return replace(
         machines,
@@ -147,23 +149,25 @@ def _usual_launcher(hosts: object, resolver: ClusterResolver | None) -> str:
 
 
 def _check_given(launcher: str, given: Mapping[str, Any]) -> None:
-    """What is given makes sense, is for this launcher, and says which machines."""
+    """Check that the options are valid, suit the launcher, and name the machines."""
     if "cluster_resolver" in given and "hosts" in given:
-        raise OptionError(f"hosts={given['hosts']!r} cannot be given with cluster_resolver, which names the machines.")
+        raise OptionError(
+            f"hosts={given['hosts']!r} cannot be combined with cluster_resolver, which names machines. Leave one out."
+        )
     takes = _TAKES[launcher]
     for name, value in given.items():
         if name not in (*takes, "per_host", "interface"):
             raise OptionError(
-                f"{name}={value!r} is nothing for launcher={launcher!r}, which takes {' and '.join(takes)}."
+                f"{name}={value!r} does not apply to launcher={launcher!r}, which takes {' and '.join(takes)}."
             )
         if name.endswith("_args") and (isinstance(value, str) or not all(isinstance(word, str) for word in value)):
             raise OptionError(f"{name}={value!r}: give a list of words, such as ['-p', '2222'].")
     if launcher != "slurm" and "cluster_resolver" not in given and "hosts" not in given:
         named = "cluster_resolver=…" if launcher == "server" else "hosts=['a', 'b']"
-        raise OptionError(f"launcher={launcher!r} is for engines on other machines: name them too, by {named}.")
+        raise OptionError(f"launcher={launcher!r} is for engines on other machines. Name them, too, by {named}.")
     per_host = given.get("per_host", 1)
     if isinstance(per_host, bool) or not isinstance(per_host, int) or per_host < 1:
-        raise OptionError(f"per_host={per_host!r}: give a whole number of engines for each machine, from 1.")
+        raise OptionError(f"per_host={per_host!r}: give a whole number of engines for each machine, 1 or more.")
 
 
 def _read_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
@@ -171,21 +175,21 @@ def _read_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise OptionError("hosts is empty. Name at least one machine, or leave it out to start engines on this one.")
     for name in names:
-        # A name that began with a dash would be an option to ssh, and one with a comma several to srun and mpiexec.
+        # To ssh, a name that begins with a dash is an option. To srun and mpiexec, a comma separates two names.
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise OptionError(
-                f"{name!r} is no name of a machine. Give what the launcher understands: 'gpu1', for ssh 'me@gpu1'."
+                f"{name!r} is not the name of a machine. Give one that the launcher accepts: 'gpu1', for ssh 'me@gpu1'."
             )
         if names.count(name) > 1:
-            raise OptionError(f"hosts names {name!r} more than once. per_host says how many engines each one gets.")
+            raise OptionError(f"hosts names {name!r} more than once. Give the number of engines by per_host instead.")
     return tuple(names)
 
 
-# -- what a resolver, or Slurm, says -----------------------------------------------------------------------------------
+# -- the cluster of a resolver, or of Slurm ----------------------------------------------------------------------------
 
 
 def _machines(launcher: str, hosts: str | Sequence[str] | None, resolver: ClusterResolver | None) -> HostOptions:
-    """Machines, each once, and how many engines they should have."""
+    """Return the machines, each once, with the numbers of their engines."""
     if launcher == "server":
         assert resolver is not None
         return _machines_with_servers(resolver)
@@ -197,44 +201,48 @@ def _machines(launcher: str, hosts: str | Sequence[str] | None, resolver: Cluste
         return machines
     for name in machines.hosts:
         if name not in nodes:
-            raise OptionError(f"{name!r} is no node of this Slurm allocation; those are {', '.join(nodes)}.")
+            raise OptionError(f"{name!r} is not a node of this Slurm allocation. Its nodes are {', '.join(nodes)}.")
     return replace(machines, hosts=machines.hosts or nodes, without_gpus=machines.without_gpus or tasks_of_nodes())
 
 
 def _with_tasks(machines: HostOptions, tasks: Sequence[Task]) -> HostOptions:
-    """Machines to which tasks were dealt."""
+    """Return the machines with tasks assigned to them."""
     if not tasks:
         return machines
     if machines.tasks:
         raise OptionError(
-            f"{len(set(tasks))} workers and servers were asked for, and the cluster_resolver names those that there "
-            f"are: {', '.join(map(str, machines.tasks))}. Leave out one of the two."
+            f"{len(set(tasks))} workers and servers were asked for, but the cluster_resolver names them already: "
+            f"{', '.join(map(str, machines.tasks))}. Leave out one of the two."
         )
     dealt = {task: machines.hosts[task.index % len(machines.hosts)] for task in tasks}
     return replace(machines, tasks=dealt, replicas=tasks.count(tasks[0]))
 
 
 def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
-    """The addresses of a cluster's workers and servers; without servers, of its chief and workers but this process."""
+    """Return the addresses of a cluster's workers and parameter servers.
+
+    Without parameter servers, return those of its chief and workers except for this process.
+    """
     if tasks := server_cluster_tasks(resolver):
         if resolver.task_type in (WORKER, PS):
             raise OptionError(
-                f"This process is {resolver.task_type} {resolver.task_id} of its cluster, and the one that starts it "
-                "is the chief, or no task of it: the coordinator. On workers and servers run `distnb worker`."
+                f"This process is {resolver.task_type} {resolver.task_id} of its cluster, but only the coordinator "
+                "starts it: the chief, or a process that is no task. On workers and servers run `distnb worker`."
             )
         addresses = tuple(tasks.values())
         for task, address in tasks.items():
             split_address(address)
             if addresses.count(address) > 1:
                 raise OptionError(
-                    f"The cluster gives several tasks the address of {task}, {address}. Each has one of its own; those "
-                    "of one machine have different ports."
+                    f"The cluster gives several tasks the address of {task}, {address}. Give each its own; those of "
+                    "one machine need different ports."
                 )
-        return HostOptions(hosts=addresses, tasks=tasks, replicas=_replicas_told(resolver, tasks))
+        return HostOptions(hosts=addresses, tasks=tasks, replicas=_replicas_per_worker(resolver, tasks))
     found = {worker.address: [worker] for worker in _workers(resolver) if not _is_own(worker, resolver)}
     if not found:
         raise OptionError(
-            f"The cluster {resolver.cluster_spec().as_dict()} has no worker beside this process, so there is no server."
+            f"The cluster {resolver.cluster_spec().as_dict()} has no worker except this process. Add one that runs a "
+            "server."
         )
     for address in found:
         split_address(address)
@@ -242,12 +250,14 @@ def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
 
 
 def _machines_of(resolver: ClusterResolver) -> HostOptions:
-    """The machines of a cluster's chief and workers, without their ports; without GPUs, one engine for each task. With
-    parameter servers, those of its workers and servers."""
-    if told := server_cluster_tasks(resolver):
-        placed = {task: host_of(address) for task, address in told.items()}
+    """Return the machines of a cluster's chief and workers, without ports; without GPUs, one engine for each task.
+
+    With parameter servers, return the machines of its workers and servers.
+    """
+    if tasks_there := server_cluster_tasks(resolver):
+        placed = {task: host_of(address) for task, address in tasks_there.items()}
         machines = tuple(dict.fromkeys(placed.values()))
-        return HostOptions(hosts=machines, tasks=placed, replicas=_replicas_told(resolver, placed))
+        return HostOptions(hosts=machines, tasks=placed, replicas=_replicas_per_worker(resolver, placed))
     by_host: dict[str, list[Worker]] = {}
     for worker in _workers(resolver):
         by_host.setdefault(host_of(worker.address), []).append(worker)
@@ -256,8 +266,10 @@ def _machines_of(resolver: ClusterResolver) -> HostOptions:
 
 
 def are_workers(machines: Sequence[str], resolver: ClusterResolver) -> bool:
-    """Whether these machines, as a launcher names them, are those of a cluster's workers; that of this process itself
-    may be lacking."""
+    """Return whether machines, by a launcher's names, are those of a cluster's workers.
+
+    The machine of this process may be missing.
+    """
     there = {host_of(name.rpartition("@")[2]) for name in machines}
     workers = workers_of(resolver.cluster_spec())
     if there == {host_of(worker.address) for worker in workers}:
@@ -274,13 +286,13 @@ def _workers(resolver: ClusterResolver) -> tuple[Worker, ...]:
     workers = workers_of(spec)
     if not workers:
         raise OptionError(
-            f"{resolver!r} tells of no chief and no worker, so there is no machine for engines: {spec.as_dict()}."
+            f"{resolver!r} has no chief and no worker, so there is no machine for engines: {spec.as_dict()}. Add one."
         )
     return workers
 
 
 def _engines(resolver: ClusterResolver, workers: Mapping[str, Sequence[Worker]]) -> Mapping[str, int] | None:
-    """One engine per accelerator, where the resolver knows other machines' accelerators."""
+    """Return one engine per accelerator, if the resolver knows the accelerators of other machines."""
     if not resolver.knows_accelerators:
         return None
     counts = {
@@ -290,8 +302,8 @@ def _engines(resolver: ClusterResolver, workers: Mapping[str, Sequence[Worker]])
     return {name: count for name, count in counts.items() if count} or None
 
 
-def _replicas_told(resolver: ClusterResolver, tasks: Iterable[Task]) -> int:
-    """How many accelerators each worker of a cluster with parameter servers has, where the resolver knows; else 1."""
+def _replicas_per_worker(resolver: ClusterResolver, tasks: Iterable[Task]) -> int:
+    """Return the number of accelerators of each worker of a cluster with servers, if the resolver knows it; else 1."""
     if not resolver.knows_accelerators:
         return 1
     counts = {
@@ -299,8 +311,8 @@ def _replicas_told(resolver: ClusterResolver, tasks: Iterable[Task]) -> int:
     }
     if len(set(counts.values())) > 1:
         raise OptionError(
-            f"The workers have different numbers of accelerators, {counts}, and a step of each is to be of as many "
-            "replicas. Say how many each uses: distnb.start(..., replicas_per_worker=1)."
+            f"The workers have different numbers of accelerators, {counts}, but each must have the same number of "
+            "replicas. Give the number to use: distnb.start(..., replicas_per_worker=1)."
         )
     return max(1, *counts.values())
 
@@ -310,15 +322,15 @@ def _replicas_told(resolver: ClusterResolver, tasks: Iterable[Task]) -> int:
 
 @dataclass(frozen=True)
 class HostPlan:
-    """What is to be started.
+    """The engines to start.
 
     Attributes:
-        devices: One per engine.
-        address: Where the notebook listens for them.
-        hosts: The machine of each engine; empty for this one.
-        transport: How they are reached.
-        notices: What the user should know before they start.
-        tasks: The role of each engine; empty where all are alike.
+        devices: The device of each engine.
+        address: The address at which the notebook listens for the engines.
+        hosts: The machine of each engine; empty for this machine.
+        transport: The transport to these machines.
+        notices: The notices for the user before the start.
+        tasks: The role of each engine; empty if all are alike.
     """
 
     devices: tuple[Device, ...]
@@ -329,7 +341,7 @@ class HostPlan:
     tasks: tuple[Task, ...] = ()
 
     def launcher(self, connection: Connection) -> Launcher:
-        """What starts the engines of a cluster with this connection."""
+        """Return the launcher of a cluster with this connection."""
         if self.transport is None:
             return ThisMachine(self.devices)
         return Hosts(self.hosts, connection, self.address, self.transport)
@@ -344,10 +356,10 @@ def make_plan(
     oversubscribe: bool,
     tasks: tuple[Task, ...] = (),
 ) -> HostPlan:
-    """Decide how many engines run where: here, or on each of the machines, which are asked what they have.
+    """Return the plan of a cluster on this machine, or on other machines, which are asked for their devices.
 
-    `tasks` are the roles of engines that run here. Workers get devices as engines do that are all alike; a server
-    computes on the CPU.
+    `tasks` are the roles of engines on this machine. Workers get devices like engines without roles; a server computes
+    on the CPU.
     """
     if options is None:
         workers = [task for task in tasks if task.job == WORKER]
@@ -366,9 +378,9 @@ def make_plan(
     for host, (gpus, capacity) in found.items():
         count = options.per_host
         if not isinstance(count, int):
-            # What a resolver tells of GPUs is not meant where devices are named.
-            told = (count or {}).get(host) or (None if gpus else options.without_gpus.get(host))
-            count = told if devices is None else None
+            # If devices are named, a resolver's number of GPUs does not count.
+            known = (count or {}).get(host) or (None if gpus else options.without_gpus.get(host))
+            count = known if devices is None else None
         try:
             there = plan_devices(count, devices, oversubscribe=oversubscribe, gpus=gpus)
             notices += check_capacity(len(there), capacity, host, oversubscribe=oversubscribe)
@@ -390,7 +402,7 @@ def _plan_tasks(
     *,
     oversubscribe: bool,
 ) -> HostPlan:
-    """The engines of each task; the workers of one machine share its GPUs out among them."""
+    """Return the plan for the engines of each task. The workers of one machine share its GPUs."""
     by_machine: dict[str, list[int]] = {}
     tasks = options.tasks
     engines = [task for task in tasks for _ in range(options.replicas if task.job == WORKER else 1)]

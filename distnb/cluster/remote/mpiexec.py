@@ -1,7 +1,8 @@
-"""Other machines by mpiexec, of Open MPI, MPICH and their kin.
+"""The transport by mpiexec, of Open MPI, MPICH and related implementations.
 
-No MPI is spoken: mpiexec knows the ways to other machines, inside the allocation of a cluster manager too, and that is
-all that is asked of it. One mpiexec for each engine, which ends with it: one for all would end all with the first.
+No MPI messages are involved. mpiexec knows how to reach other machines, also inside a cluster manager's allocation, and
+is used only for that. Each engine has its own mpiexec, which ends with it: a single mpiexec would end all engines with
+the first.
 """
 
 from __future__ import annotations
@@ -20,33 +21,34 @@ _SESSIONS = "OMPI_MCA_orte_local_tmpdir_base"
 
 
 class MPI(Transport):
-    """Machines that mpiexec reaches; `arguments` are more for it."""
+    """The machines that mpiexec reaches. `arguments` are further arguments for it."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
 
     def command(self, host: str, task: str) -> list[str]:
-        """An mpiexec that stays, with what all kinds of mpiexec understand."""
-        # Open MPI would bind a single process to a single core.
+        """Return an mpiexec that stays connected, with options that all implementations understand."""
+        # By default, Open MPI binds a single process to a single core.
         mpiexec = ["mpiexec", "-n", "1", "--bind-to", "none", *self._arguments, "--host", host]
         return [*mpiexec, *NODE_AGENT, task]
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
-        """Open MPI, when it is ended, leaves the files of its session: they go with the cluster's.
+        """Return an environment with a directory for Open MPI's session files in the cluster's directory.
 
-        Each mpiexec has a folder of its own: of two that begin at once in one, the second may fail to make it.
+        Open MPI leaves these files behind when it is killed; there, they are removed with the cluster. Each mpiexec has
+        a folder of its own: if two start at once in the same one, the second may fail to create it.
         """
         if directory is None:
             return os.environ
         return {**os.environ, _SESSIONS: tempfile.mkdtemp(prefix="mpi", dir=directory)}
 
     def network_name(self, host: str) -> str:
-        """The same: mpiexec looks names up as any program does."""
+        """Return the same name: mpiexec resolves names like any program."""
         return host
 
     def unreached(self, host: str, status: int) -> str:
-        """What has to be so."""
+        """Return the requirements of mpiexec, for the error."""
         return (
-            f"mpiexec starts nothing on {host}. It needs a way there (ssh without a password, or an allocation that it "
-            f"knows of), and the same Python environment at the same path ({sys.executable})."
+            f"mpiexec cannot start a process on {host}. It needs a way there (ssh without a password, or an allocation "
+            f"that it knows), and the same Python environment at the same path ({sys.executable})."
         )

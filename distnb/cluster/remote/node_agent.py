@@ -1,17 +1,23 @@
-"""`python -m distnb.cluster.remote.node_agent`: started on another machine, by ssh or the like, for each engine there.
+"""`python -m distnb.cluster.remote.node_agent`: started on another machine, by ssh for example, for each engine there.
 
-It stands for the notebook on its machine: it makes the run directory, writes the secret connection file, starts the
-engine, and ends it when the notebook lets go or cannot be reached any more. It never computes, so nothing that an
-engine does can keep it from noticing. Two things tell it of the notebook: its standard input, which is kept open for
-as long as the notebook wants the engine, and a connection to the notebook's control channel, whose other end the
-kernel probes. A notebook that merely stands still confirms probes.
+The node agent represents the notebook on its machine. It makes the run directory, writes the secret connection file,
+starts the engine, and ends it when the notebook releases it or can no longer be reached. It never computes, so an
+engine cannot keep it from noticing. Two connections tie it to the notebook: its standard input, which stays open while
+the notebook wants the engine, and a connection to the notebook's control channel, whose other end the kernel probes. A
+notebook that is merely suspended still confirms probes.
 
-    probe   print, as a line of JSON, what this machine has
-    serve   read an `Assignment` from standard input, keep its engine, and end with the engine's exit status; with a
-            process id as second argument also when that process ends (a server's: what it forked keeps its pipes open)
+    probe   print, as a line of JSON, the version, GPUs and capacity of this machine
+    serve   read an `Assignment` from standard input, run its engine, and end with the engine's exit status. With a
+            process id as second argument, end when that process ends, too. A server passes its own: processes that it
+            forked would keep the pipe open after its end.
 
-To standard output it says each second that it is there, and at last its exit status.
-What the engine writes goes to standard error.
+Standard output carries a heartbeat each second and finally the exit status:
+
+    distnb-beat
+    distnb-beat
+    distnb-status 137          the engine was killed: 128 + SIGKILL
+
+Standard error carries the engine's output.
 """
 
 from __future__ import annotations
@@ -54,27 +60,27 @@ from distnb.errors import StartError
 __all__ = ["BEAT", "KILLED", "STATUS", "Assignment", "main"]
 
 KILLED = 128
-"""An engine that signal *n* ended gives the exit status 128 + *n*, as a shell says it: ssh carries no other."""
+"""The base of exit statuses for signals: 128 + *n* if signal *n* ended the engine, the form that ssh passes on."""
 
 BEAT: Final = b"distnb-beat"
 STATUS: Final = b"distnb-status"
 
 _BEAT_S = 1.0
-_LET_GO = 0
+_RELEASED = 0
 _FAILED = 1
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a node agent is told.
+    """The order that a node agent receives: which engine to run, and how.
 
     Attributes:
-        connection: How the engine reaches the notebook. Its `notebook_pid` means nothing there.
+        connection: The information by which the engine reaches the notebook. Its `notebook_pid` is meaningless there.
         notebook: The notebook's address.
         device: The engine's device on that machine.
-        engines: How many engines share that machine.
-        agent: Module whose `install` makes an engine of a process.
-        hash_seed: The same on every machine.
+        engines: The number of engines that share that machine.
+        agent: The module whose `install` makes an engine of a process.
+        hash_seed: The seed of string hashes, the same on every machine.
     """
 
     connection: Connection
@@ -86,64 +92,65 @@ class Assignment:
     hash_seed: str
 
     def encode(self) -> bytes:
-        """One line."""
+        """Return the assignment as one line."""
         return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
 
     @classmethod
     def decode(cls, line: bytes) -> Assignment:
-        """Read such a line."""
+        """Return the assignment in a line."""
         found = json.loads(line)
         return cls(**{**found, "connection": Connection(**found["connection"])})
 
 
 class _NodeAgent:
-    """Keeps one engine."""
+    """The keeper of one engine."""
 
     def __init__(self, assignment: Assignment) -> None:
-        self._told = assignment
+        self._assignment = assignment
         self._reasons: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
 
-    def let_go(self, why: str = "", status: int = _LET_GO, *, asked: bool = False) -> None:
-        """End the engine, from any thread.
+    def release(self, why: str = "", status: int = _RELEASED, *, requested: bool = False) -> None:
+        """End the engine. Any thread may call this.
 
         Args:
-            why: What is to be written to the log; empty for nothing.
+            why: The reason to log, or "" for none.
             status: The node agent's exit status.
-            asked: The notebook wants it: the engine may end by itself first. Else it is killed, as it would be beside
-                a notebook that has ended: were it to end by itself, its part of a program would count as finished.
+            requested: True if the notebook requested it, so that the engine may first end by itself. Otherwise it is
+                killed, as it would be on the machine of a notebook that ended: if it ended by itself, its part of a
+                program would count as finished.
         """
-        self._reasons.put((why, status, asked))
+        self._reasons.put((why, status, requested))
 
     def keep(self) -> int:
-        """Start the engine, wait for a reason to end, and leave nothing behind. Returns the exit status."""
-        told = self._told
-        interface = interface_of(address_towards(told.notebook))
-        with heartbeat(told.connection, partial(self.let_go, status=_FAILED)):
+        """Start the engine, wait for a reason to end, and clean up. Return the exit status."""
+        assignment = self._assignment
+        interface = interface_of(address_towards(assignment.notebook))
+        with heartbeat(assignment.connection, partial(self.release, status=_FAILED)):
             processes = Processes()
             try:
-                dataclasses.replace(told.connection, notebook_pid=os.getpid()).write(processes.directory)
-                # Not our own standard error: ssh would wait for every process of the user's that has inherited it.
+                dataclasses.replace(assignment.connection, notebook_pid=os.getpid()).write(processes.directory)
+                # A pipe, not our own standard error: ssh would wait for every user process that inherited it.
                 engine = processes.start(
                     [*PYTHON_MODULE, "distnb.engine"],
-                    lambda pid, words, expected: self.let_go(status=_status_of(processes, pid)),
+                    lambda pid, words, expected: self.release(status=_status_of(processes, pid)),
                     env={
                         **without_task_variables(os.environ),
-                        **engines_environment(told.engines, processes.directory, agent=told.agent),
+                        **engines_environment(assignment.engines, processes.directory, agent=assignment.agent),
                         **network_environment(interface),
-                        ENGINE_VARIABLE: str(told.engine),
-                        DEVICE_VARIABLE: told.device,
-                        "PYTHONHASHSEED": told.hash_seed,
+                        ENGINE_VARIABLE: str(assignment.engine),
+                        DEVICE_VARIABLE: assignment.device,
+                        "PYTHONHASHSEED": assignment.hash_seed,
                     },
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                 )
                 threading.Thread(target=_forward, args=(engine.stdout,), name="distnb-log", daemon=True).start()
-                why, status, asked = self._reasons.get()
+                why, status, requested = self._reasons.get()
                 if why:
-                    with suppress(OSError):  # nobody may read it any more
+                    with suppress(OSError):  # the reader may be gone
                         print(f"distnb: {why}", file=sys.stderr, flush=True)
-                if asked:
+                if requested:
                     processes.end([engine.pid])
                 return status
             finally:
@@ -162,15 +169,16 @@ def _forward(source: IO[bytes]) -> None:
 
 
 def _await_end_of_input(agent: _NodeAgent) -> None:
-    """A word says that the engine is not wanted any more. Without one the notebook is gone, or the way to it."""
-    asked = bool(os.read(0, 4096))
-    agent.let_go("" if asked else "the notebook let go of its engine here without a word; it is ended.", asked=asked)
+    """Wait for the end of standard input. Data on it requests a release; its end without data means a lost notebook."""
+    requested = bool(os.read(0, 4096))
+    why = "" if requested else "the notebook ended, or its connection was lost; its engine here is ended."
+    agent.release(why, requested=requested)
 
 
 def _await_end_of(server: int, agent: _NodeAgent) -> None:
     with suppress(ProcessLookupError):
         select.select([end_descriptor(server)], [], [])
-    agent.let_go()
+    agent.release()
 
 
 def _probe() -> int:
@@ -185,12 +193,12 @@ def _probe() -> int:
 
 
 def _serve(server: int | None) -> int:
-    with open(0, "rb", buffering=0, closefd=False) as told:  # what comes after the line is for another reader
-        agent = _NodeAgent(Assignment.decode(told.readline()))
+    with open(0, "rb", buffering=0, closefd=False) as source:  # unbuffered: `_await_end_of_input` reads the rest
+        agent = _NodeAgent(Assignment.decode(source.readline()))
 
     def end(number: int, frame: FrameType | None) -> None:
-        # Not the notebook, which says so on standard input: whoever rules this machine, such as Slurm's scancel.
-        agent.let_go(f"told to end by {signal.Signals(number).name}; the engine here is ended.", KILLED + number)
+        # The notebook uses standard input instead. A signal comes from the machine's manager, as by Slurm's scancel.
+        agent.release(f"ended by {signal.Signals(number).name}; the engine here is ended.", KILLED + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, end)
@@ -202,14 +210,14 @@ def _serve(server: int | None) -> int:
 
 
 def _beat() -> None:
-    with suppress(OSError):  # nobody listens any more, and the end of its input tells the node agent so
+    with suppress(OSError):  # no reader; the end of input will end the node agent
         while True:
             os.write(1, BEAT + b"\n")
             time.sleep(_BEAT_S)
 
 
 def main(task: str, server: str = "") -> int:
-    """Do what the arguments say; returns the exit status."""
+    """Do the task, and return the exit status."""
     status = _FAILED
     try:
         status = _probe() if task == "probe" else _serve(int(server) if server else None)
@@ -224,4 +232,4 @@ def main(task: str, server: str = "") -> int:
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # a thread still sits in its reading of standard input
+    os._exit(code)  # a thread is still blocked in reading standard input

@@ -1,4 +1,4 @@
-"""The secret that a notebook and the servers of its cluster share, and the keys that both make of it."""
+"""The secret that a notebook shares with the servers of its cluster, and the keys derived from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distnb.errors import StartError
 __all__ = ["SECRET_VARIABLE", "read_secret", "secret_path"]
 
 SECRET_VARIABLE = "DISTNB_SECRET_FILE"
-"""Environment variable with the path of the secret file. The secret itself is never in a variable or an argument."""
+"""The environment variable with the path of the secret file. The secret itself is never in a variable or argument."""
 
 _LEAST_NBYTES = 32
 _CURE = (
@@ -30,17 +30,17 @@ _CURE = (
 
 
 def secret_path(given: str | os.PathLike[str] | None, addresses: Sequence[str] = ()) -> Path:
-    """The file that was named, else the one that the environment names.
+    """Return the given secret file, or the one that the environment names.
 
-    Where all addresses of the cluster are loopback ones, else the user's own, which is made if there is none: whoever
-    can read it is the same user on this machine.
+    If neither exists and all addresses of the cluster are loopback ones, return the user's own file, which is created
+    if needed: any process that can read it belongs to the same user on this machine.
     """
     path = given if given is not None else os.environ.get(SECRET_VARIABLE)
     if path:
         return Path(path).expanduser()
     if addresses and all(is_loopback(host_of(address)) for address in addresses):
         return _users_own()
-    raise StartError(f"A server and its notebook authenticate by a secret file, and none is named. {_CURE}")
+    raise StartError(f"A server and its notebook authenticate with a secret file, but none is named. {_CURE}")
 
 
 def _users_own() -> Path:
@@ -54,10 +54,10 @@ def _users_own() -> Path:
         descriptor, new = tempfile.mkstemp(dir=folder)  # of mode 0600
         with open(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(48))
-        with suppress(FileExistsError):  # another process was first: its secret holds
+        with suppress(FileExistsError):  # another process was first; its secret is used
             os.link(new, path)
     except OSError as error:
-        raise StartError(f"No secret file for servers on loopback could be made: {error}. {_CURE}") from error
+        raise StartError(f"The secret file for servers on loopback could not be created: {error}. {_CURE}") from error
     finally:
         if new is not None:
             os.unlink(new)
@@ -65,7 +65,7 @@ def _users_own() -> Path:
 
 
 def read_secret(path: Path) -> Keys:
-    """The key pairs of servers and of those that may call them. Raises StartError where the file is no secret."""
+    """Return the key pairs of servers and clients, derived from a secret. Raises StartError without one."""
     secret = read_private_file(path, f"secret file {path}", _CURE).strip()
     if len(secret) < _LEAST_NBYTES:
         raise StartError(
@@ -81,6 +81,6 @@ def read_secret(path: Path) -> Keys:
 
 
 def _private_key(secret: bytes, purpose: bytes) -> bytes:
-    """Return the private key of one side as Z85 text. Any 32 bytes are a private key of CURVE's."""
+    """Return the private key of one side as Z85 text. Any 32 bytes are a valid one for CURVE."""
     key: bytes = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"distnb " + purpose).digest())
     return key

@@ -1,8 +1,8 @@
-"""`python -m distnb.cluster.remote.server_client ADDRESS SECRET_FILE TASK`: has a server run a node agent.
+"""`python -m distnb.cluster.remote.server_client ADDRESS SECRET_FILE TASK`: asks a server to run a node agent.
 
-It takes the place of ssh, as the server takes that of sshd. What comes on standard input goes to the node agent, what
-that writes comes back, and the exit status is the node agent's; 255 when the server is not reached, or not any more.
-Everything is encrypted by keys that both ends make of their secret.
+It takes the place of ssh, and the server that of sshd. Its standard input goes to the node agent, whose output comes
+back. The exit status is the node agent's, or 255 if the server cannot be reached or is lost. All messages are encrypted
+with keys that both ends derive from their secret.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ OUTPUT: Final = b"output"
 ERROR: Final = b"error"
 STATUS: Final = b"status"
 ALIVE: Final = b"alive"
-"""Asks for nothing: that it cannot be sent tells the server that its client is gone."""
+"""An empty message. If it cannot be sent, the server knows that its client is gone."""
 
 _VARIABLE = "DISTNB_START_TIMEOUT"
-"""Environment variable: for how many seconds a server is waited for that does not listen yet."""
+"""The environment variable with the seconds to wait for a server that does not listen yet."""
 
 _USUAL_PATIENCE_S = 60.0
 _HANDSHAKE_S = 10.0
@@ -41,19 +41,19 @@ _CHUNK = 1 << 16
 
 
 def connect_patience_s() -> float:
-    """How long a server is waited for that does not listen yet. Raises OptionError where the variable is no number."""
-    said = os.environ.get(_VARIABLE, "")
+    """Return the seconds to wait for a server that does not listen yet. Raises OptionError if they are invalid."""
+    text = os.environ.get(_VARIABLE, "")
     try:
-        patience_s = float(said or _USUAL_PATIENCE_S)
+        patience_s = float(text or _USUAL_PATIENCE_S)
     except ValueError:
         patience_s = -1.0
     if not 0 < patience_s < float("inf"):
-        raise OptionError(f"{_VARIABLE}={said!r}: give the seconds for which a server is waited for, such as 60.")
+        raise OptionError(f"{_VARIABLE}={text!r} is not a time. Give the seconds to wait for a server, such as 60.")
     return patience_s
 
 
 def _connect(socket: zmq.Socket[bytes], address: str, keys: Keys) -> zmq.Socket[bytes]:
-    """Connect with a server. Returns the monitor, which tells of the connection's beginning and end."""
+    """Connect with a server. Return the monitor, which reports the connection's beginning and end."""
     socket.ipv6 = True
     socket.curve_serverkey = keys.server_public.encode()
     socket.curve_publickey = keys.client_public.encode()
@@ -67,7 +67,7 @@ def _connect(socket: zmq.Socket[bytes], address: str, keys: Keys) -> zmq.Socket[
 
 
 def _converse(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | str:
-    """Until the node agent has ended: its exit status. Or until the server is lost: how."""
+    """Forward input and output. Return the node agent's exit status, or the reason why the server is lost."""
     poller = zmq.Poller()
     for source in (socket, 0, monitor):
         poller.register(source, zmq.POLLIN)
@@ -81,15 +81,15 @@ def _converse(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | st
             socket.send_multipart([INPUT, data] if data else [END])
             if not data:
                 poller.unregister(0)
-        # Before what came last is read: a server that ends in order says the node agent's status first.
+        # The monitor comes before the last messages: a server that ends in order sends the node agent's status first.
         if monitor in ready:
             event = recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_CONNECTED:
-                if patience_s > _HANDSHAKE_S:  # who listens there answers soon, if it is the one that is meant
+                if patience_s > _HANDSHAKE_S:  # the right server answers a handshake at once
                     patience_s, deadline = _HANDSHAKE_S, min(deadline, time.monotonic() + _HANDSHAKE_S)
             else:
                 begins = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                ended, connected = connected and not begins, connected or begins  # one that never was is tried again
+                ended, connected = connected and not begins, connected or begins  # a failed attempt is repeated
         while socket.poll(0):
             kind, *rest = socket.recv_multipart()
             if kind == STATUS:
@@ -100,11 +100,11 @@ def _converse(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | st
                     left = left[os.write(1 if kind == OUTPUT else 2, left) :]
         if not connected and time.monotonic() > deadline:
             return f"did not answer within {patience_s:.0f} s. Does it run there, with the same secret?"
-    return "ended the connection, or is not reached any more"
+    return "ended the connection, or can no longer be reached"
 
 
 def main(address: str, secret: str, task: str) -> int:
-    """Do it; returns the exit status."""
+    """Do the task, and return the exit status."""
     try:
         keys = read_secret(Path(secret))
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket, _connect(socket, address, keys) as monitor:

@@ -1,4 +1,4 @@
-"""Other machines on which a `distnb.Server` runs."""
+"""The transport to machines that run a `distnb.Server`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ANSWER_S = 30.0
 
 
 class ServerTransport(Transport):
-    """Machines whose servers share a secret file with this notebook; hosts are their addresses, host:port.
+    """The machines whose servers share a secret file with this notebook. Hosts are their addresses, host:port.
 
-    `tasks` names the task at each address.
+    `tasks` has the name of the task at each address.
     """
 
     def __init__(self, secret: Path, tasks: Mapping[str, str] | None = None) -> None:
@@ -29,18 +29,18 @@ class ServerTransport(Transport):
         self.patience_s = connect_patience_s() + _ANSWER_S
 
     def command(self, host: str, task: str) -> list[str]:
-        """A client, which gets the secret's path, never the secret."""
+        """Return a client's command. It contains the path of the secret, never the secret."""
         return [*PYTHON_MODULE, "distnb.cluster.remote.server_client", host, str(self._secret), task]
 
     def network_name(self, host: str) -> str:
-        """The address without its port."""
+        """Return the address without its port."""
         return split_address(host)[0]
 
     def unreached(self, host: str, status: int) -> str:
-        """What has to be so."""
+        """Return the address and task without a connection, for the error."""
         task = f" of {self._tasks[host]}" if host in self._tasks else ""
         return f"There is no connection to the server{task} at {host}."
 
     def machine(self, host: str) -> str:
-        """Servers of one machine have different ports."""
+        """Return the machine of an address: servers of one machine differ in their ports."""
         return self.network_name(host)

@@ -1,7 +1,7 @@
-"""Other machines by srun: the nodes of the Slurm allocation in which the notebook runs.
+"""The transport by srun, to the nodes of the Slurm allocation in which the notebook runs.
 
-ipyparallel would submit a batch job, whose engines start some day and have no connection with this process. Here each
-engine has an srun that stays, inside an allocation that is there already.
+ipyparallel would submit a batch job, whose engines start at some later time without a connection to this process. Here,
+each engine has an srun that stays connected, inside the existing allocation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Slurm", "allotted_nodes", "tasks_of_nodes"]
 _NEEDED = (
     "--nodes=1",
     "--ntasks=1",
-    "--overlap",  # each engine is a step, and all share what the allocation has on their node
+    "--overlap",  # each engine is a step; all share the node's part of the allocation
     "--mem=0",
     "--export=ALL",
     "--input=all",
@@ -36,55 +36,57 @@ _ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 
 
 class Slurm(Transport):
-    """The nodes of this process's allocation; `arguments` are more for srun."""
+    """The nodes of this process's allocation. `arguments` are further arguments for srun."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
 
     def command(self, host: str, task: str) -> list[str]:
-        """An srun that stays."""
-        # Of an option that is given twice srun takes the last: the user's before ours only where ours are but usual.
+        """Return an srun that stays connected."""
+        # Of an option given twice, srun uses the last. So the user's options override the usual ones, not the needed.
         srun = ["srun", *_USUAL, *self._arguments, *_NEEDED, f"--nodelist={host}"]
         return [*srun, *NODE_AGENT, task]
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
-        """srun reads its options from variables too: those of the step that this process may be are not meant."""
+        """Return the environment without the variables of a surrounding step, which srun would read as options."""
         return {
             name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or _KEPT.fullmatch(name)
         }
 
     def network_name(self, host: str) -> str:
-        """The address by which Slurm itself reaches a node."""
+        """Return the address by which Slurm itself reaches a node."""
         command = ["scontrol", "show", "node", host, "--oneliner"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except FileNotFoundError as error:
-            raise StartError(f"There are no Slurm programs on this machine: {error}.") from error
+            raise StartError(
+                f"There are no Slurm programs on this machine: {error}. Start the notebook on a node of the cluster."
+            ) from error
         found = _ADDRESS.search(done.stdout)
         if found is None:
             said = (done.stderr or done.stdout).strip()
             raise StartError(f"Slurm gives no address of the node {host}. `{' '.join(command)}` says: {said}")
         return found[1]
 
-    def cause(self, said: str) -> str:
-        """What Slurm says of a step that it cancelled: by scancel, or since its time was over."""
-        found = _CANCELLED.findall(said)
+    def cause(self, output: str) -> str:
+        """Return Slurm's reason for cancelling a step: scancel, or the end of its time."""
+        found = _CANCELLED.findall(output)
         return f"Slurm says: {found[-1]}" if found else ""
 
     def unreached(self, host: str, status: int) -> str:
-        """What has to be so."""
+        """Return the requirements of srun, for the error."""
         return (
-            f"srun starts nothing on {host}. The node has to be up, and have the same Python environment at the same "
-            f"path ({sys.executable}) as this machine."
+            f"srun cannot start a process on {host}. The node must be up, and have the same Python environment at the "
+            f"same path ({sys.executable}) as this machine."
         )
 
 
 def allotted_nodes() -> tuple[str, ...]:
-    """The nodes of the allocation in which this process runs."""
+    """Return the nodes of the allocation in which this process runs."""
     text = os.environ.get("SLURM_JOB_NODELIST", "")
     if not text or not os.environ.get("SLURM_JOB_ID"):
         raise OptionError(
-            "launcher='slurm' needs an allocation, and this process runs in none (SLURM_JOB_ID and SLURM_JOB_NODELIST "
+            "launcher='slurm' needs an allocation, but this process runs in none (SLURM_JOB_ID and SLURM_JOB_NODELIST "
             "are not set). Get one, with --no-kill so that it outlives a node, and start Jupyter inside: "
             "`salloc --no-kill --nodes=2 jupyter lab`, or the same by sbatch."
         )
@@ -92,13 +94,13 @@ def allotted_nodes() -> tuple[str, ...]:
 
 
 def tasks_of_nodes() -> dict[str, int]:
-    """How many tasks on each node the allocation was asked for; empty where it was asked for nodes only."""
+    """Return the number of tasks per node that the allocation was requested with; empty if it was for nodes only."""
     asked = any(os.environ.get(f"SLURM_{name}") for name in ("NTASKS_PER_NODE", "NTASKS", "NPROCS"))
     counts = os.environ.get("SLURM_TASKS_PER_NODE", "")
     if not asked or not counts:
         return {}
     nodes = allotted_nodes()
     numbers = expand_counts(counts)
-    if len(numbers) != len(nodes):  # those of one step, in which the notebook itself runs
+    if len(numbers) != len(nodes):  # the numbers are those of the notebook's own step
         return {}
     return dict(zip(nodes, numbers, strict=True))

@@ -1,4 +1,4 @@
-"""Other machines by ssh."""
+"""The transport by ssh."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from distnb.errors import StartError
 __all__ = ["SSH"]
 
 _OPTIONS = {
-    "BatchMode": "yes",  # nobody could answer a question
-    # A connection that is shared with others would end with theirs.
+    "BatchMode": "yes",  # no user is there to answer a question
+    # A connection shared with other sessions would end with theirs.
     "ControlMaster": "no",
     "ControlPath": "none",
     "ClearAllForwardings": "yes",
@@ -27,20 +27,20 @@ _OPTIONS = {
 
 
 class SSH(Transport):
-    """Machines that ssh reaches without a password; `arguments` are more for it."""
+    """The machines that ssh reaches without a password. `arguments` are further arguments for ssh."""
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
         self._arguments = tuple(arguments)
 
     def command(self, host: str, task: str) -> list[str]:
-        """An ssh that stays; by `exec`, so that no shell of that machine stands between."""
-        # Of several values ssh takes the first: ours, since the promises rest on them.
+        """Return an ssh that stays connected. `exec` replaces the remote shell by the node agent."""
+        # Of several values, ssh uses the first. Ours come first, because the guarantees depend on them.
         ours = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
         ssh = ["ssh", *ours, *self._arguments, "-o", "ConnectTimeout=20"]
         return [*ssh, host, f"exec {shlex.join([*NODE_AGENT, task])}"]
 
     def network_name(self, host: str) -> str:
-        """What ssh's configuration makes of the name."""
+        """Return the host name from ssh's configuration."""
         command = ["ssh", "-G", *self._arguments, host]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -48,14 +48,14 @@ class SSH(Transport):
             raise StartError(f"There is no ssh on this machine ({error}). Install an OpenSSH client.") from error
         found = [line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("hostname ")]
         if done.returncode != 0 or not found:
-            raise StartError(f"ssh cannot make anything of {host!r}: {done.stderr.strip()}")
+            raise StartError(f"ssh does not accept the host {host!r}: {done.stderr.strip()}")
         return found[0]
 
     def unreached(self, host: str, status: int) -> str:
-        """What has to be so."""
+        """Return the requirements of ssh, for the error."""
         if status != LOST:
             return (
-                f"{host} has no distnb {__version__} at {sys.executable}: engines need the same Python environment at "
+                f"{host} has no distnb {__version__} at {sys.executable}. Engines need the same Python environment at "
                 "the same path on every machine, from a shared file system or the same image."
             )
-        return f"ssh does not reach {host}. It has to work without a password (a key, or an agent)."
+        return f"ssh cannot reach {host}. It must work without a password (with a key or an agent)."
