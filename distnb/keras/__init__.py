@@ -1,8 +1,9 @@
-"""Keras 3, on its torch backend, in strategies: a model that a scope made trains on all replicas.
+"""Keras 3 on its torch backend, in strategies: a model that was made in a scope trains on all replicas.
 
-`fit`, `evaluate` and `predict` run whole on every replica, on global batches, as Keras has them. Only the forward pass
-is shared out: each replica computes its rows, and the outputs are brought together. So losses and metrics, whatever
-they are, are those of the whole batch, and equal on all replicas. Nothing here is imported before Keras is.
+Every replica runs the whole of `fit`, `evaluate` and `predict` on global batches, as Keras has them. Only the forward
+pass is divided: each replica computes its rows, and the outputs are gathered. So all losses and metrics are those of
+the
+whole batch, and equal on all replicas. Nothing imports this package before Keras is imported.
 """
 
 from distnb.keras.data import DatasetCreator

@@ -1,8 +1,8 @@
-"""Keras's BackupAndRestore on several replicas: a training that was killed goes on with the very next batch.
+"""Keras's BackupAndRestore on several replicas: a killed training resumes with the very next batch.
 
-Keras's own begins the interrupted epoch anew, with weights from its midst and other shuffles, and a kill while it saves
-can leave half a file. Here its file of weights holds the place in the training, too, and takes the old one's place in
-one move; Keras can read it as ever.
+Keras's own callback starts the interrupted epoch again, with weights from the middle of it and other shuffles, and a
+kill during a save can leave half a file. Here the file of weights also holds the position in the training, and replaces
+the old file atomically. Keras can still read it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from distnb.runtime.reduction.gathering import broadcast_tree
 
 __all__ = ["Resuming"]
 
-_PLACE = "distnb_place"
+_POSITION = "distnb_place"
 _METADATA = "training_metadata.json"
 
 
 @dataclass(frozen=True)
 class TrainingPosition:
-    """Where a training was when it was saved.
+    """The position of a training when it was saved.
 
     Attributes:
-        epoch: Numbered from 0.
-        batches: Of this epoch, those that it had trained on.
-        began: The random states with which the epoch's data began.
-        now: The random states.
-        states: The model's variables that are no weights: of metrics, and seeds.
+        epoch: The epoch, from 0.
+        batches: The number of batches of this epoch that were trained on.
+        began: The random states at the start of the epoch's data.
+        now: The random states at the position.
+        states: The model's variables other than weights: those of metrics, and seeds.
     """
 
     epoch: int
@@ -49,13 +49,13 @@ class TrainingPosition:
     now: Mapping[str, Any]
     states: list[Any]
 
-    def take_up(self, model: Any) -> None:
-        """Give the model and the random streams what they had. Every replica does so."""
-        variables = _no_weights(model)
+    def restore(self, model: Any) -> None:
+        """Restore the model's variables and the random streams. Every replica does so."""
+        variables = _non_weights(model)
         if len(variables) != len(self.states):
             raise CheckpointError(
                 f"The backup has {len(self.states)} states of metrics and seeds, and the model has {len(variables)}. "
-                "It is of a model that was compiled with other metrics."
+                "The model was compiled with other metrics when it was saved."
             )
         for variable, value in zip(variables, self.states, strict=True):
             variable.assign(torch.tensor(value, dtype=variable.value.dtype))
@@ -63,12 +63,13 @@ class TrainingPosition:
 
 
 class Resuming:
-    """Where a training with BackupAndRestore is, and passing over what it had done before it was killed.
+    """The position of a training with BackupAndRestore. It skips the batches that were done before the training was
+    killed.
 
-    All replicas have one, and tell it what happens. Without such a callback it does nothing.
+    Every replica has one, and reports the training's events to it. Without such a callback it does nothing.
 
     Attributes:
-        to_skip: So many batches of this epoch are to be passed over.
+        to_skip: The number of batches of this epoch to skip.
     """
 
     def __init__(self, model: Any, callbacks: Iterable[Any]) -> None:
@@ -82,14 +83,14 @@ class Resuming:
             each.set_model(self._backup)
 
     def begin_training(self, group: Group) -> None:
-        """The callbacks of replica 0 were told that a training begins, and may have loaded a backup."""
+        """Record the start of a training, after replica 0's callbacks have received it and may have loaded a backup."""
         if self._is_on:
             self._from = broadcast_tree(group, self._backup.found, 0)
             if self._from is not None and not self._from.batches:
-                self._take_up(self._from)
+                self._restore(self._from)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Data of an epoch are about to be read."""
+        """Record the start of an epoch, before its data is read."""
         if self._from is not None:
             draws.restore(streams.shared, self._from.began)
             self.to_skip = self._from.batches
@@ -97,37 +98,37 @@ class Resuming:
             self._backup.epoch, self._backup.batches, self._backup.began = epoch, 0, draws.capture(streams.shared)
 
     def end_batch(self, batch: int) -> None:
-        """A batch, numbered from 0, is done or passed over."""
+        """Record that a batch, numbered from 0, is done or skipped."""
         self._backup.batches = batch + 1
         if self._from is not None:
             self.to_skip = max(self._from.batches - batch - 1, 0)
             if not self.to_skip:
-                self._take_up(self._from)
+                self._restore(self._from)
 
     def end_epoch(self, epoch: int) -> None:
-        """An epoch is done.
+        """Record the end of an epoch.
 
         Raises:
-            CheckpointError: The backup is of a batch that it does not have.
+            CheckpointError: The data ended before the position of the backup.
         """
         if self.to_skip:
             raise CheckpointError(
-                f"The backup was made in epoch {epoch + 1}, {self.to_skip} batches after the end of the data that "
-                "there are now. Go on with the same data and batch size, or delete the backup."
+                f"The backup was made in epoch {epoch + 1}, {self.to_skip} batches after the end of the current data. "
+                "Continue with the same data and batch size, or delete the backup."
             )
         self._backup.epoch, self._backup.batches = epoch + 1, 0
 
-    def _take_up(self, place: TrainingPosition) -> None:
-        place.take_up(self._model)
+    def _restore(self, position: TrainingPosition) -> None:
+        position.restore(self._model)
         self._from = None
 
 
 class _Backup:
-    """A model as BackupAndRestore callbacks see it: in all else it is the model.
+    """A model for BackupAndRestore callbacks, with the position of the training. All else is delegated to the model.
 
     Attributes:
-        epoch, batches, began: Of the place where the training is.
-        found: The place that a file told which was loaded; None: none was.
+        epoch, batches, began: The current position of the training.
+        found: The position in the file that was loaded; None if none was.
     """
 
     _OWN = frozenset({"_model", "epoch", "batches", "began", "found"})
@@ -145,36 +146,36 @@ class _Backup:
         object.__setattr__(self if name in self._OWN else self._model, name, value)
 
     def save_weights(self, filepath: str | os.PathLike[str], overwrite: bool = True) -> None:
-        """Save as Keras does, with the place; the file is there whole, or as it was."""
+        """Save as Keras does, with the position. The file is replaced atomically."""
         path = Path(filepath)
         unfinished = path.with_name(f"unfinished.{path.name}")
         self._model.save_weights(unfinished, overwrite=True)
-        states = [each.value.tolist() for each in _no_weights(self._model)]
-        place = TrainingPosition(
+        states = [each.value.tolist() for each in _non_weights(self._model)]
+        position = TrainingPosition(
             epoch=self.epoch, batches=self.batches, began=self.began, now=draws.capture(streams.shared), states=states
         )
         with h5py.File(unfinished, "a") as file:
-            file.create_dataset(_PLACE, data=json.dumps(trees.encode(vars(place))[0]))
+            file.create_dataset(_POSITION, data=json.dumps(trees.encode(vars(position))[0]))
         with unfinished.open("rb") as written:
             os.fsync(written.fileno())
         unfinished.replace(path)
 
     def load_weights(self, filepath: str | os.PathLike[str], **options: Any) -> None:
-        """Load as Keras does, and note the place, if the file has one."""
+        """Load as Keras does, and keep the position, if the file has one."""
         path = Path(filepath)
         self._model.load_weights(path, **options)
         with h5py.File(path, "r") as file:
-            told = file[_PLACE][()].decode() if _PLACE in file else None
-        if told is None:
+            saved = file[_POSITION][()].decode() if _POSITION in file else None
+        if saved is None:
             return
-        self.found = TrainingPosition(**trees.decode(json.loads(told), {}))
-        # Keras reads the epoch from there, which a kill may have left half written, or not written yet.
+        self.found = TrainingPosition(**trees.decode(json.loads(saved), {}))
+        # Keras reads the epoch from this file, which may be incomplete or missing after a kill.
         metadata = path.with_name(_METADATA)
         metadata.write_text(json.dumps({"epoch": self.found.epoch, "batch": self.found.batches}))
 
 
-def _no_weights(model: Any) -> list[Any]:
-    """In order: the variables of a model that `save_weights` leaves out."""
+def _non_weights(model: Any) -> list[Any]:
+    """Return the variables of a model that `save_weights` omits, in order."""
     weights = {id(each) for each in model.weights}
     found = {id(each): each for each in [*model.variables, *model.metrics_variables] if id(each) not in weights}
     return list(found.values())

@@ -1,7 +1,7 @@
-"""Keras's objects in scheduled functions: how they are sent to workers, and how metrics come together again.
+"""Keras's objects in scheduled functions: how they are sent to workers, and how the workers' metrics are combined.
 
-Keras pickles its objects as files of their configuration and values. Here they go as they are, whatever their class:
-with its own attributes, and references to the variables that the servers hold.
+Keras pickles its objects as files of their configuration and values. Here they are sent as they are, whatever their
+class: with their own attributes, and references to the variables that the servers hold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from distnb.errors import OptionError
 from distnb.keras import keras_internals
 from distnb.keras.server_optimizer import RemoteApply, described, set_options
 
-__all__ = ["HERE", "METHODS", "READS", "OfKeras"]
+__all__ = ["HERE", "METHODS", "READS", "KerasLibrary"]
 
 READS = ("save", "save_weights", "export", "get_weights")
 HERE = ("predict", "train_on_batch", "test_on_batch", "predict_on_batch")
@@ -31,13 +31,13 @@ METHODS = (
     "make_train_function",
     "make_test_function",
 )
-"""Those that the coordinator's models have of their own, and workers' have not; so are `READS` and `HERE`."""
+"""Names of methods that the coordinator's models replace and workers' models do not, like `READS` and `HERE`."""
 
-_SEEDS_APART = 0x9E3779B1  # each worker draws other noise; the first one what one process draws
+_SEEDS_APART = 0x9E3779B1  # each worker draws different noise; the first draws that of a single process
 
 
-class OfKeras(Library):
-    """What closures know of Keras."""
+class KerasLibrary(Library):
+    """Support for Keras in closures."""
 
     def parts(self, root: Any) -> Iterable[Any]:
         if not isinstance(root, keras.layers.Layer):
@@ -46,11 +46,11 @@ class OfKeras(Library):
 
     def reduced(self, obj: Any) -> Any:
         if isinstance(obj, keras_internals.Saveable):
-            return _new, (type(obj),), _state_of(obj)
+            return _new_object, (type(obj),), _state_of(obj)
         if isinstance(obj, keras.random.SeedGenerator):
-            return _new, (type(obj),), vars(obj), None, None, _set_seeds
+            return _new_object, (type(obj),), vars(obj), None, None, _set_seeds
         if isinstance(obj, keras_internals.Tracker):
-            return _new, (type(obj),), vars(obj), None, None, _set_tracker
+            return _new_object, (type(obj),), vars(obj), None, None, _set_tracker
         if isinstance(obj, keras_internals.Tracked):
             items = (iter(obj), None) if isinstance(obj, list) else (None, iter(obj.items()))
             return _new_tracked, (type(obj),), None, *items
@@ -88,12 +88,12 @@ class OfKeras(Library):
 
 
 def _own_values(metric: Any) -> dict[int, torch.Tensor]:
-    """Of a metric's variables, those that no metric within it has: these are counted by themselves."""
+    """Return the values of a metric's variables, except those of metrics within it, which are counted separately."""
     for each in keras_internals.own_variables(metric):
         if each.aggregation != "sum":
             raise OptionError(
-                f"The metric {metric.name} has a variable {each.name} with aggregation={each.aggregation!r}. What "
-                "workers have counted is summed: a metric of a ParameterServerStrategy has variables of 'sum' alone."
+                f"The metric {metric.name} has a variable {each.name} with aggregation={each.aggregation!r}. The "
+                "workers' counts are summed: with a ParameterServerStrategy a metric's variables must use 'sum'."
             )
     return {place: each.value.detach() for place, each in enumerate(keras_internals.own_variables(metric))}
 
@@ -104,18 +104,18 @@ def _state_of(obj: Any) -> dict[str, Any]:
         for name in (*METHODS, *READS, *HERE):
             state.pop(name, None)
         state.pop("history", None)
-        # A closure of several steps calls the function of one step several times, all that Keras has with torch.
+        # A closure of several steps calls the function for one step repeatedly: Keras has no other with torch.
         state.update(train_function=None, test_function=None, predict_function=None, steps_per_execution=1)
     return keras_internals.in_graph_order(state)
 
 
-def _new(cls: Any) -> Any:
+def _new_object(cls: Any) -> Any:
     return object.__new__(cls)
 
 
 def _new_tracked(cls: Any) -> Any:
     made = cls.__new__(cls)
-    made.tracker = None  # which knows the whole model
+    made.tracker = None  # the tracker refers to the whole model
     return made
 
 

@@ -1,4 +1,4 @@
-"""Callbacks: the chief's act, for all replicas, which take over what they did to the model."""
+"""Callbacks of Keras: they run on the chief, and all replicas receive their changes to the model."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ from distnb.runtime.reduction.gathering import broadcast_tree
 from distnb.runtime.this_process import this_process
 from distnb.watching.live import live
 
-__all__ = ["Together"]
+__all__ = ["ChiefCallbacks"]
 
 _RARE = ("train_end", "test_begin", "test_end", "predict_begin", "predict_end")
 _ENDS = ("train_end", "test_end", "predict_end")
 _BATCHES = tuple(f"{kind}_batch_{when}" for kind in ("train", "test", "predict") for when in ("begin", "end"))
-# Keras's callbacks that save or log at epochs, or at batches if this attribute says so.
+# Keras's callbacks that save or log at epochs, or at batches if this attribute is set so.
 _FREQUENCIES = {
     keras.callbacks.ModelCheckpoint: "save_freq",
     keras.callbacks.BackupAndRestore: "save_freq",
     keras.callbacks.TensorBoard: "update_freq",
 }
-_LIVE_S = 0.1  # reading a number of the last step waits for it
+_LIVE_S = 0.1  # reading a number of the last step waits for that step
 
 
-class Together(keras.callbacks.Callback):  # type: ignore[misc]
-    """Stands for the user's callbacks on every replica.
+class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
+    """Representative of the user's callbacks on every replica.
 
-    They are called on replica 0, once, as by Keras. What they change (weights, the optimizer's variables, the end of
-    training, the epoch to begin with, logs) is every replica's when the call has ended: after those for epochs and for
-    all of training, everything; after those for batches, which come often, the end of training and the learning rate.
-    Random numbers that they drew are drawn on all replicas. An error that one of them raises is raised on all replicas
-    when the call has ended; no callback is called after it.
+    The callbacks run once, on replica 0, as Keras calls them. All replicas receive their changes when the call has
+    ended.
+    After calls for epochs and the whole training, these are all changes: weights, the optimizer's variables, the end of
+    training, the first epoch, logs. After calls for batches, which are frequent, they are the end of training and the
+    learning rate. If a callback draws random numbers, all replicas draw them. If a callback raises, all replicas raise
+    its
+    error when the call has ended, and no further callback is called.
 
     Attributes:
-        acting: Whether the user's callbacks are being called: what they ask of the model is for this replica alone.
-        batches: What the replicas read in the pass over data that is under way.
+        acting: True while the user's callbacks run: what they call on the model concerns this replica alone.
+        batches: The comparison of the batches that the replicas read in the current pass over data.
     """
 
     def __init__(self, model: Any, callbacks: Any, verbose: Any) -> None:
@@ -76,26 +78,26 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
 
     def set_params(self, params: Any) -> None:
         if params:
-            params["verbose"] = self._verbose  # the others show nothing, and know it as the chief does
+            params["verbose"] = self._verbose  # only the chief shows progress, but all replicas have its settings
         super().set_params(params)
         for each in self._given:
             each.set_params(params)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._rare("train_begin", logs)
+        self._call_and_share("train_begin", logs)
         self._resuming.begin_training(self._group)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._rare("epoch_begin", epoch, logs)
+        self._call_and_share("epoch_begin", epoch, logs)
         self._resuming.begin_epoch(epoch)
-        told = self.params or {}
-        self._reading = Progress(epoch=epoch, batches=told.get("steps"), epochs=told.get("epochs"))
+        params = self.params or {}
+        self._reading = Progress(epoch=epoch, batches=params.get("steps"), epochs=params.get("epochs"))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.batches.ended()
-        self._draw(logs)
+        self.batches.check_end()
+        self._plot(logs)
         self._resuming.end_epoch(epoch)
-        self._rare("epoch_end", epoch, logs)
+        self._call_and_share("epoch_end", epoch, logs)
 
     def _call(self, name: str, *args: Any) -> None:
         """Call the chief's callbacks. Keep an error until the replicas meet: `_raise_together`."""
@@ -108,7 +110,7 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
                 for each in self._own:
                     getattr(each, f"on_{name}")(*args)
         except CollectiveError:
-            raise  # the other replicas have it, too, or wait for nothing
+            raise  # the other replicas have the error, too, or do not wait for this one
         except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a callback raises
             self._error = error
         finally:
@@ -121,22 +123,22 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
         error, self._error = self._error, None
         raise_together(self._group, error, "A callback of model.fit, evaluate or predict raised this on replica 0.")
 
-    def _draw(self, logs: Mapping[str, Any] | None) -> None:
-        """The numbers that the progress bar shows, as curves."""
+    def _plot(self, logs: Mapping[str, Any] | None) -> None:
+        """Plot the numbers of the progress bar as curves."""
         if self._is_chief and logs and this_process.live_sink is not None:
             live(**{name: float(value) for name, value in logs.items() if np.ndim(value) == 0})
 
-    # After each batch -----------------------------------------------------------------------------------------------
+    # Calls for batches -----------------------------------------------------------------------------------------------
 
     @property
     def skips(self) -> bool:
-        """Whether the batch at hand was trained on before the training was killed: nobody is to see it again."""
+        """True if the current batch was trained on before the training was killed, and must be skipped."""
         return self._resuming.to_skip > 0
 
     def _batch(self, name: str, batch: int, logs: Any) -> None:
         skips = self.skips
         if name.startswith("train_batch"):
-            self._reading.steps = batch  # an execution may be of several
+            self._reading.steps = batch  # an execution may consist of several batches
             self._reading.count_batch()
         if name == "train_batch_end":
             self._resuming.end_batch(batch)
@@ -144,73 +146,73 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
             return
         if name == "train_batch_end" and time.monotonic() >= self._next_live:
             self._next_live = time.monotonic() + _LIVE_S
-            self._draw(logs)
+            self._plot(logs)
         if name not in self._shared:
             self._call(name, batch, logs)
             return
         before = randomness.captured() if self._is_chief else b""
         self._call(name, batch, logs)
-        self._take_over_little(drawn=self._is_chief and randomness.captured() != before)
+        self._share_batch_changes(drawn=self._is_chief and randomness.captured() != before)
 
-    def _take_over_little(self, *, drawn: bool) -> None:
+    def _share_batch_changes(self, *, drawn: bool) -> None:
         model, optimizer = self.model, getattr(self.model, "optimizer", None)
         rate = float(optimizer.learning_rate) if optimizer is not None else 0.0
         failed = self._error is not None
-        told = torch.tensor([float(model.stop_training), rate, float(drawn), float(failed)], dtype=torch.float64)
-        self._group.broadcast(told)
-        if told[2]:
+        facts = torch.tensor([float(model.stop_training), rate, float(drawn), float(failed)], dtype=torch.float64)
+        self._group.broadcast(facts)
+        if facts[2]:
             randomness.share(self._group)
-        model.stop_training = bool(told[0])
-        if optimizer is not None and float(told[1]) != rate:
-            optimizer.learning_rate = float(told[1])
-        self._raise_together(bool(told[3]))
+        model.stop_training = bool(facts[0])
+        if optimizer is not None and float(facts[1]) != rate:
+            optimizer.learning_rate = float(facts[1])
+        self._raise_together(bool(facts[3]))
 
-    # After an epoch, and at the beginning and the end ---------------------------------------------------------------
+    # Calls for epochs, and for the start and end of loops -----------------------------------------------------------
 
-    def _rare(self, name: str, *args: Any) -> None:
+    def _call_and_share(self, name: str, *args: Any) -> None:
         if not self._any:
             return
         before = {key: _state(value) for key, value in self._variables().items()} if self._is_chief else {}
         self._call(name, *args)
-        failed = self._take_over_all(before, args[-1])
+        failed = self._share_changes(before, args[-1])
         randomness.share(self._group)
         self._raise_together(failed)
         self._training = (self._training or name == "train_begin") and name != "train_end"
         if name in _ENDS and not self._training:  # not after each validation
-            self._take_over_callbacks()
+            self._share_callback_state()
 
-    def _take_over_callbacks(self) -> None:
-        """Take over what the callbacks themselves have learnt, such as the best value seen, if it can be sent."""
-        told: Any = None
+    def _share_callback_state(self) -> None:
+        """Share the state of the callbacks themselves, such as the best value seen, as far as it can be sent."""
+        states: Any = None
         if self._is_chief:
-            told = [_changed(each, before) for each, before in zip(self._given, self._contents, strict=True)]
-        for each, state in zip(self._given, broadcast_tree(self._group, told, 0), strict=True):
+            states = [_changed(each, before) for each, before in zip(self._given, self._contents, strict=True)]
+        for each, state in zip(self._given, broadcast_tree(self._group, states, 0), strict=True):
             if state and not self._is_chief:
                 vars(each).update({sys.intern(name): value for name, value in cloudpickle.loads(state).items()})
 
     def _variables(self) -> dict[tuple[str, int], torch.Tensor]:
-        """By place: the names that Keras gives may be others on another replica."""
+        """Return the variables' tensors by position, because names in Keras may differ between replicas."""
         found = {("model", place): each.value for place, each in enumerate(self.model.variables)}
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is not None:
             found |= {("optimizer", place): each.value for place, each in enumerate(optimizer.variables)}
         return found
 
-    def _take_over_all(self, before: Mapping[tuple[str, int], tuple[int, int]], logs: dict[str, Any] | None) -> bool:
-        """Take over what the chief's callbacks changed. Return whether one of them failed."""
-        told: Any = None
+    def _share_changes(self, before: Mapping[tuple[str, int], tuple[int, int]], logs: dict[str, Any] | None) -> bool:
+        """Share the changes that the chief's callbacks made. Return whether one of them failed."""
+        sent: Any = None
         failed: bool
         if self._is_chief:
             here = self._variables()
             changed = {name: value.detach().cpu() for name, value in here.items() if before.get(name) != _state(value)}
             epoch, failed = keras_internals.initial_epoch(self.model), self._error is not None
-            told = changed, bool(self.model.stop_training), epoch, logs, failed
-        changed, self.model.stop_training, epoch, told_logs, failed = broadcast_tree(self._group, told, 0)
+            sent = changed, bool(self.model.stop_training), epoch, logs, failed
+        changed, self.model.stop_training, epoch, new_logs, failed = broadcast_tree(self._group, sent, 0)
         if self._is_chief:
             return failed
         if logs is not None:
             logs.clear()
-            logs.update(told_logs)
+            logs.update(new_logs)
         keras_internals.set_initial_epoch(self.model, epoch)
         here = self._variables()
         with torch.no_grad():
@@ -220,14 +222,14 @@ class Together(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _state(value: torch.Tensor) -> tuple[int, int]:
-    """It is another one when the tensor was written to, even with what it held, or is another."""
+    """Return a tensor's identity and version, which differ after any write to the tensor."""
     return id(value), -1 if value.is_inference() else value._version
 
 
 def _contents(callback: Any) -> dict[str, bytes]:
-    """Pack what a callback holds, by name, as far as it can be sent.
+    """Pickle a callback's attributes, by name, as far as they can be sent.
 
-    Models and the like are left out: each replica has its own.
+    Models and the like are omitted: each replica has its own.
     """
     contents = {}
     for name, value in vars(callback).items():
@@ -235,15 +237,15 @@ def _contents(callback: Any) -> dict[str, bytes]:
         if not of_each:
             try:
                 contents[name] = cloudpickle.dumps(value)
-            except Exception:  # noqa: BLE001  # whatever a file or a lock raises: it stays the chief's
+            except Exception:  # noqa: BLE001  # the error of a file or a lock: the attribute stays on the chief
                 continue
     return contents
 
 
 def _changed(callback: Any, before: Mapping[str, bytes]) -> bytes:
-    """Pack what a callback holds now and did not hold before. Drop the file that it has closed, such as CSVLogger's.
+    """Pickle the attributes of a callback that changed. Remove a file that it has closed, such as CSVLogger's.
 
-    The other replicas opened none, and theirs are to be equal.
+    The other replicas opened no file, and their callbacks must end up equal.
     """
     for name, value in list(vars(callback).items()):
         if isinstance(value, io.IOBase) and value.closed:
@@ -253,7 +255,7 @@ def _changed(callback: Any, before: Mapping[str, bytes]) -> bytes:
 
 
 def _acts(callback: Any, name: str) -> bool:
-    """Return whether a callback does something before or after batches."""
+    """Return whether a callback reacts to batches."""
     for cls, frequency in _FREQUENCIES.items():
         if isinstance(callback, cls):
             return bool(getattr(callback, frequency) != "epoch")
@@ -265,21 +267,21 @@ def _acts(callback: Any, name: str) -> bool:
 
 
 def _rare(name: str) -> Callable[..., None]:
-    def call(self: Together, logs: Any = None) -> None:
-        self.batches.ended()  # of training, where validation begins
-        self._rare(name, logs)
+    def call(self: ChiefCallbacks, logs: Any = None) -> None:
+        self.batches.check_end()  # of the training, when a validation starts within it
+        self._call_and_share(name, logs)
 
     return call
 
 
 def _batch(name: str) -> Callable[..., None]:
-    def call(self: Together, batch: int, logs: Any = None) -> None:
+    def call(self: ChiefCallbacks, batch: int, logs: Any = None) -> None:
         self._batch(name, batch, logs)
 
     return call
 
 
 for _name in _RARE:
-    setattr(Together, f"on_{_name}", _rare(_name))
+    setattr(ChiefCallbacks, f"on_{_name}", _rare(_name))
 for _name in _BATCHES:
-    setattr(Together, f"on_{_name}", _batch(_name))
+    setattr(ChiefCallbacks, f"on_{_name}", _batch(_name))

@@ -1,4 +1,4 @@
-"""Data for Keras's loops: global batches that all replicas read alike, or that each reads a part of."""
+"""Data for Keras's loops: global batches that all replicas read, or of which each reads a part."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from distnb.options import InputContext, InputOptions
 from distnb.values.distributed import PerReplica
 from distnb.values.structure import has_distributed, map_structure
 
-__all__ = ["DatasetCreator", "SameBatches", "as_tensor", "take_data"]
+__all__ = ["DatasetCreator", "SameBatches", "as_tensor", "resolve_data"]
 
 
 class _Batches(keras_internals.DataAdapter):  # type: ignore[misc]
-    """Batches as Keras's loops take them: an iterable, which begins anew in each epoch."""
+    """Batches for Keras's loops: an iterable that starts again in each epoch."""
 
     def get_torch_dataloader(self) -> Any:
         return self
@@ -50,19 +50,23 @@ class _Batches(keras_internals.DataAdapter):  # type: ignore[misc]
 
 
 class DatasetCreator(_Batches):
-    """A dataset for `fit`, `evaluate` and `predict` that a function makes where it is read.
+    """A dataset for `fit`, `evaluate` and `predict` that a function makes in the process that reads it.
 
     With a ParameterServerStrategy each worker makes its own. With other strategies a function that takes an
-    InputContext is called once for each worker (machine), and gives batches as large as one replica's shall be: a
-    worker's replicas take them in turn, and what all of them take together is the global batch. A function without
-    arguments gives global batches, the same on every replica.
+    InputContext
+    is called once for each worker (machine), and returns batches of the size for one replica. The worker's replicas
+    take
+    them in turn, and the batches of all replicas together form the global batch. A function without arguments returns
+    global batches, the same on every replica.
 
     Args:
-        dataset_fn: Returns an iterable of batches, such as a DataLoader or a generator. It is called with an
-            InputContext (`input_pipeline_id` is the worker, of `num_input_pipelines`), or without arguments if it takes
-            none. With `steps_per_epoch` each epoch reads on where the last one ended; without, it is called again. A
-            ParameterServerStrategy needs a dataset without end.
-        input_options: How batches that are read with an InputContext are fed; see `InputOptions`.
+        dataset_fn: A function that returns an iterable of batches, such as a DataLoader or a generator. It is called
+            with
+            an InputContext (`input_pipeline_id` is the worker, of `num_input_pipelines`), or without arguments if it
+            takes
+            none. With `steps_per_epoch` each epoch continues where the last one ended; without, the function is called
+            again. A ParameterServerStrategy needs an endless dataset.
+        input_options: The options of batches that are read with an InputContext; see `InputOptions`.
 
     Raises:
         OptionError: `dataset_fn` cannot be called.
@@ -79,7 +83,7 @@ class DatasetCreator(_Batches):
 
     @property
     def takes_context(self) -> bool:
-        """Whether the function is called with an InputContext."""
+        """True if the function is called with an InputContext."""
         return bool(inspect.signature(self.dataset_fn).parameters)
 
     def __iter__(self) -> Iterator[Any]:
@@ -90,11 +94,11 @@ class DatasetCreator(_Batches):
 
 
 class GatheredBatches(_Batches):
-    """Global batches of which each replica reads a part. All replicas get the whole of each.
+    """Global batches of which each replica reads a part. All replicas receive the whole batches.
 
     Args:
-        dataset: A distributed dataset, or a function that makes one at each beginning.
-        group: Gives the replicas of the present generation; None where there is one.
+        dataset: A distributed dataset, or a function that makes one for each iteration.
+        group: A function that returns the group of the current generation; None for a single replica.
     """
 
     def __init__(self, dataset: Any, group: Callable[[], Group] | None = None) -> None:
@@ -103,12 +107,13 @@ class GatheredBatches(_Batches):
         self._begun: tuple[tuple[Any, ...], Iterator[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        # To build a model Keras reads one batch, and begins again: a generator has that batch only once.
+        # To build a model Keras reads one batch and starts again, but a generator has that batch only once.
         begun, self._begun = self._begun, None
         if begun is not None:
             return self._read(*begun)
         dataset = self._dataset() if callable(self._dataset) else self._dataset
-        return self._read((), iter(dataset), once=dataset.reads_once)  # it draws from the random streams at once
+        # the dataset draws from the random streams immediately
+        return self._read((), iter(dataset), once=dataset.reads_once)
 
     def _read(self, before: tuple[Any, ...], reading: Iterator[Any], once: bool = False) -> Iterator[Any]:
         yield from before
@@ -131,23 +136,24 @@ class GatheredBatches(_Batches):
     def num_batches(self) -> int | None:
         try:
             return len(self._dataset)
-        except TypeError:  # it is not known beforehand
+        except TypeError:  # it is unknown beforehand
             return None
 
 
-def take_data(
+def resolve_data(
     method: str, given: dict[str, Any], strategy: Any = None, group: Callable[[], Group] | None = None
 ) -> None:
-    """Replace, among the arguments of one of Keras's loops, data that each replica reads a part of by whole batches.
+    """Replace the data of which each replica reads a part by whole batches, among the arguments of one of Keras's
+    loops.
 
     Args:
-        method: The loop's name.
+        method: The name of the loop.
         given: Its arguments.
-        strategy, group: Of several replicas.
+        strategy, group: The strategy and the group of several replicas.
 
     Raises:
-        OptionError: An argument that does not go with such data.
-        CannotTravelError: Data that stayed in the notebook.
+        OptionError: An argument is incompatible with such data.
+        CannotTravelError: The data could not be sent from the notebook.
     """
     for name in ("x", "validation_data"):
         data = given.get(name)
@@ -159,15 +165,15 @@ def take_data(
             pass
         elif isinstance(data, types.FunctionType):
             raise OptionError(
-                f"model.{method} was given a function as {name}. For the dataset that it returns, give "
+                f"model.{method} was given a function as {name}. To use the dataset that it returns, give "
                 f"distnb.keras.DatasetCreator({data.__name__})."
             )
         elif type(data) is Placeholder:
-            raise _told_cure(data, method)
+            raise _with_cure(data, method)
         elif has_distributed(data):
             raise OptionError(
-                f"model.{method} was given {name} that is distributed already. It shares batches out itself: give it "
-                "the arrays, or the DataLoader that gives global batches, or the distributed dataset."
+                f"model.{method} was given {name} that is distributed already. It divides batches itself: give it the "
+                "arrays, or the DataLoader of global batches, or the distributed dataset."
             )
         else:
             continue
@@ -176,60 +182,60 @@ def take_data(
             _refuse_others(method, given)
 
 
-def _told_cure(data: Placeholder, method: str) -> CannotTravelError:
+def _with_cure(data: Placeholder, method: str) -> CannotTravelError:
     try:
         data.refuse()
     except CannotTravelError as error:
         return CannotTravelError(
-            f"{error} Instead of a generator, model.{method} takes the function that makes one, which every replica "
+            f"{error} Instead of a generator, give model.{method} the function that makes one, which every replica "
             f"calls: model.{method}(distnb.keras.DatasetCreator(make_batches), ...)."
         )
 
 
 def _refuse_others(method: str, given: dict[str, Any]) -> None:
     if not given.get("validation_split", True):
-        del given["validation_split"]  # 0.0 is none
+        del given["validation_split"]  # 0.0 means none
     for name in ("y", "sample_weight", "class_weight", "batch_size", "validation_split"):
         if given.get(name) is not None:
             raise OptionError(
-                f"model.{method} got {name} with a distributed dataset or a DatasetCreator. Have the dataset give "
-                "batches of (inputs, targets) or (inputs, targets, sample_weights), and leave it out."
+                f"model.{method} got {name} with a distributed dataset or a DatasetCreator. Leave it out, and let "
+                "the dataset return batches of (inputs, targets) or (inputs, targets, sample_weights)."
             )
 
 
 class SameBatches:
-    """The batches of one pass over data, which all replicas read alike: each batch, and the end, are compared."""
+    """The comparison of the replicas' batches in one pass over data: each batch, and the end, must be the same."""
 
     def __init__(self, group: Callable[[], Group]) -> None:
         self._group = group
         self._batches = 0
 
-    def took(self, data: Any) -> None:
-        """Note a batch. Raise StructureError on all replicas if they have different ones."""
+    def check(self, data: Any) -> None:
+        """Check a batch. Raise StructureError on all replicas if theirs differ."""
         tensors = [as_tensor(leaf) for leaf in keras.tree.flatten(data) if leaf is not None]
         self._batches += 1
-        # Later on a row of each tensor stands for the batch: to read all of it would cost as much as to copy it.
+        # Later one row of each tensor represents the batch: reading all of it would cost as much as copying it.
         seen = tensors if self._batches == 1 else [each[:1] for each in tensors]
         self._compare(digest_of_all(seen), [list(each.shape) for each in tensors])
 
-    def ended(self) -> None:
-        """Note the end. Raise StructureError on all replicas if others have further batches."""
+    def check_end(self) -> None:
+        """Check the end. Raise StructureError on all replicas if some have further batches."""
         if self._batches:
             self._compare(_END, [])
         self._batches = 0
 
     def _compare(self, seen: int, shapes: list[list[int]]) -> None:
         group = self._group()
-        told = torch.tensor([seen, sum(shape[0] for shape in shapes if shape)], device=torch_device(group.device))
-        if len(torch.stack(group.all_gather(told)).unique(dim=0)) == 1:
+        facts = torch.tensor([seen, sum(shape[0] for shape in shapes if shape)], device=torch_device(group.device))
+        if len(torch.stack(group.all_gather(facts)).unique(dim=0)) == 1:
             return
         every = group.all_gather_object((seen, shapes))
         lines = "; ".join(f"replica {rank} {_described(*each)}" for rank, each in enumerate(every))
         raise StructureError(
             f"The replicas read different data at batch {self._batches + (seen == _END)}: {lines}. Keras's fit, "
-            "evaluate and predict take global batches, the same on every replica, and share the rows out: give all "
-            "replicas the same data in the same order, and seed whatever shuffles it alike. If each worker is to read "
-            "rows of its own, say so: fit(strategy.distribute_datasets_from_function(dataset_fn)), "
+            "evaluate and predict take global batches, the same on every replica, and divide the rows: give all "
+            "replicas the same data in the same order, and use the same seed for shuffling. If each worker should read "
+            "its own rows, use fit(strategy.distribute_datasets_from_function(dataset_fn)), "
             "fit(distnb.keras.DatasetCreator(dataset_fn)) or "
             "fit(strategy.distribute_dataset(loader, options=distnb.InputOptions(auto_shard_policy='off')))."
         )

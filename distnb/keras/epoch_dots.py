@@ -1,4 +1,4 @@
-"""Progress of a training of many epochs in few characters."""
+"""Compact progress of a training of many epochs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["EpochDots"]
 
 
 class EpochDots(keras.callbacks.Callback):  # type: ignore[misc]
-    """Prints a dot for an epoch, and a line with all numbers now and then.
+    """A callback that prints a dot per epoch, and a line with all numbers from time to time.
 
-    On several replicas it prints once. Give `fit` `verbose=0` beside it.
+    On several replicas it prints once. Call `fit` with `verbose=0`.
 
     Args:
-        report_every: A line each so many epochs, from the first one on.
-        dot_every: A dot each so many epochs.
+        report_every: The number of epochs between two lines; the first epoch has one.
+        dot_every: The number of epochs per dot.
 
     Raises:
-        OptionError: One of them is no whole number above 0.
+        OptionError: One of them is not a positive whole number.
 
     Example:
         model.fit(x, y, epochs=400, verbose=0, callbacks=[distnb.keras.EpochDots()])
@@ -36,7 +36,7 @@ class EpochDots(keras.callbacks.Callback):  # type: ignore[misc]
         self._in_a_line = False
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Print what is due after this epoch, which is numbered from 0."""
+        """Print the line or the dot that is due after this epoch, numbered from 0."""
         if epoch % self._report_every == 0:
             self._end_line()
             numbers = ", ".join(f"{name} {float(value):.4f}" for name, value in sorted((logs or {}).items()))

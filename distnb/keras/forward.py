@@ -1,4 +1,4 @@
-"""One forward pass on all replicas: each computes its rows of the batch, and all get the outputs of all rows."""
+"""A forward pass on all replicas: each computes its rows of the batch, and all receive the outputs of all rows."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ __all__ = ["SharedForward"]
 
 
 class SharedForward:
-    """Shares the calls of some Keras layers out while a step is under way: those that no other call contains.
+    """Division of the calls of some Keras layers among the replicas during a step, for calls that no other call
+    contains.
 
     Attributes:
-        rows: Where this replica's part of the last batch begins and ends, and the size of that batch.
-        under_way: Whether calls are shared out now.
+        rows: The start and end of this replica's rows in the last batch, and the size of that batch.
+        under_way: Whether calls are divided now.
     """
 
     def __init__(self) -> None:
@@ -35,13 +36,13 @@ class SharedForward:
         self.under_way = False
         self._depth = 0
         self._execution: contexts.Execution | None = None
-        self._looked = False
+        self._checked = False
         self._parts: set[Any] = set()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Share calls out, within."""
+        """Divide calls within the context."""
         before, self.under_way, self._depth = self.under_way, True, 0
         self._parts.clear()
         try:
@@ -50,7 +51,7 @@ class SharedForward:
             self.under_way = before
 
     def watch(self, layers: Sequence[Any]) -> None:
-        """Share out the calls of these layers, too."""
+        """Divide the calls of these layers, too."""
         for layer in layers:
             if layer not in self._watched:
                 self._watched.add(layer)
@@ -60,18 +61,20 @@ class SharedForward:
     # The graph of a loss --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Steps of another program may follow: the next loss is looked at."""
-        self._looked = False
+        """Check the next loss again, because steps of another program may follow."""
+        self._checked = False
 
-    def is_part(self, term: torch.Tensor) -> None:
-        """Say that this term of a loss is a replica's part of it, though no layer returned it."""
+    def mark_part(self, term: torch.Tensor) -> None:
+        """Mark a term of a loss as a replica's part, though no layer returned it."""
         self._parts.add(term.grad_fn)
 
-    def look(self, roots: Sequence[Any]) -> GradientError | None:
-        """The error for a loss that is computed of weights, too, past all layers: every replica has that term whole."""
-        if self._looked:
+    def check_loss(self, roots: Sequence[Any]) -> GradientError | None:
+        """Return the error for a loss that also depends on weights outside all layers: every replica computes that term
+        whole.
+        """
+        if self._checked:
             return None
-        self._looked = True
+        self._checked = True
         waiting: list[Any] = [root.grad_fn for root in roots if isinstance(root, torch.Tensor)]
         seen: set[Any] = {None, *self._parts}
         while waiting:
@@ -81,9 +84,9 @@ class SharedForward:
             seen.add(node)
             if find_mirror(getattr(node, "variable", None)) is not None:
                 return GradientError(
-                    f"The loss at {callsite.current()} is computed of weights, and not only of what the model or its "
-                    "layers return: that term would count once for each replica, and the rest once. Have a layer add "
-                    "it (kernel_regularizer, self.add_loss), or use the weights within a layer."
+                    f"The loss at {callsite.current()} is computed from weights, and not only from the outputs of the "
+                    "model or its layers: that term would count once for each replica, and the rest once. Let a layer "
+                    "add it (kernel_regularizer, self.add_loss), or use the weights within a layer."
                 )
             waiting.extend(following for following, _ in node.next_functions)
         return None
@@ -102,11 +105,11 @@ class SharedForward:
         assert process is not None
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
         if not tensors:
-            raise StructureError(f"{layer.name} was called without a tensor that has rows to share out.")
+            raise StructureError(f"{layer.name} was called without a tensor whose rows could be divided.")
         whole = tensors[0].shape[0]
         begin, end = _part(whole, process.rank, process.size)
         self.rows = begin, end, whole
-        # Layers need not know what to do with no rows: one is computed, and counts for nothing.
+        # Layers need not support an empty batch: one row is computed, and then dropped.
         first, last = (begin, end) if end > begin else (0, 1)
         if self._execution is not None:
             contexts.execute(self._execution._replace(kind="split", counts=end > begin))
@@ -126,7 +129,7 @@ class SharedForward:
         if self._depth:
             return None
         contexts.execute(self._execution)
-        if output is None:  # of one that raised
+        if output is None:  # the layer raised
             return None
         process = this_process.replica
         assert process is not None
@@ -152,14 +155,14 @@ class SharedForward:
 
 
 def _part(whole: int, rank: int, replicas: int) -> tuple[int, int]:
-    """Where a replica's rows begin and end: as even as can be, the first ones have one more."""
+    """Return the start and end of a replica's rows. The parts are as even as possible, the first ones larger."""
     each, more = divmod(whole, replicas)
     begin = rank * each + min(rank, more)
     return begin, begin + each + (rank < more)
 
 
 def _gathered(group: Group, parts: Sequence[tuple[int, int]], own: torch.Tensor) -> torch.Tensor:
-    """All replicas' rows, of which each knows how many the others have."""
+    """Gather the rows of all replicas, which may differ in number."""
     most = max(end - begin for begin, end in parts)
     padded = own.detach()
     if len(own) < most:
@@ -169,7 +172,10 @@ def _gathered(group: Group, parts: Sequence[tuple[int, int]], own: torch.Tensor)
 
 
 class _Gather(torch.autograd.Function):
-    """All rows. Every replica goes on with all of them alike, so the gradient of its own is in what it gets back."""
+    """Gathering of all rows. Every replica continues with all of them equally, so the gradient of its own rows is in
+    the
+    gradient that it receives.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: Group, parts: Sequence[tuple[int, int]], own: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,13 @@ try:
     import keras
 except ModuleNotFoundError as error:
     if error.name != "keras":
-        raise  # its backend is not there
-    raise ImportError('distnb.keras needs Keras 3, and there is none: pip install "distnb[keras]".') from error
+        raise  # its backend is missing
+    raise ImportError('distnb.keras needs Keras 3, which is not installed: pip install "distnb[keras]".') from error
 
 with private_names("keras"):
     from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-    # What makes objects of Keras know of each other; pickled by Keras's own means they would be files.
+    # Classes that connect Keras's objects. Pickled by Keras's own means they would become files.
     from keras.src.saving.keras_saveable import KerasSaveable as Saveable
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
     from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
@@ -65,7 +65,7 @@ __all__ = [
     "set_mask",
     "table_of",
     "tensor_of",
-    "track_anew",
+    "track_again",
     "trained_variables",
     "with_mask_of",
     "without_missing",
@@ -79,7 +79,7 @@ ASSIGN = "_direct_assign"
 
 
 def check_backend() -> None:
-    """Raise ImportError for a Keras that has another backend."""
+    """Raise ImportError if Keras has another backend."""
     if keras.backend.backend() != "torch":
         raise ImportError(
             f"Keras has the backend {keras.backend.backend()!r} here, and distnb's strategies distribute torch. Set "
@@ -88,35 +88,37 @@ def check_backend() -> None:
 
 
 def mask_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Which steps of which rows count, as layers told that made it."""
+    """Return the mask that layers attached to a tensor: the steps of each row that count."""
     return getattr(tensor, "_keras_mask", None)
 
 
 def set_mask(tensor: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The tensor, with this mask."""
+    """Attach a mask to a tensor, and return the tensor."""
     if mask is not None:
         tensor._keras_mask = mask  # type: ignore[attr-defined]
     return tensor
 
 
 def with_mask_of(part: torch.Tensor, whole: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Some rows of a tensor, with those of its mask."""
+    """Return some rows of a tensor, with the same rows of its mask."""
     mask = mask_of(whole)
     return set_mask(part, None if mask is None else mask[first:last])
 
 
 def own_layers(model: Any) -> list[Any]:
-    """All layers in a model, however deep."""
+    """Return all layers in a model, however deep."""
     return list(model._flatten_layers(include_self=False, recursive=True))
 
 
 def own_variables(metric: Any) -> list[Any]:
-    """A metric's variables, without those of metrics within it."""
+    """Return a metric's variables, without those of metrics within it."""
     return list(metric._variables)
 
 
 def parts(layer: Any) -> list[Any]:
-    """All layers in one, and what it otherwise keeps, such as the models that Sequential has made of its layers."""
+    """Return all layers in a layer, and the other objects it keeps, such as the models that Sequential makes of its
+    layers.
+    """
     found = {id(each): each for each in own_layers(layer)}
     for each in (layer, *own_layers(layer)):
         found |= {id(kept): kept for kept in each._tracker.config["layers"][1]}
@@ -124,39 +126,39 @@ def parts(layer: Any) -> list[Any]:
 
 
 def plain_embeddings(model: Any) -> list[Any]:
-    """A model's Embedding layers, of which a call only looks rows up."""
+    """Return a model's Embedding layers whose call only looks up rows."""
     found = [each for each in own_layers(model) if type(each) is keras.layers.Embedding and each.built]
     return [each for each in found if each.quantization_mode is None and not each.lora_enabled]
 
 
 def table_of(embedding: Any) -> Any:
-    """The variable of an Embedding layer."""
+    """Return the variable of an Embedding layer."""
     return embedding._embeddings
 
 
 def tensor_of(variable: Any) -> Any:
-    """The tensor that a variable has, of its own dtype also where layers compute with another."""
+    """Return the tensor of a variable, in its own dtype even if layers compute with another."""
     return variable._value
 
 
 def cast_as_layers_do(variable: Any, tensor: Any) -> Any:
-    """Return a variable's tensor in the dtype of the layer that computes, if one casts what it reads."""
+    """Return a variable's tensor in the dtype of the layer that computes, if the layer casts its inputs."""
     return variable._maybe_autocast(tensor)
 
 
 def put_tensor(variable: Any, tensor: Any) -> None:
-    """Let a variable have another tensor, which holds the same."""
+    """Replace a variable's tensor by another one with the same content."""
     variable._value = tensor
 
 
-def track_anew(layers: Any) -> None:
-    """Tell torch which tensors the variables of layers have now."""
+def track_again(layers: Any) -> None:
+    """Register the current tensors of layers' variables with torch."""
     for each in layers:
         each._track_variables()
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """What an optimizer keeps, without asking anybody else for it."""
+    """Return the variables that an optimizer keeps, without reading them from elsewhere."""
     return list(optimizer._variables)
 
 
@@ -181,7 +183,7 @@ def decays(optimizer: Any, variable: Any) -> bool:
 
 
 def fix_decays(optimizer: Any, decaying: Mapping[int, bool]) -> None:
-    """Say of each variable, by identity, whether an optimizer decays it, instead of having it find out by name."""
+    """Set for each variable, by identity, whether an optimizer decays it, instead of its own decision by name."""
     optimizer._exclude_from_weight_decay_cache = dict(decaying)
 
 
@@ -197,41 +199,43 @@ def clip(optimizer: Any, gradients: list[Any]) -> list[Any]:
 
 
 def build(model: Any, batch: Any) -> None:
-    """Build a model, and its metrics and its optimizer, for a batch, or without one."""
+    """Build a model, its metrics and its optimizer, for a batch or without one."""
     model._symbolic_build(data_batch=batch)
 
 
 def in_graph_order(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layer's attributes so that a graph of layers is pickled from its inputs on, not each within the next."""
+    """Return a layer's attributes in an order in which a graph of layers is pickled from its inputs on, not
+    recursively.
+    """
     cut: dict[str, Any] = {"_outbound_nodes": []} if "_outbound_nodes" in state else {}
     return dict(sorted({**state, **cut}.items(), key=lambda item: item[0] not in ("_layers", "_operations")))
 
 
 def additional_losses(model: Any, weigh: Any) -> None:
-    """Have each loss that is added to the compiled one go through `weigh(total)`."""
+    """Pass each loss that is added to the compiled one through `weigh(total)`."""
     plain = model._aggregate_additional_loss
     model._aggregate_additional_loss = lambda loss: weigh(plain(loss))
 
 
 def initial_epoch(model: Any) -> int | None:
-    """The epoch that BackupAndRestore goes on with."""
+    """Return the epoch at which BackupAndRestore resumes."""
     found: int | None = model._initial_epoch
     return found
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
-    """Have `fit` begin with that epoch."""
+    """Set the epoch at which `fit` starts."""
     model._initial_epoch = epoch
 
 
 def is_built(model: Any) -> bool:
-    """Whether a model needs no batch to be built with all that it was compiled with."""
+    """Return whether a model and everything that it was compiled with can be built without a batch."""
     compiled = (model._compile_metrics, model._compile_loss)
     return all(each.built for each in model._flatten_layers()) and all(each is None or each.built for each in compiled)
 
 
 def keep_ddp_away(model: Any) -> None:
-    """Where there is a process group, Keras 3.16 wraps models in DistributedDataParallel and sums metrics up itself."""
+    """Disable Keras 3.16's own use of a process group: it wraps models in DistributedDataParallel and sums metrics."""
     own: Any = next((cls for cls in type(model).__mro__ if "_initialize_ddp" in vars(cls)), None)
     if own is None:
         return

@@ -1,4 +1,4 @@
-"""Keras models that a scope made: what their methods do on several replicas."""
+"""Methods of Keras models that were made in a scope, on several replicas."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from distnb.collectives.gradients.mean_loss import losses_are_global
 from distnb.collectives.group.eager import always_eager
 from distnb.errors import ContextError, OptionError
 from distnb.keras import keras_internals
-from distnb.keras.callbacks import Together
-from distnb.keras.data import SameBatches, take_data
+from distnb.keras.callbacks import ChiefCallbacks
+from distnb.keras.data import SameBatches, resolve_data
 from distnb.keras.forward import SharedForward
 from distnb.keras.parameter_servers import ModelOnServers
 from distnb.keras.shared_errors import raise_together
@@ -26,7 +26,7 @@ from distnb.runtime.chief_first import chief_first
 from distnb.runtime.reduction.equal_values import make_equal
 from distnb.runtime.this_process import this_process
 
-__all__ = ["adopt", "beside", "parts"]
+__all__ = ["adopt", "optimizer_tensors", "parts"]
 
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _SAVES = ("save", "save_weights", "export")
@@ -37,30 +37,30 @@ _ALL = (*_METHODS, *_SAVES, _LOAD, *_MAKERS)
 
 
 def adopt(strategy: Any, model: Any) -> None:
-    """Have a Keras model that a scope of the strategy makes train as the strategy does, from its first call of `fit`.
+    """Make a Keras model of a strategy's scope train as the strategy does, from its first call of `fit` on.
 
-    It is made ready only then, in the scope or after it: as it begins it has no layers, and Keras may yet change its
-    class.
+    The model is prepared only then, in the scope or after it: when it is created it has no layers, and Keras may still
+    change its class.
     """
     if "fit" not in vars(model):
         names = ModelOnServers.methods if strategy.has_coordinator else _ALL
         for name in names:
-            vars(model)[name] = _first(strategy, model, name, names)
+            vars(model)[name] = _prepare_first(strategy, model, name, names)
 
 
-def beside(model: Any) -> list[Any]:
-    """What belongs to a model and is none of its parameters to torch: what its optimizer keeps."""
+def optimizer_tensors(model: Any) -> list[Any]:
+    """Return the tensors of a model that torch does not count as its parameters: those of its optimizer."""
     optimizer = getattr(model, "optimizer", None)
     return [each.value for each in optimizer.variables] if optimizer is not None else []
 
 
 def parts(model: Any) -> list[Any]:
-    """The layers in a model, many of which are no modules of its own to torch."""
+    """Return the layers in a model, many of which torch does not know as its modules."""
     return keras_internals.parts(model)
 
 
-def _first(strategy: Any, model: Any, name: str, names: Sequence[str]) -> Callable[..., Any]:
-    """A method of the model, of which the first that is called makes the model ready."""
+def _prepare_first(strategy: Any, model: Any, name: str, names: Sequence[str]) -> Callable[..., Any]:
+    """Return a replacement for a method of the model. The first call of any replacement prepares the model."""
 
     @functools.wraps(getattr(model, name))
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -73,13 +73,13 @@ def _first(strategy: Any, model: Any, name: str, names: Sequence[str]) -> Callab
 
 
 class ModelOnReplicas:
-    """What stands behind a model's methods, by which the model keeps it."""
+    """Replacements of a model's methods. The model refers to this object through them."""
 
     def __init__(self, strategy: Any, model: Any) -> None:
         self._strategy = strategy
         self._model = model
         self._forward = SharedForward()
-        self._callbacks: Together | None = None
+        self._callbacks: ChiefCallbacks | None = None
         keras_internals.keep_ddp_away(model)
         for name in _METHODS:
             setattr(model, name, self._on_replicas(getattr(model, name)))
@@ -87,25 +87,26 @@ class ModelOnReplicas:
             setattr(model, name, _on_chief_first(getattr(model, name)))
         setattr(model, _LOAD, self._read_by_chief(getattr(model, _LOAD)))
         for kind, name in zip(_FUNCTIONS, _MAKERS, strict=True):
-            setattr(model, name, self._made_with(getattr(model, name), f"{kind}_function"))
+            setattr(model, name, self._wrap_maker(getattr(model, name), f"{kind}_function"))
         self._added: list[torch.Tensor] = []
         keras_internals.additional_losses(model, self._weigh)
         model.compute_loss = self._complete(model.compute_loss)
 
-    # What fit and its kin do ------------------------------------------------------------------------------------------
+    # Loops: fit, evaluate, predict
+    # -------------------------------------------------------------------------------------
 
     def _on_replicas(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """A method that all replicas call, with the same arguments."""
+        """Wrap a method that all replicas call with the same arguments."""
 
         @functools.wraps(plain)
         def method(*args: Any, **kwargs: Any) -> Any:
             process = this_process.replica
             if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
-                return plain(*args, **kwargs)  # alone; or the chief's callbacks ask for it
+                return plain(*args, **kwargs)  # alone, or called by one of the chief's callbacks
             _refuse_in_replica(plain.__name__)
             _refuse_other_distribution(plain.__name__)
             bound = inspect.signature(plain).bind(*args, **kwargs)
-            take_data(plain.__name__, bound.arguments, self._strategy, lambda: process.group)
+            resolve_data(plain.__name__, bound.arguments, self._strategy, lambda: process.group)
             with self._loop():
                 self._share_callbacks(bound)
                 return plain(*bound.args, **bound.kwargs)
@@ -114,7 +115,7 @@ class ModelOnReplicas:
 
     @contextmanager
     def _loop(self) -> Iterator[None]:
-        """Run one of Keras's loops, which may call another: all replicas do the same, with whole batches."""
+        """Run one of Keras's loops, which may call another. All replicas do the same, with whole batches."""
         before, callbacks = contexts.execution(), self._callbacks
         try:
             with contexts.executing(contexts.Execution(self._strategy, "replicated")):
@@ -125,7 +126,7 @@ class ModelOnReplicas:
                 self._strategy.home.end_loop()
 
     def _share_callbacks(self, bound: inspect.BoundArguments) -> None:
-        """Let the chief's callbacks act for all, and the chief alone show progress."""
+        """Run callbacks on the chief for all replicas, and show progress there only."""
         parameters = bound.signature.parameters
         if "callbacks" not in parameters:
             return
@@ -133,13 +134,13 @@ class ModelOnReplicas:
         assert process is not None
         given = bound.arguments.get("callbacks")
         if not isinstance(given, keras.callbacks.CallbackList):
-            self._callbacks = Together(self._model, given, bound.arguments.get("verbose", "auto"))
+            self._callbacks = ChiefCallbacks(self._model, given, bound.arguments.get("verbose", "auto"))
             bound.arguments["callbacks"] = [self._callbacks]
         if process.rank:
             bound.arguments["verbose"] = 0
 
     def _read_by_chief(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method that reads weights from a file, which the chief has written: it reads them for all replicas."""
+        """Wrap a method that reads weights from a file of the chief: the chief reads them for all replicas."""
 
         @functools.wraps(plain)
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -153,7 +154,7 @@ class ModelOnReplicas:
                     result = plain(*args, **kwargs)
                 except Exception as failure:  # noqa: BLE001  # raised below, on all replicas
                     error = failure
-            loaded = [*map(keras_internals.tensor_of, self._model.variables), *beside(self._model)]
+            loaded = [*map(keras_internals.tensor_of, self._model.variables), *optimizer_tensors(self._model)]
             make_equal(group, [(f"model.{plain.__name__}", each.detach()) for each in loaded])
             failed = torch.tensor([error is not None], device=torch_device(group.device))
             group.broadcast(failed, 0)
@@ -163,22 +164,25 @@ class ModelOnReplicas:
 
         return method
 
-    def _take_what_was_built(self) -> None:
-        """Keras makes weights and what the optimizer keeps when it sees the first batch: all replicas' from then on."""
+    def _register_built(self) -> None:
+        """Register the weights and the optimizer's variables, which Keras creates with the first batch, with the
+        replicas.
+        """
         process = this_process.replica
         if process is None or process.size == 1:
             return
         registration = process.runtime_of(self._strategy).registration
-        kept = beside(self._model)
+        kept = optimizer_tensors(self._model)
         trained = [each.value for each in self._model.trainable_variables]
         if not all(map(registration.owns, [*trained, *kept])):
             registration.take(self._model, kept)
 
     def _share_randomness(self) -> None:
-        """Have all replicas draw the same from here on, such as the order of rows.
+        """Make all replicas draw the same random numbers from here on, such as the order of rows.
 
-        To build a model that is not built yet Keras reads a batch, which draws: on a replica that has replaced a lost
-        one, and not on the others.
+        To build a model Keras reads a batch, which draws. A replica that has replaced a lost one builds the model
+        again, and
+        the others do not.
         """
         process = this_process.replica
         if process is not None and process.size > 1 and self._callbacks is not None and not self._callbacks.acting:
@@ -186,13 +190,13 @@ class ModelOnReplicas:
 
     # A step ---------------------------------------------------------------------------------------------------------
 
-    def _made_with(self, make: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """`make_train_function` and its kin: the function that they make runs on all replicas."""
+    def _wrap_maker(self, make: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wrap `make_train_function` or a similar method: the function that it makes runs on all replicas."""
 
         @functools.wraps(make)
         def made(*args: Any, **kwargs: Any) -> Any:
             result = make(*args, **kwargs)
-            self._take_what_was_built()
+            self._register_built()
             self._share_randomness()
             self._forward.begin()
             plain = getattr(self._model, name)
@@ -203,11 +207,11 @@ class ModelOnReplicas:
         return made
 
     def run(self, plain: Callable[[Any], Any], data: Any, *, trains: bool) -> Any:
-        """One step on a global batch, which every replica has."""
+        """Run one step on a global batch, which every replica has."""
         process = this_process.replica
         if process is None or process.size == 1 or (self._callbacks is not None and self._callbacks.acting):
             return plain(data)
-        (SameBatches(lambda: process.group) if self._callbacks is None else self._callbacks.batches).took(data)
+        (SameBatches(lambda: process.group) if self._callbacks is None else self._callbacks.batches).check(data)
         if self._callbacks is not None and trains and self._callbacks.skips:
             return {}
         model = self._model
@@ -219,7 +223,7 @@ class ModelOnReplicas:
 
         def step() -> None:
             nonlocal result
-            with self._forward.step(), losses_are_global(self._forward.look):
+            with self._forward.step(), losses_are_global(self._forward.check_loss):
                 result = plain(data)
             if trains:
                 begin, end, _ = self._forward.rows
@@ -230,7 +234,7 @@ class ModelOnReplicas:
         return result
 
     def _average(self, changed: list[torch.Tensor]) -> None:
-        """What each replica computed of its own rows, such as moving averages, becomes the mean over the replicas."""
+        """Average values that each replica computed from its own rows, such as moving averages, over the replicas."""
         process = this_process.replica
         assert process is not None
         found = [each for each in changed if each.is_floating_point()]
@@ -245,7 +249,7 @@ class ModelOnReplicas:
             for each, mean in zip(found, flat.split([each.numel() for each in found]), strict=True):
                 each.copy_(mean.reshape(each.shape))
 
-    # Losses that are not the compiled one: every replica has its own, of its rows -----------------------------------
+    # Additional losses: each replica computes them from its own rows ------------------------------------------------
 
     def _share(self) -> float:
         begin, end, whole = self._forward.rows
@@ -258,12 +262,12 @@ class ModelOnReplicas:
             return loss
         own = loss * self._share()
         self._added.append(own.detach())
-        own = own - own.detach()  # its value comes with the others'
-        self._forward.is_part(own)
+        own = own - own.detach()  # its value is added with those of the others
+        self._forward.mark_part(own)
         return own
 
     def _complete(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """`compute_loss` whose value is the whole loss; what flows back is this replica's part of it."""
+        """Wrap `compute_loss`: it returns the whole loss, and its gradient is this replica's part of it."""
 
         @functools.wraps(plain)
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -286,7 +290,7 @@ class ModelOnReplicas:
 
 
 def _on_chief_first(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that writes a file: replica 0 does, and the others wait for it. The chief may call it alone."""
+    """Wrap a method that writes a file: replica 0 writes, and the others wait for it. The chief may call it alone."""
 
     @functools.wraps(plain)
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -301,24 +305,25 @@ def _refuse_in_replica(method: str) -> None:
         does = method.replace("_on_batch", "")
         raise ContextError(
             f"model.{method} was called in a function that strategy.run calls, where each replica has its own part of "
-            f"a batch. It shares whole batches out itself: call model.{method} outside strategy.run, with the global "
+            f"a batch. It divides whole batches itself: call model.{method} outside strategy.run, with the global "
             f"batch. To {'train' if does == 'fit' else does} in strategy.run, call the model, the loss and the "
             "optimizer one by one."
         )
 
 
 def _refuse_other_distribution(method: str) -> None:
-    """Raise OptionError if Keras itself is to distribute the training."""
+    """Raise OptionError if Keras itself would distribute the training."""
     own = keras.distribution.distribution()
     if own is not None:
         raise OptionError(
-            f"model.{method} of a model that was made in strategy.scope(), and a {type(own).__name__} of Keras's is in "
-            "force: both would share the rows out. Call keras.distribution.set_distribution(None) before."
+            f"model.{method} was called for a model that was made in strategy.scope(), while Keras's own "
+            f"{type(own).__name__} is in force: both would divide the rows. Call "
+            "keras.distribution.set_distribution(None) first."
         )
 
 
 class _ReplicatedStep:
-    """A model's `train_function`, or its kin, on all replicas."""
+    """A model's `train_function`, `test_function` or `predict_function` on all replicas."""
 
     def __init__(self, owner: ModelOnReplicas, plain: Callable[[Any], Any], *, trains: bool) -> None:
         self._owner = owner

@@ -19,7 +19,7 @@ from distnb.coordinator.libraries import libraries
 from distnb.coordinator.per_worker import PerWorkerDataset, is_function
 from distnb.errors import OptionError
 from distnb.keras import keras_internals
-from distnb.keras.by_state import HERE, METHODS, READS, OfKeras
+from distnb.keras.by_state import HERE, METHODS, READS, KerasLibrary
 from distnb.keras.data import DatasetCreator, as_tensor
 from distnb.keras.server_optimizer import make_remote
 from distnb.options import InputOptions
@@ -31,15 +31,15 @@ from distnb.watching.live import live
 
 __all__ = ["ModelOnServers"]
 
-_AHEAD = 8  # closures for each worker that the loop may be ahead of them
-libraries.append(OfKeras())
+_AHEAD = 8  # closures per worker that the loop may schedule ahead
+libraries.append(KerasLibrary())
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
 
 
 def _steps(model: Any, _optimizer: Any, data: Any, count: int, kind: str) -> dict[str, Any] | None:
-    """Some steps on a worker: the last one's logs; None: there was no data left."""
+    """Take some steps on a worker. Return the last step's logs, or None if the data ended."""
     make, run = getattr(model, f"make_{kind}_function"), f"{kind}_function"
     make()
     logs: Any = None
@@ -55,7 +55,7 @@ def _steps(model: Any, _optimizer: Any, data: Any, count: int, kind: str) -> dic
 
 
 def _look_up(embedding: Any, inputs: Any) -> Any:
-    """What Embedding's own `call` gives, of rows that are read alone."""
+    """Return the result of Embedding's own `call`, reading only the rows it needs."""
     table = keras_internals.tensor_of(keras_internals.table_of(embedding))
     rows = torch.nn.functional.embedding(keras.ops.cast(inputs, "int64"), table)
     return keras.ops.cast(rows, embedding.compute_dtype)
@@ -65,7 +65,7 @@ def _look_up(embedding: Any, inputs: Any) -> Any:
 
 
 class _PerWorker(torch.utils.data.DataLoader[Any]):
-    """Stands in Keras's loop for a dataset that each worker has: as many numbers as steps are asked for."""
+    """Placeholder in Keras's loop for a dataset that each worker has. It yields a number for each requested step."""
 
     def __init__(self, source: Any) -> None:
         super().__init__(range(1 << 60), batch_size=None, generator=torch.Generator())  # type: ignore[arg-type]
@@ -74,15 +74,16 @@ class _PerWorker(torch.utils.data.DataLoader[Any]):
 
 @dataclass
 class _Loop:
-    """A loop of `fit` or `evaluate` that runs.
+    """A running loop of `fit` or `evaluate`.
 
     Attributes:
-        source: The workers' iterators; None: batches are read here, and go with each step.
-        steps: Of an epoch; None: it is not known.
-        together: How many steps one closure takes, `steps_per_execution`.
-        waiting: What the next closure's steps are to read.
-        under_way: Closures that had not ended when they were last looked at.
-        logs: Of the step of this epoch that was seen to end last.
+        source: The workers' iterators; None: the coordinator reads batches and sends them with each step.
+        steps: The number of steps of an epoch; None if it is unknown.
+        together: The number of steps per closure, `steps_per_execution`.
+        waiting: The data for the next closure's steps.
+        under_way: The closures that had not ended at the last check.
+        taken: The number of steps of this epoch that were scheduled or wait.
+        logs: The logs of the latest step of this epoch that is known to have ended.
     """
 
     kind: str
@@ -96,15 +97,16 @@ class _Loop:
 
     @property
     def what(self) -> str:
-        """Keras's word for it."""
+        """Keras's word for the loop."""
         return "training" if self.kind == "train" else "evaluating"
 
 
 class ModelOnServers:
-    """What stands behind the methods of a model whose variables are on servers, by which the model keeps it.
+    """Replacements of the methods of a model whose variables are on servers. The model refers to this object through
+    them.
 
     Attributes:
-        methods: Those that it has in the place of Keras's.
+        methods: The names of the methods that are replaced.
     """
 
     methods = (*METHODS, *READS, *HERE)
@@ -112,9 +114,9 @@ class ModelOnServers:
     def __init__(self, strategy: Any, model: Any) -> None:
         if strategy.num_replicas_in_sync > 1:
             raise OptionError(
-                "Keras's loop has each step taken by one replica, and each worker of this cluster has "
+                "In Keras's loop one replica takes each step, but each worker of this cluster has "
                 f"{strategy.num_replicas_in_sync}. Start a cluster of more workers, with replicas_per_worker=1; or "
-                "train by scheduled functions that call strategy.run."
+                "train with scheduled functions that call strategy.run."
             )
         self._model = model
         self._registration = strategy.runtime.registration
@@ -137,10 +139,10 @@ class ModelOnServers:
             plain = getattr(model, name)
             setattr(model, name, functools.wraps(plain)(functools.partial(method, plain)))
 
-    # Before the first step ------------------------------------------------------------------------------------------
+    # Building the model -----------------------------------------------------------------------------------------------
 
     def _build(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Keras makes what it has not made yet: it is the servers' from now on."""
+        """Let Keras create the variables that are missing, then move them to the servers."""
         plain(*args, **kwargs)
         self._registration.take(self._model)
         for layer in keras_internals.plain_embeddings(self._model):
@@ -148,19 +150,19 @@ class ModelOnServers:
             if not isinstance(keras_internals.tensor_of(variable), ServerVariable):
                 keras_internals.put_tensor(variable, self._registration.as_table(keras_internals.tensor_of(variable)))
                 vars(layer)["call"] = functools.partial(_look_up, layer)
-        keras_internals.track_anew((self._model, *keras_internals.own_layers(self._model)))
+        keras_internals.track_again((self._model, *keras_internals.own_layers(self._model)))
         if self._model.optimizer is not None:
             make_remote(self._model.optimizer)
 
     def _build_for(self, source: Any) -> None:
-        """Have the model built, for batches that workers will make: one is made here, if that takes one."""
+        """Build the model for batches that workers will make. If a batch is needed, one is made here."""
         batch = None
         if not keras_internals.is_built(self._model):
             batch = keras.tree.map_structure(as_tensor, next(iter(source.maker.make_for_worker(0))), none_is_leaf=False)
         keras_internals.build(self._model, batch)
 
-    def _shown(self, data: Any) -> Any:
-        """What Keras's loop is to read: the data themselves, or what stands for those that workers make."""
+    def _data_for_loop(self, data: Any) -> Any:
+        """Return the data for Keras's loop: the data itself, or a placeholder for batches that workers make."""
         if isinstance(data, DatasetCreator):
             if data.input_options not in (None, InputOptions()):
                 raise OptionError(
@@ -176,7 +178,7 @@ class ModelOnServers:
         self._build_for(data)
         return _PerWorker(iter(data))
 
-    # fit and evaluate -----------------------------------------------------------------------------------------------
+    # fit and evaluate -------------------------------------------------------------------------------------------------
 
     def _fit(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(plain).bind(*args, **kwargs)
@@ -187,16 +189,16 @@ class ModelOnServers:
                 "model.fit with a ParameterServerStrategy needs steps_per_epoch: the workers' datasets have no common "
                 "end. Give the number of steps that all workers together take in an epoch."
             )
-        given["x"] = self._shown(given.get("x"))
+        given["x"] = self._data_for_loop(given.get("x"))
         if isinstance(given["x"], _PerWorker):
-            given["shuffle"] = False  # Keras warns that it would be ignored
+            given["shuffle"] = False  # otherwise Keras warns that it ignores it
             _refuse_batch_size("fit", given)
         validation = given.get("validation_data")
         if validation is not None and not isinstance(validation, tuple):
-            given["validation_data"] = self._shown(validation)
+            given["validation_data"] = self._data_for_loop(validation)
             if isinstance(given["validation_data"], _PerWorker) and given.get("validation_steps") is None:
                 raise OptionError(
-                    "model.fit got validation_data that workers make, which have no common end: give validation_steps."
+                    "model.fit got validation_data that workers make, without a common end: give validation_steps."
                 )
         if this_process.live_sink is not None and not isinstance(given.get("callbacks"), keras.callbacks.CallbackList):
             given["callbacks"] = [*keras.tree.flatten(given.get("callbacks") or []), _Live(self._coordinator)]
@@ -206,14 +208,14 @@ class ModelOnServers:
     def _evaluate(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(plain).bind(*args, **kwargs)
         given = bound.arguments
-        given["x"] = self._shown(given.get("x"))
+        given["x"] = self._data_for_loop(given.get("x"))
         if isinstance(given["x"], _PerWorker):
             if not self._loops:
                 _refuse_batch_size("evaluate", given)
             if given.get("steps") is None:
                 raise OptionError(
-                    "model.evaluate got a dataset that each worker makes, and these have no common end: give steps, "
-                    "the number of batches that all workers together evaluate."
+                    "model.evaluate got a dataset that each worker makes, without a common end: give steps, the number "
+                    "of batches that all workers together evaluate."
                 )
         with self._loop("test", given["x"], given.get("steps")):
             return plain(*bound.args, **bound.kwargs)
@@ -222,10 +224,10 @@ class ModelOnServers:
     def _loop(self, kind: str, data: Any, steps: int | None) -> Iterator[None]:
         if not self._loops:
             self._coordinator.join()
-            self._coordinator.forget(self._model)  # compiled anew, or with layers that do not learn
+            self._coordinator.forget(self._model)  # it may have been compiled again, or layers frozen
         source, together = data.source if isinstance(data, _PerWorker) else None, self._model.steps_per_execution
         self._loops.append(_Loop(kind=kind, source=source, steps=steps, together=together))
-        self._model.steps_per_execution = 1  # Keras takes none but whole executions
+        self._model.steps_per_execution = 1  # Keras would only accept whole executions
         try:
             yield
         finally:
@@ -236,14 +238,16 @@ class ModelOnServers:
                 self._access.refresh()
 
     def _make(self, kind: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """`make_train_function` and its kin: in a loop a step is scheduled, else it is done here."""
+        """Replace `make_train_function` or `make_test_function`: in a loop a step is scheduled, else it runs here."""
         if self._loops and self._loops[-1].kind == kind:
             setattr(self._model, f"{kind}_function", self._schedule)
         else:
             plain(*args, **kwargs)
 
     def _schedule(self, data: list[Any]) -> dict[str, Any]:
-        """Have a worker take the next step, with others if so many go together. Returns logs of what has ended."""
+        """Schedule the next step on a worker, perhaps in a closure with others. Return the logs of steps that have
+        ended.
+        """
         loop = self._loops[-1]
         loop.waiting += data
         loop.taken += 1
@@ -254,23 +258,23 @@ class ModelOnServers:
         return self._logs(loop)
 
     def _send(self, loop: _Loop, left: int) -> None:
-        """Schedule the steps that wait, and wait until only so many closures are under way."""
+        """Schedule the waiting steps, and wait until at most `left` closures are under way."""
         if loop.waiting:
             optimizer = self._model.optimizer if loop.kind == "train" else None
             data = loop.waiting if loop.source is None else loop.source
             args = (self._model, optimizer, data, len(loop.waiting), loop.kind)
             loop.under_way.append(self._coordinator.schedule(_steps, args=args))
             loop.waiting = []
-        self._look(loop, left)
+        self._collect(loop, left)
 
-    def _look(self, loop: _Loop, left: int) -> None:
-        """Wait until only so many closures are under way, and take over what the others told."""
+    def _collect(self, loop: _Loop, left: int) -> None:
+        """Wait until at most `left` closures are under way, and collect the logs of the others."""
         self._coordinator.wait(loop.under_way, left)
         ended = [each for each in loop.under_way if each.ended]
         loop.under_way = [each for each in loop.under_way if each not in ended]
         for each in ended:
             if each.state != "done":
-                self._coordinator.join()  # raises what it raised, once
+                self._coordinator.join()  # raises the closure's error, once
             logs = each.fetch()
             if logs is not None:
                 loop.logs = logs
@@ -288,7 +292,7 @@ class ModelOnServers:
     def _logs(self, loop: _Loop) -> dict[str, Any]:
         """Return the metrics' values after all steps of the epoch that have ended, and the last step's other logs.
 
-        Until one has ended there are none: a metric that nothing has updated would read as 0.
+        Before any step has ended the logs are empty: a metric without updates would read as 0.
         """
         if not loop.logs:
             return {}
@@ -296,7 +300,7 @@ class ModelOnServers:
         return {name: found.get(name, value) for name, value in loop.logs.items()}
 
     def _end(self, plain: Callable[..., Any], logs: Any) -> Any:
-        """An epoch ends: all steps have, too, before callbacks see it."""
+        """End an epoch: wait for all its steps before callbacks run."""
         if self._loops:
             loop = self._loops[-1]
             self._send(loop, 0)
@@ -306,15 +310,15 @@ class ModelOnServers:
             loop.logs = {}
         return plain(logs)
 
-    # What is done here ----------------------------------------------------------------------------------------------
+    # Computation on the coordinator -----------------------------------------------------------------------------------
 
     def _read(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A method that reads weights."""
+        """Call a method that reads weights."""
         self._access.read_anew((*self._model.parameters(), *self._model.buffers()))
         return plain(*args, **kwargs)
 
     def _here(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A method that computes here, one batch at a time, also when a callback of `fit` calls it."""
+        """Call a method that computes here, one batch at a time, even if a callback of `fit` calls it."""
         names = ("steps_per_execution", *(f"{kind}_function" for kind in ("train", "test", "predict")))
         before = {name: getattr(self._model, name) for name in names}
         self._loops.append(_Loop(kind="here", source=None, steps=None))
@@ -331,13 +335,13 @@ class ModelOnServers:
 def _refuse_batch_size(method: str, given: dict[str, Any]) -> None:
     if given.get("batch_size") is not None:
         raise OptionError(
-            f"model.{method} got batch_size={given['batch_size']!r} with a dataset that each worker makes: its batches "
-            "are what the dataset function gives. Leave it out."
+            f"model.{method} got batch_size={given['batch_size']!r} with a dataset that each worker makes: the "
+            "dataset function determines its batches. Leave it out."
         )
 
 
 class _Live(keras.callbacks.Callback):  # type: ignore[misc]
-    """Draws the numbers of each epoch as curves, and tells how far the training has come."""
+    """A callback that plots the numbers of each epoch, and reports the progress of the training."""
 
     def __init__(self, coordinator: ClusterCoordinator) -> None:
         super().__init__()
@@ -348,9 +352,9 @@ class _Live(keras.callbacks.Callback):  # type: ignore[misc]
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        told = self.params
+        params = self.params
         self._coordinator.reading = Reading(
-            epoch=self._epoch, batch=batch + 1, batches=told.get("steps"), epochs=told.get("epochs")
+            epoch=self._epoch, batch=batch + 1, batches=params.get("steps"), epochs=params.get("epochs")
         )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -1,9 +1,10 @@
-"""Keras's variables and metrics on replicas: which values each replica has, and what they are together.
+"""Keras's variables and metrics on replicas: each replica's values, and their aggregation.
 
-Keras says of a variable how the values of several replicas are combined (`aggregation`, `synchronization`), and its
-torch backend does nothing about it. A variable that says so, and that a scope or a replica makes, holds a
-`distnb.Variable`, which does. A metric's variables are such: each replica counts its own part, and `result()` is that
-of all of them wherever it is read. Keras's own loops (`fit` and its kin) compute with whole batches on all replicas.
+Keras lets a variable declare how the values of several replicas are combined (`aggregation`, `synchronization`), but
+its torch backend ignores this. A variable with such a declaration that is made in a scope or on a replica holds a
+`distnb.Variable`, which honours it. A metric's variables are of this kind: each replica counts its own part, and
+`result()` combines all parts wherever it is read. Keras's own loops (`fit`, `evaluate`, `predict`) compute with whole
+batches on all replicas.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ __all__ = ["bind", "install", "restore", "variable_in"]
 
 @functools.cache
 def install() -> None:
-    """Have Keras's variables and metrics know of replicas from now on. Idempotent."""
+    """Make Keras's variables and metrics aware of replicas from now on. Idempotent."""
     _wrap(keras.Variable, "_initialize", _initialize)
     _wrap(keras.Variable, keras_internals.ASSIGN, _assign)
     _wrap(keras.Variable, "assign_add", functools.partial(_add, 1))
     _wrap(keras.Variable, "assign_sub", functools.partial(_add, -1))
-    _wrap(keras.Variable, "__repr__", _shown)
+    _wrap(keras.Variable, "__repr__", _repr)
     keras.Variable.value = property(_reading_of(keras.Variable.value.fget))
     _wrap(keras.metrics.Metric, "__init__", _init_metric)
     scope_checks.install()
@@ -55,7 +56,7 @@ def _wrap(cls: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _making_strategy() -> Any:
-    """Return the strategy of several replicas whose scope, replica or loop makes what is made now, if any."""
+    """Return the strategy of several replicas in whose scope, replica or loop an object is being made, or None."""
     process, innermost, execution = this_process.replica, contexts.innermost(), contexts.execution()
     if process is None or process.size == 1 or (execution is not None and execution.kind == "single"):
         return None
@@ -75,15 +76,15 @@ def _initialize(plain: Callable[..., None], variable: Any, value: Any) -> None:
     settings = _settings_of(variable)
     if settings is not None:
         component = keras_internals.tensor_of(variable).detach()
-        # The parts of a metric are there at once, alike on all replicas: nothing has to be made equal.
+        # A metric's parts start equal on all replicas, so nothing has to be synchronised.
         made = (make if settings.on_read else create)(component, settings, strategy)
         keras_internals.put_tensor(variable, made)
 
 
 def _settings_of(variable: Any) -> Settings | None:
-    """Return what a variable says of several replicas; None if it says nothing that is not true of every parameter."""
+    """Return a variable's settings for several replicas, or None if they are those of every parameter."""
     how = VariableAggregation.parse(variable.aggregation)
-    # `variable_3` is the fourth that this process has made, and may be another one's fifth.
+    # `variable_3` is the fourth that this process has made, and may be another process's fifth.
     name = re.sub(r"_[0-9]+$", "", variable.name)
     if variable.synchronization == "on_read":
         return Settings(trainable=False, name=name, synchronization=VariableSynchronization.ON_READ, aggregation=how)
@@ -96,12 +97,12 @@ def _settings_of(variable: Any) -> Settings | None:
 
 
 def variable_in(value: Any) -> Any:
-    """Return the tensor that a variable of Keras holds; None of any other object."""
+    """Return the tensor of a Keras variable, or None for any other object."""
     return keras_internals.tensor_of(value) if isinstance(value, keras.Variable) else None
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """Return the tensors that a variable or an optimizer of Keras holds; none of any other object."""
+    """Return the tensors of a Keras variable or optimizer, or [] for any other object."""
     if isinstance(value, keras.Variable):
         return [keras_internals.tensor_of(value)]
     return (
@@ -112,12 +113,15 @@ def tensors_in(value: Any) -> list[Any]:
 
 
 def _is_of_a_user(variable: Any) -> bool:
-    """Return whether no layer, optimizer or generator of Keras has made a variable: theirs have a path."""
+    """Return whether the user made a variable. Those of Keras's layers, optimizers and generators have a path."""
     return "/" not in variable.path
 
 
 def _reading_of(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the getter of a variable's value, which for parts gives a plain tensor: whole, or this replica's part."""
+    """Return a getter of a variable's value. For a variable of parts it returns a plain tensor: the whole, or this
+    replica's
+    part.
+    """
 
     def value(variable: Any) -> Any:
         stored = keras_internals.tensor_of(variable)
@@ -149,31 +153,31 @@ def _add(sign: int, plain: Callable[..., Any], variable: Any, value: Any) -> Any
 
 
 def _check_assigned(variable: Any, value: Any) -> None:
-    """Refuse to assign, in a replica, what would be another value on each of them without anybody noticing."""
+    """Refuse an assignment in a replica that would silently give each replica another value."""
     process = this_process.replica
     assert process is not None
     if variable.synchronization != "on_read" and not _is_of_a_user(variable):
-        return  # weights, which gradients change alike; statistics, which are averaged; seeds, which are drawn alike
+        return  # weights change by equal gradients, statistics are averaged, seeds are drawn equally
     is_ours = process.strategy_of(keras_internals.tensor_of(variable)) is not None
     if not is_ours and not vars(variable).get("_distnb_made_in_replica", False):
         raise ContextError(
             f"The Keras variable {variable.path!r} was made outside strategy.scope() and is assigned to in a function "
-            "that strategy.run calls: every replica would change a copy of its own. Make it, or the metric that it is "
-            "part of, within `with strategy.scope():`."
+            "that strategy.run calls: every replica would change its own copy. Make it, or its metric, within "
+            "`with strategy.scope():`."
         )
     if is_ours and len(set(process.group.all_gather_object(digest(value)))) > 1:
         raise OptionError(
-            f"The replicas assign different values to the Keras variable {variable.path!r}, which does not say what "
-            "becomes of them. Make it with aggregation='sum', 'mean' or 'only_first_replica' (and trainable=False), or "
-            "assign to it outside strategy.run."
+            f"The replicas assign different values to the Keras variable {variable.path!r}, which has no "
+            "aggregation to combine them. Make it with aggregation='sum', 'mean' or 'only_first_replica' (and "
+            "trainable=False), or assign to it outside strategy.run."
         )
 
 
-def _shown(plain: Callable[..., str], variable: Any) -> str:
+def _repr(plain: Callable[..., str], variable: Any) -> str:
     stored = keras_internals.tensor_of(variable)
     if not isinstance(stored, SyncOnReadVariable):
         return plain()
-    # Never communicates: what is shown is shown on some replicas only, too.
+    # Never communicate here: only some replicas may show the variable.
     what = "value" if stored.is_whole else "this replica's part"
     return (
         f"<Variable path={variable.path}, shape={variable.shape}, dtype={variable.dtype}, {what}="
@@ -192,14 +196,14 @@ def _init_metric(plain: Callable[..., None], metric: Any, *args: Any, **kwargs: 
 
 
 def bind(metric: Any, strategy: Any) -> None:
-    """Have the replicas of a strategy share a metric: each updates its own part, and reading it combines them."""
+    """Make the replicas of a strategy share a metric: each updates its own part, and a read combines the parts."""
     own = vars(metric)
     if "_distnb_strategy" not in own:
-        own.update(_distnb_strategy=strategy, update_state=_updating(metric), result=_reading(metric))
+        own.update(_distnb_strategy=strategy, update_state=_shared_update(metric), result=_shared_result(metric))
 
 
 def restore(metric: Any, strategy: Any) -> bool:
-    """Have this replica share a metric that was copied from another one, without what that has counted.
+    """Make this replica share a metric that was copied from another one, without that one's counts.
 
     Return False for any other object.
     """
@@ -215,12 +219,12 @@ def restore(metric: Any, strategy: Any) -> bool:
 
 
 def _is_shared_out() -> bool:
-    """Return whether each replica has its own part of what is computed now, or none is under way."""
+    """Return whether each replica computes with its own part of the data now, or no loop is running."""
     process, execution = this_process.replica, contexts.execution()
     return process is not None and process.size > 1 and (execution is None or execution.kind == "split")
 
 
-def _updating(metric: Any) -> Callable[..., Any]:
+def _shared_update(metric: Any) -> Callable[..., Any]:
     plain = metric.update_state
 
     @functools.wraps(plain)
@@ -248,7 +252,7 @@ def _updating(metric: Any) -> Callable[..., Any]:
     return update_state
 
 
-def _reading(metric: Any) -> Callable[..., Any]:
+def _shared_result(metric: Any) -> Callable[..., Any]:
     plain = metric.result
 
     @functools.wraps(plain)
@@ -259,7 +263,7 @@ def _reading(metric: Any) -> Callable[..., Any]:
         if process is None or not _is_shared_out():
             return keras.tree.map_structure(_value, plain(*args, **kwargs), none_is_leaf=False)
         parts = [each for each in metric.variables if isinstance(keras_internals.tensor_of(each), SyncOnReadVariable)]
-        # Some metrics make their variables when they see the first rows, which this replica may not have got yet.
+        # Some metrics create their variables with the first rows, which this replica may not have received yet.
         of_replicas = process.group.all_gather_object([_part_of(each) for each in parts])
         most = max(map(len, of_replicas))
         knowing = [rank for rank, its in enumerate(of_replicas) if len(its) == most]
@@ -278,11 +282,11 @@ def _part_of(variable: Any) -> Any:
 
 
 def _combined(variable: Any, parts: Sequence[Any]) -> Any:
-    """Combine the replicas' parts of a variable, as it says."""
+    """Combine the replicas' parts of a variable by its aggregation."""
     stored = keras_internals.tensor_of(variable)
     how = stored.aggregation
     if how is VariableAggregation.NONE:
-        return stored.aggregate("result")  # raises, and tells the cure
+        return stored.aggregate("result")  # raises an error with the cure
     whole = parts[0] if stored.is_whole or how is VariableAggregation.ONLY_FIRST_REPLICA else sum(parts)
     if how is VariableAggregation.MEAN and not stored.is_whole:
         whole = whole / len(parts)
@@ -290,6 +294,6 @@ def _combined(variable: Any, parts: Sequence[Any]) -> Any:
 
 
 def _value(leaf: Any) -> Any:
-    """Return what a leaf of a result holds now: some metrics return a variable itself."""
+    """Return the current value of a leaf of a result, because some metrics return a variable itself."""
     value = leaf.value if isinstance(leaf, keras.Variable) else leaf
     return value.read_value() if isinstance(value, Variable) else value

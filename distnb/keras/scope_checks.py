@@ -1,4 +1,4 @@
-"""Checks of what Keras's methods are given: objects that a scope did not make, a part of the data, distributed data."""
+"""Checks of the arguments of Keras's methods: objects made outside a scope, parts of the data, distributed data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import keras
 
 from distnb.errors import ContextError, OptionError
 from distnb.input.dataset import DistributedDataset
-from distnb.keras.data import take_data
+from distnb.keras.data import resolve_data
 from distnb.runtime import contexts
 from distnb.runtime.scopes.foreign_libraries import is_shared
 from distnb.runtime.this_process import this_process
@@ -24,9 +24,9 @@ _METHODS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_
 
 @functools.cache
 def install() -> None:
-    """Check what is compiled, trained and adapted from now on. Idempotent."""
+    """Install checks of `compile`, the loops, and `adapt`. Idempotent."""
     for name in _METHODS:
-        # Where it is defined: Keras asks whether a model's class has another one.
+        # In the class that defines it: Keras asks whether a model's class overrides it.
         _check_before(next(cls for cls in keras.Model.__mro__ if name in vars(cls)), name, _check_model)
     for cls in (*vars(keras.layers).values(), *vars(keras.utils).values()):
         if inspect.isclass(cls) and "adapt" in vars(cls):
@@ -43,7 +43,7 @@ def _check_before(cls: Any, name: str, check: Callable[..., None]) -> None:
             check(self, name, args, kwargs)
         elif name in ("fit", "evaluate", "predict"):
             bound = inspect.signature(plain).bind(self, *args, **kwargs)
-            take_data(name, bound.arguments)
+            resolve_data(name, bound.arguments)
             return plain(*bound.args, **bound.kwargs)
         return plain(self, *args, **kwargs)
 
@@ -51,7 +51,7 @@ def _check_before(cls: Any, name: str, check: Callable[..., None]) -> None:
 
 
 def _check_model(model: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise OptionError, in a scope, for a model or a metric that was made in none."""
+    """Raise OptionError, in a scope, for a model or a metric that was made outside any scope."""
     process, innermost = this_process.replica, contexts.innermost()
     assert process is not None
     if innermost is None or innermost[1] is not None or not process.runs(innermost[0]):
@@ -61,8 +61,8 @@ def _check_model(model: Any, method: str, args: tuple[Any, ...], kwargs: dict[st
     if owner is None:
         raise OptionError(
             f"The model {model.name!r} was made outside strategy.scope(), and model.{method} is called inside: every "
-            "replica would train a copy of its own. Make the model within `with strategy.scope():`; to take trained "
-            "weights over, call model.set_weights(...) there."
+            "replica would train its own copy. Make the model within `with strategy.scope():`; to reuse trained "
+            "weights, call model.set_weights(...) there."
         )
     if owner is not strategy:
         raise contexts.mixing(strategy, owner)
@@ -70,7 +70,7 @@ def _check_model(model: Any, method: str, args: tuple[Any, ...], kwargs: dict[st
         for metric in _metrics_in(model, args, kwargs):
             if not is_shared(metric):
                 raise OptionError(
-                    f"model.compile got metrics of which {metric.name!r} was made outside strategy.scope(). Make it "
+                    f"model.compile got the metric {metric.name!r}, which was made outside strategy.scope(). Make it "
                     "where the model is made, or give its name."
                 )
 
@@ -84,7 +84,7 @@ def _metrics_in(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
 
 
 def _check_adapt(layer: Any, _name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise an error where each replica would adapt a layer to its own part of the data."""
+    """Raise an error if each replica would adapt a layer to its own part of the data."""
     name = layer.name
     if contexts.in_replica():
         raise ContextError(

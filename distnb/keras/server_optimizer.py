@@ -1,4 +1,4 @@
-"""Keras's optimizers with parameter servers: the same optimizer on each server, for the variables that it holds."""
+"""Keras's optimizers with parameter servers: each server has the same optimizer, for the variables that it holds."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["RemoteApply", "described", "make_remote", "set_options"]
 
 _ITERATION = "iteration"
 _PLAIN = (bool, int, float, type(None))
-# What looks at gradients is done where all of them are, on the worker.
+# These need all gradients, which only the worker has.
 _ON_WORKERS = ("clipnorm", "global_clipnorm", "clipvalue", "loss_scale_factor")
 
 # -- a server ----------------------------------------------------------------------------------------------------------
 
 
 class _Variable(NamedTuple):
-    """What an optimizer looks at of a variable, beside its value."""
+    """The properties of a variable that an optimizer uses, except its value."""
 
     name: str
     constraint: Any
@@ -39,9 +39,9 @@ class _Variable(NamedTuple):
 
 
 class OnServer:
-    """A Keras optimizer as a server has it, for some shards: to the server it is like one of torch's.
+    """A Keras optimizer on a server, for some shards. To the server it looks like one of torch's.
 
-    There is one group for each variable; the first one's options are the optimizer's.
+    There is one group for each variable. The options of the first one are the optimizer's.
     """
 
     def __init__(self, cls: Any, config: dict[str, Any], kinds: Sequence[_Variable], groups: list[list[Any]]) -> None:
@@ -79,7 +79,7 @@ def _wrapped(parameter: torch.nn.Parameter, kind: _Variable) -> Any:
 
 
 class _State(MutableMapping[torch.nn.Parameter, Mapping[str, Any]]):
-    """What an optimizer keeps for each parameter, by name, with what it keeps for all of them together."""
+    """The optimizer's state for each parameter, by name, together with its state for all parameters."""
 
     def __init__(self, optimizer: Any, variables: Mapping[Any, Any], kept: Mapping[int, Mapping[str, Any]]) -> None:
         self._variables = variables
@@ -98,7 +98,7 @@ class _State(MutableMapping[torch.nn.Parameter, Mapping[str, Any]]):
             own[name].assign(value)
 
     def __delitem__(self, parameter: torch.nn.Parameter) -> None:
-        """What is given next takes its place."""
+        """Do nothing: the next assignment replaces the state."""
 
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
         return iter(self._variables)
@@ -108,7 +108,7 @@ class _State(MutableMapping[torch.nn.Parameter, Mapping[str, Any]]):
 
 
 def _built(optimizer: Any, variables: list[Any]) -> dict[int, dict[str, Any]]:
-    """Have an optimizer make what it keeps. Returns that of each variable, by identity, by name."""
+    """Build an optimizer. Return its state for each variable (by identity), by name."""
     kept: dict[int, dict[str, Any]] = {id(each): {} for each in variables}
     plain = optimizer.add_variable_from_reference
 
@@ -128,15 +128,15 @@ def _built(optimizer: Any, variables: list[Any]) -> dict[int, dict[str, Any]]:
 
 
 def _of_all(optimizer: Any, kept: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """What an optimizer keeps for all variables together: how often it has stepped, and other numbers."""
+    """Return an optimizer's state for all variables together: its count of steps, and other numbers."""
     counted = {id(each) for own in kept.values() for each in own.values()} | {
         id(keras_internals.learning_rate_of(optimizer))
     }
     rest = [each for each in keras_internals.optimizer_variables(optimizer) if id(each) not in counted]
     if any(tuple(each.shape) for each in rest):
         raise OptionError(
-            f"{type(optimizer).__name__} keeps something for several variables together, and with a "
-            "ParameterServerStrategy each server has its own. Use an optimizer such as Adam, RMSprop or SGD."
+            f"{type(optimizer).__name__} keeps a state for several variables together, but with a "
+            "ParameterServerStrategy each server has its own variables. Use an optimizer such as Adam, RMSprop or SGD."
         )
     steps = keras_internals.iterations_of(optimizer)
     others = [each for each in rest if each is not steps]
@@ -148,11 +148,14 @@ def _of_all(optimizer: Any, kept: Mapping[int, Mapping[str, Any]]) -> dict[str, 
 
 @dataclass(frozen=True)
 class _KerasServerSide:
-    """What an optimizer is to the servers.
+    """The servers' counterpart of an optimizer.
 
     Attributes:
+        number: The number of the optimizer on the servers.
         stored: The variables that it was built with, in order.
-        places: Of each, where in its `variables` that is which it keeps for them, by name; -1: for all together.
+        places: For the position of each variable, the positions of its state in the optimizer's `variables`, by name;
+            -1:
+            of the state for all variables.
     """
 
     number: int
@@ -165,10 +168,10 @@ class _KerasServerSide:
 
 
 class RemoteApply:
-    """What takes the place of a Keras optimizer's own methods; its class is made of this one and the user's.
+    """Replacements of a Keras optimizer's own methods. Its class is derived from this one and the user's.
 
-    `apply` sends gradients, and the servers update. What the optimizer keeps lives there, and is read when its
-    `variables` are asked for; numbers such as the learning rate go with each step.
+    `apply` sends gradients, and the servers update. The optimizer's state lives there, and is read when its `variables`
+    are read. Numbers such as the learning rate are sent with each step.
     """
 
     _remote: _KerasServerSide
@@ -176,7 +179,7 @@ class RemoteApply:
     _trained: list[Any]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Send gradients to the servers, which update the variables: each server's in one piece."""
+        """Send gradients to the servers, which update the variables: each server updates all of its own at once."""
         own: Any = self
         variables = self._trained if trainable_variables is None else list(trainable_variables)
         if not len(grads):
@@ -193,8 +196,8 @@ class RemoteApply:
             stored = servers.stored_of(variable.value)
             if stored is None or stored.number not in known:
                 raise ContextError(
-                    f"{own.name} got a gradient of {variable.path}, and was built with other variables. With a "
-                    "ParameterServerStrategy it updates those that it was built with; make a new one for others."
+                    f"{own.name} got a gradient of {variable.path}, but was built with other variables. With a "
+                    "ParameterServerStrategy it updates only those it was built with; make a new one for others."
                 )
             for (shard, part), piece in remote_optimizer.by_part(stored, gradient.detach(), False):
                 gradients.setdefault(part.server, {})[shard] = piece
@@ -210,13 +213,13 @@ class RemoteApply:
 
     @property
     def iterations(self) -> Any:
-        """How often the servers have updated with it, whoever sent the gradients."""
+        """The number of updates that the servers have made with it, from any sender."""
         _ = self.variables
         return super().iterations  # type: ignore[misc]
 
     @property
     def learning_rate(self) -> Any:
-        """It, or what its schedule says now."""
+        """The learning rate, or the current value of its schedule."""
         if not isinstance(keras_internals.learning_rate_of(self), keras.Variable):
             _ = self.variables
         return super().learning_rate  # type: ignore[misc]
@@ -227,7 +230,7 @@ class RemoteApply:
 
     @property
     def variables(self) -> list[Any]:
-        """What it keeps, as it is on the servers now."""
+        """The optimizer's state, as it is on the servers now."""
         own = keras_internals.optimizer_variables(self)
         if servers_here.access.is_worker:
             return own
@@ -238,13 +241,13 @@ class RemoteApply:
             parts = [kept[shard] for shard, _ in stored.shards()]
             for name, where in (*self._remote.places[place].items(), *self._remote.places[-1].items()):
                 own[where].assign(remote_optimizer.joined(stored, [part[name] for part in parts]))
-        # A step without gradients for some server's variables is none there.
+        # A server that received no gradients has not counted the step.
         keras_internals.iterations_of(self).assign(max(int(each[_ITERATION]) for each in kept.values()))
         self._note()
         return own
 
     def send_changes(self) -> None:
-        """Tell the servers what was assigned to its variables here, by a callback, or from a file."""
+        """Send the servers the values that a callback, or a load from a file, assigned to its variables here."""
         own = keras_internals.optimizer_variables(self)
         if self._seen == _versions(own, self):
             return
@@ -263,7 +266,7 @@ class RemoteApply:
         self._note()
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """With moving averages: they become the variables' values."""
+        """Assign the moving averages, if there are some, to the variables."""
         if self.use_ema:  # type: ignore[attr-defined]
             _ = self.variables
             super().finalize_variable_values(var_list)  # type: ignore[misc]
@@ -274,13 +277,13 @@ class RemoteApply:
 
 
 def _versions(variables: Sequence[Any], optimizer: Any) -> list[int]:
-    """torch's counts of changes in place; the learning rate goes with each step."""
+    """Return torch's counts of in-place changes, except for the learning rate, which is sent with each step."""
     rate = keras_internals.learning_rate_of(optimizer)
     return [each.value._version for each in variables if each is not rate]
 
 
 def _options(optimizer: Any) -> dict[str, Any]:
-    """The numbers that callbacks may change."""
+    """Return the numbers that callbacks may change."""
     found = {name: each for name, each in vars(optimizer).items() if name[0] != "_" and type(each) in _PLAIN}
     found = {name: each for name, each in found.items() if name not in _ON_WORKERS and name != "built"}
     rate = keras_internals.learning_rate_of(optimizer)
@@ -297,10 +300,10 @@ _numbers = itertools.count(1 << 32)  # torch's optimizers count from 1
 
 
 def make_remote(optimizer: Any) -> None:
-    """Have the servers do an optimizer's updates, from now on. It is built, with variables that live there.
+    """Move an optimizer's updates to the servers from now on. It has been built with variables that live there.
 
     Raises:
-        OptionError: It looks at what several servers have.
+        OptionError: It uses values that several servers hold.
         ContextError: It was built with variables that are not on the servers.
     """
     if isinstance(optimizer, RemoteApply):
@@ -319,7 +322,7 @@ def make_remote(optimizer: Any) -> None:
         if variable.constraint is not None and len(its.parts) > 1:
             raise OptionError(
                 f"{variable.path} has a constraint, and is divided among servers, which see only their part of it. "
-                "Leave one of them out: the constraint, or the variable_partitioner's division of this variable."
+                "Remove the constraint, or the variable_partitioner's division of this variable."
             )
     cls: Any = type(optimizer)
     config = _config(optimizer)
@@ -343,8 +346,8 @@ def _check(optimizer: Any) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise OptionError(
-            "LossScaleOptimizer, which mixed_float16 brings along, leaves a step out when a gradient of any variable "
-            "is not finite, and parameter servers each see their own alone. Use mixed_bfloat16, or "
+            "LossScaleOptimizer, which mixed_float16 uses, skips a step when a gradient of any variable "
+            "is not finite, but each parameter server sees only its own gradients. Use mixed_bfloat16, or "
             "loss_scale_factor of another optimizer."
         )
     clips = any(getattr(optimizer, each) for each in ("clipnorm", "global_clipnorm", "clipvalue"))
@@ -356,7 +359,7 @@ def _check(optimizer: Any) -> None:
 
 
 def _config(optimizer: Any) -> dict[str, Any]:
-    """What `from_config` takes; a schedule is the object itself, whatever its class."""
+    """Return the argument of `from_config`. A schedule is the object itself, whatever its class."""
     rate = keras_internals.learning_rate_of(optimizer)
     config = optimizer.get_config()
     return config if isinstance(rate, keras.Variable) else {**config, "learning_rate": rate}
@@ -366,7 +369,7 @@ def _config(optimizer: Any) -> dict[str, Any]:
 
 
 class _Opener(NamedTuple):
-    """What a worker makes its optimizer of."""
+    """The data from which a worker makes its optimizer."""
 
     cls: Callable[..., Any]
     config: dict[str, Any]
@@ -374,7 +377,7 @@ class _Opener(NamedTuple):
     trained: list[Any]
 
     def make_for_worker(self, _worker: int) -> Any:
-        """An optimizer that sends gradients."""
+        """Return an optimizer that sends gradients."""
         cls: Any = self.cls
         optimizer = cls.from_config(self.config)
         optimizer.__class__ = _remote_class(cls)
@@ -383,7 +386,7 @@ class _Opener(NamedTuple):
 
 
 def described(optimizer: Any) -> ResourceDescription:
-    """An optimizer in a scheduled function.
+    """Describe an optimizer that a scheduled function uses.
 
     Raises:
         CannotTravelError: It has not been built.
@@ -391,7 +394,7 @@ def described(optimizer: Any) -> ResourceDescription:
     if not isinstance(optimizer, RemoteApply):
         if not optimizer.built:
             raise CannotTravelError(
-                f"{optimizer.name} is used in a function that is scheduled, and has not been built. Call "
+                f"{optimizer.name} is used in a scheduled function, but has not been built. Call "
                 "optimizer.build(model.trainable_variables) first, on the coordinator."
             )
         make_remote(optimizer)
@@ -404,6 +407,6 @@ def described(optimizer: Any) -> ResourceDescription:
 
 
 def set_options(optimizer: Any, options: Mapping[str, Any]) -> None:
-    """Give a worker's optimizer the numbers that the coordinator's has."""
+    """Set the numbers of a worker's optimizer to those of the coordinator's."""
     for name, value in options.items():
         setattr(optimizer, name, value)

@@ -1,4 +1,4 @@
-"""An error of the chief that all replicas raise."""
+"""Errors of the chief that all replicas raise."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ __all__ = ["raise_together"]
 
 
 def raise_together(group: Group, error: BaseException | None, note: str) -> NoReturn:
-    """Raise replica 0's error on all replicas, which all call this.
+    """Raise replica 0's error on all replicas. All replicas call this.
 
     Args:
         group: The replicas.
         error: The error, on replica 0.
-        note: Tells the user of another replica where the error comes from.
+        note: A note on the error's origin for the users of the other replicas.
     """
-    told = broadcast_tree(group, _packed(error) if error is not None else b"", 0)
+    packed = broadcast_tree(group, _packed(error) if error is not None else b"", 0)
     if group.rank == 0:
         assert error is not None
         raise error
-    opened = _opened(told)
+    opened = _opened(packed)
     opened.add_note(note)
     raise opened
 
 
 def _packed(error: BaseException) -> bytes:
-    """Pack an error for the other replicas: with its class by name, which is what their `except` clauses name."""
+    """Pickle an error for the other replicas, with its class by name, so that their `except` clauses match."""
     plain = type(error).__reduce__ is BaseException.__reduce__
     for pack in (pickle.dumps, cloudpickle.dumps):
         try:
             made_of: Any = (open_exception, (type(error), error.args), vars(error))
             packed: bytes = pack(made_of if plain else error.__reduce_ex__(4))
-        except Exception:  # noqa: BLE001  # whatever an attribute of it raises
+        except Exception:  # noqa: BLE001  # an attribute of the error cannot be pickled
             continue
         return packed
     return pickle.dumps((RemoteError, (f"{type(error).__qualname__}: {error}",)))
@@ -51,6 +51,6 @@ def _opened(packed: bytes) -> BaseException:
         error: BaseException = make(*args)
         if state and state[0]:
             error.__setstate__(state[0])
-    except Exception as failure:  # noqa: BLE001  # whatever its class raises when it is made
+    except Exception as failure:  # noqa: BLE001  # the constructor of its class raised
         return RemoteError(f"Replica 0 failed, and its error cannot be opened here: {failure}")
     return error

@@ -1,4 +1,4 @@
-"""TensorBoard's files, from Keras's callback, where there is no TensorFlow."""
+"""Keras's TensorBoard callback without TensorFlow."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ __all__ = ["TensorBoard"]
 
 
 class TensorBoard(keras.callbacks.TensorBoard):  # type: ignore[misc]
-    """Keras's callback of this name, which writes by torch what it has TensorFlow write.
+    """Keras's callback of this name, with a writer of torch in place of TensorFlow's.
 
     It needs the package tensorboard: `pip install "distnb[keras]"`. On several replicas it writes once. The files are
     in `train/` and `validation/` of `log_dir`.
 
     Args:
-        log_dir: The folder; `tensorboard --logdir` takes it.
-        options: Of Keras's: `histogram_freq` and `write_images` (each so many epochs, weights), `update_freq` (each so
-            many batches, losses and metrics; or "epoch"), `write_steps_per_second`.
+        log_dir: The folder, for `tensorboard --logdir`.
+        options: Options of Keras's callback: `histogram_freq` and `write_images` (weights, every n epochs),
+            `update_freq`
+            (losses and metrics, every n batches; or "epoch"), `write_steps_per_second`.
 
     Raises:
-        OptionError: An option for what TensorFlow alone can write, a graph, profile or embeddings.
+        OptionError: An option that only TensorFlow can honour: a graph, profile or embeddings.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str] = "logs", **options: Any) -> None:
@@ -43,15 +44,15 @@ class TensorBoard(keras.callbacks.TensorBoard):  # type: ignore[misc]
 
     @property
     def summary(self) -> Any:
-        """What Keras's callback writes by: with it, TensorFlow's module of this name."""
+        """The module that Keras's callback writes with, in place of `tensorflow.summary`."""
         return self._summaries
 
 
 class _Summaries:
-    """As much of `tensorflow.summary` as Keras's callback asks for."""
+    """The part of `tensorflow.summary` that Keras's callback uses."""
 
     def __init__(self) -> None:
-        self._writers: list[Any] = []  # those that are written to, the innermost last
+        self._writers: list[Any] = []  # writers in use, the innermost last
         self._conditions: list[Callable[[], bool]] = []
 
     def create_file_writer(self, folder: str) -> _Writer:
@@ -72,19 +73,19 @@ class _Summaries:
         self._write("add_histogram", name, keras.ops.convert_to_numpy(data), step)
 
     def image(self, name: str, data: Any, step: Any) -> None:
-        """Of shape `[1, height, width, channels]`; its values are stretched to what can be seen."""
+        """Write an image `[1, height, width, channels]`. Its values are stretched to the visible range."""
         pixels = np.asarray(data)[0]
         low, high = float(pixels.min()), float(pixels.max())
         self._write("add_image", name, (pixels - low) / ((high - low) or 1.0), step, dataformats="HWC")
 
     def _write(self, method: str, name: str, data: Any, step: Any, **options: Any) -> None:
-        # As TensorFlow's: what no writer was entered for, or at steps that are not asked for, is not written.
+        # As with TensorFlow, nothing is written without a writer, or at steps that the condition excludes.
         if self._writers and all(condition() for condition in self._conditions[-1:]):
             getattr(self._writers[-1], method)(name, data, int(step), **options)
 
 
 class _Writer:
-    """One folder of files."""
+    """A folder of event files."""
 
     def __init__(self, folder: str, writers: list[Any]) -> None:
         self._writer = event_writer(folder)

@@ -67,7 +67,7 @@ def parameters_of(value: Any) -> list[Any]:
         return [value]
     if isinstance(value, torch.nn.Module):
         own = [parameter for _, parameter in own_parameters(value)]
-        return [*own, *(each for adopter in adopters_of(value) for each in adopter.beside(value))]
+        return [*own, *(each for adopter in adopters_of(value) for each in adopter.optimizer_tensors(value))]
     if isinstance(value, torch.optim.Optimizer):
         return [parameter for group in value.param_groups for parameter in group["params"]]
     return []
