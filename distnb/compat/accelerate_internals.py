@@ -18,17 +18,17 @@ BOUND: Final = {
     ("accelerate.state", "GradientState"),
     ("accelerate.state", "PartialState"),
 }
-"""Classes whose instances know how many processes there were when they were made: (module, name)."""
+"""Classes whose instances store the number of processes at their creation: (module, name)."""
 
 _MARK = "_is_accelerate_prepared"
 _former: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
 
 def renew(size: int, rank: int) -> None:
-    """Have Accelerate find the processes of the program that begins, unless it knows them already.
+    """Make Accelerate detect the processes of the current program, unless it knows them already.
 
-    All `Accelerator`s of a process share the state of the first one. It is put aside, and comes back with the next
-    program that has as many processes: its `Accelerator`s then work again.
+    All `Accelerator`s of a process share the state of the first one. That state is stored, and restored for the next
+    program with as many processes, so that its `Accelerator`s work again.
     """
     loaded = sys.modules.get("accelerate.state")
     if loaded is None:
@@ -46,7 +46,7 @@ def renew(size: int, rank: int) -> None:
 
 
 def without_mark(reduced: Any) -> Any:
-    """Return how an object is reduced, without Accelerate's mark of a model that is prepared for the processes here."""
+    """Return an object's reduction without Accelerate's mark on models that are prepared for this process."""
     if type(reduced) is tuple and len(reduced) > 2 and type(reduced[2]) is dict and _MARK in reduced[2]:
         state = {name: value for name, value in reduced[2].items() if name != _MARK}
         return (*reduced[:2], state, *reduced[3:])

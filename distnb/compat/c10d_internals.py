@@ -1,4 +1,4 @@
-"""Private names of torch.distributed: the process groups that it knows, its backends, and its functions to replace."""
+"""Private names of torch.distributed: its process groups, its backends, and its functions to replace."""
 
 from __future__ import annotations
 
@@ -78,17 +78,18 @@ __all__ = [
 ]
 
 ASKS_FOR_SUBGROUPS = torch.__version__ >= "2.13"
-"""Whether `new_group` asks a default group that is written in Python for the new one."""
+"""True if `new_group` asks a default group that is written in Python to make the new one."""
 
 NOT_IN_GROUP: Any = GroupMember.NON_GROUP_MEMBER
 
 
 def replace_function(name: str, replacement: Callable[..., Any]) -> None:
-    """Have torch.distributed call `replacement(original, *args, **kwargs)` for one of its functions."""
+    """Replace one of torch.distributed's functions by `replacement(original, *args, **kwargs)`."""
     original = getattr(c10d, name)
 
     @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:  # a plain one: torch and others look at __name__ and __code__
+    # not a callable object: torch and others read __name__ and __code__
+    def function(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
     for module in (dist, c10d):
@@ -97,12 +98,12 @@ def replace_function(name: str, replacement: Callable[..., Any]) -> None:
 
 
 def uses_torchcomms() -> bool:
-    """Return whether torch.distributed makes its groups of torchcomms' communicators."""
+    """Return whether torch.distributed builds its groups on torchcomms' communicators."""
     return c10d._use_torchcomms_enabled()
 
 
 def add_to_world(group: Any, name: Any, backend: Any, store: Store, tag: str | None) -> None:
-    """Have torch.distributed know a subgroup under a name, and the tag that the user gave it, if any."""
+    """Register a subgroup with torch.distributed under a name, and under the user's tag, if any."""
     world.pg_map[group] = (backend, store)
     world.pg_names[group] = name
     world.pg_backend_config[group] = str(c10d.BackendConfig(backend))
@@ -149,10 +150,10 @@ def abort_nccl(backends: Sequence[Any]) -> None:
 
 
 def register_backends(group: dist.ProcessGroup, backends: Mapping[str, Any]) -> None:
-    """Give a C++ process group its backends, by the type of device whose tensors they carry."""
+    """Register the backends of a C++ process group by the type of device whose tensors they carry."""
     types = dist.ProcessGroup.BackendType
     known = {"gloo": types.GLOO, "nccl": types.NCCL}
-    # A backend from outside may be a process group written in Python, which C++ cannot hold.
+    # An external backend may be a process group written in Python, which C++ cannot hold.
     held = {kind: each for kind, each in backends.items() if isinstance(each, Backend)}
     kinds = {kind: known.get(each.name(), types.CUSTOM) for kind, each in held.items()}
     group._set_default_backend(list(kinds.values())[-1])
@@ -161,19 +162,19 @@ def register_backends(group: dist.ProcessGroup, backends: Mapping[str, Any]) -> 
 
 
 def has_plugin(name: str) -> bool:
-    """Return whether a package beside torch has registered a backend of this name."""
+    """Return whether an external package has registered a backend of this name."""
     return name.upper() in _plugins
 
 
 def backend_from_plugin(
     name: str, store: Store, rank: int, ranks: Sequence[int], label: str, timeout: timedelta
 ) -> Any:
-    """Make a backend of a package beside torch as `init_process_group` does.
+    """Make a backend of an external package, as `init_process_group` does.
 
     Args:
         rank: This process's rank in the group.
         ranks: The global rank of each rank of the group.
-        label: Names the group.
+        label: The name of the group.
     """
     plugin = _plugins[name.upper()]
     if not plugin.extended_api:

@@ -1,4 +1,4 @@
-"""Private names of cloudpickle: how it takes classes apart, and makes them again."""
+"""Private names of cloudpickle: its functions that reduce classes and rebuild them."""
 
 from __future__ import annotations
 

@@ -13,5 +13,5 @@ __all__ = ["set_application"]
 
 
 def set_application(application: IPKernelApp) -> None:
-    """Have `IPKernelApp.instance()` return an application that another one has made."""
+    """Make `IPKernelApp.instance()` return an existing application."""
     IPKernelApp._instance = application  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Private names of IPython: its shell's tracebacks, the names of its cells, and what its autoreload has seen."""
+"""Private names of IPython: its shell's tracebacks, its cells' names, and autoreload's records."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["autoreloader", "name_cell", "redirect_errors", "show_lines"]
 
 
 def show_lines(shell: InteractiveShell, found: tuple[Any, Any, Any], lines: list[str]) -> None:
-    """Show an error (its type, itself, its traceback) by some lines. It is the latest one, for %tb and %debug."""
+    """Show an error (type, value, traceback) as some lines. It becomes the latest one, for %tb and %debug."""
     _note_error(shell, found)
     getattr(shell, _show_lines)(*found[:2], lines)
 
 
 def redirect_errors(shell: InteractiveShell, write: Callable[[str], bool]) -> None:
-    """Have a shell write the errors that it shows. If `write` returns False, the shell shows them as before."""
+    """Redirect the errors that a shell shows to `write`. If it returns False, the shell shows them itself."""
     show = getattr(shell, _show_lines)
 
     def show_lines_of(kind: type, error: BaseException, lines: list[str]) -> None:
@@ -36,10 +36,10 @@ def redirect_errors(shell: InteractiveShell, write: Callable[[str], bool]) -> No
 
 
 def name_cell(compiler: CachingCompiler, filename: str, number: int) -> None:
-    """Have tracebacks call a file "Cell In[number]"."""
+    """Make tracebacks call a file "Cell In[number]"."""
     compiler._filename_map[filename] = number
 
 
 def autoreloader(shell: InteractiveShell) -> Any:
-    """Return what %autoreload keeps of modules, or None if that extension is not loaded."""
+    """Return %autoreload's record of modules, or None if the extension is not loaded."""
     return getattr(shell.magics_manager.registry.get("AutoreloadMagics"), "_reloader", None)

@@ -1,4 +1,4 @@
-"""Names of Lightning: its objects that know the processes, and the rank it keeps. Importing this loads no Lightning."""
+"""Names of Lightning: its objects that store the processes, and its own rank. Importing this loads no Lightning."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BOUND: Final = {
     ("lightning_fabric.wrappers", "_FabricOptimizer"),
     ("pytorch_lightning.trainer.trainer", "Trainer"),
 }
-"""Classes whose instances know how many processes there were when they were made: (module, name)."""
+"""Classes whose instances store the number of processes at their creation: (module, name)."""
 
 
 def renew(rank: int) -> None:
-    """Have Lightning know the rank in the program that begins: it logs and saves on rank 0 only."""
+    """Set Lightning's rank for the current program. Lightning logs and saves on rank 0 only."""
     loaded: Any = sys.modules.get("lightning_utilities.core.rank_zero")
     if loaded is not None and getattr(loaded.rank_zero_only, "rank", None) is not None:
         loaded.rank_zero_only.rank = rank

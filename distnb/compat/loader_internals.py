@@ -49,12 +49,12 @@ def kept_iterator(loader: DataLoader[Any]) -> Any:
 
 
 def forget_iterator(loader: DataLoader[Any]) -> None:
-    """Have a loader start other workers for its next iteration."""
+    """Make a loader start new workers for its next iteration."""
     loader.__dict__["_iterator"] = None
 
 
 def batches_given(iterator: Any) -> int:
-    """Return how many batches an iteration has given."""
+    """Return the number of batches that an iteration has returned."""
     given: int = iterator._num_yielded
     return given
 
@@ -72,17 +72,17 @@ def workers(iterator: Any) -> Sequence[BaseProcess]:
 
 
 def is_shut_down(iterator: Any) -> bool:
-    """Return whether an iteration has no workers, or has shut them down."""
+    """Return whether an iteration has no workers, or has already shut them down."""
     return not hasattr(iterator, "_shutdown_workers") or bool(getattr(iterator, "_shutdown", False))
 
 
 def shut_down(iterator: Any) -> None:
-    """Shut the workers of an iteration down."""
+    """Shut down the workers of an iteration."""
     iterator._shutdown_workers()
 
 
 def next_batch() -> Callable[[Any], Any]:
-    """Return the function that gives an iteration's next batch."""
+    """Return the function that returns an iteration's next batch."""
     return _BaseDataLoaderIter.__next__
 
 
@@ -92,5 +92,5 @@ def replace_next_batch(function: Callable[[Any], Any]) -> None:
 
 
 def draws_as_many_as_there_are(sampler: RandomSampler) -> bool:
-    """Return whether a sampler draws one example for each that the dataset has."""
+    """Return whether a sampler draws as many examples as the dataset has."""
     return sampler._num_samples is None

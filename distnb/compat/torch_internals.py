@@ -66,7 +66,7 @@ __all__ = [
 
 
 def backward_function() -> Callable[..., Any]:
-    """Return the function by which every backward pass runs that Python starts."""
+    """Return the function that runs every backward pass started from Python."""
     return torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
 
@@ -76,7 +76,7 @@ def set_backward_function(function: Callable[..., Any]) -> None:
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:
-    """Return what a node of a graph has saved under a name, or the default if it saves no such thing.
+    """Return the value that a node of a graph has saved under a name, or the default if there is none.
 
     Raises:
         RuntimeError: An earlier backward pass has freed it.
@@ -85,7 +85,7 @@ def saved(node: Any, name: str, default: Any = None) -> Any:
 
 
 def shapes_of_outputs(node: Any) -> list[torch.Size]:
-    """Return the shapes of what a node of a graph has computed; nothing if they are not known."""
+    """Return the shapes of a node's outputs, or [] if they are unknown."""
     return [each.shape for each in getattr(node, "_input_metadata", ())]
 
 
@@ -102,19 +102,19 @@ def uses_of_storage(tensor: torch.Tensor) -> int:
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of the host has no memory: a zero of autograd, or a tracer's."""
-    with torch._C.DisableTorchFunctionSubclass():  # a variable would be read for it
+    """Return whether a tensor on the host has no memory: a zero of autograd, or a tracer's tensor."""
+    with torch._C.DisableTorchFunctionSubclass():  # otherwise a variable would be read
         return tensor._is_zerotensor() or bool(_is_functional_tensor(tensor))
 
 
 def identity_of_storage(storage: Any) -> int:
-    """Return a number that is a storage's own for as long as it lives, whether it is resized or not."""
+    """Return a number that identifies a storage as long as it is alive, even if it is resized."""
     identity: int = storage._cdata
     return identity
 
 
 def untyped_storage(storage: Any) -> Any:
-    """Return a storage without a dtype. torch's own way warns that there will be no other."""
+    """Return a storage without a dtype. torch's public function warns about the change of storages."""
     return getattr(storage, "_untyped_storage", storage)
 
 
@@ -124,22 +124,22 @@ def typed_storage(storage: Any, dtype: torch.dtype) -> Any:
 
 
 def make_subclass(cls: type, tensor: torch.Tensor, requires_grad: bool) -> Any:
-    """Make a tensor of a class of the memory of another."""
+    """Make a tensor of a subclass that shares the memory of another tensor."""
     return _make_subclass(cls, tensor, requires_grad)
 
 
 def has_gradient_hook(tensor: torch.Tensor) -> bool:
-    """Return whether somebody is called after a gradient was accumulated."""
+    """Return whether a tensor has a hook that runs after a gradient was accumulated."""
     return bool(tensor._post_accumulate_grad_hooks)
 
 
 def local_tensor(tensor: Any) -> Any:
-    """Return what this process holds of a DTensor, or None if it is a tensor of another kind."""
+    """Return this process's part of a DTensor, or None for any other tensor."""
     return getattr(tensor, "_local_tensor", None)
 
 
 def shape_and_offset_of_shard(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of what this process holds of a DTensor, and where in the whole it begins."""
+    """Return the shape of this process's part of a DTensor, and its offset in the whole."""
     with private_names("torch"):
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
 
@@ -152,9 +152,9 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def default_device() -> torch.device | None:
-    """Return the default device, or None if nobody has set one.
+    """Return the default device, or None if none was set.
 
-    torch.get_default_device says "cpu" for both; no default device costs less, since it sets no function mode.
+    torch.get_default_device returns "cpu" in both cases. No default device costs less, since it sets no function mode.
     """
     device: torch.device | None = torch.utils._device.CURRENT_DEVICE
     return device
@@ -163,7 +163,7 @@ def default_device() -> torch.device | None:
 def cudnn_flags() -> tuple[bool, bool]:
     """Return torch.backends.cudnn's benchmark and deterministic flags.
 
-    Their public names are properties of a module's replacement, which take ten times as long where no code is warm.
+    Their public names are properties of a module's replacement, which take ten times as long when no code is cached.
     """
     return _get_benchmark(), _get_deterministic()
 
@@ -172,9 +172,9 @@ def cudnn_flags() -> tuple[bool, bool]:
 
 
 def never_trace(function: FunctionType) -> None:
-    """Have torch.compile's tracer leave a function, and all that it calls, alone. Imports no compiler.
+    """Exclude a function, and everything it calls, from torch.compile's tracing. Imports no compiler.
 
-    Where torch lacks the means, the function is traced, which is slow and noisy but not wrong.
+    If torch lacks the means, the function is traced, which is slow and noisy but correct.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     try:
@@ -207,12 +207,12 @@ def save_own(module: torch.nn.Module, states: dict[str, Any], prefix: str) -> No
 
 
 def has_state_hooks(module: torch.nn.Module) -> bool:
-    """Return whether hooks take part when a module's state is saved or loaded."""
+    """Return whether a module has hooks that run when its state is saved or loaded."""
     return bool(module._load_state_dict_pre_hooks or module._state_dict_hooks)
 
 
 def patch_step(optimizer: torch.optim.Optimizer) -> None:
-    """Have `step` of an optimizer's class call the hooks of steps."""
+    """Make `step` of an optimizer's class call the hooks for steps."""
     optimizer._patch_step_function()
 
 

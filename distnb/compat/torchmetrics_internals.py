@@ -42,29 +42,29 @@ def load() -> Any:
 
 
 def updates(metric: Any) -> int:
-    """Return how often a metric was updated since its last reset."""
+    """Return the number of a metric's updates since its last reset."""
     count: int = metric._update_count
     return count
 
 
 def set_updates(metric: Any, count: int) -> None:
-    """Have a metric know how often it was updated."""
+    """Set the number of a metric's updates."""
     metric._update_count = count
 
 
 def forget_result(metric: Any) -> None:
-    """Have a metric compute its result again when it is read next."""
+    """Make a metric compute its result again at the next read."""
     metric._computed = None
 
 
 def default_states(metric: Any) -> dict[str, Any]:
-    """Return the states of a metric that was just reset, by name; none of a wrapper."""
+    """Return the states of a newly reset metric by name, or {} for a wrapper."""
     states: dict[str, Any] = metric._defaults
     return states
 
 
 def reductions(metric: Any) -> dict[str, Any]:
-    """Return the function that combines the replicas' states, for each by name."""
+    """Return the functions that combine the replicas' states, by the states' names."""
     functions: dict[str, Any] = metric._reductions
     return functions
 
@@ -75,12 +75,12 @@ def signature_of_update(metric: Any) -> Any:
 
 
 def replace_combine(metric: Any, function: Callable[..., None]) -> None:
-    """Replace how a metric's states are combined over processes."""
+    """Replace the method that combines a metric's states over processes."""
     metric._sync_dist = function
 
 
 def wrap_update() -> Callable[..., Any]:
-    """Return the function that wraps the `update` of each metric that is made."""
+    """Return the function that wraps the `update` of each new metric."""
     from torchmetrics import Metric
 
     return Metric._wrap_update
@@ -94,7 +94,7 @@ def replace_wrap_update(function: Callable[..., Any]) -> None:
 
 
 def merge_groups() -> Callable[..., Any]:
-    """Return the method by which a collection finds metrics that can share a state."""
+    """Return the method with which a collection finds metrics that can share a state."""
     from torchmetrics import MetricCollection
 
     return MetricCollection._merge_compute_groups

@@ -1,4 +1,6 @@
-"""Private names of Transformers: what its arguments cache of the processes. Importing this loads no Transformers."""
+"""Private names of Transformers: the process information that its arguments cache. Importing this loads no
+Transformers.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,23 @@ from distnb.compat.versions import private_names
 __all__ = ["ARGUMENTS", "BOUND", "open_arguments", "reduce_arguments"]
 
 BOUND: Final = {("transformers.trainer", "Trainer")}
-"""Classes whose instances know how many processes there were when they were made: (module, name)."""
+"""Classes whose instances store the number of processes at their creation: (module, name)."""
 
 ARGUMENTS: Final = {("transformers.training_args", "TrainingArguments")}
-"""Classes whose instances cache that, and find it again: (module, name)."""
+"""Classes whose instances cache the number of processes, and can determine it again: (module, name)."""
 
 _CACHED = ("_setup_devices", "__cached__setup_devices", "distributed_state", "_n_gpu")  # the second: before 5
-# A trainer reads it before it makes its `Accelerator`; arguments that looked for the processes later would undo that.
+# A trainer reads this attribute before it makes its `Accelerator`. If the arguments determined the processes later,
+# they would reset the Accelerator's state.
 _CONFIGURATION = "accelerator_config"
 _WITHHELD = "_distnb_accelerator_config"
 
 
 class _FoundWithDevices:
-    """An attribute of `TrainingArguments` that is there once they have found the process's device.
+    """An attribute of `TrainingArguments` that exists once they have determined the process's device.
 
-    They look for it when they are made. Those that were sent do so when one of these attributes is read.
+    They determine it when they are made. Instances received from another process do so when one of these attributes is
+    read.
     """
 
     def __init__(self, name: str, default: Any) -> None:
@@ -42,7 +46,7 @@ class _FoundWithDevices:
 
 
 def reduce_arguments(arguments: Any) -> Any:
-    """Reduce `TrainingArguments` to their fields, without what they found in this process."""
+    """Reduce `TrainingArguments` to their fields, without the devices and processes that they found in this process."""
     fields = {name: value for name, value in vars(arguments).items() if name not in _CACHED}
     if _CONFIGURATION in fields:
         fields[_WITHHELD] = fields.pop(_CONFIGURATION)
@@ -50,7 +54,7 @@ def reduce_arguments(arguments: Any) -> Any:
 
 
 def open_arguments(cls: Any) -> Any:
-    """Return `TrainingArguments` that find the devices and the processes when these are needed first."""
+    """Return `TrainingArguments` that determine the devices and the processes at their first use."""
     with private_names("transformers"):
         base: Any = sys.modules["transformers.training_args"].TrainingArguments
         base._setup_devices  # noqa: B018  (it is there)

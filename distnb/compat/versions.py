@@ -1,4 +1,4 @@
-"""The versions of other libraries whose private names distnb uses, and the check of an import of such names."""
+"""Tested versions of the libraries whose private names distnb uses, and the check of imports of such names."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ TESTED: Final = {
     "torchmetrics": ("1.4", "1"),
     "transformers": ("4.46", "5"),
 }
-"""The first and the last version that distnb is tested with, by library. A last version "9" stands for every 9.x."""
+"""The first and the last tested version by library. A last version "9" means every 9.x."""
 
 
 @contextmanager
 def private_names(library: str) -> Iterator[None]:
-    """Check the version of a library of which the block imports private names.
+    """Check the version of a library in a block that imports its private names.
 
     Warn if the version is newer than the last tested one.
 
     Raises:
-        LibraryVersionError: The version is older than the first tested one, or has no such name.
+        LibraryVersionError: The version is older than the first tested one, or lacks the name.
     """
     try:
         yield
     except (ImportError, AttributeError) as error:
         if library not in sys.modules:
-            raise  # it is not installed
+            raise  # the library is not installed
         _check(library)
         raise LibraryVersionError(
             f"distnb uses a name of {library} that {_version(library)} does not have ({error}). {_cure(library)}"
