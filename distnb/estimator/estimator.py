@@ -22,10 +22,10 @@ from distnb.estimator.specs import EstimatorSpec, ModeKeys, RunConfig, check_cou
 from distnb.input.sources.choosing import check_batched
 from distnb.metrics import Mean
 from distnb.options import InputContext
+from distnb.runtime.scopes.mirrored_objects import is_mirrored
 from distnb.strategies.base import Strategy
 from distnb.strategies.context import get_strategy, is_chief
 from distnb.strategies.nn import compute_average_loss
-from distnb.strategies.scope import is_mirrored
 from distnb.strategies.variable_class import Variable
 from distnb.values.structure import flatten, map_structure
 from distnb.watching.live import live

@@ -161,7 +161,7 @@ def test_scope_makes_replicas_equal() -> None:
     from distnb.collectives.gradients.parameter_groups import find_mirror
     every = [*deep.parameters(), alone, *twin.parameters(), *half.parameters(), *lazy.parameters()]
     result = all(map(find_mirror, every))
-    from distnb.strategies.scope import is_mirrored as made
+    from distnb.runtime.scopes.mirrored_objects import is_mirrored as made
     assert made(deep) and made(alone) and made(torch.optim.SGD(deep.parameters(), lr=1))
     assert not made(torch.nn.Linear(1, 1))
     assert not made(torch.nn.ReLU()) and torch.nn.Parameter.__new__.__qualname__ == "Parameter.__new__"

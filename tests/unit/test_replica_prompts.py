@@ -18,7 +18,7 @@ import IPython.core.debugger
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from distnb.engine import closures
+from distnb.engine import task_room
 from distnb.engine.debugging import debugger, kept
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
@@ -87,7 +87,7 @@ def test_nobody_is_asked_while_nothing_runs_in_a_closure_and_in_a_child() -> Non
     replica.running = None
     with pytest.raises(RuntimeError, match="where nobody can be asked"):
         replica.console.input()
-    replica.running, replica.console.refusal = PROGRAM, closures.REFUSAL
+    replica.running, replica.console.refusal = PROGRAM, task_room.REFUSAL
     with pytest.raises(RuntimeError, match=r"input\(\) was called in a closure.*%%distribute default"):
         replica.console.input()
     replica.console.refusal = ""

@@ -18,7 +18,7 @@ from distnb.objects.code import is_code
 from distnb.objects.looking import Look
 from distnb.objects.memory import dense_tensor, is_stored
 from distnb.objects.plain import SCALARS, is_importable, is_plain
-from distnb.strategies.scope import is_apart, is_mirrored, is_read_together
+from distnb.runtime.scopes.mirrored_objects import is_apart, is_mirrored, is_read_together
 from distnb.values import DistributedValues, structure
 from distnb.wire.exchange import RETURNED, Described, Leaf, Summary, leaf_name
 from distnb.wire.messages import ObjectId

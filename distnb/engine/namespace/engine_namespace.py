@@ -12,6 +12,7 @@ import torch
 
 from distnb.engine.guard import spared
 from distnb.engine.namespace.cell_sources import remember_source
+from distnb.engine.namespace.copied_objects import Origin, register_copied
 from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
 from distnb.engine.namespace.imported_modules import ModuleReloader
@@ -20,7 +21,6 @@ from distnb.objects.constructors import open_module
 from distnb.objects.modes import Environment, Moment, apply_environment, capture_environment, outside_inference
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
-from distnb.strategies.scope import Origin, register_restored
 from distnb.wire.exchange import (
     RETURNED,
     HeldArgument,
@@ -67,7 +67,7 @@ class EngineNamespace:
         self.user_ns = user_ns
         self.teams = teams
         teams.user_ns = user_ns
-        self.adopt: Callable[[Any, Origin | None], None] = register_restored
+        self.adopt: Callable[[Any, Origin | None], None] = register_copied
         self._engine = engine
         self._reserved = frozenset(reserved)
         self._environment: Environment | None = None

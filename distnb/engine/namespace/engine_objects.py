@@ -12,8 +12,8 @@ from distnb.objects.code import Classes
 from distnb.objects.looking import Side
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.tracking import Tracker
+from distnb.runtime.scopes.mirrored_objects import is_mirrored
 from distnb.strategies.device_objects import is_device_object
-from distnb.strategies.scope import is_mirrored
 from distnb.values import DistributedValues, Mirrored, PerReplica, structure
 from distnb.wire.exchange import TeamKey
 from distnb.wire.messages import ObjectId

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from distnb.engine.namespace.copied_objects import origin_of
 from distnb.engine.namespace.descriptions import own_part, summarise
 from distnb.engine.namespace.engine_namespace import EngineNamespace
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects
@@ -15,10 +16,11 @@ from distnb.errors import NamespaceError, StaleHandleError
 from distnb.input.dataset import DistributedDataset, DistributedIterator
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
+from distnb.runtime.consistency import sync_check
 from distnb.runtime.inspection.holdings import holdings_of
 from distnb.runtime.inspection.inspecting import inspect
+from distnb.runtime.scopes.mirrored_objects import is_mirrored, read_together
 from distnb.runtime.this_process import this_process
-from distnb.strategies.scope import drift_report, is_mirrored, origin_of, read_together
 from distnb.values import DistributedValues
 from distnb.wire.exchange import Described, Leaf, Request, Summary, follow
 from distnb.wire.messages import Apply, ObjectId
@@ -119,7 +121,7 @@ def _read_summary(target: Any) -> Summary:
 _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "apply": _apply,
     "call": lambda target, args, kwargs: target(*args, **kwargs),
-    "check": lambda target, args, kwargs: drift_report(target),
+    "check": lambda target, args, kwargs: _drift_report(target),
     "get": lambda target, args, kwargs: target,
     "list": lambda target, args, kwargs: list(target),
     "read": lambda target, args, kwargs: read_together(target),
@@ -196,3 +198,9 @@ _TRANSFERS: dict[str, Callable[[EngineNamespace, EngineObjects, Request], Any]] 
     "fetch": _fetch,
     "import": _import,
 }
+
+
+def _drift_report(value: Any) -> str:
+    """Say whether the replicas hold the same bits of an object. All of them call this with theirs."""
+    assert this_process.replica is not None, "an engine runs this as a replica"
+    return sync_check.drift_report(this_process.replica.group, value)
