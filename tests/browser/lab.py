@@ -46,7 +46,7 @@ class Server:
         app: "lab" or "notebook".
 
     Attributes:
-        held: While this file is there, cells that train do not end.
+        held: A file. While it exists, cells that train do not end.
     """
 
     def __init__(self, home: Path, app: str = "lab") -> None:
@@ -70,7 +70,7 @@ class Server:
         ]
         env = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(home / ".jupyter")}
         env["JUPYTER_RUNTIME_DIR"] = str(home / "run")
-        # The extension as it lies here: an installed one may be an older build.
+        # The extension from this folder: an installed one may be an older build.
         (home / "share/labextensions").mkdir(parents=True)
         (home / "share/labextensions/distnb").symlink_to(ROOT / "extension/labextension")
         env["JUPYTER_PATH"] = str(home / "share")
@@ -114,7 +114,7 @@ class Server:
         """Stop the server and its kernels."""
         self._process.terminate()
         try:
-            self._process.wait(60)  # killed, it would leave its kernels
+            self._process.wait(60)  # if it were killed, its kernels would remain
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -125,9 +125,9 @@ class OpenNotebook:
     """A notebook in a browser page.
 
     Args:
-        browser: Playwright's.
-        server: Where it lies.
-        name: Its file.
+        browser: Playwright's browser.
+        server: The server of the notebook.
+        name: The notebook's file.
     """
 
     def __init__(self, browser: Any, server: Server, name: str) -> None:
@@ -174,7 +174,7 @@ class OpenNotebook:
             index,
         )
         self.page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-cell'); }")
-        # Until it has begun, it looks as if it had ended.
+        # Before it has begun, a cell looks the same as after its end.
         self.page.wait_for_function(
             """([index, count]) => {
                 const model = window.jupyterapp.shell.currentWidget.content.widgets[index].model;
@@ -236,7 +236,7 @@ class OpenNotebook:
         self.page.locator("[data-command='notebook:interrupt-kernel']").first.click()
 
     def reload(self) -> None:
-        """Reload the page, also while a cell runs."""
+        """Reload the page, even while a cell runs."""
         self.page.reload()
         self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
         self.page.wait_for_function("() => window.jupyterapp?.shell.currentWidget?.content", timeout=60_000)

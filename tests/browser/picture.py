@@ -109,12 +109,12 @@ class Scene:
     """The content of a picture.
 
     Attributes:
-        cells: Run one after the other; the last one is in the picture.
-        shown: A pattern that is in its output when the picture is taken.
-        height: Of the picture, in pixels, where the cell is not smaller.
-        seconds: How long a moving picture runs.
-        opened: A part of a tree that is opened, by what its line has.
-        panel: The picture shows the side panel.
+        cells: The cells, run one after another. The picture shows the last one.
+        shown: A pattern. The picture is taken when the cell's output contains it.
+        height: The least height of the picture, in pixels.
+        seconds: The duration of a moving picture.
+        opened: The text of a line in a tree that is to be opened.
+        panel: True if the picture shows the side panel.
     """
 
     cells: list[str]

@@ -1,7 +1,7 @@
 """A replacement for the session that replays events of replicas, without engines and without torch.
 
 In a kernel, `replay.install(replicas=2)` makes `%%distribute mirrored` cells run in a function of this module that
-plays a training. So the front end can be looked at, and tested, alone and fast.
+plays a training. So the front end can be examined and tested alone and quickly.
 """
 
 from __future__ import annotations

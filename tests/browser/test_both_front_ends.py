@@ -14,11 +14,11 @@ from tests.kernel import lines_of_each
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 
-# What an interrupt and a restart do in the page is done by the same packages in both.
+# In both, the same packages handle an interrupt and a restart in the page.
 IN_LAB = pytest.mark.parametrize("front_end", ["lab", pytest.param("notebook", marks=pytest.mark.soak)], indirect=True)
 
 
-@pytest.mark.parametrize("front_end", ["notebook"], indirect=True)  # test_front_end.py has it in JupyterLab
+@pytest.mark.parametrize("front_end", ["notebook"], indirect=True)  # test_front_end.py tests JupyterLab
 def test_the_live_view_lives_and_leaves_a_picture(chrome: Any, front_end: Server) -> None:
     front_end.write("live.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 3"])
     with OpenNotebook(chrome, front_end, "live.ipynb") as notebook:
@@ -51,12 +51,12 @@ def test_a_page_reloaded_under_a_cell_shows_it_to_its_end(chrome: Any, front_end
             view.locator("svg").first.wait_for(timeout=60_000)
             notebook.saved()
             notebook.reload()
-        # Front ends ask the kernel for widgets as for anything else, and it answers when the cell has ended.
+        # Front ends request widgets from the kernel like anything else, and it answers after the cell's end.
         view.locator("svg[data-name='loss']").wait_for(timeout=60_000)
         notebook.see(lambda: "· ended ·" in view.locator(".head").inner_text())
         notebook.see(lambda: view.locator("svg[data-name='local loss'] path.line").count() == 2)
         view.locator("details summary").click()
-        # What the page missed is there.
+        # The output that the page missed is there.
         notebook.see(lambda: "epoch 3" in view.locator("details pre").inner_text())
         notebook._wait_for_kernel()
         for index, answer in ((2, "42"), (3, "49"), (4, "56")):

@@ -43,7 +43,7 @@ def test_curves_grow_and_stay(chrome: Any, lab: Server) -> None:
             for _ in range(3):
                 length = len(curve.get_attribute("d"))
                 notebook.see(lambda length=length: len(curve.get_attribute("d")) > length)  # type: ignore[misc]
-            # Reduced values make one thick line, differing ones a thin line each.
+            # Reduced values give one thick line, differing ones a thin line each.
             notebook.see(lambda: view.locator("svg[data-name='local loss'] path.line").count() == 2)
             assert curve.count() == 1
             assert "running" in view.locator(".head").inner_text()
@@ -216,7 +216,8 @@ def test_a_mirrored_cell_trains_live(chrome: Any, lab: Server) -> None:
             words = ("replica", "device", "step", "examples/s", "memory", "cpu:0", "cpu:1")
             notebook.see(lambda: all(word in view.locator("table").inner_text() for word in words))
         notebook.wait(2, 90)
-        notebook.see(lambda: output.locator("img[src^='data:image/svg+xml']").count() == 3)  # and where the time went
+        # Two charts, and the picture of the time.
+        notebook.see(lambda: output.locator("img[src^='data:image/svg+xml']").count() == 3)
         output.filter(has_text="ended").wait_for(timeout=60_000)
         notebook.see(lambda: same_last_epoch(lines_of_each(output.inner_text())))
         notebook.run(3)
@@ -225,7 +226,7 @@ def test_a_mirrored_cell_trains_live(chrome: Any, lab: Server) -> None:
         notebook.see(lambda: shows_widgets(notebook.output(4)))
         notebook.saved()
         notebook.reload()
-        notebook.see(lambda: shows_widgets(notebook.output(4)))  # the kernel knows their states
+        notebook.see(lambda: shows_widgets(notebook.output(4)))  # the kernel provides their states
         notebook._wait_for_kernel()
         notebook.run(5)
 

@@ -1,5 +1,5 @@
-"""One afternoon with distnb, in a page: the quickstart is run and watched, a replica breaks and is debugged, a cell is
-stopped, and the notebook is saved and read again without a kernel, in little room, too; with real engines."""
+"""One afternoon with distnb in a page: the quickstart is run and watched, a replica fails and is debugged, a cell is
+stopped, and the notebook is saved and opened again without a kernel, in a narrow page, too; with real engines."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_quickstart_is_watched_broken_debugged_stopped_and_read_again(chrome
         for index in range(train):
             notebook.run(index, 120)
 
-        # The curve grows while the cell runs, and stop ends it on every replica.
+        # The curve grows while the cell runs, and the stop button ends the cell on every replica.
         trains_and_is_stopped(notebook, train)
 
         notebook.run(breaks)

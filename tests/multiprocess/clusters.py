@@ -38,7 +38,7 @@ def _listener() -> str:
 def make_cluster(n: int, **options: Any) -> Cluster:
     keys, name = make_keys(), str(len(_clusters))
     connection = Connection(
-        program_url=f"unix://{_listener()}/{name}",  # the stand-in's own
+        program_url=f"unix://{_listener()}/{name}",  # for the stand-in only
         control_url="tcp://127.0.0.1:1",
         server_public=keys.server_public,
         client_public=keys.client_public,

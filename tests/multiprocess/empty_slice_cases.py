@@ -112,7 +112,7 @@ SOME = torch.linspace(0.0, 1.0, 12).reshape(4, 3)
 ONES = (SOME > 0.4).float()
 SIDES = torch.tensor([1.0, -1.0, -1.0, 1.0])
 MARKED = torch.tensor([[0, -1, -1]]).expand(4, 3)
-LOSSES: dict[str, Any] = {  # of outputs [rows, 3], of the rows `at`
+LOSSES: dict[str, Any] = {  # by outputs [rows, 3] and the row numbers `at`
     "BCELoss": lambda loss, x, at: loss(x.sigmoid(), ONES[at]),
     "BCEWithLogitsLoss": lambda loss, x, at: loss(x, ONES[at]),
     "CosineEmbeddingLoss": lambda loss, x, at: loss(x, SOME[at], SIDES[at]),
@@ -134,7 +134,7 @@ LOSSES: dict[str, Any] = {  # of outputs [rows, 3], of the rows `at`
     "TripletMarginLoss": lambda loss, x, at: loss(x, SOME[at], SOME[at] + 1),
     "TripletMarginWithDistanceLoss": lambda loss, x, at: loss(x, SOME[at], SOME[at] + 1),
 }
-SIZES = (3, 1)  # of batches: 2 and 1 rows, then 1 and 0
+SIZES = (3, 1)  # the batches: 2 and 1 rows, then 1 and 0
 
 
 def losses_of(scales: dict[str, torch.Tensor], x: torch.Tensor, at: torch.Tensor, average: Any) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def losses_of(scales: dict[str, torch.Tensor], x: torch.Tensor, at: torch.Tensor
     for name, call in LOSSES.items():
         make = getattr(torch.nn, name)
         each = call(make(reduction="none"), x * scales[name], at)
-        # torch's own sum of these two is memory that nobody wrote to, if there are no rows: see docs/limits.md.
+        # Without rows, torch's own sum of these two is uninitialised memory: see docs/limits.md.
         unwritten = name in ("MultiLabelMarginLoss", "MultiMarginLoss")
         total = each.sum() if unwritten else call(make(reduction="sum"), x * scales[name], at)
         mean = average(each, at)

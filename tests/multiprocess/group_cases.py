@@ -1,7 +1,7 @@
 """Programs for replicas that share a process group, each run as one program of a separate generation.
 
-`run(names)` is what every rank executes (see `test_groups.py` and `test_mismatch.py`). A case is a function of the
-group; what it returns or raises comes back, with the time that passed since its last line before the error.
+Every rank executes `run(names)` (see `test_groups.py` and `test_mismatch.py`). A case is a function of the group. Its
+result or error is returned, with the time from its last mark to the error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distnb.collectives.group.groups import groups
 from distnb.collectives.group.interface import Group
 from distnb.topology import Device, Team
 
-# Torch has the new names since 2.13.
+# torch has the new names since 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -142,7 +142,7 @@ def everything(group: Group) -> Any:
 
 
 def _raw(rank: int, size: int) -> None:
-    dist.init_process_group("nccl", rank=rank, world_size=size)  # any word: it adopts what is there
+    dist.init_process_group("nccl", rank=rank, world_size=size)  # with any backend, the existing group is adopted
     tensor = torch.ones(3)
     dist.all_reduce(tensor)
     assert tensor[0] == size
@@ -179,7 +179,7 @@ def _raw(rank: int, size: int) -> None:
     assert part.tolist() == [2.0 * rank + 10 * (size - 1), 2.0 * rank + 1 + 10 * (size - 1)]
     work.wait()
     assert work.is_completed()
-    assert numbers[0] == 10 * rank  # it is left as it was
+    assert numbers[0] == 10 * rank  # unchanged
     uneven = torch.zeros(rank + 1)
     dist.reduce_scatter(uneven, [torch.ones(r + 1) for r in range(size)])
     assert uneven.tolist() == [size] * (rank + 1)
@@ -336,7 +336,7 @@ def other_operation_late(group: Group) -> None:
 
 
 def _apart(group: Group, mine: Callable[[], Any], others: Callable[[], Any]) -> None:
-    # Known signatures and lines, as in a training loop that has run for a while.
+    # With known signatures and lines, as in a training loop that has run for a while.
     for _ in range(20):
         mine()
         others()
@@ -372,7 +372,7 @@ def other_reduce_op(group: Group) -> None:
 @case
 def other_root(group: Group) -> None:
     dist.broadcast(torch.ones(3), src=min(group.rank, 1))
-    dist.barrier()  # those who agree may be done before the other one comes
+    dist.barrier()  # the replicas that agree may be done before the other one comes
 
 
 @case

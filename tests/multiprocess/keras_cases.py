@@ -336,7 +336,7 @@ def distributed_data(strategy: Any) -> Any:
         distnb.keras.DatasetCreator(lambda: loaded()),
     ]
     results += [model.predict(creators[1], verbose=0).tolist(), model.evaluate(creators[1], verbose=0)]
-    # Every replica is a pipeline: batches of 3 rows of each are the global batches, the last one of what is left.
+    # Every replica is a pipeline. Each global batch has 3 rows of each, and the last one the remaining rows.
     options = distnb.InputOptions(replication_mode="per_replica")
     creators.append(distnb.keras.DatasetCreator(of_pipelines, options))
     n = strategy.num_replicas_in_sync

@@ -210,7 +210,7 @@ def in_models(strategy: Any, folder: Path) -> Any:
     results += [model.train_on_batch(X[:5], Y[:5], return_dict=True), float(far.result())]
     results += [model.evaluate(X[:9], Y[:9], verbose=0, return_dict=True)]
     results += [keras.tree.map_structure(float, model.get_metrics_result()), loop()]
-    # On one row, replicas without a row compute one that is not counted.
+    # On a batch of one row, replicas without a row compute one that is not counted.
     model.rows.reset_state()
     results += [model.train_on_batch(X[:1], Y[:1], return_dict=True), float(model.rows.result())]
     assert np.allclose(seen, [[X[:22].mean(), 22.0, 22.0]] if distnb.is_chief() else [])

@@ -230,7 +230,7 @@ def case_of(name: str, cls: Any) -> _Case | None:
     if package == "classification":
         if name.startswith(_KINDS):
             return _of_classification(cls, name)
-        # A front for the others, of which its constructor returns one.
+        # A front for other classes. Its constructor returns one of those.
         return None
     if package == "aggregation":
         return cls, (_random(ROWS),), {}
@@ -248,7 +248,7 @@ def _part(value: Any, start: int, stop: int, number: int) -> Any:
     if isinstance(value, dict):
         return {key: _part(each, start, stop, number) for key, each in value.items()}
     if isinstance(value, list) and isinstance(value[0], bool):
-        return value[number % len(value)]  # a flag, another one for each batch
+        return value[number % len(value)]  # a flag that differs between batches
     return value[start:stop]
 
 
@@ -280,7 +280,7 @@ def walk(strategy: Any, rank: int) -> dict[str, str]:
         elif name not in LEFT_OUT and not issubclass(cls, classification.base._ClassificationTaskWrapper):
             wrong[name] = "no case"
     for told, sizes in SIZES.items():
-        with strategy.scope():  # once, and one call of run: what replicas do together takes time
+        with strategy.scope():  # only once, with one call of run, because communication takes time
             metrics = {name: make() for name, (make, _, _) in cases.items()}
         alone = {name: make() for name, (make, _, _) in cases.items()}
         for each in (part for metric in alone.values() for part in metric.modules()):

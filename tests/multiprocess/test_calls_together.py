@@ -170,7 +170,7 @@ def test_the_users_interrupt_ends_all_of_them(strategy: Any, tmp_path: Path) -> 
 
     session = sessions.require()
     results = call_often(strategy, begins_and_sleeps, str(tmp_path), calls=30)
-    # One that sleeps must be there to be interrupted.
+    # A sleeping call must exist to be interrupted.
     wait_until(lambda: len(os.listdir(tmp_path)) == 2, 60, "the first call began")
     threading.Timer(0.1, session.interrupt).start()
     for one in results:
@@ -195,10 +195,10 @@ def test_an_engine_that_is_killed_amid(strategy: Any) -> None:
             os.kill(pid, signal.SIGKILL)
         return number
 
-    with pytest.raises(EngineDied):  # of a result; or of the next call, where it has died by then
+    with pytest.raises(EngineDied):  # from a result, or from the next call if the engine has died by then
         [resolve(one) for one in call_often(strategy, dies, "killed", pid, calls=40)]
-    with contextlib.suppress(EngineDied):  # of those that were sent before its end was known, if there were some
+    with contextlib.suppress(EngineDied):  # from calls that were sent before its end was known, if any
         session.settle()
     session.restart(missing=True)
     assert [int(one) for one in call_often(strategy, make_counter(), "afterwards", calls=9)] == list(range(1, 10))
-    distnb.stop()  # with an engine that is this test's
+    distnb.stop()  # the cluster has an engine that this test replaced

@@ -359,7 +359,7 @@ def test_failures_and_a_replaced_engine(session: Session) -> None:
     names = session.user_ns
     run_cell(session, _CELL, "cell-1")
     assert names["common"] == 6 + 6 * 3
-    # The handles in the notebook are those of any strategy.
+    # The handles in the notebook are like those of any strategy.
     weight = names["model"].state_dict()["0.weight"]
     before = torch.as_tensor(weight.numpy())
     with pytest.raises(ValueError, match="before the step"):

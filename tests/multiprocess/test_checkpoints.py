@@ -16,7 +16,8 @@ from tests.tasks import Tasks
 pytestmark = pytest.mark.timeout(170)
 LIMIT_S = 120.0
 
-# Half of an epoch, a checkpoint, and the rest of it and another. Whatever was saved before is restored, and goes on alike.
+# Half of an epoch, a checkpoint, the rest of the epoch, and another checkpoint. All earlier checkpoints are restored, and
+# training continues equally from each.
 TRAINING = """
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -219,13 +220,13 @@ def test_ordinary_cells_save_and_restore_what_lives_on_the_replicas(cells: Noteb
     assert cells.value("saved[1:]") == [2.0, 1.0], "the sum of both replicas' counts"
     cells.run("strategy.run(step)\nchanged = " + STATE + "\ncheckpoint.restore(path)\nrestored = " + STATE)
     assert cells.value("changed != saved and restored == saved") is True
-    # In a distributed cell the very object does the same, where the replicas are.
+    # In a distributed cell the same object does the same, on the replicas.
     said = cells.run(
         f"%%distribute mirrored\nstrategy.run(step)\nafter = {STATE}\ncheckpoint.restore(path)\nagain = {STATE}\n"
         "print(again == saved, after == changed)"
     )
     assert "[0-1] True True" in said.stdout
-    # And alone, without any strategy.
+    # It also does without a strategy.
     cells.run(
         "%%distribute default\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.Adam(model.parameters(), lr=0.1)\n"
         "count = distnb.Variable(0.0, synchronization='on_read', aggregation='sum')\n"

@@ -110,7 +110,7 @@ def test_the_exit_code_is_the_failing_replica_s(run: Run, ending: str, code: int
 def test_replicas_that_end_well_at_different_times_are_waited_for(run: Run) -> None:
     done = run("import os, time\ntime.sleep(int(os.environ['RANK']))\nprint('done')\n")
     assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == ["[0] done", "[1] done"]  # which begins first is nobody's promise
+    assert sorted(done.stdout.splitlines()) == ["[0] done", "[1] done"]  # the order is not guaranteed
 
 
 def test_a_replica_that_cannot_exit_after_its_error_does_not_hold_up_the_rest(run: Run) -> None:

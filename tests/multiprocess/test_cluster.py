@@ -19,7 +19,7 @@ from tests import processes
 from tests.multiprocess.clusters import make_cluster, running_cluster
 
 pytestmark = pytest.mark.timeout(170)
-_WITHIN_S = 20.0  # for what happens at once, on a machine that has no time
+_WITHIN_S = 20.0  # the limit for immediate events on a busy machine
 
 
 def test_the_end_of_an_engine_is_told_at_once_and_its_workers_go_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_the_end_of_an_engine_is_told_at_once_and_its_workers_go_too(monkeypatch
         assert cluster.missing == (1,)
         assert cluster.engines[1].ended == "was killed by SIGKILL"
         assert cluster.engines[0].ended == ""
-    assert len(exits) == 1  # those that `stop` ends are no news
+    assert len(exits) == 1  # engines ended by `stop` are not reported
 
 
 def test_restart_puts_a_new_process_in_the_place_of_a_dead_one() -> None:
@@ -210,7 +210,7 @@ class TCPStoreThread(threading.Thread):
 
 
 def assert_nothing_left(cluster: Cluster) -> None:
-    # Workers of an engine are killed with it, and gone when the kernel has come to it.
+    # The workers of an engine are killed with it. The kernel may take a moment.
     processes.wait_until(lambda: not processes.children_of_this_run(), _WITHIN_S, "processes are left")
     with pytest.raises(NoClusterError, match="not running"):
         _ = cluster.directory

@@ -119,10 +119,10 @@ def test_a_client_without_the_key_gets_nothing_run(cluster: Cluster, client: Any
         code = f"open({str(tmp_path / 'was-here')!r}, 'w')"
         for engine in client[:].apply_sync(asked.ident):
             message = forger.msg("execute_request", {"code": code, "silent": False, "user_expressions": {}})
-            with contextlib.suppress(zmq.Again):  # the connection may have been refused by now
+            with contextlib.suppress(zmq.Again):  # the connection may have been refused already
                 forger.send(socket, message, ident=[engine.encode()])
         assert not socket.poll(500)
-    assert len(client[:].apply_sync(os.getpid)) == 2  # what came before has been handled
+    assert len(client[:].apply_sync(os.getpid)) == 2  # earlier messages have been handled
     assert not (tmp_path / "was-here").exists()
 
 

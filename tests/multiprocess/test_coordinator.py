@@ -78,7 +78,7 @@ def test_a_result_as_an_argument_is_waited_for(coordinator: ClusterCoordinator) 
     second = coordinator.schedule(lambda values: values["x"][0] * 3, args=({"x": [first]},))
     third = coordinator.schedule(lambda a, b: (a + b).sum().item(), args=(first, second))
     assert third.fetch() == 32.0
-    assert coordinator.schedule(lambda x: x, args=(third,)).fetch() == 32.0  # one that is there already
+    assert coordinator.schedule(lambda x: x, args=(third,)).fetch() == 32.0  # a resource that is there already
 
 
 def test_a_large_argument_and_result_keep_their_bits(coordinator: ClusterCoordinator) -> None:
@@ -389,7 +389,7 @@ def test_a_worker_stuck_in_c_code_is_given_up_and_comes_back(coordinator: Cluste
     def deaf(seconds: float) -> None:
         import ctypes
 
-        ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # with Python's lock: no signal is looked at
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # holds Python's lock, so that no signal is handled
 
     value = coordinator.schedule(deaf, args=(4.0,))
     wait_until(lambda: value.state == "running", _WITHIN_S)

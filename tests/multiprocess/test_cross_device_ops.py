@@ -223,7 +223,7 @@ def test_an_algorithm_that_fails_on_one_replica_ends_the_call_on_all() -> None:
     assert first.returncode == second.returncode == third.returncode == 1
     assert "ZeroDivisionError: no sum today" in first.stderr
     for other in (second, third):
-        assert "CollectiveError: " in other.stderr  # of its error, or its process's end, whichever is seen first
+        assert "CollectiveError: " in other.stderr  # about its error or its process's end, whichever is noticed first
     caught = """
     def refuse(tensors):
         raise ZeroDivisionError("no sum today")
@@ -391,7 +391,7 @@ def test_how_many_messages_many_tensors_become() -> None:
     for rank in run_ranks(_START + dedent(program), 2, env={"TF_CONFIG": ""}):
         told = rank.check().result
         assert told["default"] == [1, 1]
-        # 300 tensors of 10 numbers travel as float64 in reduce, and as float32 as gradients: more than 1000 bytes each.
+        # 300 tensors of 10 numbers are sent as float64 in reduce, and as float32 as gradients: over 1000 bytes each.
         assert told["1000 bytes"] == [-(-300 // 13), -(-300 // 26)]
         assert told["1 byte"] == [300, 300]
         assert told["4 packs"] == [[750] * 4, 2 * 4]
@@ -412,7 +412,7 @@ def test_objects_travel_from_a_notebook_to_its_engines(notebook: Notebook) -> No
     )
     for name in ("chosen", "tree"):
         notebook.run(f"%%distribute {name}\nwith strategy.scope():\n    w = torch.nn.Parameter(torch.ones(2))")
-        # Another cell, and a call: the same strategy there, or its variable would be another one's.
+        # Another cell, and a call. Both need the same strategy, or its variable would belong to another one.
         notebook.run(
             f"%%distribute {name}\ndef step():\n    (w * (distnb.replica_id() + 1)).sum().backward()\n"
             "strategy.run(step)\ngradient = sum(w.grad.tolist())"

@@ -56,7 +56,7 @@ def test_the_debugger_opens_where_the_replica_failed_with_its_variables(notebook
     again, asked = notebook.converse("%debug", "remainder", "c")
     assert asked == [ONE, ONE]
     assert "\n0\n" in again.check().stdout
-    notebook.run("remainder = 5")  # an ordinary cell is no program
+    notebook.run("remainder = 5")  # an ordinary cell is not a program
     assert notebook.converse("%debug", "q")[1] == [ONE]
     works(notebook)
     assert "the latest distributed cell or call went well" in notebook.try_run("%distnb debug").error_text
@@ -157,7 +157,7 @@ def test_several_replicas_stop_and_are_asked_one_after_another(notebook: Noteboo
     source = "%%distribute mirrored\nx = me()\nbreakpoint()\n" + SUM + "print(total)\n"
     first = notebook.start(source, allow_stdin=True)
     order = [notebook.asked()]
-    # `n` once makes the tensor, once more calls the collective; there the other one is needed, which is asked now.
+    # The first `n` makes the tensor, the second calls the collective. That needs the other replica, which asks now.
     for answer in (*TO_NEXT_LINE, "n", "n", "c"):
         notebook.answer(answer)
         order.append(notebook.asked())
@@ -217,7 +217,7 @@ def test_no_time_limit_strikes_who_waits_for_the_user(notebook: Notebook) -> Non
         "%%distribute mirrored\nfrom datetime import timedelta\n"
         "dist.init_process_group(timeout=timedelta(seconds=0.5))\nx = me()\ndist.barrier()\nif x:\n    breakpoint()\n"
     )
-    # The other replica waits for longer than it may.
+    # The other replica waits for longer than its limit.
     ran, _ = notebook.converse(source + SUM + "print(total)", "__import__('time').sleep(1.5)", "c")
     assert "3.0" in ran.check().stdout
     notebook.run("%%distribute mirrored\ndist.init_process_group()")

@@ -29,12 +29,12 @@ def test_what_a_page_shows(notebook: Notebook, page: str) -> None:
 def test_what_the_page_of_parameter_servers_shows() -> None:
     with Notebook(env={"OMP_NUM_THREADS": "1"}) as notebook:
         show(notebook, SERVERS)
-        notebook.run("temporary.cleanup()")  # a kernel that Jupyter kills because it ends slowly would leave it
+        notebook.run("temporary.cleanup()")  # Jupyter kills a kernel that ends slowly, and would leave the folder
 
 
 def show(notebook: Notebook, page: str) -> None:
     for block in BLOCKS[page]:
-        if "%distnb start" not in block or page == SERVERS:  # it runs already
+        if "%distnb start" not in block or page == SERVERS:  # a cluster runs already
             ran = notebook.run(block)
             said = re.findall(r"print\(.*\)  # (.*)", block)
             for words in [

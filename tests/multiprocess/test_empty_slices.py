@@ -22,7 +22,7 @@ def test_every_metric(seen: list[dict[str, Any]]) -> None:
 
 def test_other_ways_to_update_a_metric(seen: list[dict[str, Any]]) -> None:
     for found in seen:
-        # The value of a batch is the replica's own, and an empty slice has none.
+        # A batch value is the replica's own, and an empty slice has none.
         assert found["called"] == ([1.0, "nan"] if found["rank"] else [0.0, 1.0])
         assert found["called in a collection"] == (["nan", "nan"] if found["rank"] else [1.0, 1.0])
         assert found["accumulated"] == 0.75

@@ -120,7 +120,7 @@ def test_global_batches_and_batches_of_one_replica() -> None:
     assert first["global"][1:] == second["global"][1:]
     assert first["mean"][1:] == second["mean"][1:]
     assert first["mean"][2] == pytest.approx(first["global"][2], abs=1e-6)
-    # Two batches of 3 make a step, as one of 6 does; the third is alone.
+    # Two batches of 3 make one step, like a batch of 6. The third batch is a step alone.
     assert first["each"][2] == pytest.approx(first["fewer"][2], abs=1e-6)
     assert first["loader"] == first["each"]
     assert first["each"][1] == pytest.approx(first["fewer"][1], rel=1e-5)
@@ -166,10 +166,10 @@ def test_cells(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run(f"FOLDER = {str(tmp_path)!r}" + MODEL)
     making = "config = RunConfig(train_distribute=strategy)\nestimator = Estimator(model_fn, FOLDER, config)\n"
     notebook.run("%%distribute mirrored\n" + making + "results = estimator.train(input_fn).evaluate(input_fn)")
-    # What it left in the notebook stands for the replicas' own.
+    # The Estimator in the notebook represents those of the replicas.
     assert notebook.value("estimator.evaluate(input_fn)['loss'] == results['loss']") is True
     assert notebook.value("len(list(estimator.predict(lambda: [X])))") == 7
-    # The notebook's own has its work done by the replicas; under the default strategy it is done here.
+    # The notebook's own Estimator runs on the replicas; under the default strategy it runs here.
     notebook.run("strategy = distnb.MirroredStrategy()\n" + making + "estimator.train(input_fn)")
     assert notebook.value("estimator.latest_checkpoint()") == str(tmp_path / "ckpt-40")
     turns = "train_and_evaluate(estimator, TrainSpec(input_fn, 50), EvalSpec(input_fn)) == estimator.evaluate(input_fn)"

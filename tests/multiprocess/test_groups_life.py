@@ -155,7 +155,7 @@ def test_a_late_failure_of_an_earlier_generation_does_not_touch_the_next():
 
 
 def test_torch_may_tell_the_backend_of_a_subgroup():
-    # 2.14 does, where 2.13 keeps it to itself.
+    # Torch 2.14 does, while 2.13 does not report it.
     program = """
     group = groups.join(team(0), rank, cpu).process_group
     part = group.new_group([0, 1], timeout=None, pg_options=None, group_name="part", group_desc="it", backend="gloo")
@@ -332,7 +332,7 @@ def test_the_exit_after_an_abort_is_clean(traffic):
 
 @pytest.mark.parametrize("last", ["", "groups.join(team(1), rank, cpu)"])
 def test_the_exit_waits_for_what_follows_from_a_future(last):
-    # It follows on Gloo's own thread, which an interpreter that has ended would end, and the process with it.
+    # It runs on Gloo's own thread. If the interpreter had ended, it would end that thread and the process.
     program = f"""
     groups.join(team(0), rank, cpu)
     sum_of(1)

@@ -68,7 +68,8 @@ found = (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
         assert stat.S_IMODE(os.stat(Path(path).parent).st_mode) == 0o700
     ours = psutil.Process(notebook.pid).net_connections("inet")
-    assert {c.laddr.ip for c in ours if c.status == psutil.CONN_LISTEN} <= {network.own, "127.0.0.1"}  # Jupyter's own
+    # Jupyter itself listens on loopback.
+    assert {c.laddr.ip for c in ours if c.status == psutil.CONN_LISTEN} <= {network.own, "127.0.0.1"}
 
 
 def test_no_secret_is_an_argument_or_a_variable(notebook: Notebook) -> None:
@@ -94,7 +95,7 @@ def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
     assert notebook.value("strategy.local_results(back)") == ("red", "red", "blue", "blue")
 
 
-@pytest.mark.soak  # as test_recovery.py has it on one machine
+@pytest.mark.soak  # test_recovery.py tests it on one machine
 def test_training_goes_on_with_those_left_and_with_a_replacement(notebook: Notebook) -> None:
     check_recovery(notebook, 4)
 
@@ -124,6 +125,6 @@ def test_a_machine_that_cannot_be_reached(network: Machines, notebook: Notebook)
 
 def test_the_end_of_the_notebook(notebook: Notebook) -> None:
     notebook.run("cluster = distnb.start(hosts=['red'], per_host=1, ssh_args=ssh_args)", timeout_s=120)
-    assert len(left()) == 5  # ssh, node agent and engine; and a guardian on each machine
+    assert len(left()) == 5  # ssh, node agent, engine, and a guardian on each machine
     os.kill(notebook.pid, signal.SIGKILL)
     processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")

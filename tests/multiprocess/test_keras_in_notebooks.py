@@ -246,7 +246,7 @@ def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: 
     )
     assert ran.error_name == "EngineDied", ran
     cells.run("%distnb restart --missing", timeout_s=60)
-    # The model is there, with what its optimizer kept; and others are called alike on both replicas.
+    # The model is there, with its optimizer's state. Other models have equal names on both replicas.
     cells.run(
         "%%distribute mirrored\nmodel.fit(X, Y, epochs=1, verbose=0)\nstrategy.assert_in_sync(model)\n"
         "moments = tuple(float(each.value.double().sum()) for each in model.optimizer.variables)\n"

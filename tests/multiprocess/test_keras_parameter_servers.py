@@ -50,7 +50,7 @@ class Slow(keras.layers.Layer):  # type: ignore[misc]
             if doomed.exists():
                 try:
                     doomed.unlink()
-                except FileNotFoundError:  # the other one was faster
+                except FileNotFoundError:  # another process was faster
                     return x
                 os.kill(os.getpid(), signal.SIGKILL)
         return x

@@ -1,4 +1,4 @@
-"""Curves of a real kernel and real engines: epochs, steps of ordinary cells, runs, and what is kept of them."""
+"""Curves of a real kernel and real engines: epochs, steps of ordinary cells, runs, and their history."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_steps_and_epochs_are_those_of_the_training(made: Notebook, run: str, ma
     made.run(LOOP.format(magic=magic, run=run).strip())
     made.run(SEEN)
     assert made.value("[step for step, *_ in seen.curves['loss'].lines[0].points]") == [6, 12, 18]
-    # Each second iteration evaluates, and begins no epoch.
+    # Every second iteration evaluates, and does not begin an epoch.
     assert made.value("sorted(seen.epochs.items())") == [(0, 0), (6, 2), (12, 4)]
     assert made.value("tuple(seen.reading)") == (4, 6, 6, None)
 

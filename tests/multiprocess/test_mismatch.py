@@ -33,10 +33,10 @@ MISSING = {
     "fewer_calls_late": ["barrier()", "replica 1 finished its program after 0 collectives"],
     "subgroup_unused": ["finished its program without using that group"],
 }
-# Found by one replica only, or as another error.
+# Found by only one replica, or as another error.
 OTHERS = ["nobody_waits", "backward_against_all_reduce", "refused_arguments", "splits_apart", "other_error"]
 NAMES = [name for each in [*MISMATCHES, *MISSING, *OTHERS] for name in (each, "sum_after_all")]
-LIMIT_S = 15.0  # far beyond what is promised, far below "for ever": machines are slow at times
+LIMIT_S = 15.0  # far above the promised second, far below "for ever"; machines may be slow
 
 
 @functools.cache
@@ -91,7 +91,7 @@ def test_a_collective_that_nobody_waits_for_is_missed_too(ended):
 
 def test_backward_of_ddp_against_an_all_reduce(ended):
     first, *others = [rank["backward_against_all_reduce"] for rank in ended]
-    # DDP waits in C++, which knows no error of ours; the text is the same.
+    # DDP waits in C++, which does not know our errors. The text is the same.
     assert first.error in ("RuntimeError", "CollectiveMismatchError")
     for each in (first, *others):
         assert each.seconds < LIMIT_S, each
@@ -101,7 +101,7 @@ def test_backward_of_ddp_against_an_all_reduce(ended):
 def test_arguments_refused_on_one_replica(ended):
     for rank in ended:
         outcome = rank["refused_arguments"]
-        # The one whose arguments they were has caught its own error, and finds the others gone at the next collective.
+        # The replica that passed them has caught its own error, and finds the others gone at the next collective.
         assert outcome.error in ("CollectiveMismatchError", "CollectiveError"), outcome
         assert outcome.seconds < LIMIT_S
     assert any("which failed with" in rank["refused_arguments"].text for rank in ended)

@@ -52,7 +52,7 @@ def test_training_equals_one_replica(notebook: Notebook) -> None:
     assert notebook.value("[row.host for row in cluster.status()]") == ["red", "red", "blue", "blue"]
     check_training(notebook, "multi_worker")
     notebook.run("%%distribute multi_worker\nimport os; of_mpi = any(name.startswith('OMPI_') for name in os.environ)")
-    assert notebook.value("of_mpi") is False  # an engine is no rank of mpiexec's
+    assert notebook.value("of_mpi") is False  # an engine is not a rank of mpiexec
 
 
 def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_pa
     notebook.run("%distnb stop", timeout_s=60)
 
 
-@pytest.mark.soak  # test_hosts.py has them: what differs is where tasks are placed
+@pytest.mark.soak  # test_hosts.py tests them; only the placement of tasks differs
 def test_roles(network: Machines, notebook: Notebook) -> None:
     red, blue = map(network.address, ("red", "blue"))
     tasks = {"chief": [f"{network.own}:1"], "worker": [f"{red}:1", f"{blue}:1"], "ps": [f"{blue}:2"]}

@@ -37,7 +37,7 @@ def train(strategy):
     strategy.assert_in_sync(model)
     return [*losses, *(p.sum().item() for p in model.parameters())]
 """
-# Each process stands for a machine of its own, as far as shared memory goes.
+# Each process counts as a machine of its own for shared memory.
 APART = "from distnb.collectives.shared_memory import host\nhost.identity = lambda: f'machine {os.getpid()}'\n"
 
 MANY_CALLS = """
@@ -166,7 +166,7 @@ def test_a_killed_worker_ends_the_other_in_seconds(victim: int, apart: str):
     assert "CollectiveError: The connection to another replica was lost, which may have died" in other.stderr
 
 
-# What the others wait in then is not, or not yet, Gloo.
+# The others then do not, or not yet, wait in Gloo.
 CAUGHT = """
 def wrong():
     raise KeyError("wrong")
@@ -317,5 +317,5 @@ def test_the_program_of_the_documentation():
         assert (tasks.folder / "model.pt").exists()
     loss = re.fullmatch(r"loss (.*) on 1 replicas\n", alone.stdout)
     assert loss is not None
-    assert 0 < float(loss[1]) < 0.9  # it learns: ln 3 is where it begins
+    assert 0 < float(loss[1]) < 0.9  # it learns, from ln 3 on
     assert (chief.stdout, other.stdout) == (f"loss {loss[1]} on 2 replicas\n", "")

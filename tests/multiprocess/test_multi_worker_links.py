@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 LOST_AFTER_S = 4.0
-# Each process stands for a machine of its own, as far as shared memory goes; silence is borne for less long.
+# Each process counts as a machine of its own for shared memory, and the limit for silence is shorter.
 BEGIN = f"""
 from distnb.collectives.group import gloo_sockets
 from distnb.collectives.shared_memory import host
@@ -92,7 +92,9 @@ while True:
         for name in tasks.names:
             tasks.wait_for(name, "listening")
         machines.cut()
-        ended = [tasks.end_of(name, timeout_s=40) for name in tasks.names]  # by themselves: in a quarter of an hour
+        ended = [
+            tasks.end_of(name, timeout_s=40) for name in tasks.names
+        ]  # without the product they would end in a quarter of an hour
     for number, task in enumerate(ended):
         assert set(task.told["listening"]) <= {f"10.77.0.{number + 1}"}
         assert "CollectiveError: The connection to another replica was lost" in task.stderr
@@ -115,7 +117,7 @@ os._exit(0)
         for name in tasks.names:
             tasks.wait_for(name, "ready")
         tasks.processes["worker 1"].send_signal(signal.SIGSTOP)
-        time.sleep(1.5 * LOST_AFTER_S)  # longer than silence is borne
+        time.sleep(1.5 * LOST_AFTER_S)  # longer than the limit for silence
         tasks.processes["worker 1"].send_signal(signal.SIGCONT)
         (tasks.folder / "last").touch()
         chief = tasks.end_of("worker 0", timeout_s=40)

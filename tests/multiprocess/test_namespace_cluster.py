@@ -106,7 +106,7 @@ mine = [distnb.replica_id()]
     ns = world.notebook.user_ns
     assert isinstance(ns["mine"], RemotePerReplica)
     session.restart([1])
-    # Replicas meet in `all_reduce`: the replacement is a full member of the group.
+    # Replicas meet in `all_reduce`, so the replacement is a full member of the group.
     met = """
 t = torch.ones(1)
 dist.all_reduce(t)

@@ -1,8 +1,8 @@
 """Tests that nothing hangs for a user, with a real kernel and two real engines.
 
-Whatever goes wrong in a cell, the cell ends on every replica with an error that says what went wrong; the next cell
-works; variables made before are still there. No test here measures how long it takes: each has a hard limit, which
-is far beyond the second that is promised, and far below "for ever". `tests/soak` has the same with four engines.
+Whatever goes wrong in a cell, the cell ends on every replica with an error that explains it. The next cell works, and
+earlier variables are still there. No test here measures a duration: each has a hard limit, which is far above the
+promised second, and far below "for ever". `tests/soak` has the same tests with four engines.
 """
 
 from __future__ import annotations
@@ -369,7 +369,7 @@ def test_the_user_interrupts(notebook: Notebook, tmp_path: Path, what: str, by: 
 
 
 def stop_when_ready(notebook: Notebook, source: str) -> Ran:
-    """Run a cell, and press stop when it has written "ready": it ends as interrupted."""
+    """Run a cell, and press stop when it has written "ready". It must end as interrupted."""
     message = notebook.start(source)
     notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
     notebook.interrupt()
@@ -493,7 +493,7 @@ while True:
 
 @pytest.mark.parametrize(("where", "event"), [("Condition.__enter__", "return"), ("Condition.__exit__", "call")])
 def test_a_stop_while_a_lock_changes_hands_leaves_it_free(notebook: Notebook, where: str, event: str) -> None:
-    # The kernel's thread that sends all output sets the Event that a flush waits for, and would wait for its lock.
+    # The kernel's sending thread sets the Event that a flush waits for, and would wait for the Event's lock.
     source = f"""
 import sys, threading
 def press(frame, event, argument):
@@ -549,7 +549,7 @@ class Catching:
 catching = Catching()
 catching.number = distnb.replica_id()
 """)
-    notebook.run("%%distribute mirrored\npass")  # it may have changed what is shown
+    notebook.run("%%distribute mirrored\npass")  # the output may have changed
     go.touch()
     stop_when_ready(notebook, "repr(catching)")
     go.unlink()
@@ -566,7 +566,7 @@ dist.all_reduce(torch.ones(1))
 """
     ran = stop_when_ready(notebook, source)
     assert re.search(r"%distnb restart ([02] )?1( \d)* starts anew", ran.error_text), ran.error_text
-    # The others do end, on a slow machine a little later than they are waited for.
+    # The others end, too, on a slow machine a little later.
     processes.wait_until(lambda: notebook.value("distnb.notebook.compose.current().stuck") == (1,), LIMIT_S)
     assert "busy" in notebook.run("%distnb status").text
     assert "Engine 1: still busy" in notebook.run("%distnb interrupt").text
@@ -609,7 +609,7 @@ looks = map(os.access, itertools.repeat({str(go_on)!r}), itertools.repeat(os.F_O
 deaf({str(tmp_path)!r}, map(operator.not_, looks))
 """
     stop_when_ready(notebook, source)
-    # The replica goes on at the first look of the one who waits for it, and not before.
+    # The replica continues at the first poll of the thread that waits for it, and not before.
     notebook.run(
         f"""import types
 import distnb.notebook.programs.dispatch as dispatch
@@ -757,7 +757,7 @@ if distnb.replica_id() == 1:
 """)
     ran = failed(notebook, "%%distribute mirrored\ndist.all_reduce(torch.ones(3))", "OSError")
     assert "no memory to be had" in ran.error_text
-    # More programs than one are under way, and the functions among them are new to the engines.
+    # Several programs are under way, and their functions are new to the engines.
     notebook.run("strategy = distnb.MirroredStrategy()\ndef seven():\n    return 7")
     assert notebook.run("print(strategy.run(seven), strategy.run(seven))").stdout == "7 7\n"
 
@@ -768,7 +768,7 @@ SCOPES = {
 }
 
 
-# All meet before it fails: one that is ended before it has begun has assigned nothing.
+# All replicas meet before it fails: a replica that is ended before it has begun has assigned nothing.
 _HALF_WAY = """\
     half = torch.nn.Linear(2, 2)
     whole = half
@@ -820,7 +820,7 @@ def test_names_of_an_unfinished_scope_are_not_bound(notebook: Notebook, begins: 
     assert notebook.run("print('half' in globals(), step, whole)").stdout == "False 1 7\n"
     ran = notebook.run("%%distribute mirrored\nprint('half' in globals(), step, whole)")
     assert "False 1 7" in ran.text
-    # What `run` has used is whole, and stays.
+    # The objects that `run` has used are complete, and remain.
     failed(notebook, begins + _TRAINED.format(then="torch.distributed.barrier()"), "ZeroDivisionError")
     assert notebook.run("print(type(made).__name__, seen)").stdout == "RemoteMirrored 1\n"
     failed(notebook, begins + _TRAINED.format(then=_HALF_WAY.strip()), "ZeroDivisionError")

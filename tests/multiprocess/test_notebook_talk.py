@@ -93,14 +93,14 @@ def test_a_captured_cell_shows_nothing_and_complains_of_nothing(notebook: Notebo
     source = "import time\nfor i in range(8):\n    time.sleep(0.1)\n    distnb.live(loss=i)\nprint('said')"
     ran = notebook.run(f"%%capture captured\n%%distribute mirrored\n{source}")
     assert (ran.stdout, ran.stderr) == ("", "")
-    # Lines are folded that come within a moment, and on a busy machine a replica may be later than that.
+    # Lines that come within a moment are merged. On a busy machine a replica may be later than that.
     assert set(notebook.value("captured.stdout").splitlines()) in ({"[0-1] said"}, {"[0] said", "[1] said"})
 
 
 @pytest.mark.parametrize(
     ("statement", "told"),
     [
-        # Who is first ends the other, if that was not about to raise the same.
+        # The first to fail ends the other, unless that was about to raise the same error.
         ("sys.exit(3)", r"SystemExit: 3\n.*replica (0 of 2 \(cpu:0\)|1 of 2 \(cpu:1\)) ended by it; replica [01] "),
         ("distnb.replica_id() and exit('sorry')", r"SystemExit: sorry\n.*replica 1 of 2 \(cpu:1\) ended by it"),
     ],
@@ -260,7 +260,7 @@ def test_modules_that_autoreload_changes_here_change_on_the_replicas(notebook: N
         cell, call = "%%distribute mirrored\nfound = f()", "found = strategy.run(step)"
         for size, expected in ((1, 2), (100, 101), (10_000, 10_001)):
             inner.write_text(f"def add(x):\n    return x + {size}\n")
-            os.utime(inner, (size, time.time() + size))  # a version of its own, however fast this is
+            os.utime(inner, (size, time.time() + size))  # a version of its own, even if the test is fast
             for source in (cell, call):
                 notebook.run(source)
                 assert notebook.value("found") == expected, (source, size)
@@ -417,7 +417,7 @@ def test_tab_never_prints(notebook: Notebook) -> None:
     )
     assert "volume" in notebook.complete("loud.")
     assert "bit_length" in notebook.complete("loud.volume.")
-    notebook.run("mark.__class__")  # all that was written before it has come
+    notebook.run("mark.__class__")  # all earlier output has arrived
     assert set(re.findall(r"cell|loud", notebook.run("%distnb output").stdout)) == {"cell"}
     assert "loud" in notebook.run("loud.volume").stdout
 

@@ -30,7 +30,7 @@ def forbid_pidfds() -> None:
     steps = [(load, 0, 0, 0), (equal, 0, 1, pidfd_open), (give, 0, 0, no_call), (give, 0, 0, allowed)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     program = struct.pack("HP", len(steps), ctypes.addressof(code))
-    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges, which a filter takes
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges, as a filter requires
     assert libc.prctl(22, 2, program, 0, 0) == 0
 
 
@@ -71,7 +71,7 @@ def test_sigkill_of_the_notebook(behaviour: str, pidfds: bool) -> None:
         if behaviour == "workers":
             assert len(psutil.Process(engines[0]).children()) >= 2
         if behaviour == "gil":
-            time.sleep(1.0)  # the engines' own threads get no turn any more: the guard must end them
+            time.sleep(1.0)  # the engines' own threads do not run any more, so the guardian must end them
         assert len(processes.children_of_this_run()) >= 4  # notebook, engines, controller
     finally:
         notebook.kill()

@@ -184,7 +184,7 @@ def test_a_fuzz_of_the_ports_for_other_hosts_changes_nothing() -> None:
         assert list(programs.receive(programs.wait(0.1))) == []
         link.close()
         switchboard.close()
-    # Nothing was read but who is there, and that it wants CURVE.
+    # The answers say only that something listens, and that it requires CURVE.
     assert answers
     assert [each for each in answers if not _SAID_FIRST.match(each)] == []
     assert all(b"CURVE" in each for each in answers if len(each) > 12)
@@ -269,6 +269,6 @@ def test_a_replica_whose_place_was_taken_says_so(session: Session, monkeypatch: 
     """Check the replica itself, for which its own peers belong to another user afterwards."""
     run_cell(session, "import os as mine\nreally = mine.geteuid\nmine.geteuid = lambda: 4711", "another")
     with pytest.raises(ZeroDivisionError):
-        run_cell(session, "1 / 0 if distnb.replica_id() else dist.barrier()", "ended")  # a new group is to be formed
+        run_cell(session, "1 / 0 if distnb.replica_id() else dist.barrier()", "ended")  # so that a new group must form
     with pytest.raises(distnb.errors.DistnbError, match=r"another user \(uid 0\) connected in the place of a repl"):
         run_cell(session, "dist.barrier()", "taken")

@@ -195,7 +195,7 @@ def test_a_server_that_is_lost_and_what_is_restored(
     manager.checkpoint.restore(manager.latest_checkpoint)
     expected = train()
     assert again[1:] == expected[1:] == (15, 10)
-    # Two workers take turns as they like, and so the weights are alike only.
+    # The order of two workers is arbitrary, so only the weights are equal, approximately.
     assert torch.allclose(again[0]["weight"], expected[0]["weight"], atol=0.2)
 
 

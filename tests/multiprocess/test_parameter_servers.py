@@ -1,4 +1,4 @@
-"""A parameter server in a process of its own, and its clients: no change is lost or made twice, whoever dies."""
+"""A parameter server in its own process, with clients: no change is lost or applied twice, whichever process dies."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ for n in range(told["count"]):
 
 
 class Cluster:
-    """Processes of one test.
+    """The processes of one test.
 
     Args:
-        folder: For their files.
-        host: Where its servers listen, and its clients go; None: on UNIX sockets only.
+        folder: The folder for their files.
+        host: The address of its servers, also for clients; None for UNIX sockets only.
     """
 
     def __init__(self, folder: Path, host: str | None) -> None:
@@ -97,7 +97,7 @@ class Cluster:
         return self.processes[-1]
 
     def serve(self) -> tuple[Address, warm_python.Forked]:
-        """A server's address, and its process."""
+        """Start a server, and return its address and process."""
         file = self._folder / f"address{len(self.processes)}"
         told = {"public": self.keys.client_public, "host": self.host, "directory": self._directory.name}
         process = self.run(SERVER, **told, file=str(file))
@@ -107,7 +107,7 @@ class Cluster:
         return (address if self.host is None else address._replace(path="")), process
 
     def push(self, address: Address, number: int, count: int, size: int) -> warm_python.Forked:
-        """A client that adds 1 to a shard, by hand and by steps, so many times each."""
+        """Start a client that adds 1 to a shard many times, by hand and by steps."""
         keys = list(vars(self.keys).values())
         return self.run(PUSHER, address=address, number=number, keys=keys, count=count, size=size)
 
@@ -127,7 +127,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
 
 @pytest.fixture
 def service() -> Iterator[tuple[Service, Keys]]:
-    """One in this process, for clients of its host."""
+    """Provide a service in this process, for clients of its host."""
     keys = make_keys()
     with tempfile.TemporaryDirectory() as directory:
         service = Service(directory, client_public=keys.client_public, host=None)
@@ -140,7 +140,7 @@ def sgd(groups: list[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": group} for group in groups], lr=1.0)
 
 
-sgd.__module__ = "__main__"  # by value
+sgd.__module__ = "__main__"  # pickled by value
 
 
 def make(size: int) -> list[Any]:
@@ -171,7 +171,7 @@ def test_several_servers_are_asked_at_once_and_large_tensors_come_and_go(cluster
             (whole, (_, rows)) = pulled[server]
             assert torch.equal(whole[W][1], tensor)
             assert torch.equal(rows, tensor[::3])
-            whole[W][1].zero_()  # it is the client's own
+            whole[W][1].zero_()  # the client's own copy
             assert torch.equal(value(servers, server), tensor)
         assert servers.exchange({}) == {}
 
@@ -183,7 +183,7 @@ def test_two_clients_change_a_shard_at_the_same_time_and_no_change_is_lost_or_ma
         pushers = [cluster.push(address, number, 150, 50_000) for number in (1, 2)]
         while any(pusher.poll() is None for pusher in pushers):
             whole = value(servers)
-            assert whole.min() == whole.max()  # atomic: nobody sees half a change
+            assert whole.min() == whole.max()  # atomic: half a change is never visible
         assert [pusher.wait() for pusher in pushers] == [0, 0]
         assert torch.equal(value(servers), torch.full((50_000,), 600.0))
         assert servers.exchange({0: [Describe()]})[0][0][0].updates == 600
@@ -193,7 +193,7 @@ def test_a_client_that_is_killed_leaves_whole_changes_and_can_be_run_again(clust
     address, _ = cluster.serve()
     with closing(Servers({0: address}, 5, cluster.keys)) as servers:
         servers.exchange({0: make(LARGE)})
-        for least in (1, 2, 4):  # it is somewhere in a message of 12 MB
+        for least in (1, 2, 4):  # the client is somewhere in a message of 12 MB
             pusher = cluster.push(address, 1, 5, LARGE)
             while value(servers).max() < least:
                 assert pusher.poll() is None
@@ -201,7 +201,7 @@ def test_a_client_that_is_killed_leaves_whole_changes_and_can_be_run_again(clust
             pusher.wait()
             whole = value(servers)
             assert whole.min() == whole.max()
-        assert cluster.push(address, 1, 5, LARGE).wait() == 0  # another begins anew, and comes to its end
+        assert cluster.push(address, 1, 5, LARGE).wait() == 0  # another client starts over and completes
         assert torch.equal(value(servers), torch.full((LARGE,), 10.0))
 
 
@@ -255,7 +255,7 @@ def test_threads_of_one_client_take_turns(cluster: Cluster) -> None:
 
 @contextmanager
 def frozen(process: warm_python.Forked) -> Iterator[None]:
-    """It answers nothing meanwhile."""
+    """Stop a process in a block, so that it answers nothing."""
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, _WITHIN_S)
     yield
@@ -263,13 +263,13 @@ def frozen(process: warm_python.Forked) -> Iterator[None]:
 
 
 def in_exchange() -> bool:
-    """Whether the main thread waits for an answer."""
+    """Return whether the main thread waits for an answer."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and frame.f_code is Servers._wait.__code__
 
 
 def meanwhile(act: Callable[[], object]) -> threading.Thread:
-    """Do something as soon as the main thread waits for an answer."""
+    """Do something in a thread as soon as the main thread waits for an answer."""
 
     def run() -> None:
         wait_until(in_exchange, _WITHIN_S)
@@ -293,11 +293,11 @@ def test_a_server_that_is_killed_ends_exchanges_until_another_takes_its_place(tm
             thread.join()
         with pytest.raises(ServerLost):
             servers.exchange({0: [Describe()]})
-        assert torch.equal(value(servers, 1), torch.full((3,), 2.0))  # others go on, and late answers disturb nobody
+        assert torch.equal(value(servers, 1), torch.full((3,), 2.0))  # others continue, and late answers have no effect
         servers.replace(0, cluster.serve()[0])
         assert servers.exchange({0: [Describe()]}) == {0: ((),)}
         servers.exchange({0: make(3)})
-        assert W in servers.exchange({0: [Pull({W: known})]})[0][0]  # no version is taken for one of the lost server
+        assert W in servers.exchange({0: [Pull({W: known})]})[0][0]  # no version is mistaken for one of the lost server
     cluster.end()
 
 
@@ -335,12 +335,12 @@ def test_who_waits_can_be_interrupted_and_asks_again(cluster: Cluster) -> None:
                         {0: [WriteShard(shard=W, method="assign_add", value=1.0, token=(1, 0)), Pull({W: -1})]}
                     )
                 thread.join()
-        assert servers.exchange({0: [Describe()]})[0][0][0].updates == 1  # and no late answer is taken for it
+        assert servers.exchange({0: [Describe()]})[0][0][0].updates == 1  # and no late answer is mistaken for it
 
 
 @functools.cache
 def _moments(code: CodeType) -> frozenset[int]:
-    """Where Python lets signals in: before calls and after them. The calls that end a `with` cannot be parted from it."""
+    """Return where Python handles signals: before and after calls, except for those that end a `with`."""
     instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PRECALL")]
     pairs = itertools.pairwise(instructions)
     before = {two.offset for one, two in pairs if two.opname == "CALL" and one.opname != "LOAD_CONST"}
@@ -349,7 +349,7 @@ def _moments(code: CodeType) -> frozenset[int]:
 
 
 def interrupting(files: set[str], moment: int) -> tuple[Callable[[FrameType, str, Any], Any], list[int]]:
-    """A trace function that interrupts at one of the moments in some files, and whether it did."""
+    """Return a trace function that interrupts at one of the moments in some files, and a list that says if it did."""
     count, interrupted = 0, []
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -386,7 +386,7 @@ def test_an_interrupt_at_any_moment_leaves_a_client_that_works(service: tuple[Se
             finally:
                 sys.settrace(before)
             ran_through = not interrupted
-            servers.exchange({0: [change]})  # as a closure does that is run again
+            servers.exchange({0: [change]})  # as by a closure that runs again
         assert moment > 50
         assert torch.equal(value(servers), torch.full((100_000,), float(moment)))
 

@@ -33,7 +33,7 @@ def _engines_are_the_module_s(session: Session) -> Iterator[None]:
 
 def replicas() -> list[int]:
     found: Any = distnb.MirroredStrategy().run(distnb.replica_id)
-    return [int(each) for each in getattr(found, "values", [found])]  # of a single replica a plain number
+    return [int(each) for each in getattr(found, "values", [found])]  # with a single replica, a plain number
 
 
 def test_one_that_dies_as_it_is_replaced(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class Page:
             elif kind == "comm_close":
                 self.states.pop(content["comm_id"], None)
             elif kind == "display_data" and VIEW in data:
-                self.displayed.append(self.states[data[VIEW]["model_id"]])  # it must be known by now
+                self.displayed.append(self.states[data[VIEW]["model_id"]])  # the widget must be known already
             elif kind == "error":
                 raise AssertionError("\n".join(content["traceback"]))
         return self

@@ -38,7 +38,7 @@ def total():
     parts = strategy.run(lambda: torch.tensor(1.0 + distnb.replica_id()))
     return float(strategy.reduce("sum", parts, axis=None))
 """
-"""What the scripts of coordinators begin with."""
+"""The first lines of the coordinators' scripts."""
 
 
 # -- engines of a notebook ---------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ there = strategy.reduce("sum", strategy.run(lambda: torch.tensor(1)), axis=None)
     notebook.run("import os, signal; os.kill(cluster.status()[2].pid, signal.SIGKILL)")
     processes.wait_until(lambda: notebook.value("cluster.status()[2].state") != "idle", 20)
     ran = notebook.run("%%distribute mirrored\nthere = strategy.num_replicas_in_sync")
-    assert "ended" not in ran.text  # a server is none of a program's replicas
+    assert "ended" not in ran.text  # a server is not a replica of a program
     failed = notebook.try_run("%%distribute mirrored -n 3\npass")
     assert "asks for 3 replicas and the cluster has 2" in failed.error_text
 

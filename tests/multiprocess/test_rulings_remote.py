@@ -54,7 +54,7 @@ made = torch.nn.Linear(1, 1)
     assert names["refused"].count("replica 0 holds a tensor; replica 1 holds None") == 1
     assert names["total"] == 2.0
     assert session.user_ns["strategy"].local_results(names["passed_on"]) == ("Tensor", "NoneType")
-    # What the cell set has ended with it, and what it made is kept in sync.
+    # The cell's settings have ended with it, and the objects that it made are kept in sync.
     run_cell(session, "within = distnb.has_strategy()\nstrategy.assert_in_sync(made)", "after")
     assert names["within"] is False
     assert isinstance(names["made"], distnb.Mirrored)

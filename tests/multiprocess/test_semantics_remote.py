@@ -53,7 +53,7 @@ def test_numbers_that_the_notebook_knows_are_reduced_as_the_replicas_would(strat
 
     numbers = strategy.run(number)
     vectors = strategy.run(unknown, args=(numbers,))
-    numbers = strategy.run(number)  # of the latest call: what an earlier one returned may have changed
+    numbers = strategy.run(number)  # from the latest call, since earlier results may have changed
     before = sessions.require().latest_program
     found = strategy.reduce(op, numbers, axis=None)
     several = strategy.reduce(op, {"a": [numbers], "b": numbers}, axis=None)

@@ -93,7 +93,7 @@ def test_training_equals_one_replica(n: int) -> None:
 
 
 def test_mean_reduction_weights_by_slices() -> None:
-    # A mean loss per replica, over slices of 2 and 1 examples: the mean over all three is wanted.
+    # A mean loss per replica, over slices of 2 and 1 examples, must give the mean over all three.
     program = """
     strategy = distnb.MirroredStrategy(gradient_reduction="mean")
     with strategy.scope():
@@ -278,7 +278,7 @@ def test_two_random_streams() -> None:
         assert [draws[1:] for draws in own[replica]] == [draws[1:] for draws in own[0]]  # torch's alone are folded
         for other in range(replica):
             assert all(mine[0] != theirs[0] for mine, theirs in zip(own[replica], own[other], strict=True))
-    # The shared stream is the one of a program without replicas.
+    # The shared stream equals that of a program without replicas.
     torch.manual_seed(0)
     expected = [torch.rand(1).item() for _ in range(2)]
     assert [shared[0][1][0], shared[0][2][0]] == expected

@@ -89,7 +89,7 @@ class RealCluster:
     def stop(self, draws: random.Random) -> None:
         pid = require().status()[draws.randrange(3)].pid
         os.kill(pid, signal.SIGSTOP)
-        # Longer than the second after which a worker that does not end its closure is given up on, or shorter.
+        # Longer or shorter than the second after which a worker that does not end its closure is given up on.
         threading.Timer(draws.choice([0.05, 1.5]), go_on, [pid]).start()
 
     def go_on(self) -> None:
@@ -169,7 +169,7 @@ def kill(engine: int) -> None:
 def hold_chaos(training: Training, seconds: float, every_s: float, at_once: int, least: int = 0) -> tuple[int, int]:
     """Train for some time, until this many workers were killed and have come back.
 
-    Returns how many closures there were, and kills.
+    Return the numbers of closures and of kills.
     """
     draws, step, ended = random.Random(1), training.step(), threading.Event()
     kills, before = 0, training.coordinator.status().done

@@ -16,7 +16,7 @@ from tests.seeds.matrix import WAYS
 
 pytestmark = pytest.mark.timeout(170)
 
-# Two steps, a checkpoint, and two more. Whatever was saved before is restored, and goes on alike.
+# Two steps, a checkpoint, and two more. All earlier checkpoints are restored, and training continues equally from each.
 PROGRAM = """
 import os
 import torch

@@ -115,5 +115,5 @@ def test_a_table_larger_than_any_process_may_use_trains(tmp_path: Path) -> None:
     assert all(each[-1] < each[0] / 2 for each in told["losses"])
     assert told["refused"] == [True, True], "the limits are there: nobody gets the whole table"
     for name, grown in told["grown"].items():
-        # A server has its quarter, and what Adagrad keeps for it; the others pieces and rows.
+        # A server has its quarter with Adagrad's state; the others have only pieces and rows.
         assert grown < told["table"] * (3 if name.startswith("ps") else 1) // 4, told["grown"]

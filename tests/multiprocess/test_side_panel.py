@@ -93,7 +93,7 @@ def test_a_page_and_a_terminal_see_and_end_a_cell_that_hangs(notebook: Notebook)
     notebook.run("import distnb")
     cell = notebook.start(HANG)
     notebook.wait_for_output(cell, "begun")
-    with new_page(notebook) as page:  # it asks for nothing: all that it needs comes
+    with new_page(notebook) as page:  # it requests nothing, but receives all that it needs
         told = page.wait_for(["running", "running"])
         while not (
             told["curves"] and len(told["curves"][0]["lines"][0]["points"]) > 1 and told["engines"][0]["memory"]

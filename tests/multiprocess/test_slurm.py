@@ -86,13 +86,13 @@ strategy.distribute_datasets_from_function(make)
     assert notebook.value("strategy.local_results(pipelines)") == ((2, 0), (2, 0), (2, 1), (2, 1))
 
 
-@pytest.mark.soak  # as test_hosts.py has it
+@pytest.mark.soak  # test_hosts.py tests it, too
 def test_a_node_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
     check_cut_off(notebook, network, "red", "blue", tmp_path)
     assert notebook.value("sum('red cannot be reached' in row.state for row in cluster.status())") == 2
 
 
-@pytest.mark.soak  # as test_hosts.py has it
+@pytest.mark.soak  # test_hosts.py tests it, too
 def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
     network.join("red")
     notebook.run("%distnb restart --missing", timeout_s=150)
@@ -101,7 +101,7 @@ def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
     assert notebook.value("strategy.local_results(back)") == ("blue", "blue", "red", "red")
 
 
-@pytest.mark.soak  # as test_hosts.py has it
+@pytest.mark.soak  # test_hosts.py tests it, too
 def test_an_engine_that_is_killed(notebook: Notebook) -> None:
     check_killed(notebook, "red")
 
@@ -134,7 +134,7 @@ def test_stop_leaves_no_process_on_any_node(notebook: Notebook) -> None:
     check_stop(notebook)
 
 
-@pytest.mark.soak  # test_hosts.py has them: what differs is where tasks are placed
+@pytest.mark.soak  # test_hosts.py tests them; only the placement of tasks differs
 def test_roles(notebook: Notebook) -> None:
     """Use a resolver's roles: the allocation has two tasks on each node."""
     start = (
@@ -155,7 +155,7 @@ def test_the_end_of_the_notebook(notebook: Notebook) -> None:
     """End a notebook whose cluster a resolver named."""
     notebook.run("%distnb start --resolver slurm --per-host 1", timeout_s=120)
     assert notebook.value("[row.host for row in distnb.notebook.compose.current().status()]") == ["blue", "red"]
-    # srun (which is two), node agent with its guardian, and engine; and the notebook's guardian.
+    # srun (two processes), node agent with its guardian, engine, and the notebook's guardian.
     processes.wait_until(lambda: len(left()) == 2 * 5 + 1, 20)
     os.kill(notebook.pid, signal.SIGKILL)
     processes.wait_until(lambda: not left() and not processes.run_directories(), 20, "something is left")

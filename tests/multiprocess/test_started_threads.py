@@ -1,4 +1,4 @@
-"""Threads that a cell or a call starts are a part of it, also when they communicate."""
+"""Threads that a cell or a call starts belong to it, even if they communicate."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_sigkill_of_the_notebook_while_its_engines_load() -> None:
     program = f"from tests.multiprocess.clusters import make_cluster; make_cluster(2, agent={_AGENT!r}).start()"
     notebook = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "DISTNB_TEST_IMPORT": "stall"})
     try:
-        # The process from which engines will be forked; the other one, the guardian, is as old to the clock tick.
+        # The process that will fork the engines. The other one, the guardian, started in the same clock tick.
         processes.wait_until(lambda: any(map(_has_torch, psutil.Process(notebook.pid).children())), 60, "nothing loads")
     finally:
         notebook.kill()

@@ -136,7 +136,7 @@ result = "all"
 
 
 def test_a_group_that_the_program_initialised_keeps_its_limit():
-    # torch's own way to form a group has to be done within this limit, too, also on a slow machine.
+    # torch's own way to form a group must succeed within this limit, too, even on a slow machine.
     begin = """
 meeting = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
 meeting.set("here" + os.environ["RANK"], "")

@@ -1,7 +1,7 @@
 """Replicas on a third device type: a replacement for torch_tpu, a PrivateUse1 device written in Python.
 
-It shows that the strategies' code is the same on any type of device that torch knows. That torch_tpu itself works is
-not shown, as there is no TPU here.
+It shows that the strategies' code works for any type of device that torch knows. It does not show that torch_tpu itself
+works, because there is no TPU here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """n replicas give one replica's numbers in every runtime, uneven last batch included.
 
-The reference is plain PyTorch in this process, without distnb. What is compared: the loss of every step, and after
-three epochs every weight, by the largest difference of a tensor relative to its largest entry.
+The reference is plain PyTorch in this process, without distnb. The loss of every step is compared, and after three
+epochs every weight, by the largest difference in a tensor relative to its largest entry.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ for epoch in range({EPOCHS}):
 weights = [parameter.tolist() for parameter in model.parameters()]
 """
 
-# In ordinary cells the scope is handed to the engines, and each step is one call from the notebook.
+# In ordinary cells the engines run the scope, and each step is one call from the notebook.
 ORDINARY = [
     """
 torch.manual_seed(11)
@@ -216,7 +216,7 @@ def test_ordinary_cells_under_central_storage(notebook: Notebook) -> None:
     compare(CASES[3], *fetched(notebook))
 
 
-# One after the other in the same processes: what takes its time is their start.
+# One after another in the same processes, since starting them takes most of the time.
 SCRIPTS = {
     1: [("MirroredStrategy", CASES[0])],
     2: [("MirroredStrategy", CASES[3]), ("CentralStorageStrategy", CASES[2])],

@@ -35,7 +35,7 @@ def descriptors() -> int:
     """Return the open descriptors of shipped frames. Other threads open and close their own."""
     found = 0
     for each in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
             found += "distnb-buffer" in os.readlink(f"/proc/self/fd/{each}")
     return found
 
@@ -123,7 +123,7 @@ def test_the_engines_of_a_machine_share_what_they_are_sent(kind: str, world: Clu
 
 @pytest.mark.parametrize("kind", ["array", "tensor"])
 def test_there_and_back(kind: str, world: ClusterWorld, mapped: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world.namespace, "most_nbytes", 0)  # arrays stay, as tensors do
+    monkeypatch.setattr(world.namespace, "most_nbytes", 0)  # arrays stay on the engines, like tensors
     ns = world.notebook.user_ns
     sent = np.random.default_rng(1).random(NBYTES // 8)
     ns["big"] = sent.copy() if kind == "array" else torch.from_numpy(sent.copy())
@@ -131,7 +131,7 @@ def test_there_and_back(kind: str, world: ClusterWorld, mapped: int, monkeypatch
     assert values(ns["mapped"]) == [mapped, mapped]
     back = np.asarray(ns["twice"].values[1])
     assert np.array_equal(back, sent * 2)
-    # A tensor that torch made can be resized where it arrives, in memory that torch allocated there.
+    # A tensor made by torch can be resized on arrival, in memory that torch allocated there.
     assert buffers_here() == (mapped if kind == "array" else 0)
     back[:] = 0  # the notebook's own
     run_all(world, [distributed("total = float((twice - big * 2).sum())")])
@@ -169,7 +169,7 @@ def test_nothing_is_left_open(world: ClusterWorld, mapped: int, monkeypatch: pyt
     assert kept == [mapped, mapped]
     for _ in range(3):
         ns["big"] += 1
-        ns["small"] = np.zeros(100_000)  # together with others
+        ns["small"] = np.zeros(100_000)  # in one message with others
         ns["other"] = [np.zeros(250_000), np.zeros(500_000)]
         run_all(world, [distributed("copied = big + small[0] + other[1][0]")])
         assert ns["copied"].values[0][0] == ns["big"][0]
@@ -196,7 +196,7 @@ def test_arguments_of_calls_are_let_go(world: ClusterWorld) -> None:
         session.call(MIRRORED, "run", (mapped, (array,)), {})
     del array
     gc.collect()
-    assert session.call(MIRRORED, "run", (mapped, ()), {}) == 0  # those of the latest call were kept until this one
+    assert session.call(MIRRORED, "run", (mapped, ()), {}) == 0  # those of the latest call were kept until now
     assert all(one() is None for one in given)
 
 

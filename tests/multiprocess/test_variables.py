@@ -40,7 +40,7 @@ def ranks(program: str, n: int = 2) -> list[Any]:
 
 _FAILS = None
 _TABLE = {
-    # (component of replica 0, of replica 1, what is read outside) after assign, assign_add, assign_sub
+    # (component of replica 0, of replica 1, value outside) after assign, assign_add, assign_sub
     ("ON_WRITE", "SUM"): [(3, 3, 3), (13, 13, 13), (7, 7, 7)],
     ("ON_WRITE", "MEAN"): [(1.5, 1.5, 1.5), (11.5, 11.5, 11.5), (8.5, 8.5, 8.5)],
     ("ON_WRITE", "ONLY_FIRST_REPLICA"): [(1, 1, 1), (11, 11, 11), (9, 9, 9)],

@@ -40,7 +40,7 @@ def test_a_handle_is_assigned_to_and_read(names: dict[str, Any]) -> None:
     assert float(v) == 5.0
     assert "<Variable 'v'" in repr(v)
     assert "tensor(5.)" in repr(v)
-    # What a program changes is shown as it is, whether the program was given the handle or something that holds it.
+    # A program's changes are shown, whether it got the handle itself or an object that contains it.
     model, weight = names["model"], names["model"][1].weight
     before = weight.item()
     assert f"{before:.4f}" in repr(weight)

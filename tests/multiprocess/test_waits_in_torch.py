@@ -18,18 +18,18 @@ print("sum:", int(total))
 
 
 def stopped(notebook: Notebook, source: str) -> None:
-    """Run a cell, and press stop when it has written "ready". The next cell works."""
+    """Run a cell, and press stop when it has written "ready". Check that the next cell works."""
     message = notebook.start(source)
     notebook.wait_for_output(message, "ready", timeout_s=LIMIT_S)
     notebook.interrupt()
     ran = notebook.finish(message, source, timeout_s=LIMIT_S)
     assert ran.error_name == "KeyboardInterrupt", ran
-    # On a slow machine replicas may end a little later than they are waited for.
+    # On a slow machine, replicas may end a little later.
     processes.wait_until(lambda: "busy" not in notebook.run("%distnb status").text, LIMIT_S, "a replica is stuck")
     assert "sum: 2" in notebook.run(NEXT).stdout
 
 
-# Now and then Gloo forgets an operation that is under way while its sockets are closed. Here it forgets each.
+# Rarely, Gloo forgets a pending operation when its sockets are closed. Here, it forgets each.
 FORGETFUL = """
 from distnb.collectives.group.gloo_sockets import Connections
 shut_down, Connections.shut_down = Connections.shut_down, lambda self: None
@@ -84,7 +84,7 @@ with socket.socket() as nobody:
 
 
 def test_a_store_that_nobody_makes_is_an_error_at_once(notebook: Notebook) -> None:
-    # torch.distributed.debug.start_debug_server() begins with this on every replica.
+    # torch.distributed.debug.start_debug_server() first does this on every replica.
     ran = notebook.try_run(
         "%%distribute mirrored\nfrom torch.distributed.debug._store import tcpstore_client\ntcpstore_client()",
         timeout_s=LIMIT_S,
@@ -101,7 +101,7 @@ store = dist.TCPStore(
 tcpstore_client().set(str(dist.get_rank()), "here")
 assert tcpstore_client().get("1") == b"here"
 """)
-    notebook.run("%%distribute mirrored\nstore = None")  # it listens for everyone
+    notebook.run("%%distribute mirrored\nstore = None")  # the store listens on every interface
 
 
 def test_a_store_answers_as_before(notebook: Notebook) -> None:

@@ -42,7 +42,7 @@ def coordinator(strategy: Any) -> ClusterCoordinator:
 def test_each_worker_is_a_team(cluster: Any, strategy: Any, coordinator: ClusterCoordinator) -> None:
     assert [row.task for row in cluster.status()] == ["worker 0", "worker 0", "worker 1", "worker 1", "ps 0", "ps 1"]
     assert strategy.num_replicas_in_sync == 2
-    # A program that is no closure may be the first to ask, and it is a program of all workers' replicas.
+    # The first program may be one that is not a closure, which runs on all workers' replicas.
     assert distnb.MirroredStrategy().run(lambda: strategy.num_replicas_in_sync) == 4
 
     def who() -> Any:
@@ -106,7 +106,7 @@ def test_it_trains_as_one_process(strategy: Any, coordinator: ClusterCoordinator
         return strategy.distribute_dataset(endless())
 
     iterator = iter(coordinator.create_per_worker_dataset(dataset))
-    # One after another: all by one worker, whose iterator it is.
+    # One after another: the iterator's worker takes them all.
     found = [coordinator.fetch(coordinator.schedule(closure, args=(iterator,))) for _ in expected]
     assert found == pytest.approx(expected, rel=1e-4)
     coordinator.join()
