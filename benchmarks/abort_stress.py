@@ -1,4 +1,4 @@
-"""Aborts in mid-traffic, many times over: is every replica free within a second, and are the sums right afterwards?
+"""Stress of aborts in mid-traffic: every replica must be free within a second, and later sums must be right.
 
 `python -m benchmarks.abort_stress [--ranks 2 4] [--rounds 25] [--traffic small 4MB 64MB shared ddp messages]`
 
@@ -42,7 +42,7 @@ def _replica(rank: int, size: int, port: int, rounds: int, traffic: Sequence[str
     from distnb.topology import Device, Team
 
     torch.set_num_threads(1)
-    communicator._ABORT_GRACE_S = 60.0  # a replica whose thread strikes late must not take the others for lost
+    communicator._ABORT_GRACE_S = 60.0  # a replica whose thread aborts late must not consider the others lost
     device = Device("cpu")
     records: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
@@ -88,14 +88,14 @@ def _sum_is_right(group: Any) -> bool:
 def _ddp_is_right(group: Any, models: dict[str, Any]) -> bool:
     import torch
 
-    # Wrapped anew: DDP's own bookkeeping does not survive a backward pass that failed.
+    # Wrapped again, because DDP's internal state does not survive a backward pass that failed.
     models["ddp"] = model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(512, 512))
     model(torch.full((2, 512), group.rank + 1.0)).sum().backward()
     return bool(torch.allclose(model.module.weight.grad, torch.full((512, 512), (group.size + 1.0))))
 
 
 def _worker() -> Any:
-    """A DataLoader's worker, forked while the group is connected, that lives as long as the iterator."""
+    """Return the iterator of a DataLoader's worker, which is forked while the group is connected, and lives as long."""
     import torch
 
     loader: Any = torch.utils.data.DataLoader(range(1000), num_workers=1, prefetch_factor=2)  # type: ignore[arg-type]
@@ -170,17 +170,17 @@ def stress(
     """Run the rounds on `size` replicas.
 
     Args:
-        size: How many replicas.
-        rounds: Aborts per kind of traffic.
-        traffic: Which kinds.
-        timeout_s: After this all replicas are killed and their stacks shown.
-        seed: Decides when the aborts come.
+        size: The number of replicas.
+        rounds: The number of aborts per kind of traffic.
+        traffic: The kinds of traffic.
+        timeout_s: The limit, after which all replicas are killed and their stacks shown.
+        seed: The seed of the times of aborts.
 
     Returns:
-        What each replica recorded.
+        The records of each replica.
 
     Raises:
-        AssertionError: A replica did not come to its end.
+        AssertionError: A replica did not finish.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -262,7 +262,7 @@ def _report(size: int, replicas: Sequence[dict[str, Any]], traffic: Sequence[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the stress and print a table; 1 if a replica was not free within a second, or a sum was wrong."""
+    """Run the stress and print a table. Return 1 if a replica was not free within a second, or a sum was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=25)

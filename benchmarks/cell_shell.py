@@ -12,10 +12,10 @@ __all__ = ["Cells"]
 
 
 class Cells:
-    """Runs cells as a notebook would, and raises their errors.
+    """An IPython shell that runs cells as a notebook would, and raises their errors.
 
     Args:
-        extensions: What `%load_ext` loads.
+        extensions: The extensions for `%load_ext`.
     """
 
     def __init__(self, *extensions: str) -> None:
@@ -24,11 +24,11 @@ class Cells:
             self.shell.run_line_magic("load_ext", name)
 
     def run(self, source: str) -> None:
-        """Run one cell, its output dropped."""
+        """Run one cell, and discard its output."""
         with redirect_stdout(io.StringIO()):
             result = self.shell.run_cell(source, store_history=False)
         result.raise_error()
 
     def value(self, name: str) -> Any:
-        """A variable of the notebook."""
+        """Return the value of a variable of the notebook."""
         return self.shell.user_ns[name]

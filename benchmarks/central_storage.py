@@ -4,7 +4,7 @@
 
 Steps with Adam, one thread per replica. Memory is what the first training of a model of 34 MB of parameters adds to
 the replicas' proportional set sizes (pages that several share count once): parameters, gradients, Adam's two moments.
-There is no target for time; of memory central storage is to take less.
+There is no target for time. Central storage must take less memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONTENDERS = {"mirrored": "MirroredStrategy", "central": "CentralStorageStrateg
 
 
 def be_rank(contender: str) -> int:
-    """A process of a strategy: the seconds of one step of a model; for "memory" all replicas' bytes."""
+    """Answer requests as a process of a strategy: the seconds of one step of a model, or all replicas' bytes."""
     rank, replicas = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     strategy: Any = getattr(distnb, contender)()
@@ -40,7 +40,7 @@ def be_rank(contender: str) -> int:
         seconds = made[model](count) / count
         if name != "memory":
             return float(seconds)
-        torch.distributed.barrier()  # all have theirs, which they may share
+        torch.distributed.barrier()  # all replicas have their memory, which they may share
         total = torch.tensor(_memory() - before)
         torch.distributed.all_reduce(total)
         return float(total.item())
@@ -53,7 +53,7 @@ def _memory() -> int:
 
 
 def main() -> int:
-    """Run it. Returns 1 when central storage takes more memory."""
+    """Run the benchmark. Return 1 if central storage takes more memory."""
     given = options(__doc__, rounds=7, steps=20, rank="")
     if given.rank:
         return be_rank(given.rank)

@@ -1,10 +1,10 @@
-"""Saving and loading a checkpoint, against `torch.save` and a plain copy of the bytes, all onto the disk.
+"""The time to save and load a checkpoint, against `torch.save` and a plain copy of the bytes, all onto the disk.
 
     python -m benchmarks.checkpoints [--rounds 7] [--megabytes 256]
 
-A plain copy writes the bytes of the tensors into a file, and reads them from there into the tensors. What is saved is
-synced to the disk; what is loaded, in all three, ends in the tensors that there are. The last comparison is what a
-training step waits for when a thread writes.
+A plain copy writes the bytes of the tensors into a file, and reads them from there into the tensors. Saved files are
+synced to the disk. All three load into the existing tensors. The last comparison is the time for which a training step
+waits when a thread writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENTRIES = 1 << 18
 
 
 def main() -> int:
-    """Run it. Returns 1 when a target is missed."""
+    """Run the benchmark. Return 1 if a target is missed."""
     given = options(__doc__, rounds=7, megabytes=256)
     torch.set_num_threads(1)
     tensors = [torch.rand(_ENTRIES) for _ in range(max(1, given.megabytes * 1_000_000 // (4 * _ENTRIES)))]

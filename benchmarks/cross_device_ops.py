@@ -2,10 +2,10 @@
 
     python -m benchmarks.cross_device_ops [--replicas 2] [--rounds 7] [--sets 2]
 
-What distnb's `all_reduce` does with each algorithm, and where a call is told to take sockets alone (RING), on CPU
+The time of distnb's `all_reduce` with each algorithm, and with a call's option to use sockets only (RING), on CPU
 replicas of one machine: one small tensor, one large one, and many small ones, which become one message (except under
-the tree with `num_packs=0`). The peer reduces them one by one, as a program without packing does. There is no target:
-the algorithms are for different circumstances.
+the tree with `num_packs=0`). The peer reduces them one by one, like a program without packing. There is no target,
+because the algorithms are for different circumstances.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from benchmarks.ranks import Ranks, serve
 _PEER = "dist.all_reduce (Gloo)"
 _OFTEN = {"one small tensor": 100, "one large tensor": 5, "many small tensors": 5}
 CASES = {"one small tensor": (1, 1_000), "one large tensor": (1, 4_000_000), "many small tensors": (200, 250)}
-"""(how many tensors, elements of each, in float32)."""
+"""The cases by name: (number of tensors, elements of each, in float32)."""
 ALGORITHMS = {
     "default": None,
     "HierarchicalCopyAllReduce": distnb.HierarchicalCopyAllReduce(),
     "ReductionToOneDevice": distnb.ReductionToOneDevice(),
     "tree, num_packs=0": distnb.HierarchicalCopyAllReduce(num_packs=0),
 }
-"""What `cross_device_ops` is, by name."""
+"""The values of `cross_device_ops` by name."""
 _RING = distnb.CommunicationImplementation.RING
 OPTIONS = {
     "RING": distnb.CommunicationOptions(implementation=_RING),
     "RING, bytes_per_pack=65536": distnb.CommunicationOptions(implementation=_RING, bytes_per_pack=65536),
 }
-"""What a call's `options` are, by name: the default algorithm by sockets alone, as between machines."""
+"""The `options` of a call by name: the default algorithm by sockets only, as between machines."""
 
 
 def _tensors(case: str) -> list[torch.Tensor]:
@@ -47,7 +47,7 @@ def _tensors(case: str) -> list[torch.Tensor]:
 
 
 def with_gloo() -> Callable[[str, str, int], float]:
-    """The peer: `dist.all_reduce`, tensor by tensor. Returns a function of (case, "", how often) to seconds."""
+    """Return a function of (case, "", count) that gives the peer's seconds: `dist.all_reduce`, tensor by tensor."""
     torch.distributed.init_process_group("gloo")
 
     def measure(case: str, algorithm: str, count: int) -> float:
@@ -63,7 +63,7 @@ def with_gloo() -> Callable[[str, str, int], float]:
 
 
 def with_distnb() -> Callable[[str, str, int], float]:
-    """`all_reduce` of a replica context, of all tensors at once. Returns a function of (case, algorithm, how often)."""
+    """Return a function of (case, algorithm, count) that gives the seconds of `all_reduce` in a replica context."""
     strategies = {name: distnb.MirroredStrategy(cross_device_ops=ops) for name, ops in ALGORITHMS.items()}
     strategies |= dict.fromkeys(OPTIONS, strategies["default"])
 
@@ -86,7 +86,7 @@ def with_distnb() -> Callable[[str, str, int], float]:
 
 
 def be_rank(contender: str) -> int:
-    """A process of a contender."""
+    """Answer requests as a process of a contender."""
     torch.set_num_threads(1)
     measure = with_gloo() if contender == "gloo" else with_distnb()
 
@@ -98,7 +98,7 @@ def be_rank(contender: str) -> int:
 
 
 def main() -> int:
-    """Run it. Always returns 0."""
+    """Run the benchmark. Always return 0."""
     given = options(__doc__, replicas=2, rounds=7, sets=2, rank="")
     if given.rank:
         return be_rank(given.rank)

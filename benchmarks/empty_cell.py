@@ -14,7 +14,7 @@ from benchmarks.harness import Target, compare, options, report, timed
 
 
 def main() -> int:
-    """Run it. Returns 1 when the target is missed."""
+    """Run the benchmark. Return 1 if the target is missed."""
     given = options(__doc__, rounds=7, cells=20)
 
     cells = Cells("distnb")

@@ -1,11 +1,11 @@
-"""A GPU at a glance: one table of what distnb costs there, beside plain torch and DistributedDataParallel.
+"""A GPU at a glance: one table of distnb's costs there, next to plain torch and DistributedDataParallel.
 
     python -m benchmarks.gpu [--device cuda] [--rounds 7] [--steps 50] [--aborts 10]
 
 Contenders are processes that take turns. Plain torch, DistributedDataParallel and a script with `MirroredStrategy` have
 the device to themselves, each as one replica; with two replicas that share it, Gloo carries their gradients. Memory is
-the largest that tensors took while they trained. Aborts are in the notebook: one replica raises while the other waits
-in a collective, and what is measured is the time until the error is raised there. `make gpu` runs this; `--device cpu`
+the most that tensors took during training. Aborts are in the notebook: one replica raises while the other waits in a
+collective, and the time until the error is raised there is measured. `make gpu` runs this; `--device cpu`
 is a dry run.
 """
 
@@ -52,7 +52,7 @@ total = total.item()
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a quantity of distnb's, that of a peer, and whether it is as it should be."""
+    """A line of the table: a quantity of distnb, that of a peer, and whether it is acceptable."""
 
     what: str
     ours: str
@@ -62,7 +62,7 @@ class Row:
 
 
 def main() -> int:
-    """Print the table. Return 1 if a line says that something is wrong."""
+    """Print the table. Return 1 if a line reports a problem."""
     given = options(__doc__, device="cuda", rounds=7, steps=50, aborts=10, rank="")
     if given.rank:
         return _be_rank(given.rank)
@@ -70,7 +70,7 @@ def main() -> int:
 
     if given.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device here. For a dry run: python -m benchmarks.gpu --device cpu")
-    os.environ["DISTNB_DEVICE"] = f"{given.device}:0"  # of all contenders' processes; they share it
+    os.environ["DISTNB_DEVICE"] = f"{given.device}:0"  # for the processes of all contenders, which share it
     name = torch.cuda.get_device_name() if given.device == "cuda" else "the CPU"
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}, {name}", flush=True)
     print(_line("", "distnb", "peer", "ratio"))
@@ -120,7 +120,7 @@ def _cells(given: Any) -> Iterator[Row]:
     """Measure aborts in a notebook's cells: engines share the device."""
     cells = Cells("distnb")
     began = time.perf_counter()
-    os.environ.pop("DISTNB_DEVICE")  # %distnb start says it for engines
+    os.environ.pop("DISTNB_DEVICE")  # for engines, %distnb start sets it
     cells.run(f"%distnb start --devices {given.device}:0,{given.device}:0 --oversubscribe")
     yield Row("%distnb start -n 2", f"{time.perf_counter() - began:.1f} s")
     try:
@@ -242,7 +242,7 @@ def _timed(call: Callable[[], object], kind: str) -> Callable[[int], float]:
 
 
 def _memory_of(steps: Callable[[int], float], kind: str, count: int) -> float:
-    """Return the largest number of megabytes that tensors took in some steps; on the CPU, the process."""
+    """Return the largest number of megabytes of tensors during some steps; on the CPU, of the process."""
     import psutil
     import torch
 

@@ -1,8 +1,8 @@
 """Interleaved comparisons: A B C A B C …, never A A A B B B.
 
-A machine drifts (turbo, neighbours, page cache), so two blocks that run one after the other compare minutes, not
-programs. Here each round measures every contender once, in turn, in an order that rotates; a ratio is taken
-*within* a round, and what is reported is the median of those ratios with their range.
+A machine drifts (turbo, neighbours, page cache), so two blocks that run one after another compare minutes, not
+programs. Here each round measures every contender once, in turn, in an order that rotates. A ratio is taken *within* a
+round, and the median of those ratios is reported with their range.
 
 Example:
     >>> comparison = compare({"a": lambda: 2.0, "b": lambda: 1.0}, rounds=3)
@@ -25,15 +25,16 @@ from typing import Any
 __all__ = ["Comparison", "Ratio", "Target", "compare", "options", "report", "timed"]
 
 Measure = Callable[[], float]
-"""Runs a contender once and returns seconds (or any quantity of which less is better)."""
+"""A function that runs a contender once and returns seconds, or any quantity of which less is better."""
 
 
 def options(about: str | None, **defaults: Any) -> argparse.Namespace:
-    """What a benchmark is told on its command line.
+    """Return the options of a benchmark from its command line.
 
     Args:
-        about: Its docstring.
-        defaults: An option for each, of the default's type: `False` makes a switch, "" an option without a default.
+        about: The benchmark's docstring.
+        defaults: The options with their defaults, which give the types. `False` makes a switch, "" an option without a
+            default.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
@@ -46,11 +47,11 @@ def options(about: str | None, **defaults: Any) -> argparse.Namespace:
 
 
 def timed(call: Callable[[], object], calls: int = 1) -> Measure:
-    """A measure from a plain function.
+    """Return a measure of a plain function.
 
     Args:
-        call: What is measured.
-        calls: How often one measurement repeats it; the measure is the mean of one call.
+        call: The function to measure.
+        calls: The number of repetitions in one measurement. The measure is the mean of one call.
     """
 
     def measure() -> float:
@@ -64,7 +65,7 @@ def timed(call: Callable[[], object], calls: int = 1) -> Measure:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times the one is of the other, taken within each round."""
+    """The ratio of two contenders, taken within each round."""
 
     median: float
     low: float
@@ -76,25 +77,25 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured: one value a round, for each contender."""
+    """The measured values: one per round for each contender."""
 
     values: Mapping[str, tuple[float, ...]]
 
     def median(self, name: str) -> float:
-        """The median over the rounds."""
+        """Return the median over the rounds."""
         return statistics.median(self.values[name])
 
     def ratio(self, name: str, other: str) -> Ratio:
-        """`name` divided by `other`, round by round."""
+        """Return `name` divided by `other`, round by round."""
         ratios = [a / b for a, b in zip(self.values[name], self.values[other], strict=True)]
         return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 
 
 @dataclass(frozen=True)
 class Target:
-    """A claim about a ratio: `name` takes at most `at_most` times what `other` takes.
+    """A claim about a ratio: `name` takes at most `at_most` times as much as `other`.
 
-    With `at_least`, the claim is the other way round (for quantities of which more is better).
+    With `at_least`, the claim is reversed (for quantities of which more is better).
     """
 
     name: str
@@ -103,7 +104,7 @@ class Target:
     at_least: float | None = None
 
     def met(self, comparison: Comparison) -> bool:
-        """Whether the median ratio keeps the claim."""
+        """Return whether the median ratio keeps the claim."""
         ratio = comparison.ratio(self.name, self.other).median
         return (self.at_most is None or ratio <= self.at_most) and (self.at_least is None or ratio >= self.at_least)
 
@@ -113,12 +114,12 @@ class Target:
 
 
 def compare(measures: Mapping[str, Measure], *, rounds: int = 7, warmup: int = 1) -> Comparison:
-    """Measure all contenders, interleaved.
+    """Measure all contenders in turn.
 
     Args:
         measures: The contenders by name.
-        rounds: How many values each gets.
-        warmup: Rounds before, which are not counted.
+        rounds: The number of values for each.
+        warmup: The number of earlier rounds, which are not counted.
     """
     names = list(measures)
     values: dict[str, list[float]] = {name: [] for name in names}
@@ -145,14 +146,14 @@ def report(
 
     Args:
         title: The heading.
-        comparison: What `compare` gave.
+        comparison: The result of `compare`.
         baseline: The contender whose ratio is 1.
-        unit, scale: How a value is shown: `value * scale` in `unit`.
-        targets: Claims to check.
-        json_path: Where to append the same as a line of JSON.
+        unit, scale: The form of values: `value * scale` in `unit`.
+        targets: The claims to check.
+        json_path: The file to which the same is appended as a line of JSON.
 
     Returns:
-        Whether all targets are met.
+        True if all targets are met.
     """
     rows = [("", unit, f"ratio to {baseline} (range)")]
     rows += [

@@ -1,14 +1,14 @@
-"""`fit` of a Keras model on 2 replicas, against one process, a loop with DistributedDataParallel, and its peers.
+"""The time of a Keras model's `fit` on 2 replicas, against one process, a DistributedDataParallel loop, and its peers.
 
     python -m benchmarks.keras_fit [--rounds 7] [--epochs 5]
 
-Two MLPs: of 64-64-64-10, which takes so little that overhead is all that is seen, and of 784-512-512-10. 1,024 rows,
-global batches of 64, accuracy as the metric. One thread per process; TensorFlow, whose two replicas are logical devices
-of one process, has as many as it likes. A measurement is some epochs; those of the first round (building, tracing) do
-not count. "distnb, one replica" is the one-device strategy.
+Two MLPs: one of 64-64-64-10, which is so small that overhead dominates, and one of 784-512-512-10. 1,024 rows, global
+batches of 64, accuracy as the metric. One thread per process; TensorFlow, whose two replicas are logical devices of one
+process, chooses its number. A measurement is some epochs; those of the first round (building, tracing) do not count.
+"distnb, one replica" is the one-device strategy.
 
 The peers are Keras's own DataParallel (of its coming version, in `.venv/keras-nightly`) and TensorFlow's
-MirroredStrategy under Keras (in `.venv/tensorflow`): `make bench` installs both. One that is missing is left out.
+MirroredStrategy under Keras (in `.venv/tensorflow`). `make bench` installs both. A missing peer is left out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _compiled(features: int, units: int) -> Any:
 
 
 def _own_rows(features: int) -> Any:
-    """What a rank reads where each reads data of its own."""
+    """Return a rank's data if each rank reads its own."""
     import torch
 
     rank = int(os.environ["RANK"])
@@ -66,7 +66,7 @@ def _own_rows(features: int) -> Any:
 
 
 def _by_hand(features: int, units: int) -> Callable[[int], object]:
-    """Keras's model in a loop of one's own."""
+    """Return a function that trains Keras's model in a custom loop."""
     import torch
 
     model = _model(features, units)
@@ -110,7 +110,7 @@ def _with_tensorflow(features: int, units: int) -> Callable[[int], object]:
         return _fit(_compiled(features, units), x=data)
 
 
-@functools.cache  # two would use the same keys for their collectives
+@functools.cache  # two models would use the same keys for their collectives
 def _mirrored_of_tensorflow() -> Any:
     import tensorflow as tf
 
@@ -143,7 +143,7 @@ _MAKERS = {
 
 
 def be_rank(contender: str) -> int:
-    """A process of one contender: the seconds of an epoch with a model."""
+    """Answer requests as a process of one contender: the seconds of an epoch with a model."""
     if contender != _TENSORFLOW:
         import torch
 
@@ -167,7 +167,7 @@ def be_rank(contender: str) -> int:
 
 
 def _started(stack: contextlib.ExitStack) -> dict[str, Ranks]:
-    """The processes of each contender that there is."""
+    """Start the processes of each available contender."""
     module = "benchmarks.keras_fit"
     found = {name: Ranks(module, name, replicas) for name, replicas in _CONTENDERS.items()}
     if _NIGHTLY.is_dir():
@@ -185,7 +185,7 @@ def _started(stack: contextlib.ExitStack) -> dict[str, Ranks]:
 
 
 def main() -> int:
-    """Run it. Returns 1 when a target is missed."""
+    """Run the benchmark. Return 1 if a target is missed."""
     given = options(__doc__, rounds=7, epochs=5, rank="")
     if given.rank:
         return be_rank(given.rank)

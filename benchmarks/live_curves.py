@@ -1,11 +1,11 @@
-"""What drawing costs: 10,000 steps of 16 replicas, told as they would come, drawn by the widget in a real page.
+"""The cost of drawing: 10,000 steps of 16 replicas, received as in a training, and drawn by the widget in a real page.
 
     python -m benchmarks.live_curves [--seconds 20] [--replicas 16] [--steps 10000]
 
-A kernel replays what the replicas would send, in the place of engines; the page is JupyterLab in a headless Chromium.
-Measured: drawings a second in the page; the processor's time that the live view takes in the kernel, all that its
-thread does; and that of the page's main thread, JupyterLab's own part included; each as a share of one core. The
-targets of the project: at least 5 drawings a second, for less than 10 % of one core in the kernel.
+A kernel replays the messages of replicas in the place of engines. The page is JupyterLab in a headless Chromium. It
+measures the drawings per second in the page; the live view's processor time in the kernel, with all work of its
+thread; and that of the page's main thread, including JupyterLab's own part; each as a share of one core. The
+targets of the project: at least 5 drawings a second, with less than 10 % of one core in the kernel.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ WATCH = """() => {
 
 
 def main() -> int:
-    """Run it. Returns 1 when a target is missed."""
+    """Run the benchmark. Return 1 if a target is missed."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in (("seconds", 20), ("replicas", 16), ("steps", 10_000)):

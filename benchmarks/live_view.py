@@ -1,10 +1,10 @@
-"""What the live view and the timeline cost the training: the same steps with all of it, and with none, by turns.
+"""The cost of the live view and the timeline for training: the same steps with and without both, in turns.
 
     python -m benchmarks.live_view [--rounds 100] [--block-s 0.3] [--width 8192]
 
-One cell in a real kernel trains on 2 engines, and its view is drawn. In each round it does a block of steps with
-`distnb.live` in each, and a block without, in which nothing is recorded and no telemetry is sent. The CPU time is that
-of the replicas' processes, with all their threads; the notebook's own is told beside it, in percent of one processor.
+One cell in a real kernel trains on 2 engines, and its view is drawn. Each round has a block of steps with `distnb.live`
+in each step, and a block without, in which nothing is recorded and no telemetry is sent. The CPU time is that of the
+replicas' processes with all their threads. The notebook's own is shown next to it, in percent of one processor.
 The target of the project: at most 1 %, by the clock and by CPU time. A width of 8192 makes
 steps of about 25 ms; one of 512 steps of 2 ms, in which each microsecond counts.
 """
@@ -29,7 +29,7 @@ import torch, time, distnb
 x, y = torch.randn(4096, 256), torch.randn(4096, 1)
 """
 
-# The clock runs on the engines: what is measured is the training, not what the notebook does before and after.
+# The clock runs on the engines, so the training is measured without the notebook's work before and after it.
 CELL = """%%distribute mirrored
 import math
 from distnb import activity
@@ -80,7 +80,7 @@ measured = tuple(tuple(each) for part in measured for each in part)
 
 
 def main() -> int:
-    """Run it. Returns 1 when the target is missed."""
+    """Run the benchmark. Return 1 if the target is missed."""
     given = options(__doc__, rounds=100, block_s=0.3, width=8192)
 
     manager = KernelManager(kernel_name="python3")

@@ -1,8 +1,8 @@
-"""What one replica costs over plain PyTorch: microseconds of a training step of a small model, in this process.
+"""The cost of one replica over plain PyTorch: microseconds per training step of a small model, in this process.
 
     python -m benchmarks.one_replica [--rounds 60] [--steps 20]
 
-The same step of a small MLP takes turns as a plain loop, under the default strategy, under one_device, and under
+The same step of a small MLP runs in turns as a plain loop, under the default strategy, under one_device, and under
 mirrored with one replica. Targets: at most 20 µs a step more than the plain loop; an empty function through the default
 strategy's `run` at most 3 µs.
 """
@@ -44,13 +44,13 @@ def _stepping(strategy: Any, optimizer_class: Any) -> Callable[[], object]:
 
 
 def _best_of(call: Callable[[], object], calls: int) -> Measure:
-    """The quickest of some calls: what a busy machine adds to the others is none of the call's."""
+    """Return a measure of the quickest of some calls: the others include delays of a busy machine."""
     one = timed(call)
     return lambda: min(one() for _ in range(calls))
 
 
 def _more_us(comparison: Comparison, name: str) -> float:
-    """The median over the rounds of what a contender takes more than the plain one."""
+    """Return the median over the rounds of the time that a contender takes more than the plain loop."""
     pairs = zip(comparison.values[name], comparison.values["plain"], strict=True)
     return statistics.median([own - plain for own, plain in pairs]) * 1e6
 
@@ -61,7 +61,7 @@ def _told(what: str, us: float, most: float) -> bool:
 
 
 def main() -> int:
-    """Run it. Returns 1 when a target is missed."""
+    """Run the benchmark. Return 1 if a target is missed."""
     given = options(__doc__, rounds=60, steps=20)
 
     torch.set_num_threads(1)

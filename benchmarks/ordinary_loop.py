@@ -3,8 +3,8 @@
     python -m benchmarks.ordinary_loop [--rounds 5] [--batches 48]
 
 The loop is the README's. In an ordinary cell each `strategy.run` is a message to every replica and back, and so is
-every fourth batch; in a distributed cell none is. The target of the project: a step takes at most twice as long. Times
-are those of one step.
+every fourth batch; a distributed cell sends none. The target of the project: a step takes at most twice as long. Times
+are per step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ for batch in dist_dataset:
 
 
 def main() -> int:
-    """Run it. Returns 1 when the target is missed."""
+    """Run the benchmark. Return 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=48)

@@ -1,4 +1,4 @@
-"""Contenders that are processes under torchrun's environment, which measure whenever they are told to."""
+"""Contenders that are processes in torchrun's environment, and measure on request."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Ranks:
     """The processes of one contender.
 
     Args:
-        module: What they run, with `--rank CONTENDER`: it calls `serve`.
-        contender: Which of its contenders they are.
-        replicas: How many processes.
-        machines: Network namespaces, one for each process; none: all on this machine.
-        python: The interpreter, where they need packages that do not go with ours. It need not have torch.
-        variables: More environment variables.
+        module: The module that they run, with `--rank CONTENDER`. It calls `serve`.
+        contender: The name of the contender in that module.
+        replicas: The number of processes.
+        machines: The network namespaces, one for each process; none for this machine.
+        python: The interpreter, for packages that conflict with ours. It need not have torch.
+        variables: Further environment variables.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Ranks:
         for rank in range(replicas):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local)}
             command = [python, "-m", module, "--rank", contender]
-            if machines:  # with a host name of its own: nothing is shared but the network
+            if machines:  # with its own host name, so that only the network is shared
                 named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', machines[rank]]
                 command = ["ip", "netns", "exec", machines[rank], *named, *command]
             pipe = subprocess.PIPE
@@ -65,7 +65,7 @@ class Ranks:
             )
 
     def step(self, what: str, count: int) -> float:
-        """Seconds for one of what the processes know, done so often, of the slowest process."""
+        """Return the seconds of one `what`, repeated `count` times, on the slowest process."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{what} {count}\n")
@@ -77,7 +77,7 @@ class Ranks:
         return max(answers)
 
     def close(self) -> None:
-        """End them."""
+        """End the processes."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -90,7 +90,7 @@ class Ranks:
 
 
 def serve(measure: Callable[[str, int], float]) -> int:
-    """What a rank does: read lines `WHAT COUNT`, and answer each with what is measured of one. Returns 0 at the end."""
+    """Serve as a rank: read lines `WHAT COUNT`, and answer each with the measure of one. Return 0 at the end."""
     for line in sys.stdin:
         what, _, count = line.rpartition(" ")
         print(measure(what, int(count)), flush=True)
@@ -99,10 +99,10 @@ def serve(measure: Callable[[str, int], float]) -> int:
 
 @contextlib.contextmanager
 def two_machines(delay_ms: float = 0.0) -> Iterator[tuple[str, ...]]:
-    """The names of two network namespaces with a cable between them. It takes root.
+    """Provide two network namespaces with a cable between them. It needs root.
 
     Args:
-        delay_ms: How long a packet is under way.
+        delay_ms: The delay of each packet.
     """
     first, second = names = (f"bench{os.getpid()}a", f"bench{os.getpid()}b")
 

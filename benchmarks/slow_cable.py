@@ -1,4 +1,4 @@
-"""A cable between two network namespaces on which each packet takes a given time. Not every kernel has tc's netem."""
+"""A cable between two network namespaces that delays each packet. Not every kernel has tc's netem."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PACKET_NBYTES, _MTU = 65535, 65000
 
 @contextlib.contextmanager
 def slow_cable(machines: tuple[str, str], name: str, delay_ms: float) -> Iterator[None]:
-    """Two TUN devices of one name, one in each namespace; a process here carries their packets.
+    """Provide two TUN devices of one name, one in each namespace. A process here carries their packets.
 
     Args:
-        machines: The namespaces' names.
-        name: The devices'.
-        delay_ms: How long a packet is under way.
+        machines: The names of the namespaces.
+        name: The name of the devices.
+        delay_ms: The delay of each packet.
     """
     with contextlib.ExitStack() as stack:
         ends = []
@@ -48,7 +48,7 @@ def slow_cable(machines: tuple[str, str], name: str, delay_ms: float) -> Iterato
 
 
 def _carry(first: int, second: int, delay_s: float) -> None:
-    """Pass packets on, each way, when their time has come."""
+    """Forward packets in both directions when their time has come."""
     under_way: list[tuple[float, int, int, bytes]] = []
     order = itertools.count()
     while True:
@@ -60,5 +60,5 @@ def _carry(first: int, second: int, delay_s: float) -> None:
                     heapq.heappush(under_way, (time.monotonic() + delay_s, next(order), target, packet))
         while under_way and under_way[0][0] <= time.monotonic():
             _, _, target, packet = heapq.heappop(under_way)
-            with contextlib.suppress(OSError):  # a full queue drops, as any network may, and so does one that is down
+            with contextlib.suppress(OSError):  # a full queue drops packets, as does a device that is down
                 os.write(target, packet)

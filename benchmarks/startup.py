@@ -1,11 +1,11 @@
-"""From nothing to the first all-reduce on 2 and on 8 engines: distnb, ipyparallel, bare processes under torchrun.
+"""The time to the first all-reduce on 2 and on 8 engines: distnb, ipyparallel, and processes under torchrun.
 
     python -m benchmarks.startup [--rounds 5]
 
-Every start happens in a fresh process. The clock runs from before the first import of distnb or ipyparallel until the
-reduced tensor's sum is back in the notebook; ipyparallel's engines then still have to import torch and to form the
-group, ours come with both. Then memory is read, per engine: of what several processes share, each is counted its part
-(the kernel's "proportional set size"). The targets of the project: no slower than ipyparallel, with 8 engines at most
+Every start happens in a new process. The clock runs from before the first import of distnb or ipyparallel until the
+reduced tensor's sum is back in the notebook. ipyparallel's engines then still have to import torch and to form the
+group, ours come with both. Then memory is read per engine, as the kernel's "proportional set size": memory that several
+processes share counts in equal parts. The targets of the project: no slower than ipyparallel, with 8 engines at most
 twice as slow as with 2, and half its memory.
 """
 
@@ -101,7 +101,7 @@ _PROGRAMS = {"distnb": _DISTNB, "ipyparallel": _IPYPARALLEL, "torchrun": _TORCHR
 
 
 def main() -> int:
-    """Run it. Returns 1 when a target is missed."""
+    """Run the benchmark. Return 1 if a target is missed."""
     given = options(__doc__, rounds=5)
 
     memory: dict[str, list[float]] = defaultdict(list)
@@ -121,7 +121,7 @@ def main() -> int:
         scale=1.0,
         targets=[Target(few, peer, at_most=1.0), Target(many, peers, at_most=1.0), Target(many, few, at_most=2.0)],
     )
-    # The round that warms up is the first.
+    # The first round is the warm-up.
     used = Comparison({name: tuple(values[-given.rounds :]) for name, values in memory.items() if values})
     kept &= report(
         "memory of an engine after it",
@@ -139,10 +139,10 @@ def _named(name: str, engines: int) -> str:
 
 
 def _fresh_process(program: str, engines: int, memory: list[float]) -> Measure:
-    """A measure that runs a program in a process of its own and reads the seconds that it prints.
+    """Return a measure that runs a program in a process of its own and reads the seconds that it prints.
 
     Args:
-        memory: What the program says of its engines' memory is added, if it says anything.
+        memory: A list to which the memory that the program reports for its engines is added, if any.
     """
 
     def measure() -> float:

@@ -1,16 +1,16 @@
-"""Training steps per second: distnb against torchrun + DistributedDataParallel, 2 replicas on the CPU over Gloo.
+"""Training steps per second: distnb against torchrun with DistributedDataParallel, 2 replicas on the CPU over Gloo.
 
     python -m benchmarks.training [--sets 3] [--rounds 5] [--steps 40] [--models mlp,deep] [--no-cell]
         [--two-machines] [--delay-ms 10]
 
-Four contenders take turns, each with two processes of its own: DistributedDataParallel with the environment that
-torchrun sets; a script with `MirroredStrategy`, likewise; a `%%distribute mirrored` cell; and the floor, two processes
-that train alone and do not communicate at all. All run one thread per process, the same model, batch and optimizer. The
+Four contenders take turns, each with two processes of its own: DistributedDataParallel in torchrun's environment; a
+script with `MirroredStrategy` in the same environment; a `%%distribute mirrored` cell; and the floor, two processes
+that train alone, without communication. All run one thread per process, and the same model, batch and optimizer. The
 target of the project: at least 1.0× DistributedDataParallel's steps per second, in each model.
 
 With --two-machines (as root) the first two have a process on each of two network namespaces with a cable between them,
-and an all_reduce through `torch.distributed` is measured, too: at most 1.1× DistributedDataParallel's time. With
---delay-ms a packet takes that long.
+and an all_reduce through `torch.distributed` is measured, too: at most 1.1× DistributedDataParallel's time. --delay-ms
+is the delay of a packet.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Cell:
         self._made: set[str] = set()
 
     def step(self, model: str, steps: int) -> float:
-        """Seconds per step, of the slowest replica, by the engines' clocks."""
+        """Return the seconds per step of the slowest replica, by the engines' clocks."""
         if model not in self._made:
             self._made.add(model)
             self._cells.run(
@@ -63,7 +63,7 @@ class Cell:
 
 
 def be_rank(contender: str) -> int:
-    """A process of a contender: all_reduces, or steps of a model."""
+    """Answer requests as a process of a contender: all_reduces, or steps of a model."""
     import torch
 
     rank, replicas = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -98,7 +98,7 @@ def _all_reduces(count: int) -> float:
 
 @contextlib.contextmanager
 def contenders(with_cell: bool, across: bool, delay_ms: float) -> Iterator[dict[str, Callable[[str, int], float]]]:
-    """All contenders, running: name to a function of (model, steps) to seconds per step."""
+    """Start all contenders, as functions by name of (model, steps) that return seconds per step."""
     with contextlib.ExitStack() as stack:
         machines = stack.enter_context(two_machines(delay_ms)) if across else ()
         names = {"DDP": "ddp", "distnb script": "distnb", **({} if across else {FLOOR: "alone"})}
@@ -113,7 +113,7 @@ def contenders(with_cell: bool, across: bool, delay_ms: float) -> Iterator[dict[
 
 
 def main() -> int:
-    """Run it. Returns 1 when a target is missed."""
+    """Run the benchmark. Return 1 if a target is missed."""
     given = options(
         __doc__,
         sets=3,
@@ -129,7 +129,7 @@ def main() -> int:
         return be_rank(given.rank)
     models = [*([_ALL_REDUCE] if given.two_machines else []), *given.models.split(",")]
     values: dict[str, dict[str, tuple[float, ...]]] = {model: {} for model in models}
-    # A process keeps its luck with memory for as long as it lives, up to a tenth of a step: hence several sets.
+    # The placement of a process's memory, fixed for its life, changes a step by up to a tenth. Hence several sets.
     for _ in range(given.sets):
         with contenders(not given.no_cell, given.two_machines, given.delay_ms) as running:
             for model in models:

@@ -15,17 +15,17 @@ __all__ = ["BATCH", "MODELS", "make_batch", "make_model", "steps_with_ddp", "ste
 BATCH = {"mlp": 128, "deep": 64, "convnet": 32, "normed": 32, "wide": 8}
 """The global batch size per model."""
 MODELS = ("mlp", "deep", "convnet", "normed")
-"""Those of `benchmarks.training`."""
+"""The models of `benchmarks.training`."""
 
 
 def make_model(name: str) -> nn.Module:
-    """A model, with the same values in every process.
+    """Return a model, with the same values in every process.
 
     - `mlp`: 784-256-256-10.
     - `deep`: narrow, 242 parameter tensors, where every µs per tensor shows.
     - `convnet`: three convolutions on 32 × 32 images and a classifier.
     - `normed`: eight narrow convolutions, each with a batch normalisation (DDP broadcasts its statistics).
-    - `wide`: 34 MB of parameters, for what they take of memory.
+    - `wide`: 34 MB of parameters, to measure memory.
     """
     torch.manual_seed(0)
     if name == "mlp":
@@ -52,7 +52,7 @@ def make_model(name: str) -> nn.Module:
 
 
 def make_batch(name: str, rank: int, replicas: int) -> tuple[Tensor, Tensor]:
-    """This replica's slice of one global batch: `[batch / replicas, …]` and `[batch / replicas]`."""
+    """Return this replica's slice of one global batch: `[batch / replicas, …]` and `[batch / replicas]`."""
     shape = {"mlp": (784,), "deep": (32,), "convnet": (3, 32, 32), "normed": (3, 32, 32), "wide": (4096,)}[name]
     count = BATCH[name] // replicas
     generator = torch.Generator().manual_seed(rank)
@@ -60,7 +60,7 @@ def make_batch(name: str, rank: int, replicas: int) -> tuple[Tensor, Tensor]:
 
 
 def steps_with_ddp(name: str, rank: int, replicas: int) -> Callable[[int], float]:
-    """The peer: DistributedDataParallel as its tutorial has it. Returns a function of a number of steps to seconds."""
+    """Return the peer's function of a number of steps to seconds: DistributedDataParallel as in its tutorial."""
     train = _plain_steps(nn.parallel.DistributedDataParallel(make_model(name)), name, rank, replicas)
 
     def steps(count: int) -> float:
@@ -71,7 +71,7 @@ def steps_with_ddp(name: str, rank: int, replicas: int) -> Callable[[int], float
 
 
 def steps_alone(name: str, rank: int, replicas: int) -> Callable[[int], float]:
-    """The floor: the same steps without any communication, beside the other replicas' processes."""
+    """Return the floor's function: the same steps without communication, next to the other replicas' processes."""
     return _plain_steps(make_model(name), name, rank, replicas)
 
 
@@ -94,7 +94,7 @@ def _plain_steps(model: nn.Module, name: str, rank: int, replicas: int) -> Calla
 def steps_with_distnb(
     name: str, rank: int, replicas: int, *, strategy: Any = None, optimizer_class: Any = torch.optim.SGD
 ) -> Callable[[int], float]:
-    """Ours: the training cell of the quickstart, with the batch at hand. Runs in a script and in a cell alike."""
+    """Return our function: the quickstart's training cell with a given batch. It runs in scripts and in cells."""
     import distnb
 
     if strategy is None:

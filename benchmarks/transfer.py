@@ -2,8 +2,8 @@
 
     python -m benchmarks.transfer [--rounds 7] [--megabytes 100]
 
-distnb: a changed tensor that a cell reads is sent with it (one replica), and `.numpy()` of a handle fetches it. What
-is fetched is also summed, by all contenders: memory that is shared costs its price when it is first looked at.
+distnb: a changed tensor that a cell reads is sent with it (one replica), and `.numpy()` of a handle fetches it. All
+contenders also sum the fetched tensor, because the first access to shared memory has a cost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.harness import compare, options, report, timed
 
 
 def main() -> int:
-    """Run it. Always returns 0: there is no target, only the comparison."""
+    """Run the benchmark. Always return 0: there is no target, only the comparison."""
     given = options(__doc__, rounds=7, megabytes=100)
 
     entries = given.megabytes * 1_000_000 // 4
@@ -66,7 +66,7 @@ def _copy_and_sum(into: Any, array: Any) -> None:
 
 
 def _changed(tensor: torch.Tensor, call: Callable[[], object]) -> Callable[[], float]:
-    """A measure in which the tensor was changed before: else nothing would have to be sent."""
+    """Return a measure of a call after a change of the tensor, which would not be sent otherwise."""
 
     def measure() -> float:
         tensor.add_(1.0)

@@ -2,13 +2,12 @@
 
     python -m benchmarks.transport [--rounds 15] [--calls 64] [--megabytes 64]
 
-Both send what `codec.encode` makes of one message of 1 KB, wait for other descriptors as
-well (as the notebook does), and have it echoed by processes that read it as an engine's agent does: from tornado's
-loop, and for a millisecond after each message without it. Large: an array goes to both,
-which look at each page and answer with a number; "no copy" lets ZeroMQ send the sender's own memory, which nobody may
-change meanwhile.
+Both send the frames of `codec.encode` for one message of 1 KB, and wait for other descriptors as well (as the notebook
+does). Processes echo it that read it as an engine's agent does: from tornado's loop, and for a millisecond after each
+message without the loop. Large: an array goes to both, which touch each page and answer with a number. "no copy" lets
+ZeroMQ send the sender's own memory, which must not change meanwhile.
 
-The rule: our own stays where it is more than 1.3 times as fast, in the round trip or pipelined; shared memory likewise.
+The rule: our own stays if it is more than 1.3 times as fast, in the round trip or pipelined; likewise shared memory.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ POLLIN = int(zmq.POLLIN)
 
 
 class IpcLink(Link):
-    """A DEALER that lingers, too.
+    """A DEALER that also lingers.
 
     Args:
-        url: Where the notebook listens.
-        engine: Its id.
+        url: The address of the notebook.
+        engine: The engine's id.
     """
 
     def __init__(self, url: str, engine: int) -> None:
@@ -62,7 +61,7 @@ class IpcLink(Link):
         self.socket.connect(url)
 
     def receive(self, linger_ms: int = 0) -> Any:
-        """The next message, or None when there is none within so many milliseconds."""
+        """Return the next message, or None if there is none within `linger_ms`."""
         if zmq.zmq_poll([(self.socket, POLLIN)], linger_ms):
             return decode(frames_of(self.socket))
         return None
@@ -73,7 +72,7 @@ class IpcLink(Link):
 
 
 def frames_of(socket: zmq.Socket[bytes]) -> list[Frame]:
-    """As `receive`; a frame object for the header alone would cost more than its copy."""
+    """Receive frames as `receive` does. A frame object for the header alone would cost more than its copy."""
     frames: list[Frame] = [socket.recv()]
     while socket.get(zmq.RCVMORE):
         frames.append(socket.recv(copy=False).buffer)
@@ -81,7 +80,7 @@ def frames_of(socket: zmq.Socket[bytes]) -> list[Frame]:
 
 
 async def echo(link: ProgramLink) -> None:
-    """Answer what comes, as the agent does, until None comes."""
+    """Answer messages as the agent does, until None comes."""
     end = asyncio.Event()
 
     def serve(*event: Any) -> None:
@@ -104,7 +103,7 @@ async def echo(link: ProgramLink) -> None:
 
 
 def be_engine() -> None:
-    """What an engine's process does; what it is to know comes by standard input."""
+    """Run an engine's process. Its settings come by standard input."""
     told = json.loads(sys.stdin.readline())
     if told["kind"] == OURS:
         asyncio.run(echo(connect(told["path"], told["engine"])))
@@ -114,7 +113,7 @@ def be_engine() -> None:
 
 @contextlib.contextmanager
 def engines(**told: Any) -> Iterator[None]:
-    """Two of them, until they end by themselves."""
+    """Start two engines, which end by themselves."""
     command = [sys.executable, "-m", "benchmarks.transport", "--engine"]
     pipe = subprocess.PIPE
     processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in ENGINES]
@@ -134,11 +133,11 @@ def engines(**told: Any) -> Iterator[None]:
 
 
 class Ways:
-    """One contender.
+    """A contender, by its ways to send and receive.
 
     Args:
         send: Sends a message to both engines.
-        collect: Waits for so many messages.
+        collect: Waits for a number of messages.
     """
 
     def __init__(self, send: Callable[[Any], object], collect: Callable[[int], None]) -> None:
@@ -146,12 +145,12 @@ class Ways:
         self.collect = collect
 
     def call(self, message: Any) -> None:
-        """There and back."""
+        """Send a message to the engines, and wait for the answers."""
         self.send(message)
         self.collect(len(ENGINES))
 
     def pipelined(self, message: Any, calls: int) -> Measure:
-        """So many there, then all back; a measure of one."""
+        """Return a measure of one of several messages, which are all sent before the first answer is read."""
 
         def run() -> None:
             for _ in range(calls):
@@ -163,7 +162,7 @@ class Ways:
 
 
 def collector(programs: Programs) -> Callable[[int], None]:
-    """Waits as the session does."""
+    """Return a function that waits for messages as the session does."""
 
     def collect(count: int) -> None:
         while count > 0:
@@ -173,13 +172,13 @@ def collector(programs: Programs) -> Callable[[int], None]:
 
 
 def hellos() -> list[Hello]:
-    """As engines say them."""
+    """Return the first messages of the engines."""
     return [Hello(engine, 0, "") for engine in ENGINES]
 
 
 @contextlib.contextmanager
 def ours(directory: str) -> Iterator[Ways]:
-    """Programs as they are."""
+    """Provide our own sockets, unchanged."""
     listener = Listener(directory)
     programs = Programs(listener=listener)
     with engines(kind=OURS, path=listener.path):
@@ -193,14 +192,14 @@ def ours(directory: str) -> Iterator[Ways]:
 
 @contextlib.contextmanager
 def ipc(directory: str, *, copy: bool = True) -> Iterator[Ways]:
-    """The same over ZeroMQ's ipc, in a private directory."""
+    """Provide ZeroMQ's ipc in a private directory."""
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.sndhwm = socket.rcvhwm = 0
     socket.router_mandatory = True
     url = f"ipc://{directory}/programs-{copy}"
     socket.bind(url)
-    also = [os.eventfd(0), os.eventfd(0)]  # of lost engines, and of interrupts: the session waits for these, too
+    also = [os.eventfd(0), os.eventfd(0)]  # for lost engines and interrupts, on which the session waits, too
     waited = [(socket, POLLIN), *((descriptor, POLLIN) for descriptor in also)]
 
     def send(message: Any) -> None:
@@ -228,7 +227,7 @@ def ipc(directory: str, *, copy: bool = True) -> Iterator[Ways]:
 
 
 def main() -> int:
-    """Run it."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=64)

@@ -1,1 +1,1 @@
-"""distnb's parameter servers and coordinator beside TensorFlow's, torch.distributed.rpc and Ray."""
+"""distnb's parameter servers and coordinator next to TensorFlow's, torch.distributed.rpc and Ray."""

@@ -1,14 +1,14 @@
-"""Closures and asynchronous steps a second, against TensorFlow's coordinator, torch.distributed.rpc and Ray.
+"""Closures and asynchronous steps per second, against TensorFlow's coordinator, torch.distributed.rpc and Ray.
 
     python -m benchmarks.parameter_servers [--rounds 5] [--seconds 1.5] [--only mlp] [--workers 2] [--without NAME,NAME]
 
-"closures": an empty one, scheduled so often and joined, 2 workers. "mlp": 784-128-64-10, batches of 64, SGD.
-"embedding": 20 rows an example of a table of 100,000 × 64, summed, and a linear layer; Adagrad, sparse gradients. Each
-with 2 workers and 1 or 2 servers, all processes of their own with one thread for computing; then with 1 to 4 workers
-and 1 server. A figure is wall time divided by steps: of all workers together.
+"closures": an empty closure, scheduled many times and joined, 2 workers. "mlp": 784-128-64-10, batches of 64, SGD.
+"embedding": the sum of 20 rows per example of a table of 100,000 × 64, and a linear layer; Adagrad, sparse gradients.
+Each runs with 2 workers and 1 or 2 servers, all in processes of their own with one computing thread; then with 1 to 4
+workers and 1 server. A figure is wall time divided by the steps of all workers together.
 
 The peers: TensorFlow's ParameterServerStrategy (in `.venv/tensorflow`), Ray's tasks, and parameter servers written on
-torch.distributed.rpc, with a pull and a push a step, or with one call for both. One that is not installed is left out.
+torch.distributed.rpc, with a pull and a push per step, or with one call for both. A peer that is missing is left out.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _WORK = {
 
 
 def be_rank(rank: str) -> int:
-    """The coordinator of one contender: "NAME/WORKERS/SERVERS". Answers with the seconds of one step."""
+    """Answer requests as the coordinator of a contender, "NAME/WORKERS/SERVERS", with the seconds of one step."""
     contender, workers, servers = rank.split("/")
     module, _, connect = _MODULES[contender].partition(":")
     loaded = importlib.import_module(f"benchmarks.parameter_servers.{module}")
-    with contextlib.redirect_stdout(sys.stderr):  # our own is for answers
+    with contextlib.redirect_stdout(sys.stderr):  # stdout itself is for answers
         prepare = getattr(loaded, connect)(Cluster(int(workers), int(servers)))
     known: dict[str, Callable[[int], object]] = {}
 
@@ -64,7 +64,7 @@ def be_rank(rank: str) -> int:
 
 
 def _started(stack: contextlib.ExitStack, names: Sequence[str], cluster: Cluster) -> dict[str, Ranks]:
-    """The coordinators of the contenders that there are."""
+    """Start the coordinators of the available contenders."""
     found = {}
     for name in names:
         if name == _TENSORFLOW and not _TENSORFLOW_PYTHON.exists():
@@ -80,7 +80,7 @@ def _started(stack: contextlib.ExitStack, names: Sequence[str], cluster: Cluster
 
 
 def _measure(work: str, cluster: Cluster, names: Sequence[str], rounds: int, seconds: float) -> bool:
-    """Print what one kind of work takes in one cluster. Whether distnb is ahead of all peers."""
+    """Print the times of one kind of work in one cluster. Return whether distnb is ahead of all peers."""
     with contextlib.ExitStack() as stack:
         measures = {}
         for name, ranks in _started(stack, names, cluster).items():
@@ -98,7 +98,7 @@ def _measure(work: str, cluster: Cluster, names: Sequence[str], rounds: int, sec
 
 
 def main() -> int:
-    """Run it. Returns 1 when a target is missed."""
+    """Run the benchmark. Return 1 if a target is missed."""
     given = options(__doc__, rounds=5, seconds=1.5, only="", workers="", without="", rank="")
     if given.rank:
         return be_rank(given.rank)

@@ -15,7 +15,7 @@ __all__ = ["connect"]
 
 
 class Batches(torch.utils.data.IterableDataset[Any]):
-    """The same batches over and over."""
+    """A dataset that repeats the same batches."""
 
     def __init__(self, work: str) -> None:
         inputs, labels = map(torch.from_numpy, batches(work))
@@ -34,13 +34,13 @@ class SummedRows(torch.nn.Module):
         self.linear = torch.nn.Linear(width, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Outputs [batch, 1] for ids [batch, ids]."""
+        """Return outputs [batch, 1] for ids [batch, ids]."""
         outputs: torch.Tensor = self.linear(self.table(ids).sum(1))
         return outputs
 
 
 def connect(cluster: Cluster) -> Callable[[str], Callable[[int], object]]:
-    """A cluster; what it gives makes a function that does so many closures or steps."""
+    """Start a cluster. Return a function that makes, for a kind of work, a function that runs closures or steps."""
     distnb.start(workers=cluster.workers, ps=cluster.servers)
     partitioner = distnb.partitioners.MinSizePartitioner(1 << 20, cluster.servers)
     strategy = distnb.ParameterServerStrategy(variable_partitioner=partitioner)

@@ -1,4 +1,4 @@
-"""Ray: an empty task, for as many workers as there are."""
+"""Ray: an empty task on every worker."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def _nothing() -> None:
 
 
 def connect(cluster: Cluster) -> Callable[[str], Callable[[int], object]]:
-    """Workers; what it gives makes a function that does so many closures."""
+    """Start workers. Return a function that makes, for a kind of work, a function that runs closures."""
     ray.init(num_cpus=cluster.workers, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     return lambda work: lambda count: ray.get([_nothing.remote() for _ in range(count)])

@@ -1,6 +1,6 @@
 """A parameter server written by hand on torch.distributed.rpc, as in PyTorch's tutorials.
 
-Servers are objects that the coordinator creates with `rpc.remote`; trainers pull values, and push gradients that the
+Servers are objects that the coordinator creates with `rpc.remote`. Trainers pull values, and push gradients that the
 server's optimizer applies. "One call a step" is the tutorial on batch processing: a push is answered with values.
 """
 
@@ -22,11 +22,11 @@ __all__ = ["connect", "connect_fused"]
 
 
 class Server:
-    """Some variables, and the optimizer that updates them.
+    """A server with some variables, and the optimizer that updates them.
 
     Args:
-        model: Whose they are.
-        values: Their first values.
+        model: The model of the variables.
+        values: The initial values.
     """
 
     def __init__(self, model: str, values: Sequence[torch.Tensor]) -> None:
@@ -39,12 +39,12 @@ class Server:
         self._lock = threading.Lock()
 
     def exchange(self, gradients: Any, rows: torch.Tensor | None, pull: bool) -> list[torch.Tensor]:
-        """Apply gradients, if there are any, and answer with values.
+        """Apply gradients, if there are any, and return values.
 
         Args:
-            gradients: A tensor, or rows and their gradients, for each variable; None for a mere pull.
-            rows: Those of the first variable that are asked for; None for all.
-            pull: Whether any values are asked for.
+            gradients: A tensor, or rows and their gradients, for each variable; None for a pull only.
+            rows: The requested rows of the first variable; None for all.
+            pull: True if values are requested.
         """
         with self._lock:
             if gradients is not None:
@@ -61,7 +61,7 @@ class Server:
 
 
 class _Trainer:
-    """One step after the other, on the worker."""
+    """A trainer that runs steps on the worker, one after another."""
 
     def __init__(self, model: str, servers: Sequence[Any], fused: bool) -> None:
         self._servers, self._fused = servers, fused
@@ -84,7 +84,7 @@ class _Trainer:
             batch = following
 
     def _exchange(self, gradients: Any, batch: Any) -> list[list[torch.Tensor]]:
-        """With all servers at once."""
+        """Exchange with all servers at once."""
         calls = []
         for number, server in enumerate(self._servers):
             rows = None
@@ -95,7 +95,7 @@ class _Trainer:
         return [call.wait() for call in calls]
 
     def _places(self, ids: torch.Tensor, server: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of the ids (in one row) a server has, and their rows there."""
+        """Return which of the ids (in one row) a server has, and their rows there."""
         flat, size = ids.flatten(), self._rows // len(self._servers)
         if len(self._servers) == 1:
             return torch.arange(len(flat)), flat
@@ -141,13 +141,13 @@ def _train(model: str, count: int) -> None:
 
 def _join(name: str, rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # this world has a store of its own
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # this group has a store of its own
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
     rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
 
 
 def _dealt(model: str, servers: int) -> list[list[torch.Tensor]]:
-    """The variables of each server: dealt in turn; a table in equal parts, and the rest with the first."""
+    """Return the variables of each server, assigned in turn; a table in equal parts, with the rest at the first."""
     values = [torch.from_numpy(value) for value in initial(model)]
     if model == "mlp":
         return [values[number::servers] for number in range(servers)]
@@ -157,7 +157,7 @@ def _dealt(model: str, servers: int) -> list[list[torch.Tensor]]:
 
 
 def connect(cluster: Cluster, fused: bool = False) -> Callable[[str], Callable[[int], object]]:
-    """A cluster; what it gives makes a function that does so many steps."""
+    """Start a cluster. Return a function that makes, for a kind of work, a function that runs steps."""
     (port,), size = free_ports(1), 1 + sum(cluster)
     servers = [f"server{number}" for number in range(cluster.servers)]
     workers = [f"worker{number}" for number in range(cluster.workers)]
@@ -187,5 +187,5 @@ def connect(cluster: Cluster, fused: bool = False) -> Callable[[str], Callable[[
 
 
 def connect_fused(cluster: Cluster) -> Callable[[str], Callable[[int], object]]:
-    """The same with one call a step."""
+    """Start a cluster as `connect` does, with one call per step."""
     return connect(cluster, fused=True)

@@ -1,7 +1,7 @@
-"""TensorFlow's ParameterServerStrategy and ClusterCoordinator, on processes with a `tf.distribute.Server` each.
+"""TensorFlow's ParameterServerStrategy and ClusterCoordinator, on processes that each run a `tf.distribute.Server`.
 
-The loop is the one of TensorFlow's documentation. The optimizers are TensorFlow's own operations on variables, which
-Keras's would call: Keras 3 knows no parameter servers.
+The loop is that of TensorFlow's documentation. The optimizers are TensorFlow's own operations on variables, which
+Keras's optimizers would call: Keras 3 does not support parameter servers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["connect"]
 
 
 def _be_task(addresses: dict[str, list[str]], job: str, index: int) -> Any:
-    # Fewer threads between operations, and functions that wait for others' can block each other.
+    # With fewer threads between operations, functions that wait for those of others can block each other.
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=1, inter_op_parallelism_threads=len(addresses["worker"]) + 1
     )
@@ -33,7 +33,7 @@ def _be_task(addresses: dict[str, list[str]], job: str, index: int) -> Any:
 
 
 def connect(cluster: Cluster) -> Callable[[str], Callable[[int], object]]:
-    """A cluster; what it gives makes a function that does so many closures or steps."""
+    """Start a cluster. Return a function that makes, for a kind of work, a function that runs closures or steps."""
     ports = [f"localhost:{port}" for port in free_ports(sum(cluster))]
     addresses = {"worker": ports[: cluster.workers], "ps": ports[cluster.workers :]}
     for job, urls in addresses.items():
@@ -41,7 +41,7 @@ def connect(cluster: Cluster) -> Callable[[str], Callable[[int], object]]:
             start_process(_be_task, addresses, job, index)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(addresses), rpc_layer="grpc")
-    # A table has a shard on each server; the MLP's variables, all smaller, are dealt to them whole.
+    # A table has a shard on each server. The MLP's variables, all smaller, are assigned to servers whole.
     partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(1 << 20, cluster.servers)
     strategy = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=partitioner)
     coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)

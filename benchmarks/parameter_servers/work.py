@@ -1,4 +1,4 @@
-"""What every contender does: the same models, batches and learning rates, without torch and TensorFlow."""
+"""The work of every contender: the same models, batches and learning rates, without torch and TensorFlow."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _BATCHES = 16
 
 
 class Cluster(NamedTuple):
-    """How many processes of either kind there are, beside the coordinator."""
+    """The numbers of processes of either kind, in addition to the coordinator."""
 
     workers: int
     servers: int
 
 
 def initial(model: str) -> list[Any]:
-    """The first values of a model's variables, in order.
+    """Return the initial values of a model's variables, in order.
 
     Args:
         model: "mlp": weights [inputs, outputs] and biases of 784-128-64-10, for SGD; "embedding": a table
@@ -44,9 +44,9 @@ def initial(model: str) -> list[Any]:
 
 
 def batches(model: str, seed: int = 0) -> tuple[Any, Any]:
-    """Inputs [batches, 64, 784] or ids [batches, 64, 20], and labels [batches, 64] or targets [batches, 64, 1].
+    """Return inputs [batches, 64, 784] or ids [batches, 64, 20], and labels [batches, 64] or targets [batches, 64, 1].
 
-    All are made before: reading data is not what is measured.
+    All are made beforehand, because reading data is not measured.
     """
     draws = np.random.default_rng(seed)
     if model == "mlp":
@@ -57,7 +57,7 @@ def batches(model: str, seed: int = 0) -> tuple[Any, Any]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on."""
+    """Return free ports of this machine."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -66,7 +66,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def start_process(target: Callable[..., object], *args: Any) -> None:
-    """A process that ends with this one."""
+    """Start a process that ends with this one."""
     multiprocessing.get_context("spawn").Process(target=_until_parent_ends, args=(target, *args), daemon=True).start()
 
 
