@@ -112,7 +112,9 @@ class Merge:
                 if name == "_abc_impl":
                     for each in merged:
                         cls.register(each)  # type: ignore[attr-defined]
-                elif name not in old or merged is not old[name]:  # equal strings, too: a look tells which are one
+                elif (
+                    name not in old or merged is not old[name]
+                ):  # equal strings, too: the digest depends on which are one object
                     with contextlib.suppress(Exception):  # what Python itself sets, or the user's metaclass refuses
                         setattr(cls, name, merged)
 

@@ -103,11 +103,11 @@ def capture_environment(before: Environment | None = None, moment: Moment = "beg
             `before`, but not at the first call in a cell.
     """
     loaded = "", *filter(_is_loaded, ("torch", "numpy"))
-    if before is None or before.cell != _cell or len(before.modes) < len(_looked_at("beginning", loaded)):
+    if before is None or before.cell != _cell or len(before.modes) < len(_compared("beginning", loaded)):
         moment = "beginning"  # of the cell; or a library was loaded since
     known = before.modes if before is not None else {}
     changed = {}
-    for mode in _looked_at(moment, loaded):
+    for mode in _compared(moment, loaded):
         value = mode.capture()
         if mode.name not in known or value != known[mode.name]:
             changed[mode.name] = value
@@ -125,8 +125,8 @@ def capture_early() -> Environment:
 
 
 @functools.cache
-def _looked_at(moment: Moment, loaded: tuple[str, ...]) -> tuple[Mode, ...]:
-    """The modes that are looked at, where these libraries are loaded."""
+def _compared(moment: Moment, loaded: tuple[str, ...]) -> tuple[Mode, ...]:
+    """Return the modes that are compared at a moment, if these libraries are loaded."""
     whens = _MOMENTS[: _MOMENTS.index(moment) + 1]
     return tuple(mode for mode in MODES if mode.when in whens and mode.library in loaded)
 

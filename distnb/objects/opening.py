@@ -18,7 +18,7 @@ from distnb.compat import cloudpickle_internals
 from distnb.errors import CannotTravelError
 from distnb.objects import code
 from distnb.objects.constructors import ByOpener, open_storage
-from distnb.objects.looking import Side
+from distnb.objects.digesting import Side
 from distnb.objects.memory import MemoryBlock
 from distnb.objects.packing import OFFSET_BITS, Packed
 from distnb.objects.placeholder import Placeholder, label_of

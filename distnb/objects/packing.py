@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from distnb.objects import code, constructors
-from distnb.objects.looking import INLINE_NBYTES, Looker, Side, on_accelerator
+from distnb.objects.digesting import INLINE_NBYTES, Digester, Side, on_accelerator
 from distnb.objects.mapped_files import file_of, identity_of, open_mapped_file, open_mapped_view, window_of
 from distnb.objects.memory import (
     MemoryBlock,
@@ -102,7 +102,7 @@ def out_of_band(buffers: list[Any]) -> Callable[[pickle.PickleBuffer], bool]:
     return keep
 
 
-class Packer(Looker):
+class Packer(Digester):
     """Pickles to be opened.
 
     Args:

@@ -1,7 +1,7 @@
 """One end of a pair of processes that keep objects equal: what the other end has, how it looked, and by which number.
 
 Both ends work alike. Before a program the notebook *looks* at what is read, and packs what the engines have not, or
-have otherwise; they open it. After the program the engines look at the same objects, and pack what changed; the
+have otherwise; they open it. After the program the engines digest the same objects again, and pack what changed; the
 notebook opens that. A digest is compared only with an earlier one of the same end.
 
 Objects have numbers, alike at both ends, and alike in all engines that have packed the same: the part of a pack that
@@ -25,7 +25,7 @@ from typing import Any
 import xxhash
 
 from distnb.objects.code import parts_of
-from distnb.objects.looking import Look, Looker, Side
+from distnb.objects.digesting import Digester, Digests, Side
 from distnb.objects.memory import MemoryBlock, MemoryBlocks
 from distnb.objects.merging import ATOMS, Merge
 from distnb.objects.opening import Opener, pairs_in, stands_for_lost
@@ -234,46 +234,46 @@ class Tracker:
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def look(
-        self, values: Mapping[str, Any], look: Look | None = None, create: Callable[[], Looker] | None = None
-    ) -> Look:
+    def digest(
+        self, values: Mapping[str, Any], digests: Digests | None = None, create: Callable[[], Digester] | None = None
+    ) -> Digests:
         """Digest values.
 
         Args:
             values: By name.
-            look: What the digests are noted beside, if it is given.
+            digests: Earlier digests, to which these are added.
             create: Gives the pickler, once a value has to be pickled; None for an ordinary one.
         """
-        look = Look() if look is None else look
-        looker: Looker | None = None  # to create one takes longer than to see that a function is the same
+        digests = Digests() if digests is None else digests
+        digester: Digester | None = None  # to create one takes longer than to see that a function is the same
         waiting = dict(values)
         while waiting:
             for name, value in waiting.items():
                 record = self._records.get(name)
                 if record is not None and record.parts is not None and record.parts == parts_of(value):
-                    look.into(value)
-                    look.digests[name] = record.digest
+                    digests.into(value)
+                    digests.by_name[name] = record.digest
                     continue
-                if looker is None:
-                    looker = Looker(self.side) if create is None else create()
-                    looker.seen = look
-                looker.begin(name, value)
+                if digester is None:
+                    digester = Digester(self.side) if create is None else create()
+                    digester.seen = digests
+                digester.begin(name, value)
                 try:
-                    look.digests[name] = looker.digest_of(value)
+                    digests.by_name[name] = digester.digest_of(value)
                 except Exception as error:  # whatever pickling it raises  # noqa: BLE001
-                    look.refused[name] = _refused(name, value, error)
-                    look.digests[name] = repr(look.refused[name]).encode()
-            waiting = {name: cls for name, cls in look.classes.items() if name not in look.digests}
-        return look
+                    digests.refused[name] = _refused(name, value, error)
+                    digests.by_name[name] = repr(digests.refused[name]).encode()
+            waiting = {name: cls for name, cls in digests.classes.items() if name not in digests.by_name}
+        return digests
 
-    def lacking(self, values: Mapping[str, Any], look: Look) -> list[str]:
+    def lacking(self, values: Mapping[str, Any], digests: Digests) -> list[str]:
         """The names under which the other end has nothing, or something else, or something that looked otherwise."""
         return [
             name
             for name, value in values.items()
             if (record := self._records.get(name)) is None
             or record.root is not value
-            or record.digest != look.digests[name]
+            or record.digest != digests.by_name[name]
         ]
 
     # -- sending -------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class Tracker:
         self,
         serial: int,
         values: Mapping[str, Any],
-        look: Look,
+        digests: Digests,
         lacking: Iterable[str],
         held: dict[str, set[str]] | None = None,
     ) -> Packed:
@@ -291,7 +291,7 @@ class Tracker:
         Args:
             serial: No other pack's of either end.
             values: All that a program reads, or read: what of it is not lacking goes by number.
-            look: How they look.
+            digests: Their digests.
             lacking: Names among them.
             held: Takes the names with whose values objects within these values came, by the names of these.
         """
@@ -304,7 +304,8 @@ class Tracker:
         )
 
         def known(obj: Any) -> int | None:
-            # What leads to it may look as before: of memory another part changed, a class is looked at by itself.
+            # An object that leads to it may keep its digest: other parts of the memory changed, or its class did,
+            # which has a digest of its own.
             if type(obj) is MemoryBlock or id(obj) in of_classes:
                 return None
             for table in sources:
@@ -318,7 +319,7 @@ class Tracker:
 
         while True:
             packer = Packer(self.side, known if sources else None, self.number_of, self._memories)
-            roots = [[look.refused.get(name, values[name])] for name in names]
+            roots = [[digests.refused.get(name, values[name])] for name in names]
             name = ""
             try:
                 for name, root in zip(names, roots, strict=True):
@@ -329,9 +330,9 @@ class Tracker:
                 starts = tuple(map(packer.place_of, roots))
                 break
             except Exception as error:  # whatever pickling it raises
-                if name in look.refused:
+                if name in digests.refused:
                     raise
-                look.refused[name] = _refused(name, values[name], error)
+                digests.refused[name] = _refused(name, values[name], error)
         pairs, parts = _pairs(packer, tables)
         packed = Packed(
             serial=serial,
@@ -347,18 +348,18 @@ class Tracker:
                 held.setdefault(within, set()).update(self.name_of(part << OFFSET_BITS) for part in found)
         self._add(_Table(packed, roots, packer))
         for name in names:
-            self._records[name] = _Record(values[name], look.digests[name], parts_of(values[name]))
+            self._records[name] = _Record(values[name], digests.by_name[name], parts_of(values[name]))
         return packed
 
     def _parts_of_classes(self, classes: Mapping[str, type]) -> set[int]:
         """Return the `id()`s of classes and of all objects within them."""
         found = set(map(id, classes.values()))
-        looker = Looker(self.side)
+        digester = Digester(self.side)
         for name, cls in classes.items():
             with contextlib.suppress(Exception):  # what cannot be pickled is not sent
-                looker.begin(name, cls)
-                looker.digest_of(cls)
-                found |= looker.memo.copy().keys()
+                digester.begin(name, cls)
+                digester.digest_of(cls)
+                found |= digester.memo.copy().keys()
         return found
 
     def pack_loose(self, values: Mapping[str, Any], *, apart: bool = False) -> Packed:
@@ -524,7 +525,7 @@ class Tracker:
 
     def settle(self, values: Mapping[str, Any]) -> None:
         """What the other end has is what these values are now."""
-        digests = self.look(values).digests
+        digests = self.digest(values).by_name
         for name, value in values.items():
             self._records[name] = _Record(value, digests[name], parts_of(value))
 

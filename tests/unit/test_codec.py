@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distnb.errors import MessageError
-from distnb.objects.looking import Side
+from distnb.objects.digesting import Side
 from distnb.objects.packing import Packed
 from distnb.objects.tracking import Tracker
 from distnb.options import StrategySpec
@@ -24,7 +24,7 @@ from distnb.wire.tensors import encode_tensors
 class ByValue:
     """A codec that sends nothing by reference."""
 
-    def look(self, obj: Any) -> Any:
+    def digest_token(self, obj: Any) -> Any:
         return None
 
     def token(self, obj: Any) -> Any:

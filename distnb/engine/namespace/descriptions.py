@@ -1,4 +1,4 @@
-"""Describing an engine's objects to the notebook: what they are, how they look, whether replicas agree on them."""
+"""Descriptions of an engine's objects for the notebook: kind, digest, and whether replicas agree on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.engine.namespace.surveys import ContentSurveyor, DataSurveyor
 from distnb.errors import CannotTravelError
 from distnb.objects.code import is_code
-from distnb.objects.looking import Look
+from distnb.objects.digesting import Digests
 from distnb.objects.memory import dense_tensor, is_stored
 from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.runtime.scopes.mirrored_objects import is_apart, is_mirrored, is_read_together
@@ -39,7 +39,7 @@ class Describer:
     Attributes:
         plain: Immutable values that are no scalars, by their paths.
         sent: Data and code, which is sent by value, by its paths.
-        look: What is known of them from their digests.
+        digests: The digests, and what was found while they were computed.
         fresh: Objects that what is sent refers to, and that stay.
     """
 
@@ -49,7 +49,7 @@ class Describer:
         self._most_nbytes = most_nbytes
         self.plain: dict[str, Any] = {}
         self.sent: dict[str, Any] = {}
-        self.look = Look()
+        self.digests = Digests()
         self.fresh: dict[ObjectId, Described] = {}
         self._described: dict[str, Described] = {}  # what the surveys told, by path
         self._paths: dict[int, str] = {}  # of values that were surveyed, by `id()`
@@ -80,24 +80,24 @@ class Describer:
             by_value = self._described[path].kind != "object"
             if self._described[path].kind == "sent":
                 self.sent[path] = value
-                self.look.digests[path] = self._described[path].digest or b""
+                self.digests.by_name[path] = self._described[path].digest or b""
             objects.own((self._serial, path), value, by_value=by_value)
 
     def _survey(self, value: Any, path: str) -> Described:
         """Describe data before it is sent, or as kind "object" if it stays."""
         objects, surveyor, identity = self._objects, self.surveyor, (self._serial, path)
         number = objects.tracker.number_of(value)
-        look = Look(digests={name: digest for name, digest in self.look.digests.items() if name[:1] == "%"})
-        objects.tracker.look({path: value}, look, lambda: surveyor)
+        digests = Digests(by_name={name: digest for name, digest in self.digests.by_name.items() if name[:1] == "%"})
+        objects.tracker.digest({path: value}, digests, lambda: surveyor)
         code, nbytes, own_id = is_code(value), surveyor.nbytes.get(path, 0), objects.id_of(value)
-        if not look.refused and own_id is None and (code or nbytes <= self._most_nbytes):
-            self.look.digests |= look.digests
-            self.look.classes |= look.classes
+        if not digests.refused and own_id is None and (code or nbytes <= self._most_nbytes):
+            self.digests.by_name |= digests.by_name
+            self.digests.classes |= digests.classes
             summary = summarise(value, brief=True)
-            reads, holds = tuple(sorted(look.names)), surveyor.held[path]
+            reads, holds = tuple(sorted(digests.names)), surveyor.held[path]
             return Described(
                 kind="sent",
-                digest=look.digests[path],
+                digest=digests.by_name[path],
                 value=number,
                 identity=identity,
                 summary=summary,
@@ -114,11 +114,11 @@ class Describer:
         elif own_id is not None:  # it cannot be pickled, or is an instance that holds a device object
             described = described._replace(why=surveyor.reasons.get(own_id, ""))
         elif path not in surveyor.made:
-            reads, holds = tuple(sorted(look.names)), surveyor.held[path]
-            described = described._replace(digest=look.digests[path], reads=reads, holds=holds, nbytes=nbytes)
+            reads, holds = tuple(sorted(digests.names)), surveyor.held[path]
+            described = described._replace(digest=digests.by_name[path], reads=reads, holds=holds, nbytes=nbytes)
         else:
             described = described._replace(nbytes=nbytes)
-        for name in look.digests.keys() - self.look.digests.keys():
+        for name in digests.by_name.keys() - self.digests.by_name.keys():
             surveyor.drop(name)
         return described
 

@@ -283,18 +283,18 @@ class EngineNamespace:
         tracker, sent = objects.tracker, describer.sent
         if not values and not sent:
             return {}, None
-        look = tracker.look(values, create=lambda: describer.surveyor)
-        values |= look.classes
-        names = tracker.lacking(values, look)
-        changed: dict[str, bytes | None] = {name: look.digests[name] for name in names if name in tracker}
+        digests = tracker.digest(values, create=lambda: describer.surveyor)
+        values |= digests.classes
+        names = tracker.lacking(values, digests)
+        changed: dict[str, bytes | None] = {name: digests.by_name[name] for name in names if name in tracker}
         for name in describer.surveyor.overfull.intersection(changed) if changed else ():
             names.remove(name)
             changed[name] = describer.content_digest(values.pop(name))
             describer.surveyor.drop(name)
         if not names and not sent:
             return changed, None
-        look.digests.update(describer.look.digests)
-        for name, cls in describer.look.classes.items():
+        digests.by_name.update(describer.digests.by_name)
+        for name, cls in describer.digests.classes.items():
             if name not in values:
                 values[name] = cls
                 if name not in tracker:
@@ -307,7 +307,7 @@ class EngineNamespace:
             # does, and may fail.
             instances = describer.surveyor.instances
             lacking = sorted([*names, *sent], key=lambda name: (not is_code(every[name]), bool(instances.get(name))))
-            pack = tracker.pack(serial << 1 | 1, every, look, lacking, held)
+            pack = tracker.pack(serial << 1 | 1, every, digests, lacking, held)
         finally:
             objects.references.register = None
         describer.note_held(held)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distnb.objects.code import Classes
-from distnb.objects.looking import Side
+from distnb.objects.digesting import Side
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.tracking import Tracker
 from distnb.runtime.scopes.mirrored_objects import is_mirrored
@@ -74,7 +74,7 @@ class EngineReferences:
             self._parts.update((id(part), part) for part in _device_parts(obj))
         return is_mirrored(obj)
 
-    def look(self, obj: Any) -> Any:
+    def digest_token(self, obj: Any) -> Any:
         """What stands for an object that the notebook has a handle of."""
         identity = self._objects.id_of(obj)
         if identity is None:
@@ -204,7 +204,7 @@ class EngineObjects:
 class _NoReferences:
     """Nothing stays: what is copied is copied whole."""
 
-    def look(self, obj: Any) -> Any:
+    def digest_token(self, obj: Any) -> Any:
         """By value."""
 
     def token(self, obj: Any) -> Any:

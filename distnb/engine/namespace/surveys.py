@@ -17,7 +17,7 @@ from typing import Any
 from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.errors import CannotTravelError
 from distnb.objects.code import is_code
-from distnb.objects.looking import Look, Looker, content
+from distnb.objects.digesting import Digester, Digests, content
 from distnb.objects.memory import dense_tensor
 from distnb.objects.merging import ATOMS
 from distnb.wire.messages import ObjectId
@@ -30,13 +30,13 @@ MOST_DEVICE_OBJECTS = 1000
 _MOST_PARTS = 50_000  # of a value whose instances are asked what they hold
 
 
-class _Surveyor(Looker):
+class _Surveyor(Digester):
     """A pickler for digests that notes the notebook's objects, and objects with ids, within a value."""
 
-    def __init__(self, objects: EngineObjects, look: Look) -> None:
+    def __init__(self, objects: EngineObjects, digests: Digests) -> None:
         self._objects = objects
         self._holds: dict[str | ObjectId, None] = {}
-        super().__init__(objects.tracker.side, look)
+        super().__init__(objects.tracker.side, digests)
 
     def holds(self) -> tuple[str | ObjectId, ...]:
         """Return the names and engine object ids of what the most recently digested value holds."""
@@ -82,7 +82,7 @@ class ContentSurveyor(_Surveyor):
     def __init__(self, objects: EngineObjects, value: Any, *, tensors: bool) -> None:
         self._root = value
         self._tensors = tensors
-        super().__init__(objects, Look())
+        super().__init__(objects, Digests())
 
     def digest_of_root(self) -> bytes | None:
         """Return the object's digest, or None if it cannot be pickled."""
@@ -136,7 +136,7 @@ class DataSurveyor(_Surveyor):
         self.overfull: set[str] = set()
         self.nbytes: dict[str, int] = {}
         self.held: dict[str, tuple[str | ObjectId, ...]] = {}
-        super().__init__(objects, Look())
+        super().__init__(objects, Digests())
 
     def begin(self, name: str, value: Any) -> None:
         super().begin(name, value)

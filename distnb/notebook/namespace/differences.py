@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from distnb.objects.looking import Looker
+from distnb.objects.digesting import Digester
 from distnb.objects.packing import Packed
 from distnb.objects.tracking import Tracker
 
@@ -33,13 +33,13 @@ def differing(tracker: Tracker, packs: Mapping[int, Packed]) -> dict[int, dict[i
     return {number: given for number, given in found.items() if len(given) == len(packs) and len(digests[number]) > 1}
 
 
-class _Shallow(Looker):
+class _Shallow(Digester):
     """Looks at an object without looking into others that have numbers."""
 
     def __init__(self, tracker: Tracker, known: Mapping[int, int], obj: Any) -> None:
         self.persistent_id = lambda each: None if each is obj else known.get(id(each))
         super().__init__(tracker.side)
-        self.looked_at = obj if isinstance(obj, type) else None
+        self.digested_class = obj if isinstance(obj, type) else None
         self.digest = b""
         with contextlib.suppress(Exception):  # what cannot be looked at is not told from others
             self.digest = self.digest_of(obj)

@@ -218,5 +218,5 @@ def _parts(obj: Any, within: _HandlePlace) -> Iterator[_HandlePlace]:
 
 
 def _digest(state: RemoteState, copy: Any) -> bytes:
-    digest: bytes = state.tracked.tracker.look({"": copy}).digests[""]
+    digest: bytes = state.tracked.tracker.digest({"": copy}).by_name[""]
     return digest

@@ -8,7 +8,7 @@ from typing import Any
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.user_names import is_user_name, user_names
-from distnb.objects.looking import Look
+from distnb.objects.digesting import Digests
 from distnb.objects.plain import is_plain
 from distnb.wire.messages import ObjectId
 
@@ -23,7 +23,7 @@ class Needs:
         imports: Modules, by the names that are bound to them.
         plain: Immutable values and handles, by name.
         sections: All other values, by name; of a call's arguments by their place, "@0".
-        look: How these look, and what functions among them read.
+        digests: Their digests, and what functions among them read.
         own_source: File name, text and name in tracebacks of the cell that is run.
         more: Names to take in; those that the notebook does not have are left out.
         unseen: Values to take in, under names of their own: what is bound to no name of the notebook's.
@@ -36,7 +36,7 @@ class Needs:
         self.imports: dict[str, str] = {}
         self.plain: dict[str, Any] = {}
         self.sections: dict[str, Any] = {}
-        self.look = Look()
+        self.digests = Digests()
         self.unseen: dict[str, Any] = {}
         self.own_source: tuple[str, str, str] | None = None
         self._done: set[str] = set()
@@ -58,10 +58,10 @@ class Needs:
             if not self.unseen:
                 continue
             unseen, self.unseen = self.unseen, {}
-            look = self._tracked.tracker.look(unseen, self.look)
-            self.sections |= unseen | look.classes
-            self.more.extend(look.names - self._done)
-            if look.dynamic:
+            digests = self._tracked.tracker.digest(unseen, self.digests)
+            self.sections |= unseen | digests.classes
+            self.more.extend(digests.names - self._done)
+            if digests.dynamic:
                 self.more.extend(user_names(user_ns))
             for handle in list(references.met.values()):
                 self.look_behind(handle)

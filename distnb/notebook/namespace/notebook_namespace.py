@@ -79,7 +79,7 @@ class NotebookNamespace:
         tracked = self._teams.of(team.engines)
         reads = names_read(source)
         needs = self._needs(tracked)
-        needs.look.attributes |= reads.attributes
+        needs.digests.attributes |= reads.attributes
         needs.more += sorted({*reads.names, *tracked.bound.rebound(self.user_ns)})
         if reads.dynamic:
             needs.more += sorted(user_names(self.user_ns))
@@ -254,10 +254,10 @@ class NotebookNamespace:
         tracked.bound.send_by_value(sections)
         rebound = [name for name in sections if name in tracker and tracker.root(name) is not sections[name]]
         tracked.let_go(rebound, serial)
-        lacking = tracker.lacking(sections, needs.look)
+        lacking = tracker.lacking(sections, needs.digests)
         pack = None
         if lacking:
-            pack = tracker.pack(serial << 1, sections, needs.look, lacking)
+            pack = tracker.pack(serial << 1, sections, needs.digests, lacking)
             if pack.nbytes > _LARGE_NBYTES:
                 what = ", ".join(f"`{name}`" for name in pack.names if not name.startswith("@"))
                 size = f"{pack.nbytes / 1e6:,.0f} MB to {tracked.size} replica(s)"
@@ -298,7 +298,7 @@ class NotebookNamespace:
             environment=changed if changed is not None and changed.modes else None,
             sources=self._sources(tracked, needs),
             modules=self._reloads(tracked, needs) if cell or bind or code_changed else {},
-            awaited=tuple(name for name in sorted(needs.look.attributes) if "." in name and name not in sys.modules),
+            awaited=tuple(name for name in sorted(needs.digests.attributes) if "." in name and name not in sys.modules),
         )
         tracked.forget.clear()
         tracked.unlike_parts.clear()
@@ -329,7 +329,7 @@ class NotebookNamespace:
         return latest is not None and set(names) <= set(latest) and all(name in self.user_ns for name in latest)
 
     def _sources(self, tracked: TrackedObjects, needs: Needs) -> dict[str, tuple[str, str]]:
-        found = {name: (text, cell_name(name)) for name, text in needs.look.sources.items()}
+        found = {name: (text, cell_name(name)) for name, text in needs.digests.sources.items()}
         if needs.own_source is not None:
             name, text, label = needs.own_source
             found[name] = text, label
@@ -339,7 +339,7 @@ class NotebookNamespace:
 
     def _reloads(self, tracked: TrackedObjects, needs: Needs) -> dict[str, Any]:
         imported = [value for name in needs.imports if isinstance(value := self.user_ns.get(name), types.ModuleType)]
-        wanted = self._modules.wanted(imported, needs.look.attributes)
+        wanted = self._modules.wanted(imported, needs.digests.attributes)
         modules = {name: reloads for name, reloads in wanted.items() if tracked.modules.get(name) != reloads}
         tracked.modules.update(modules)
         return modules

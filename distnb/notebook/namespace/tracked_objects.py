@@ -10,7 +10,7 @@ from distnb.errors import CannotTravelError, DistnbError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.bound_names import BoundNames
 from distnb.objects.code import Classes
-from distnb.objects.looking import Side
+from distnb.objects.digesting import Side
 from distnb.objects.modes import Environment
 from distnb.objects.tracking import Tracker
 from distnb.values import DistributedValues, Mirrored, PerReplica
@@ -35,7 +35,7 @@ class NotebookReferences:
         self._tracked = tracked
         self.met: dict[ObjectId, DistributedValues] = {}
 
-    def look(self, obj: Any) -> Any:
+    def digest_token(self, obj: Any) -> Any:
         """What stands for a handle in a digest."""
         if type(obj) not in HANDLES:
             return None

@@ -1,4 +1,4 @@
-"""The pickler of both sides, cloudpickle's with a reducer for what pickle does badly, and how values look to it.
+"""The pickler of both sides: cloudpickle's, with reducers of its own where pickle does badly, and digests of pickles.
 
 *Looking* at a value gives its digest, and tells what it leads to: nothing is sent, nothing is to be opened again. What
 is sent is made by the pickler that `packing` derives from this one.
@@ -33,7 +33,7 @@ from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, lab
 from distnb.objects.plain import is_importable
 from distnb.objects.world_bound import is_training_arguments, is_world_bound
 
-__all__ = ["INLINE_NBYTES", "Look", "Looker", "References", "Side", "content", "on_accelerator"]
+__all__ = ["INLINE_NBYTES", "Digester", "Digests", "References", "Side", "content", "on_accelerator"]
 
 INLINE_NBYTES = 1024
 """Below this a buffer of its own costs more than it saves."""
@@ -45,8 +45,8 @@ class References(Protocol):
     def token(self, obj: Any) -> Any:
         """What stands for an object; None for one that is sent by value."""
 
-    def look(self, obj: Any) -> Any:
-        """What stands for an object in a digest: a tuple; None for one whose content counts."""
+    def digest_token(self, obj: Any) -> Any:
+        """Return the tuple that represents an object in a digest, or None if its content is digested."""
 
     def send_by_value(self, parts: Any) -> None:
         """Send these tensors by value, as the parts of a tensor that is sent by value.
@@ -78,11 +78,11 @@ class Side:
 
 
 @dataclass
-class Look:
-    """How some values look.
+class Digests:
+    """The digests of some values, and what was found while they were computed.
 
     Attributes:
-        digests: By name.
+        by_name: The digest of each value.
         names: Global names of the namespace that functions on the way read.
         attributes: Other names in their code, to tell submodules.
         sources: Texts of the cells that defined those functions, by file name.
@@ -91,7 +91,7 @@ class Look:
         classes: Classes on the way that are sent by value: values of their own, by names of their own.
     """
 
-    digests: dict[str, bytes] = field(default_factory=dict)
+    by_name: dict[str, bytes] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     attributes: set[str] = field(default_factory=set)
     sources: dict[str, str] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Look:
             self.sources[found[0]] = found[1]
 
 
-class Looker(cloudpickle.Pickler):  # type: ignore[misc]
+class Digester(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles to be digested.
 
     Args:
@@ -120,20 +120,20 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
     Attributes:
         seen: Takes what is found on the way.
-        looked_at: The class whose content is looked at now; that of others is looked at by itself.
+        digested_class: The class whose content is digested now. Other classes are digested by themselves.
         label, root: How messages call what is pickled, and what it is.
     """
 
     def __init__(
         self,
         side: Side,
-        seen: Look | None = None,
+        seen: Digests | None = None,
         file: io.BytesIO | None = None,
         keep: Callable[[pickle.PickleBuffer], bool] | None = None,
     ) -> None:
         self.side = side
-        self.seen = Look() if seen is None else seen
-        self.looked_at: type | None = None
+        self.seen = Digests() if seen is None else seen
+        self.digested_class: type | None = None
         self.label = ""
         self.root: Any = None
         self.digested = DigestedPickle()
@@ -144,7 +144,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
     def begin(self, name: str, value: Any) -> None:
         """Begin to pickle the value of a name."""
         self.label, self.root = label_of(name), value
-        self.looked_at = value if issubclass(type(value), type) else None
+        self.digested_class = value if issubclass(type(value), type) else None
 
     def digest_of(self, value: Any) -> bytes:
         """Return a digest of all that a value is."""
@@ -165,7 +165,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reference(self, obj: Any) -> Any:
         """What stands for an object that is not sent by value."""
-        found = self.side.references.look(obj)
+        found = self.side.references.digest_token(obj)
         return None if found is None else (content, found)
 
     def array(self, array: Any) -> Any:
@@ -268,7 +268,7 @@ class Looker(cloudpickle.Pickler):  # type: ignore[misc]
 
     def a_class(self, cls: type) -> Any:
         """A class by its name, or as one that is looked at by itself."""
-        if cls is self.looked_at or not code.is_by_value(cls):
+        if cls is self.digested_class or not code.is_by_value(cls):
             return code.reduce_class(cls, self.side.classes)
         identity = self.side.classes.id_of(cls)
         self.seen.classes[f"%{identity}"] = cls
@@ -385,17 +385,17 @@ def on_accelerator(tensor: Any) -> bool:
     return tensor.device.type not in ("cpu", "meta")
 
 
-def _reduce_tensor(pickler: Looker, tensor: Any) -> Any:
+def _reduce_tensor(pickler: Digester, tensor: Any) -> Any:
     reference = pickler.reference(tensor)
     return reference if reference is not None else pickler.tensor(tensor)
 
 
-def _reduce_other_tensor(pickler: Looker, tensor: Any) -> Any:
+def _reduce_other_tensor(pickler: Digester, tensor: Any) -> Any:
     """A tensor of a class of its own: as a plain one where only a copy on the host can be sent."""
     return _reduce_tensor(pickler, tensor) if on_accelerator(tensor) else pickler.instance(tensor)
 
 
-def _reduce_dispatching_tensor(pickler: Looker, tensor: Any) -> Any:
+def _reduce_dispatching_tensor(pickler: Digester, tensor: Any) -> Any:
     """A tensor whose class has a rule of its own for operations.
 
     On the host a tensor of an accelerator that is written in Python is a plain one. Fake and distributed tensors stay
@@ -405,7 +405,7 @@ def _reduce_dispatching_tensor(pickler: Looker, tensor: Any) -> Any:
     return _reduce_tensor(pickler, tensor) if plain else pickler.instance(tensor)
 
 
-def _reduce_storage(pickler: Looker, storage: Any) -> Any:
+def _reduce_storage(pickler: Digester, storage: Any) -> Any:
     reference = pickler.reference(storage)
     return reference if reference is not None else pickler.storage(storage)
 
