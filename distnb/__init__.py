@@ -6,10 +6,13 @@ Importing this package loads neither torch nor IPython and starts nothing: every
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent, unless DISTNB_LOG or a handler is set
 
 _WHERE = {
     "start": "distnb.notebook.compose",

@@ -27,6 +27,7 @@
     │   └── UnassignedError   (NameError)      this replica never assigned it
     ├── CheckpointError                  a checkpoint is damaged, or another program saves there
     │   └── CheckpointMismatchError (AssertionError)  it does not match the objects
+    ├── InvariantError      (AssertionError)  distnb's own state contradicts itself: a defect
     ├── LibraryVersionError (ImportError)  another library's version is not supported
     ├── RemoteError                      a replica's exception whose type cannot be sent
     └── MessageError          (ValueError)     invalid bytes on a channel
@@ -54,6 +55,7 @@ __all__ = [
     "EndOfDataset",
     "EngineDied",
     "GradientError",
+    "InvariantError",
     "LibraryVersionError",
     "MeanLossError",
     "MessageError",
@@ -206,6 +208,10 @@ class CheckpointError(DistnbError):
 
 class CheckpointMismatchError(CheckpointError, AssertionError):
     """A checkpoint does not match the restored objects, or holds more than they need."""
+
+
+class InvariantError(DistnbError, AssertionError):
+    """A state machine of distnb is in a state that contradicts itself; checked if DISTNB_VALIDATE is 1."""
 
 
 class LibraryVersionError(DistnbError, ImportError):

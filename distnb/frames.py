@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 import threading
@@ -50,11 +51,16 @@ LOCKING = frozenset(
         threading.Condition.__exit__,
         threading.Condition._release_save,  # type: ignore[attr-defined]
         threading.Condition._acquire_restore,  # type: ignore[attr-defined]
+        logging.Logger.isEnabledFor,
+        logging.Logger.setLevel,
+        logging.Manager.getLogger,
+        logging.Handler.handle,
+        logging.Handler.flush,
         *_lock_code_of_import(),
     )
 )
-"""Code that has acquired a lock and not recorded it yet, or is about to release one: in `threading.Event` and in
-imports.
+"""Code that has acquired a lock and not recorded it yet, or is about to release one: in `threading.Event`, in
+`logging` and in imports.
 
 If a signal handler raises there, the lock stays acquired, and the next notification or import waits forever.
 """

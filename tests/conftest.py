@@ -44,6 +44,8 @@ tempfile.tempdir = None
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("KERAS_BACKEND", "torch")
+# The state machines check their invariants after each transition, in every process that a test starts.
+os.environ.setdefault("DISTNB_VALIDATE", "1")
 
 # Since Python 3.14 a loader's workers are forked only on request. Otherwise each loads torch, which takes seconds.
 multiprocessing.set_start_method("fork", force=True)

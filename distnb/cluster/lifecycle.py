@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import time
@@ -18,6 +19,8 @@ from distnb.errors import NoClusterError, StartError
 from distnb.topology import Device
 
 __all__ = ["Cluster", "EngineProcess"]
+
+_logger = logging.getLogger("distnb.cluster")
 
 _START_TIMEOUT_S = 180.0
 _LOG_LINES = 15
@@ -109,10 +112,10 @@ class Cluster:
         """The file for `ipyparallel.Client(path)`, ipyparallel's own access. It appears soon after the start."""
         return self.directory / "security" / "ipcontroller-client.json"
 
-    def log_tail(self, engine: int) -> str:
+    def log_tail(self, engine: int, lines: int = _LOG_LINES) -> str:
         """Return the last lines that an engine wrote outside programs, indented."""
         try:
-            text = self._log_path(engine).read_text(errors="replace").rstrip().splitlines()[-_LOG_LINES:]
+            text = self._log_path(engine).read_text(errors="replace").rstrip().splitlines()[-lines:]
         except OSError:
             text = []
         return "\n".join(f"    {line}" for line in text) or "    (it is empty)"
@@ -139,7 +142,7 @@ class Cluster:
             atexit.register(self.stop)
             try:
                 self._processes = self._prepared or Processes()
-                (self.directory / "log").mkdir()
+                (self.directory / "log").mkdir(exist_ok=True)  # the notebook may log already
                 names = ", ".join(map(str, self.devices))
                 on_progress(f"starting {_engines(len(self.devices))} on {names}")
                 self._connection.write(self.directory)
@@ -207,11 +210,13 @@ class Cluster:
     # -- events from the launcher and the agents -------------------------------------------------------------------
 
     def _engine_launched(self, engine: int, pid: int) -> None:
+        _logger.info("engine %d (%s) is process %d", engine, self.devices[engine], pid)
         self._engines[engine] = EngineProcess(engine=engine, pid=pid, device=self.devices[engine])
 
     def engine_ready(self, engine: int) -> None:
         """Note that the agent of an engine serves. Any thread may call this."""
         processes = self._processes
+        _logger.info("engine %d is ready", engine)
         if processes is not None and engine in self._engines:
             with processes.changed:
                 self._engines[engine] = replace(self._engines[engine], ready=True)
@@ -225,6 +230,7 @@ class Cluster:
             process = self._engines[engine]
             if process.pid != pid:
                 return
+            _logger.info("engine %d %s", engine, words)
             self._engines[engine] = replace(process, ended=words)
             processes.changed.notify_all()
         if not expected:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distnb.cluster.connection import CONNECTION_VARIABLE, connection_path
+from distnb.process_log import log_environment
 from distnb.topology import Device
 
 __all__ = [
@@ -122,6 +123,7 @@ def engines_environment(engines: int, directory: Path, *, agent: str) -> dict[st
         THREADS_VARIABLE: str(threads_for(engines)),
         CONNECTION_VARIABLE: str(connection_path(directory)),
         AGENT_VARIABLE: agent,
+        **log_environment(),
     }
 
 

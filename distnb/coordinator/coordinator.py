@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import random
 import sys
 import threading
@@ -47,12 +48,15 @@ from distnb.runtime.interrupts import Interrupts
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.here import servers_here
 from distnb.runtime.step_count import Reading
+from distnb.story import Transition
 from distnb.strategies.base import Strategy
 from distnb.values.structure import map_structure
 from distnb.wire.closure_messages import Fence
 from distnb.wire.messages import Reply
 
-__all__ = ["ClusterCoordinator", "running_coordinators"]
+__all__ = ["ClusterCoordinator", "running_coordinators", "stories"]
+
+_logger = logging.getLogger("distnb.coordinator")
 
 _DEPTH = 3  # of empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
 _LATEST_STEPS = 256
@@ -460,7 +464,7 @@ class ClusterCoordinator:
 
     def _cancel(self, why: str) -> None:
         self._why = why
-        self._carry_out(self._queue.cancel())
+        self._carry_out(self._queue.cancel(time.monotonic()))
 
     def _raise_error(self) -> None:
         """Raise what closures have raised, once; and that a server or the cluster is gone, as long as it is."""
@@ -514,6 +518,8 @@ class ClusterCoordinator:
         """Take in one event; None: time has passed."""
         now = time.monotonic()
         with _lock:
+            if event is not None and _logger.isEnabledFor(logging.DEBUG):
+                _logger.debug("received %s", type(event).__name__)
             self._carry_out(self._after(event, now))
             self._wake()
 
@@ -532,31 +538,34 @@ class ClusterCoordinator:
                 orders: list[Order] = []
                 if reply is not None and number in self._closures:
                     self._errors.append(self._error_of(reply, worker, self._closures[number].value.name))
-                    orders = queue.cancel()
+                    orders = queue.cancel(now)
                 return orders + queue.given_up(worker, number, now)
             case WorkerUp(worker=worker):
+                _logger.info("worker %d is up", worker)
                 self._forget_worker(worker)
                 self._lost.pop(worker, None)
                 self._sent[worker] = Sent()
                 return queue.worker_up(worker, now)
             case WorkerLost(worker=worker, how=how):
+                _logger.warning("worker %d %s", worker, how)
                 self._forget_worker(worker)
                 self._lost[worker] = how
                 return queue.worker_lost(worker, now)
             case ServerGone(server=server, how=how):
+                _logger.warning("parameter server %d %s", server, how)
                 self._lost_servers.setdefault(server, how)
                 self._empty_servers.discard(server)
                 self._why = self._server_text(server)
-                return queue.cancel()
+                return queue.cancel(now)
             case ServerUp(server=server):
                 self._empty_servers.add(server)
             case UserInterrupted():
                 self._interrupted = bool(self._waiters)
                 self._why = "the user interrupted"
-                return queue.cancel()
+                return queue.cancel(now)
             case LinkClosed():
                 self._why = "the cluster was stopped"
-                orders = queue.cancel()
+                orders = queue.cancel(now)
                 for worker in self._link.workers:
                     orders += queue.worker_lost(worker, now)
                 return [order for order in orders if isinstance(order, Cancel)]
@@ -691,6 +700,12 @@ def _fence() -> Fence:
 def running_coordinators() -> list[ClusterCoordinator]:
     """Those whose clusters have not been stopped."""
     return [each for each in tuple(_coordinators.values()) if not each._link.closed]
+
+
+def stories() -> list[list[Transition]]:
+    """Return the latest transitions of each coordinator's queue, the oldest first."""
+    with _lock:
+        return [each._queue.story for each in _coordinators.values()]
 
 
 def _fetched(value: Any) -> Any:

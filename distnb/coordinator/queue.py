@@ -8,10 +8,13 @@ between them. If another worker has nothing to do meanwhile, it gets the last of
 from __future__ import annotations
 
 import heapq
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from distnb.story import StateMachine, transition
 
 __all__ = [
     "Cancel",
@@ -61,6 +64,8 @@ class TellNobodyRuns(NamedTuple):
 
 Order = Send | Reclaim | Interrupt | Cancel | TellNobodyRuns
 
+_State = tuple[dict[int, tuple[int, ...]], int, int, int, int]
+
 
 class Counts(NamedTuple):
     """How many closures wait, are with workers, ended well, by an error, or without a result; how often one was moved
@@ -91,7 +96,7 @@ class _Worker:
     stuck_in: set[int] = field(default_factory=set)  # given up on, and not replied to
 
 
-class ClosureQueue:
+class ClosureQueue(StateMachine):
     """Follows every closure from `scheduled` until it has ended: well, by an error, or cancelled.
 
     Args:
@@ -101,7 +106,10 @@ class ClosureQueue:
         done_by: How many closures each worker has done, those that were lost, too.
     """
 
+    log = logging.getLogger("distnb.coordinator.queue")
+
     def __init__(self, depth: int = 2) -> None:
+        super().__init__()
         self._depth = depth
         self._waiting: list[int] = []  # a heap
         self._blocked: dict[int, set[int]] = {}  # by closure: those whose results it needs
@@ -112,15 +120,18 @@ class ClosureQueue:
         self._astray: set[int] = set()  # a process may work for them, though their workers are lost or told to end
         self._oldest = 0
         self._latest = -1
+        self._scheduled = 0
         self.done_by: Counter[int] = Counter()
         self._done = self._failed = self._cancelled = self._retried = 0
         self._told = False
 
     # -- events ----------------------------------------------------------------------------------------------------
 
+    @transition
     def scheduled(self, closure: int, now: float, after: Collection[int] = ()) -> list[Order]:
         """A closure is to run once those before it that are unfinished, `after`, have ended well. Numbers grow."""
         self._latest = closure
+        self._scheduled += 1
         self._unfinished.add(closure)
         if after:
             self._blocked[closure] = set(after)
@@ -130,15 +141,20 @@ class ClosureQueue:
         heapq.heappush(self._waiting, closure)
         return self._assign(now)
 
+    @transition
     def worker_up(self, worker: int, now: float) -> list[Order]:
         """A worker is there: a new one, or one in the place of one that was lost."""
-        orders = self.worker_lost(worker, now)
+        orders = self._lose(worker, now)
         self._workers[worker] = _Worker()
         self._told = False
         return orders + self._assign(now)
 
+    @transition
     def worker_lost(self, worker: int, now: float) -> list[Order]:
         """A worker is gone. What it had is run by another."""
+        return self._lose(worker, now)
+
+    def _lose(self, worker: int, now: float) -> list[Order]:
         lost = self._workers.pop(worker, None)
         if lost is None:
             return []
@@ -152,6 +168,7 @@ class ClosureQueue:
                 heapq.heappush(self._waiting, closure)
         return orders + self._assign(now)
 
+    @transition
     def ended(self, worker: int, closure: int, how: Literal["done", "failed", "cancelled"], now: float) -> list[Order]:
         """A worker reports the end of a closure. If that was an error, all others end, too."""
         current = self._workers.get(worker)
@@ -169,7 +186,7 @@ class ClosureQueue:
         elif how == "failed":
             self._finish(closure)
             self._failed += 1
-            orders += self.cancel()
+            orders += self._cancel_all()
         else:
             self._finish(closure)
             self._done += 1
@@ -181,6 +198,7 @@ class ClosureQueue:
                     heapq.heappush(self._waiting, dependent)
         return orders + self._assign(now)
 
+    @transition
     def given_back(self, worker: int, closure: int, now: float) -> list[Order]:
         """A worker will not run a closure that it was asked for back."""
         current = self._workers.get(worker)
@@ -192,6 +210,7 @@ class ClosureQueue:
         heapq.heappush(self._waiting, closure)
         return self._assign(now)
 
+    @transition
     def given_up(self, worker: int, closure: int, now: float) -> list[Order]:
         """A worker did not follow the order to end a closure: it gets no other one before it has."""
         current = self._workers.get(worker)
@@ -202,8 +221,12 @@ class ClosureQueue:
         self._leave(current, closure, now)
         return self._cancel(closure) + self._assign(now)
 
-    def cancel(self) -> list[Order]:
+    @transition
+    def cancel(self, now: float) -> list[Order]:
         """Every closure that has not ended is to end without a result."""
+        return self._cancel_all()
+
+    def _cancel_all(self) -> list[Order]:
         queued = sorted([*self._waiting, *self._blocked])
         self._waiting.clear()
         self._blocked.clear()
@@ -216,9 +239,53 @@ class ClosureQueue:
                     orders.append(Interrupt(closure, worker))
         return orders
 
+    @transition
     def tick(self, now: float) -> list[Order]:
         """Time has passed."""
         return self._assign(now)
+
+    # -- the story -------------------------------------------------------------------------------------------------
+
+    def state(self) -> _State:
+        """Return the closures of each worker, and the number of waiting, done, failed and cancelled closures."""
+        workers = {worker: (*each.closures,) for worker, each in self._workers.items()}
+        return workers, self.queued, self._done, self._failed, self._cancelled
+
+    def in_words(self, state: _State) -> str:
+        """Return such a state as text."""
+        workers, *counts = state
+        parts = [f"worker {worker}: {', '.join(map(str, closures)) or 'idle'}" for worker, closures in workers.items()]
+        parts += [f"{n} {kind}" for n, kind in zip(counts, ("queued", "done", "failed", "cancelled"), strict=True) if n]
+        return f"[{'; '.join(parts) or 'nothing'}]"
+
+    def violations(self) -> Iterator[str]:
+        """Yield a sentence for each invariant that does not hold."""
+        with_workers = [closure for each in self._workers.values() for closure in each.closures]
+        placed = Counter([*self._waiting, *self._blocked, *with_workers])
+        if several := [closure for closure, places in placed.items() if places > 1]:
+            yield f"closures {several} are in several places: waiting, blocked or with workers"
+        if placed.keys() != self._unfinished:
+            yield f"closures {sorted(placed.keys() ^ self._unfinished)} are either placed or unfinished, and not both"
+        if not self._ending.issubset(with_workers):
+            yield f"closures {sorted(self._ending.difference(with_workers))} are ending, and no worker has them"
+        if self._scheduled != len(self._unfinished) + self._done + self._failed + self._cancelled:
+            yield f"{self._scheduled} closures were scheduled, and {self.counts} does not add up to that"
+        if sum(self.done_by.values()) != self._done:
+            yield f"workers have done {dict(self.done_by)}, and {self._done} closures are done"
+        for closure, needed in self._blocked.items():
+            if not needed or not needed <= self._unfinished:
+                yield f"closure {closure} is blocked by {sorted(needed)}, which are not all unfinished"
+            if any(closure not in self._dependents.get(each, ()) for each in needed):
+                yield f"closure {closure} is blocked, and will not be unblocked"
+        for worker, current in self._workers.items():
+            if len(current.closures) > self._depth:
+                yield f"worker {worker} has {current.closures}, more than {self._depth}"
+            if current.asked_back not in (None, *current.closures):
+                yield f"worker {worker} was asked for closure {current.asked_back}, which it does not have"
+            if not current.stuck_in.isdisjoint(current.closures):
+                yield f"worker {worker} was given up on in {sorted(current.stuck_in)}, and has them"
+            if self._waiting and len(current.closures) < self._depth and not current.stuck_in:
+                yield f"worker {worker} has room for a closure, and some wait"
 
     # -- what is so ------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from distnb.cluster.process_environment import (
     keep_temporary_sockets_in,
 )
 from distnb.engine.template import fork_engines, load
+from distnb.process_log import open_log
 from distnb.topology import parse_device
 
 __all__ = ["main"]
@@ -41,6 +42,7 @@ def main() -> None:
         os.setsid()  # a terminal's Ctrl-C is for the notebook; and what ends with us is exactly our group
     die_with(connection.notebook_pid)
     keep_temporary_sockets_in(path.parent)
+    open_log(path.parent, f"engine-{engine}")
     log = os.fdopen(os.dup(2), "w")
     load()
     import torch

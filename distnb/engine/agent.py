@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import math
 import multiprocessing
 import os
@@ -73,6 +74,8 @@ if TYPE_CHECKING:
     from distnb.cluster.connection import Connection
 
 __all__ = ["Agent", "install"]
+
+_logger = logging.getLogger("distnb.engine")
 
 _DRAWING_S = 0.7  # where several replicas fail, each may still tell why; longer than that, nobody waits
 _DESCRIBING_S = 1.0  # what a program did that was told to end: the notebook waits no longer
@@ -156,6 +159,7 @@ class Agent:
         hello = Hello(self.engine, os.getpid(), socket.gethostname())
         self._leave = signal.signal(signal.SIGTERM, self._terminate)
         self._control.start()
+        _logger.info("engine %d serves on %s", self.engine, self.device)
         self._control.emit(hello, urgent=True)
         self._programs.send(hello)
         self._listen()
@@ -231,6 +235,7 @@ class Agent:
         finally:
             self._serving, self._served = False, time.monotonic()
             if any(link.ended for link in self._links):
+                _logger.info("a connection for programs has ended")
                 self._ignore()
                 self._links = [link for link in self._links if not link.ended]
             if not self._listening and not self._programs.ended:
@@ -266,6 +271,8 @@ class Agent:
         """Run one program to its end and describe how it ended. Never raises."""
         kind = self._kind_of(message)
         replica = kind.replica(message)
+        if _logger.isEnabledFor(logging.DEBUG):
+            _logger.debug("program %d began: %s, replica %d", message.program, type(message).__name__, replica)
         step_count.watch_optimizers()
         datasets.program_began()
         self._console.refusal = kind.refusal
@@ -275,6 +282,7 @@ class Agent:
             reply = kind.run(message, replica)
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
             reply = self.failed(message.program, error)
+        _logger.debug("program %d ended: %s", message.program, reply.status)
         folder_locks.release_kept()
         debugger.stop_stepping()
         self._console.leave()

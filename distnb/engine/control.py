@@ -8,6 +8,7 @@ main thread.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import queue
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import zmq
 
-from distnb import activity
+from distnb import activity, process_log
 from distnb.engine import guard
 from distnb.engine.debugging.console import Console
 from distnb.engine.guard import Guard
@@ -40,11 +41,14 @@ from distnb.wire.messages import (
     Flushed,
     GivenBack,
     Live,
+    LogTexts,
     MeasureMemory,
     MemoryUse,
     Output,
     ProgramEnded,
     Prompting,
+    SendLog,
+    SetLogLevel,
     Stacks,
     TakeBack,
     TelemetrySample,
@@ -52,6 +56,8 @@ from distnb.wire.messages import (
 )
 
 __all__ = ["Control"]
+
+_logger = logging.getLogger("distnb.engine.control")
 
 _FLUSH_S = 0.05
 _TELEMETRY_S = 0.2
@@ -183,7 +189,9 @@ class Control:
             self._flush()
 
     def _obey(self, order: Any) -> None:
+        _logger.debug("received %s", type(order).__name__)  # without its content: an `Answer` may be a password
         if isinstance(order, Abort):
+            _logger.info("program %d is to end: %s", order.program, order.reason)
             # The guard first: it remembers why, so that whatever the freed collective raises is told as an abort.
             self._guard.abort(order.program, order.reason, order.interrupted, self._free)
         elif isinstance(order, Answer):
@@ -200,6 +208,10 @@ class Control:
             self.emit(Activity(self._engine, whole))
         elif isinstance(order, MeasureMemory):
             self.emit(self._memory(self._engine))
+        elif isinstance(order, SetLogLevel):
+            process_log.set_level(order.level)
+        elif isinstance(order, SendLog):
+            self.emit(LogTexts(self._engine, process_log.log_texts()))
         elif isinstance(order, Flush):
             if self._measured is not None:
                 self._measure()

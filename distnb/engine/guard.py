@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import linecache
+import logging
 import math
 import os
 import signal
@@ -25,6 +26,7 @@ from distnb.frames import LOCKING
 
 __all__ = ["Guard", "spared"]
 
+_logger = logging.getLogger("distnb.engine.guard")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -233,6 +235,7 @@ class Guard:
         if run is not None and run.ordered and time.monotonic() >= run.next_press:
             run.next_press = time.monotonic() + _RETRY_S[min(run.presses, len(_RETRY_S) - 1)]
             run.presses += 1
+            _logger.debug("signal %d to end program %d", run.presses, run.program)
             signal.pthread_kill(self._main, _SIGNAL)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:

@@ -21,8 +21,8 @@ from distnb.errors import OptionError, closest
 from distnb.magics.cell_history import HEADER
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
 from distnb.magics.tracebacks import presented
+from distnb.notebook import bug_report, value_placement
 from distnb.notebook import compose as sessions
-from distnb.notebook import value_placement
 from distnb.notebook.output.wording import filled, html_table, human_bytes
 from distnb.notebook.reports import stacks_text
 from distnb.notebook.variable_placement import COLUMNS, drift_reports, variables
@@ -166,13 +166,23 @@ class ClusterMagic:
         )
 
     def logs(self, found: Namespace) -> None:
-        """`%distnb logs [ENGINE]`."""
-        logs = sessions.require().logs()
+        """`%distnb logs [ENGINE] [--level LEVEL] [--lines N] [--save FILE]`."""
+        session = sessions.require()
+        if found.level is not None:
+            session.set_log_level(found.level)
+            print("The log is off." if found.level == "off" else f"The log is at level {found.level}.")
+            return
+        if found.save:
+            count = bug_report.save(session, Path(found.save).expanduser())
+            print(f"{_count(count, 'file')} written to {found.save}. Read them before you attach it to a report.")
+            return
+        logs = session.logs()
         if found.engine is not None and found.engine not in logs:
             raise OptionError(f"There is no engine {found.engine}; the engines are {', '.join(map(str, logs))}.")
         for engine, text in logs.items():
             if found.engine in (None, engine):
                 print(f"── engine {engine} ──\n{text}")
+        print(bug_report.log_text(session, found.engine, found.lines), end="")
 
     def history(self, found: Namespace) -> None:
         """`%distnb history`."""

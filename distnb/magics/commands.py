@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from distnb.errors import OptionError, closest
 from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
+from distnb.process_log import LEVELS
 from distnb.strategies import WORDS, class_of
 
 __all__ = ["AUTODISTRIBUTE", "COMMANDS", "DISTRIBUTE", "LIVE_MODES", "asks_for_help", "distnb_help"]
@@ -88,7 +89,7 @@ def _commands() -> dict[str, LineParser]:
         "devices": "the devices, who uses them, and their memory now",
         "memory": "how much memory each engine takes, and what is free",
         "stacks": "where each engine is in its program",
-        "logs": "what each engine wrote outside programs",
+        "logs": "what each engine wrote outside programs, and the log of distnb",
         "history": "the cells that ran on engines: how long, and how they ended",
         "debug": "open a debugger where the latest cell or call failed, on a replica",
         "interrupt": "end the program, as the stop button does",
@@ -105,7 +106,11 @@ def _commands() -> dict[str, LineParser]:
     add("engines", metavar="ENGINE", nargs="*", type=_whole, help="their numbers, as %%distnb status shows them")
     add("--missing", action="store_true", help="those that have ended; what is mirrored is restored to them")
     commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables; without one, all mirrored ones")
-    commands["logs"].add_argument("engine", metavar="ENGINE", nargs="?", type=_whole, help="of this engine alone")
+    add = commands["logs"].add_argument
+    add("engine", metavar="ENGINE", nargs="?", type=_whole, help="of this engine alone")
+    add("--level", metavar="LEVEL", choices=LEVELS, help=f"log from now on, in all processes: {', '.join(LEVELS)}")
+    add("--lines", metavar="N", type=_count, default=100, help="the latest lines of the log; without it, 100")
+    add("--save", metavar="FILE", help="collect all logs in a .zip file for a bug report")
     add = commands["debug"].add_argument
     add("--replica", metavar="N", type=_whole, help="which; without it, the one that failed")
     add("--here", action="store_true", help="in the notebook instead, where its cell called the replicas")

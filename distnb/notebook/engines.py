@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from distnb import process_log
 from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.lifecycle import Cluster
 from distnb.cluster.local.processes import Processes
@@ -21,10 +23,14 @@ from distnb.notebook.programs.dispatch import Dispatch
 from distnb.notebook.programs.supervisor import Supervisor
 from distnb.notebook.teams import Teams
 from distnb.options import StrategySpec
+from distnb.process_log import close_log, open_log
 from distnb.topology import PS, Task, Team
 from distnb.wire.channel import Peers, Switchboard
+from distnb.wire.messages import SetLogLevel
 
 __all__ = ["EngineStatus", "Engines"]
+
+_logger = logging.getLogger("distnb.notebook")
 
 _START_TIMEOUT_S = 120.0
 _WORD_S = LOST_AFTER_S + 4.0  # after so long without an answer an engine of another machine is busy, and not lost
@@ -65,6 +71,8 @@ class Engines:
         self._keys = make_keys()
         self._processes = Processes()
         try:
+            open_log(self._processes.directory, "notebook")
+            _logger.info("a cluster on %s", plan)
             self._switchboard = Switchboard(
                 self._processes.directory,
                 server_secret=self._keys.server_secret.encode(),
@@ -73,6 +81,7 @@ class Engines:
                 host=plan.address if plan.hosts else None,
             )
         except BaseException:
+            close_log()
             self._processes.close()
             raise
         self.supervisor = Supervisor(self._switchboard.control, self._engine_ready)
@@ -182,6 +191,25 @@ class Engines:
             )
         return tuple(rows)
 
+    def set_log_level(self, level: str) -> None:
+        """Set the level of the notebook's log and of the engines', and of those that are started later.
+
+        Raises:
+            OptionError: There is no such level.
+        """
+        process_log.set_level(level)
+        self.supervisor.tell_all(SetLogLevel(level))
+
+    def log_texts(self, timeout_s: float) -> dict[str, str]:
+        """Return each process's log, by the process's name. Those of other machines are fetched."""
+        found = process_log.log_texts(self.cluster.directory)
+        afar = [engine for engine in self.left if self.cluster.launcher.host(engine)]
+        for engine, texts in self.supervisor.ask_log(afar, timeout_s).items():
+            found |= {
+                process if process not in found else f"{process}-{engine}": text for process, text in texts.items()
+            }
+        return dict(sorted(found.items()))
+
     def hosts(self) -> tuple[str, ...]:
         """The other machines where engines were started, those that are lost among them; empty for this one. Those of
         parameter servers do not count."""
@@ -211,6 +239,7 @@ class Engines:
 
     def _on_exit(self, engine: int, pid: int, status: str) -> None:
         """An engine's process has ended unasked; in the watcher's thread."""
+        _logger.info("engine %d (process %d) %s", engine, pid, status)
         if engine not in self._servers:
             self._namespace.engine_died(engine)
             self.teams.renew()  # before anyone who waits for the news can ask for a team
@@ -234,6 +263,7 @@ class Engines:
         With `awaited` they may have calls under way, whose replies will not come.
         """
         ended = self._ended
+        _logger.info("replacing engines %s", chosen)
         replicas = [engine for engine in self.ids if engine not in self._servers]
         survivors = tuple(engine for engine in replicas if engine not in chosen and engine not in ended)
         self.supervisor.forget(chosen)
@@ -261,6 +291,7 @@ class Engines:
         if self._closed:
             return
         self._closed = True
+        _logger.info("stopping")
         cluster, self._cluster = self._cluster, None
         if cluster is not None:
             cluster.stop()
@@ -271,3 +302,4 @@ class Engines:
         self._switchboard.close()
         if self._store is not None:
             self._store.close()
+        close_log()

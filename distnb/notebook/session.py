@@ -30,6 +30,7 @@ from distnb.notebook.views.front_end import FrontEnd
 from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.options import StrategySpec
 from distnb.runtime import step_count
+from distnb.story import Transition
 from distnb.topology import Device, Task, Team
 from distnb.wire.exchange import Snapshot
 from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, PostMortem, RunCell, Status, UsersFunction
@@ -206,9 +207,22 @@ class Session:
         """
         return self._supervisor.await_flush(self._engines.left, timeout_s)
 
-    def logs(self) -> dict[int, str]:
-        """The last lines of each engine's log: what it wrote outside programs."""
-        return {engine: self._engines.cluster.log_tail(engine) for engine in self._engines.ids}
+    def logs(self, lines: int = 15) -> dict[int, str]:
+        """Return the last lines that each engine wrote outside programs."""
+        return {engine: self._engines.cluster.log_tail(engine, lines) for engine in self._engines.ids}
+
+    def set_log_level(self, level: str) -> None:
+        """Set the level of the log in the notebook and on the engines: "debug", "info", "warning", "error" or "off"."""
+        self._engines.set_log_level(level)
+
+    def log_texts(self, timeout_s: float = 2.0) -> dict[str, str]:
+        """Return the log of each process, by the process's name. Engines that do not answer in time are missing."""
+        return self._engines.log_texts(timeout_s)
+
+    @property
+    def story(self) -> list[Transition]:
+        """The latest transitions of the supervision of programs, the oldest first."""
+        return self._supervisor.story
 
     def stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
         """Where each engine is in the program that it runs, as lines of a traceback; "" for an idle one.

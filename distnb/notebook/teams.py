@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -14,6 +15,8 @@ from distnb.strategies import class_of
 from distnb.topology import Device, Team
 
 __all__ = ["Teams", "choose_engines"]
+
+_logger = logging.getLogger("distnb.notebook")
 
 
 class Teams:
@@ -75,6 +78,7 @@ class Teams:
         with self._lock:
             if after is None or self._generation <= after.generation:
                 self._generation += 1
+                _logger.info("the next programs form generation %d of their groups", self._generation)
 
 
 def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]:

@@ -10,6 +10,7 @@ A parameter server is reached by whoever has a number: `Peers` is what it and th
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,6 +37,8 @@ __all__ = [
     "receive_from",
     "send_frames",
 ]
+
+_logger = logging.getLogger("distnb.wire")
 
 # As plain numbers: combining members of an enumeration costs as much as sending.
 _POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
@@ -129,10 +132,13 @@ def bind_router(
         if isinstance(at, Path):
             address = f"ipc://{at}"
             socket.bind(address)
+            _logger.info("listening at %s", address)
             return socket, address
         socket.ipv6 = ":" in at
         address = f"tcp://[{at}]" if ":" in at else f"tcp://{at}"
-        return socket, f"{address}:{socket.bind_to_random_port(address)}"
+        address = f"{address}:{socket.bind_to_random_port(address)}"
+        _logger.info("listening at %s", address)
+        return socket, address
     except zmq.ZMQError as error:
         socket.close()
         raise StartError(f"This process cannot listen at {at}: {error}.") from error
@@ -175,6 +181,7 @@ class Peers:
         for peer, connected in self.listener.let_in().items():
             self._lose(peer)
             connected.recycles = self._recycles
+            _logger.info("peer %d connected", peer)
             self._sockets[peer] = connected
             self._peer_at[connected.fileno()] = peer
             self.watch(connected.fileno())
@@ -182,6 +189,7 @@ class Peers:
     def _lose(self, peer: int) -> None:
         connected = self._sockets.pop(peer, None)
         if connected is not None:
+            _logger.info("peer %d disconnected", peer)
             del self._peer_at[connected.fileno()]
             self._epoll.unregister(connected.fileno())
             connected.close()
@@ -207,6 +215,7 @@ class Peers:
                 packets = packets or pack(frames)
                 reached = connected.send_packets(packets)
             if not reached:
+                _logger.info("peer %d cannot be reached", peer)
                 unreached.append(peer)
         return unreached
 

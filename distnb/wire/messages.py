@@ -33,6 +33,7 @@ __all__ = [
     "GoesOn",
     "Hello",
     "Live",
+    "LogTexts",
     "MeasureMemory",
     "MemoryUse",
     "Output",
@@ -41,6 +42,8 @@ __all__ = [
     "Prompting",
     "Reply",
     "RunCell",
+    "SendLog",
+    "SetLogLevel",
     "Stacks",
     "Status",
     "TakeBack",
@@ -215,6 +218,18 @@ class DumpActivity:
 @dataclass(frozen=True)
 class MeasureMemory:
     """Tell how much memory there is, in `MemoryUse`; also while a program runs."""
+
+
+@dataclass(frozen=True)
+class SetLogLevel:
+    """Set the level of the engine's log; "off" ends it."""
+
+    level: str
+
+
+@dataclass(frozen=True)
+class SendLog:
+    """Send the log of the engine and of its machine's node agent, in `LogTexts`."""
 
 
 @dataclass(frozen=True)
@@ -452,6 +467,14 @@ class MemoryUse:
     allocated: int | None = None
     device_free: int | None = None
     device_total: int | None = None
+
+
+@dataclass(frozen=True)
+class LogTexts:
+    """The answer to `SendLog`: the text of each process's log in the engine's private directory."""
+
+    engine: int
+    texts: Mapping[str, str]
 
 
 @dataclass(frozen=True)

@@ -97,11 +97,17 @@ def test_only_who_knows_the_secret_is_served(servers: Servers, notebook: Noteboo
 
 
 def test_engines_of_servers_compute_together(servers: Servers, notebook: Notebook) -> None:
+    notebook.run("%env DISTNB_LOG=info")
     notebook.run(servers.start(), timeout_s=120)
+    notebook.run("%env DISTNB_LOG=off")
     notebook.run("""%%distribute mirrored
 total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(1.0 + distnb.replica_id())), axis=None).item()
 """)
     assert notebook.value("total") == 3.0
+    logs = notebook.value("cluster.log_texts()")
+    assert {"notebook", "node-agent-0", "engine-0", "node-agent-1", "engine-1", "guardian-1"} <= logs.keys()
+    assert "generation 1 of (0, 1) is formed" in logs["engine-1"]
+    notebook.run("%distnb logs --level off")
 
 
 def test_a_strategy_of_the_servers_cluster(servers: Servers, notebook: Notebook) -> None:

@@ -78,7 +78,7 @@ def test_a_worker_that_is_stuck_gets_nothing_until_it_is_free() -> None:
     queue = ClosureQueue(depth=1)
     queue.worker_up(0, 0.0)
     queue.scheduled(0, 0.0)
-    assert queue.cancel() == [Interrupt(0, 0)]
+    assert queue.cancel(0.0) == [Interrupt(0, 0)]
     assert queue.given_up(0, 0, 1.0) == [Cancel(0)]
     assert queue.scheduled(1, 1.0) == [TellNobodyRuns()]
     assert queue.workers[0].stuck
@@ -150,7 +150,7 @@ def test_every_closure_ends_exactly_once_whatever_happens(seed: int) -> None:
                 there[worker] = []
                 carry_out(queue.worker_up(worker, now))
         elif event == 8 and draw.random() < 0.2:
-            carry_out(queue.cancel())
+            carry_out(queue.cancel(now))
         elif event == 9:
             carry_out(queue.tick(now))
             for worker, closure in sorted(asked):

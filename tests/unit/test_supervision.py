@@ -7,7 +7,7 @@ from distnb.notebook.programs.supervision import EndProgram, GiveUpOn, Supervisi
 
 def test_a_program_that_goes_well_orders_nothing() -> None:
     state = Supervision()
-    state.began(1, [0, 1])
+    state.began(1, [0, 1], 0.0)
     assert state.ended(0, 1, True, "", 0.0) == []
     assert state.waiting_for(1) == {1}
     assert state.ended(1, 1, True, "", 0.1) == []
@@ -17,7 +17,7 @@ def test_a_program_that_goes_well_orders_nothing() -> None:
 
 def test_one_failure_ends_the_program_on_the_others_once() -> None:
     state = Supervision()
-    state.began(1, [0, 1, 2, 3])
+    state.began(1, [0, 1, 2, 3], 0.0)
     orders = state.ended(2, 1, False, "ValueError: no", 5.0)
     assert [(order.engine, order.interrupted) for order in orders if isinstance(order, EndProgram)] == [
         (0, False), (1, False), (3, False),
@@ -28,7 +28,7 @@ def test_one_failure_ends_the_program_on_the_others_once() -> None:
 
 def test_who_does_not_follow_within_the_patience_is_given_up_on_and_known_as_stuck() -> None:
     state = Supervision()
-    state.began(7, [0, 1])
+    state.began(7, [0, 1], 0.0)
     state.ended(0, 7, False, "boom", 10.0)
     assert state.next_deadline() == 11.0
     assert state.tick(10.9) == []
@@ -40,8 +40,8 @@ def test_who_does_not_follow_within_the_patience_is_given_up_on_and_known_as_stu
 
 def test_a_death_ends_every_program_that_the_engine_was_in() -> None:
     state = Supervision()
-    state.began(1, [0, 1])
-    state.began(2, [0, 1])
+    state.began(1, [0, 1], 0.0)
+    state.began(2, [0, 1], 0.0)
     orders = state.died(1, 0.0)
     assert [(order.engine, order.program) for order in orders] == [(0, 1), (0, 2)]
     assert state.waiting_for(1) == {0}
@@ -49,7 +49,7 @@ def test_a_death_ends_every_program_that_the_engine_was_in() -> None:
 
 def test_an_interrupt_orders_the_end_on_all() -> None:
     state = Supervision()
-    state.began(3, [0, 1])
+    state.began(3, [0, 1], 0.0)
     orders = state.interrupted(3, 0.0)
     assert {order.engine for order in orders} == {0, 1}
     assert all(isinstance(order, EndProgram) and order.interrupted for order in orders)

@@ -13,6 +13,7 @@ from typing import Any
 from distnb.cluster.local.orphans import die_with
 from distnb.cluster.local.processes import Processes
 from distnb.cluster.process_environment import PYTHON_MODULE, import_environment
+from distnb.process_log import log_environment, open_log
 
 __all__ = ["main", "start_controller"]
 
@@ -41,7 +42,7 @@ def start_controller(processes: Processes) -> None:
         processes.start(
             command,
             lambda pid, status, expected: None,
-            env={**os.environ, **import_environment()},
+            env={**os.environ, **import_environment(), **log_environment()},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -52,6 +53,7 @@ def main(notebook_pid: int, arguments: list[str]) -> None:
     """Run the controller with ipyparallel's own command line, until it is ended or the notebook is gone."""
     os.umask(0o077)  # its connection files hold the key
     die_with(notebook_pid)
+    open_log(Path(arguments[0].partition("=")[2]), "controller")
     # Only ipyparallel runs in this process. With another start method, Python 3.14 would start two more processes
     # for its heart monitor, and leave a temporary folder behind when this process is killed.
     multiprocessing.set_start_method("fork")

@@ -116,6 +116,7 @@ class _Owned:
 
     def __init__(self) -> None:
         self._rest = b""
+        self._logs = os.environ.get("DISTNB_LOG", "").strip().lower() in ("debug", "info")
         self._directory = ""
         self._leaders: dict[int, int] = {}  # by pid, the descriptor of its end, so no later process is mistaken for it
 
@@ -127,6 +128,8 @@ class _Owned:
             return False
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
+            if self._logs and self._directory:
+                self._log(f"heard {line.decode()}")
             if not self._directory:
                 self._directory = os.fsdecode(line)
             elif line.startswith(b"+"):
@@ -136,7 +139,17 @@ class _Owned:
                 os.close(leader)
         return bool(data)
 
+    def _log(self, text: str) -> None:
+        """Write a record as `distnb.process_log` does, which cannot be imported here."""
+        folder = os.environ.get("DISTNB_LOG_DIR") or os.path.join(self._directory, "log")
+        path = os.path.join(os.path.expanduser(folder), f"{os.path.basename(self._directory)}-guardian.log")
+        now = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
+        with suppress(OSError), open(path, "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(f"{now}.000000Z INFO     distnb.cluster.guardian [{os.getpid()} MainThread] {text}\n")
+
     def end_all(self) -> None:
+        if self._logs:
+            self._log(f"the owner has ended; ending {[*self._leaders]}")
         deadline = time.monotonic() + _ENDING_S
         for pid, process in self._leaders.items():
             if not select.select([process], [], [], 0)[0]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from distnb.cluster.local.run_directory import RunDirectory
 from distnb.errors import ClusterError
 
 __all__ = ["Processes", "describe_status"]
+
+_logger = logging.getLogger("distnb.cluster")
 
 _ASK_S = 2.0  # the time to end by itself, and the time to end after SIGTERM
 _KILL_S = 5.0
@@ -81,11 +84,13 @@ class Processes:
                 end_group(process.pid)
                 process.wait()
                 raise
+        _logger.info("process %d started: %s", process.pid, command)
         return process
 
     def adopt(self, pid: int, ended: Ended) -> None:
         """Watch the leader of a group that becomes a child of this process before the caller releases `changed`."""
         self._watch(pid, ended)
+        _logger.info("process %d adopted", pid)
 
     def _watch(self, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None = None) -> None:
         descriptor = end_descriptor(pid)
@@ -111,6 +116,7 @@ class Processes:
             self._statuses[pid] = status
             expected = pid in self._expected
         self._guarded.forget(pid)
+        _logger.info("process %d %s%s", pid, describe_status(status), "" if expected else ", unasked")
         try:
             ended(pid, describe_status(status), expected)
         finally:
@@ -190,6 +196,7 @@ class Processes:
         # The watcher reaps a process only after it is no longer `_living`, so until then no other one has its pid.
         with self.changed:
             for pid in self._living.intersection(pids):
+                _logger.debug("%s to process %d", number.name, pid)
                 if number == signal.SIGKILL:
                     end_group(pid)
                 else:

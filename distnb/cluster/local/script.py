@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -22,9 +23,12 @@ from distnb.cluster.process_environment import PYTHON_MODULE, Seat, script_envir
 from distnb.cluster.rendezvous_store import RendezvousStore, free_port
 from distnb.cluster.worker_placement import WorkerPlacement, network_environment, own_interface, split_address
 from distnb.errors import StartError
+from distnb.process_log import close_log, open_log
 from distnb.topology import Device
 
 __all__ = ["run_script"]
+
+_logger = logging.getLogger("distnb.cluster.script")
 
 _LAST_WORDS_S = 3.0  # the time to end by itself after a replica reported an error
 _REPLICA = (*PYTHON_MODULE, "distnb.cluster.local.script_replica")
@@ -114,6 +118,11 @@ class _ScriptRun:
         self._print_lock = threading.Lock()
         self._processes = Processes()
         self.directory = self._processes.directory
+        try:
+            open_log(self.directory, "script")
+        except BaseException:
+            self._processes.close()
+            raise
         self._reports, self._report_to = os.pipe()  # a pipe for the ranks that have failed
         loop = self._processes.loop
         loop.call_soon_threadsafe(loop.add_reader, self._reports, self._receive_reports)
@@ -159,6 +168,7 @@ class _ScriptRun:
             self._mark_failed(int(rank))
 
     def _mark_failed(self, rank: int) -> None:
+        _logger.info("replica %d failed", rank)
         with self._processes.changed:
             if rank not in self._failed:
                 self._failed.append(rank)
@@ -224,6 +234,7 @@ class _ScriptRun:
         try:
             self.end_all()
         finally:
+            close_log()
             self._processes.close()
             os.close(self._reports)
             os.close(self._report_to)

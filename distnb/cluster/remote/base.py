@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import os
 import platform
 import signal
@@ -38,11 +39,14 @@ from distnb.cluster.process_environment import PYTHON_MODULE, hash_seed, import_
 from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
 from distnb.cluster.remote.node_agent import BEAT, KILLED, STATUS, Assignment
 from distnb.errors import StartError
+from distnb.process_log import log_environment
 
 __all__ = ["NODE_AGENT", "Hosts", "Transport", "probe"]
 
 NODE_AGENT = (*PYTHON_MODULE, "distnb.cluster.remote.node_agent")
 """The node agent's command, the same on every machine."""
+
+_logger = logging.getLogger("distnb.cluster.remote")
 
 _ENDING_S = 10.0
 _OUTPUT_CHARS = 2000
@@ -121,6 +125,7 @@ class Hosts(Launcher):
             engines=sharing,
             agent=order.agent,
             hash_seed=hash_seed(),
+            log=log_environment(),
         )
 
         def line_ended(pid: int, words: str, expected: bool) -> None:
@@ -133,6 +138,7 @@ class Hosts(Launcher):
             how = f"(on {host}) {words or 'was ended'}"
             if not words and not cause:
                 how = f"was lost: its machine {host} cannot be reached"
+            _logger.info("node agent of engine %d on %s: %s", order.engine, host, how)
             ended(order.engine, pid, how + (f" ({cause})" if cause else ""), expected)
 
         with processes.changed, open(order.log, "ab") as log:
@@ -146,6 +152,7 @@ class Hosts(Launcher):
                 bufsize=0,
             )
             line = self._lines[process.pid] = _Line(process, processes.loop)
+        _logger.info("node agent of engine %d on %s is behind process %d", order.engine, host, process.pid)
         line.send(assignment.encode())
         return process.pid
 
@@ -212,6 +219,7 @@ class _Line:
         return True
 
     def _give_up(self) -> None:
+        _logger.warning("process %d brought no beat for %g s", self._process.pid, LOST_AFTER_S)
         if self._status is None:
             self._status = LOST
         _end_with_all_below(self._process)
@@ -282,6 +290,7 @@ def probe(
             on_progress(f"waiting for {', '.join([*asked][place:])}")
             try:
                 found[host] = _answer(host, process, deadline, transport)
+                _logger.info("%s has %d GPUs and %s", host, *found[host])
             except StartError as error:
                 failures.append(str(error))
         if failures:

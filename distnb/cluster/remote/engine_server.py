@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import logging
 import os
 import signal
 import socket
@@ -26,10 +27,13 @@ from distnb.cluster.remote.server_client import ALIVE, END, ERROR, INPUT, OUTPUT
 from distnb.cluster.resolvers.spec import ClusterSpec
 from distnb.cluster.worker_placement import split_address
 from distnb.errors import OptionError, StartError
+from distnb.process_log import log_to_stderr
 from distnb.topology import PS
 from distnb.wire.channel import OneClientKey
 
 __all__ = ["Server", "serve_until_signal"]
+
+_logger = logging.getLogger("distnb.cluster.server")
 
 _PROTOCOL = "distnb"
 _TASKS = (b"probe", b"serve")
@@ -198,6 +202,7 @@ class Server:
         silent = self._agents.keys() - {client for client, _ in self._pipes.values()}
         for client, agent in [*self._agents.items()]:
             if client in silent and agent.poll() is not None:
+                _logger.info("%s: node agent %d ended, status %d", self._who, agent.pid, agent.returncode)
                 self._send(client, STATUS, b"%d" % agent.returncode)
                 self._forget(client)
             elif not self._send(client, ALIVE):
@@ -226,6 +231,7 @@ class Server:
         )
         assert agent.stdout is not None
         assert agent.stderr is not None
+        _logger.info("%s: node agent %d for %s", self._who, agent.pid, task)
         self._agents[client] = agent
         self._pipes |= {agent.stdout.fileno(): (client, OUTPUT), agent.stderr.fileno(): (client, ERROR)}
 
@@ -290,6 +296,7 @@ def _own_url(address: str) -> str:
 
 def serve_until_signal(server: Server) -> None:
     """Serve until SIGTERM or SIGINT, after printing the address."""
+    log_to_stderr()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: server.stop())
     print(f"distnb: waiting for a notebook at {server.target}", flush=True)

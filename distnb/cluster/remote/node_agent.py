@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import platform
 import queue
@@ -33,8 +34,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import IO, Final
@@ -56,6 +58,7 @@ from distnb.cluster.process_environment import (
 from distnb.cluster.remote.heartbeat import heartbeat
 from distnb.cluster.worker_placement import network_environment
 from distnb.errors import StartError
+from distnb.process_log import open_log
 
 __all__ = ["BEAT", "KILLED", "STATUS", "Assignment", "main"]
 
@@ -64,6 +67,8 @@ KILLED = 128
 
 BEAT: Final = b"distnb-beat"
 STATUS: Final = b"distnb-status"
+
+_logger = logging.getLogger("distnb.cluster.node_agent")
 
 _BEAT_S = 1.0
 _RELEASED = 0
@@ -81,6 +86,7 @@ class Assignment:
         engines: The number of engines that share that machine.
         agent: The module whose `install` makes an engine of a process.
         hash_seed: The seed of string hashes, the same on every machine.
+        log: The environment variable for the log, if it is set.
     """
 
     connection: Connection
@@ -90,6 +96,7 @@ class Assignment:
     engines: int
     agent: str
     hash_seed: str
+    log: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the assignment as one line."""
@@ -128,6 +135,7 @@ class _NodeAgent:
         with heartbeat(assignment.connection, partial(self.release, status=_FAILED)):
             processes = Processes()
             try:
+                open_log(processes.directory, f"node-agent-{assignment.engine}")
                 dataclasses.replace(assignment.connection, notebook_pid=os.getpid()).write(processes.directory)
                 # A pipe, not our own standard error: ssh would wait for every user process that inherited it.
                 engine = processes.start(
@@ -147,6 +155,9 @@ class _NodeAgent:
                 )
                 threading.Thread(target=_forward, args=(engine.stdout,), name="distnb-log", daemon=True).start()
                 why, status, requested = self._reasons.get()
+                _logger.info(
+                    "the engine is to end, status %d%s: %s", status, ", as requested" if requested else "", why
+                )
                 if why:
                     with suppress(OSError):  # the reader may be gone
                         print(f"distnb: {why}", file=sys.stderr, flush=True)
@@ -194,7 +205,8 @@ def _probe() -> int:
 
 def _serve(server: int | None) -> int:
     with open(0, "rb", buffering=0, closefd=False) as source:  # unbuffered: `_await_end_of_input` reads the rest
-        agent = _NodeAgent(Assignment.decode(source.readline()))
+        assignment = Assignment.decode(source.readline())
+    agent = _NodeAgent(assignment)
 
     def end(number: int, frame: FrameType | None) -> None:
         # The notebook uses standard input instead. A signal comes from the machine's manager, as by Slurm's scancel.
@@ -206,6 +218,7 @@ def _serve(server: int | None) -> int:
     threading.Thread(target=_beat, name="distnb-beats", daemon=True).start()
     if server is not None:
         threading.Thread(target=_await_end_of, args=(server, agent), name="distnb-server", daemon=True).start()
+    os.environ.update(assignment.log)
     return agent.keep()
 
 

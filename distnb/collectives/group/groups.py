@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import sys
 import threading
@@ -32,6 +33,8 @@ from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAbort
 from distnb.topology import Device, Team, parse_device
 
 __all__ = ["Groups", "groups"]
+
+_logger = logging.getLogger("distnb.collectives")
 
 _EXIT_GRACE_S = 3.0
 _PERIOD_S = 0.1
@@ -110,7 +113,9 @@ class Groups:
             if member is None:
                 member = Member(key, rank, device, team.devices, apart, supervised)
             if member.generation != team.generation:
+                _logger.info("replica %d joins generation %d of %s", rank, team.generation, key)
                 member.advance(team, client, attempt, timeout_s)
+                _logger.info("generation %d of %s is formed: %s", team.generation, key, member.backend_name)
                 self._torch.set_store(member.world, PrefixStore(f"{team.prefix}/user", client.store()))
             with self._lock:
                 self._members[key] = self._active = member
@@ -132,6 +137,7 @@ class Groups:
         """
         with self._lock:
             if self._active is not None:
+                _logger.info("leaving generation %d of %s", self._active.generation, self._active.key)
                 self._active.suspend()
                 self._active = None
 
@@ -195,6 +201,7 @@ class Groups:
                 self.joining.reason = reason
             member = self._active
         if member is not None:
+            _logger.info("aborting generation %d of %s: %s", member.generation, member.key, reason)
             member.fail(ProgramAborted(reason))
 
     def hold_limits(self, on: bool) -> None:
@@ -258,6 +265,7 @@ class Groups:
                 with suppress(Exception):  # this thread must live; what is wrong is raised where somebody waits
                     communicator = group.communicator
                     if communicator.backends is not None and communicator.backends.connections.silent():
+                        _logger.warning("a connection of the group is silent")
                         communicator.fail(CollectiveError(_SILENT))
                     communicator.tend(limits_held=self._limits_held)
 

@@ -7,6 +7,7 @@ engine: the supervisor follows it, so that it can be ended, and what it writes i
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import sys
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from distnb.runtime.servers.client import Servers
 
 __all__ = ["ClosureChannel"]
+
+_logger = logging.getLogger("distnb.notebook.closures")
 
 _MEETING_S = 30.0
 _COORDINATOR = 0  # how the parameter servers know this process; engine e is e + 1
@@ -348,7 +351,8 @@ class ClosureChannel(SessionPart):
     def _guarded(self, job: Callable[[], object]) -> None:
         try:
             job()
-        except Exception:  # noqa: BLE001
+        except Exception:
+            _logger.exception("a job of the thread failed")
             traceback.print_exc()  # a defect of ours; others still wait for this thread
 
     def _patience_s(self) -> float | None:
@@ -362,6 +366,7 @@ class ClosureChannel(SessionPart):
     def _take(self, engine: int, message: Any) -> None:
         worker = self._tasks[engine].index
         if isinstance(message, Hello):
+            _logger.info("engine %d of worker %d is there: process %d", engine, worker, message.pid)
             self._up[engine] = message.pid
             if self._is_up(worker):
                 self._tell(WorkerUp(worker))
@@ -409,6 +414,7 @@ class ClosureChannel(SessionPart):
 
     def _lose(self, engine: int, how: str) -> None:
         task = self._tasks[engine]
+        _logger.info("%s (engine %d) is lost: it %s", task, engine, how)
         if task.job == PS:
             if self._client is not None:
                 self._client.lost(task.index, how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -18,6 +19,8 @@ from distnb.wire.channel import Programs
 from distnb.wire.messages import Died, Hello, Reply, Unread
 
 __all__ = ["Dispatch", "Outcome"]
+
+_logger = logging.getLogger("distnb.notebook.dispatch")
 
 _LATE_S = 2.0
 _LOOK_S = 0.02
@@ -127,6 +130,8 @@ class Dispatch:
             EngineDied, ReplicaStuck: An engine cannot take it; it was not sent to any.
         """
         self.require_ready(engines)
+        if _logger.isEnabledFor(logging.DEBUG):
+            _logger.debug("program %d, a %s, is sent to engines %s", program, type(message).__name__, engines)
         outcome = self._pending[program] = Outcome(program, engines, quiet=quiet)
         self._supervisor.program_began(program, engines)
         self._lose()
@@ -142,6 +147,7 @@ class Dispatch:
         while (left := set(engines) - outcome.died.keys()) and time.monotonic() < until:
             self._read(_LOOK_S)
         for engine in left:
+            _logger.warning("engine %d cannot be reached", engine)
             status = _UNREACHED.format(engine=engine)
             outcome.lose(engine, status)
             self._supervisor.failed(engine, outcome.program, status)
@@ -216,6 +222,7 @@ class Dispatch:
             message = Reply(program=outcome.program, status="error", error=message.error)
         outcome = self._pending.get(message.program)
         if outcome is not None:
+            _logger.debug("engine %d replied to program %d: %s", engine, message.program, message.status)
             outcome.take(engine, message)
             if outcome.quiet and message.status == "ok":  # no event tells of its end
                 self._supervisor.replied(engine, message.program)

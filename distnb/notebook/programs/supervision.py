@@ -1,13 +1,23 @@
-"""When a distributed program must end: a state machine without IO. Events and the time go in, orders come out.
+"""The decision when a distributed program must end: a state machine without IO.
 
 One replica that fails ends the program on all. A replica that does not follow the order within a second is
-declared stuck, so that the prompt comes back; it stays known as busy until it reports.
+declared stuck, so that the prompt comes back. It stays known as busy until it reports.
+
+Example, of two engines that run program 7::
+
+    began(7, (0, 1))         waiting: 0, 1
+    ended(1, 7, False, …)    waiting: 0       orders EndProgram(0, 7)
+    tick, a second later     stuck: 0         orders GiveUpOn(0, 7)
+    ended(0, 7, …)           (nothing left)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+
+from distnb.story import StateMachine, transition
 
 __all__ = ["EndProgram", "GiveUpOn", "Order", "Supervision"]
 
@@ -34,30 +44,68 @@ class GiveUpOn:
 
 Order = EndProgram | GiveUpOn
 
+_State = tuple[dict[int, tuple[int, ...]], dict[int, int], tuple[int, ...]]
+
 
 @dataclass
 class _Program:
+    engines: frozenset[int]
     waiting: set[int]
+    dead_before: frozenset[int]  # engines that died before the program was sent: their loss is reported by `ended`
     deadline: float | None = None
 
 
-class Supervision:
-    """Follows every program that is under way.
+class Supervision(StateMachine):
+    """The state of every program that is under way.
 
     Attributes:
         stuck: Engines that did not follow an order to end, each with the program that it still runs.
     """
 
+    log = logging.getLogger("distnb.notebook.supervision")
+
     def __init__(self) -> None:
+        super().__init__()
         self._programs: dict[int, _Program] = {}
+        self._dead: set[int] = set()
         self.stuck: dict[int, int] = {}
 
-    def began(self, program: int, engines: Iterable[int]) -> None:
-        """A program was sent to these engines."""
-        self._programs[program] = _Program(set(engines))
+    def state(self) -> _State:
+        """Return by program the engines that have not reported, by stuck engine its program, and the dead engines."""
+        waiting = {number: (*program.waiting,) for number, program in self._programs.items()}
+        return waiting, self.stuck.copy(), (*self._dead,)
 
+    def in_words(self, state: _State) -> str:
+        """Return such a state as text."""
+        waiting, stuck, dead = state
+        parts = [f"program {program} on {', '.join(map(str, engines))}" for program, engines in waiting.items()]
+        parts += [f"engine {engine} stuck in {program}" for engine, program in stuck.items()]
+        parts += [f"engine {engine} dead" for engine in dead]
+        return f"[{'; '.join(parts) or 'idle'}]"
+
+    def violations(self) -> Iterator[str]:
+        """Yield a sentence for each invariant that does not hold."""
+        for number, program in self._programs.items():
+            if not program.waiting:
+                yield f"program {number} is followed, and no engine runs it"
+            if unknown := program.waiting - program.engines:
+                yield f"program {number} waits for {sorted(unknown)}, to which it was not sent"
+            if dead := program.waiting & self._dead - program.dead_before:
+                yield f"program {number} waits for {sorted(dead)}, which died"
+        for engine, number in self.stuck.items():
+            if number in self._programs:
+                yield f"engine {engine} is stuck in program {number}, which is still waited for"
+
+    @transition
+    def began(self, program: int, engines: Iterable[int], now: float) -> list[Order]:
+        """Follow a program that is about to be sent to these engines."""
+        to = frozenset(engines)
+        self._programs[program] = _Program(to, set(to), to & self._dead)
+        return []
+
+    @transition
     def ended(self, engine: int, program: int, ok: bool, summary: str, now: float) -> list[Order]:
-        """An engine reports the end of a program."""
+        """Handle an engine's report that a program ended."""
         if self.stuck.get(engine) == program:
             del self.stuck[engine]
         current = self._programs.get(program)
@@ -68,8 +116,10 @@ class Supervision:
         self._forget_finished(program)
         return orders
 
+    @transition
     def died(self, engine: int, now: float) -> list[Order]:
-        """An engine's process is gone."""
+        """Handle the end of an engine's process."""
+        self._dead.add(engine)
         self.stuck.pop(engine, None)
         orders: list[Order] = []
         for number, program in list(self._programs.items()):
@@ -79,8 +129,21 @@ class Supervision:
                 self._forget_finished(number)
         return orders
 
+    @transition
+    def joined(self, engine: int, now: float) -> list[Order]:
+        """Handle the start of an engine's process, the first or one that replaces another."""
+        self._dead.discard(engine)
+        return []
+
+    @transition
+    def replaced(self, engine: int, now: float) -> list[Order]:
+        """Forget what an engine is stuck in: its process is about to be replaced."""
+        self.stuck.pop(engine, None)
+        return []
+
+    @transition
     def interrupted(self, program: int, now: float) -> list[Order]:
-        """The user asks for the end of a program."""
+        """Handle the user's request to end a program."""
         return self._end(program, "interrupted", True, now)
 
     def _end(self, number: int, reason: str, interrupted: bool, now: float) -> list[Order]:
@@ -93,8 +156,9 @@ class Supervision:
             for engine in sorted(program.waiting)
         ]
 
+    @transition
     def tick(self, now: float) -> list[Order]:
-        """Time has passed: whom to give up on."""
+        """Give up on the engines whose time is over."""
         orders: list[Order] = []
         for number, program in list(self._programs.items()):
             if program.deadline is not None and now >= program.deadline:
@@ -106,13 +170,13 @@ class Supervision:
         return orders
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do next."""
+        """Return the time at which `tick` is due, or None."""
         return min(
             (program.deadline for program in self._programs.values() if program.deadline is not None), default=None
         )
 
     def waiting_for(self, program: int) -> frozenset[int]:
-        """Engines whose report on a program is still awaited."""
+        """Return the engines that have not reported on a program."""
         current = self._programs.get(program)
         return frozenset(current.waiting) if current else frozenset()
 

@@ -7,12 +7,13 @@ It never waits for a user's code, and never for a heartbeat: it learns of a fail
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ import zmq
 
 from distnb.notebook.programs.supervision import EndProgram, GiveUpOn, Order, Supervision
 from distnb.runtime.interrupts import drain
+from distnb.story import Transition
 from distnb.wire.channel import receive_from, send_frames
 from distnb.wire.codec import encode
 from distnb.wire.messages import (
@@ -31,15 +33,19 @@ from distnb.wire.messages import (
     Flush,
     Flushed,
     Hello,
+    LogTexts,
     MeasureMemory,
     MemoryUse,
     ProgramEnded,
+    SendLog,
     Stacks,
     TakeBack,
     TelemetrySample,
 )
 
 __all__ = ["EventHub", "Supervisor"]
+
+_logger = logging.getLogger("distnb.notebook.supervision")
 
 
 class EventHub:
@@ -62,8 +68,9 @@ class EventHub:
         for listener in tuple(self._listeners):
             try:
                 listener(event)
-            except Exception:  # noqa: BLE001
+            except Exception:
                 # A view that fails must cost neither the training nor the supervisor.
+                _logger.exception("a listener failed at %s", type(event).__name__)
                 traceback.print_exc()
 
 
@@ -108,6 +115,12 @@ class Supervisor:
         return time.monotonic() - self._given_up.get(engine, 0.0)
 
     @property
+    def story(self) -> list[Transition]:
+        """The latest transitions of the supervision, the oldest first."""
+        with self._changed:
+            return self._state.story
+
+    @property
     def hellos(self) -> dict[int, Hello]:
         """What each engine said of itself when it came up."""
         with self._changed:
@@ -116,12 +129,12 @@ class Supervisor:
     def program_began(self, program: int, engines: Iterable[int]) -> None:
         """Follow a program. To be called before it is sent."""
         with self._changed:
-            self._state.began(program, engines)
+            self._state.began(program, engines, time.monotonic())
 
     def replied(self, engine: int, program: int) -> None:
         """A reply that says a program went well has been read, and no event will tell so."""
         with self._changed:
-            self._state.ended(engine, program, True, "", 0.0)
+            self._state.ended(engine, program, True, "", time.monotonic())
 
     def failed(self, engine: int, program: int, summary: str) -> None:
         """An engine could not even begin with a program: the others' part is to be ended."""
@@ -187,6 +200,18 @@ class Supervisor:
         self._ask(engines, DumpActivity(), answers, timeout_s)
         return found
 
+    def ask_log(self, engines: Iterable[int], timeout_s: float) -> dict[int, Mapping[str, str]]:
+        """Return by engine the logs in its private directory, of those that answer in time."""
+        found: dict[int, Mapping[str, str]] = {}
+
+        def answers(event: Any) -> bool:
+            if isinstance(event, LogTexts):
+                found[event.engine] = event.texts
+            return isinstance(event, LogTexts)
+
+        self._ask(engines, SendLog(), answers, timeout_s)
+        return found
+
     def ask_memory(self, engines: Iterable[int], timeout_s: float) -> dict[int, MemoryUse]:
         """How much memory each engine takes, and its machine and device have; those that did not answer are missing."""
         found: dict[int, MemoryUse] = {}
@@ -223,7 +248,7 @@ class Supervisor:
         with self._changed:
             for engine in engines:
                 self._hellos.pop(engine, None)
-                self._state.stuck.pop(engine, None)
+                self._state.replaced(engine, time.monotonic())
 
     def wait_ended(self, program: int, timeout_s: float) -> bool:
         """Wait until all that a program wrote has been published. False if that took too long."""
@@ -265,8 +290,10 @@ class Supervisor:
 
     def _hear(self, engine: int, event: Any) -> None:
         if isinstance(event, Hello):
+            _logger.info("engine %d said hello: process %d on %s", engine, event.pid, event.host)
             with self._changed:
                 self._hellos[engine] = event
+                self._state.joined(engine, time.monotonic())
             self._on_hello(engine)
             return
         self.events.publish(event)
@@ -275,6 +302,7 @@ class Supervisor:
             self._advance(lambda now: self._state.ended(engine, event.program, ok, event.summary, now))
 
     def _bury(self, death: Died) -> None:
+        _logger.info("%s", death)
         self._lose(death)
         self.events.publish(death)
         self._advance(lambda now: self._state.died(death.engine, now))
@@ -293,7 +321,9 @@ class Supervisor:
         for order in orders:
             if isinstance(order, EndProgram):
                 self._send(order.engine, Abort(order.program, order.reason, order.interrupted))
+                _logger.info("ordered: %s", order)
             else:
+                _logger.warning("given up on: %s", order)
                 self._lose(order)
                 self.events.publish(order)
 

@@ -1,0 +1,78 @@
+"""The logs of a cluster's processes, as text or as an archive for a bug report."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distnb.errors import OptionError
+from distnb.process_log import merged
+
+if TYPE_CHECKING:
+    from distnb.notebook.session import Session
+
+__all__ = ["log_text", "save"]
+
+_OUTPUT_LINES = 10_000
+_LIBRARIES = ("distnb", "torch", "numpy", "ipython", "ipykernel", "ipyparallel", "pyzmq", "cloudpickle", "torchmetrics")
+
+
+def log_text(session: Session, engine: int | None, lines: int) -> str:
+    """Return the latest lines of the log: of all processes, in the order of time, or of one engine's.
+
+    It is "" if no process of the cluster logs.
+    """
+    texts = session.log_texts()
+    if engine is not None:
+        texts = {process: text for process, text in texts.items() if process.rpartition("-")[2] == str(engine)}
+    found = merged(texts)
+    left_out = f" (the last {lines:,} of {len(found):,} lines)" if len(found) > lines else ""
+    return "\n".join([f"── log{left_out} ──", *found[-lines:], ""]) if found else ""
+
+
+def save(session: Session, path: Path) -> int:
+    """Write all that helps to find a defect to a zip file, and return the number of files in it.
+
+    It holds what engines wrote outside programs, the log of each process, the stories of the state machines, the
+    engines, and the versions of libraries. The private directory has secrets, too: none of its other files is read.
+
+    Raises:
+        OptionError: The file cannot be written.
+    """
+    files = dict(_files(session))
+    try:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, text in files.items():
+                archive.writestr(name, text)
+    except OSError as error:
+        raise OptionError(f"%distnb logs --save {path}: the file cannot be written: {error}.") from error
+    return len(files)
+
+
+def _files(session: Session) -> Iterator[tuple[str, str]]:
+    from distnb.coordinator.coordinator import stories  # loads torch
+
+    yield "versions.txt", "\n".join(_versions()) + "\n"
+    yield "engines.txt", "\n".join(map(str, session.status())) + "\n"
+    yield "stories/supervision.txt", "\n".join(map(str, session.story)) + "\n"
+    for place, story in enumerate(stories()):
+        yield f"stories/closures-{place}.txt", "\n".join(map(str, story)) + "\n"
+    for engine, text in session.logs(_OUTPUT_LINES).items():
+        yield f"output/engine-{engine}.log", text
+    for process, text in session.log_texts().items():
+        yield f"log/{process}.log", text
+
+
+def _versions() -> Iterator[str]:
+    yield f"Python {sys.version}"
+    yield platform.platform()
+    for library in _LIBRARIES:
+        try:
+            yield f"{library} {metadata.version(library)}"
+        except metadata.PackageNotFoundError:
+            yield f"{library} is not installed"

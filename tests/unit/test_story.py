@@ -1,0 +1,116 @@
+"""The stories of the state machines, and their invariants."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from distnb.coordinator.queue import Cancel, ClosureQueue, Send
+from distnb.errors import InvariantError
+from distnb.notebook.programs.supervision import EndProgram, GiveUpOn, Supervision
+
+
+def test_the_supervision_tells_each_transition() -> None:
+    state = Supervision()
+    state.began(7, (0, 1), 1.0)
+    state.ended(1, 7, False, "ValueError: no", 2.0)
+    state.tick(2.5)
+    state.tick(3.0)
+    state.ended(0, 7, False, "late", 9.0)
+    began, failed, given_up, reported = state.story
+    assert (began.time, began.event, began.details) == (1.0, "began", (7, (0, 1)))
+    assert (began.before, began.after, began.orders) == ("[idle]", "[program 7 on 0, 1]", ())
+    assert failed.after == "[program 7 on 0]"
+    assert failed.orders == (EndProgram(0, 7, "replica on engine 1 failed: ValueError: no", False),)
+    assert (given_up.event, given_up.after, given_up.orders) == ("tick", "[engine 0 stuck in 7]", (GiveUpOn(0, 7),))
+    assert (reported.time, reported.after) == (9.0, "[idle]")
+
+
+def test_the_queue_tells_each_transition() -> None:
+    queue = ClosureQueue(depth=1)
+    queue.worker_up(3, 0.0)
+    queue.scheduled(1, 1.0)
+    queue.scheduled(2, 1.5, after=[1])
+    queue.ended(3, 1, "failed", now=2.0)
+    up, first, second, failed = queue.story
+    assert up.after == "[worker 3: idle]"
+    assert (first.details, first.orders) == ((1,), (Send(1, 3),))
+    assert second.details == (2, [1])
+    assert second.after == "[worker 3: 1; 1 queued]"
+    assert (failed.time, failed.details, failed.orders) == (2.0, (3, 1, "failed"), (Cancel(2),))
+    assert failed.after == "[worker 3: idle; 1 failed; 1 cancelled]"
+
+
+def test_a_story_keeps_the_latest_transitions() -> None:
+    state = Supervision()
+    for program in range(1000):
+        state.began(program, (0,), float(program))
+        state.ended(0, program, True, "", float(program))
+    assert len(state.story) == 256
+    assert state.story[-1].details == (0, 999, True, "")
+
+
+def test_each_transition_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    state = Supervision()
+    with caplog.at_level(logging.DEBUG, logger="distnb"):
+        state.began(1, (0,), 5.0)
+        state.tick(5.0)
+    assert [record.getMessage() for record in caplog.records] == ["5.000 began(1, (0,)): [idle] -> [program 1 on 0]"]
+
+
+def test_a_violation_of_the_supervision_is_found_and_told_with_the_story() -> None:
+    state = Supervision()
+    state.began(1, (0, 1), 0.0)
+    state._programs[1].waiting.add(5)
+    with pytest.raises(InvariantError, match=r"waits for \[5\], to which it was not sent(?s:.*)began\(1, \(0, 1\)\)"):
+        state.ended(0, 1, True, "", 0.1)
+
+
+def test_nobody_waits_for_a_dead_engine() -> None:
+    state = Supervision()
+    state.began(1, (0, 1), 0.0)
+    state.died(1, 0.1)
+    state._programs[1].waiting.add(1)
+    with pytest.raises(InvariantError, match=r"waits for \[1\], which died"):
+        state.interrupted(1, 0.2)
+
+
+def test_a_program_may_be_sent_to_an_engine_that_died_a_moment_ago() -> None:
+    state = Supervision()
+    state.died(1, 0.0)
+    state.began(1, (0, 1), 0.1)
+    orders = state.ended(1, 1, False, "was killed by SIGKILL", 0.2)
+    assert [(order.engine, order.program) for order in orders] == [(0, 1)]
+    state.joined(1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda queue: queue._waiting.append(1), "several places"),
+        (lambda queue: queue._unfinished.discard(1), "either placed or unfinished"),
+        (lambda queue: queue._ending.add(9), r"\[9\] are ending, and no worker has them"),
+        (lambda queue: queue._workers[0].closures.extend([5, 6]), "more than 2"),
+        (lambda queue: setattr(queue._workers[0], "asked_back", 9), "asked for closure 9"),
+        (lambda queue: setattr(queue, "_done", 1), "does not add up"),
+        (lambda queue: queue.done_by.update([0]), "0 closures are done"),
+        (lambda queue: queue._blocked.update({2: set()}), "blocked by"),
+        (lambda queue: queue._workers[0].stuck_in.add(1), "given up on"),
+    ],
+)
+def test_a_violation_of_the_queue_is_found_and_told_with_the_story(spoil: object, told: str) -> None:
+    queue = ClosureQueue(depth=2)
+    queue.worker_up(0, 0.0)
+    queue.scheduled(1, 1.0)
+    spoil(queue)  # type: ignore[operator]
+    with pytest.raises(InvariantError, match=f"{told}(?s:.*)scheduled"):
+        queue.scheduled(2, 2.0)
+
+
+def test_invariants_are_checked_only_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DISTNB_VALIDATE")
+    state = Supervision()
+    state.began(1, (0,), 0.0)
+    state._programs[1].waiting.add(5)
+    state.ended(0, 1, True, "", 0.1)
