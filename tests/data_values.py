@@ -8,7 +8,7 @@ __all__ = ["SETUP", "VALUES", "DataValue"]
 
 
 class DataValue(NamedTuple):
-    """One kind of data. In its expressions, `v` is the value.
+    """A kind of data. In its expressions, `v` is the value.
 
     Attributes:
         made: An expression that makes it.

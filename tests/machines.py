@@ -21,7 +21,7 @@ _REPOSITORY = Path(__file__).parents[1]
 
 @dataclass
 class Machines:
-    """Some machines, and this one with them on their network.
+    """A group of machines, and this one on their network.
 
     Attributes:
         names: The names in `ssh -F config`, which are also their host names.

@@ -216,7 +216,7 @@ class Refusals:
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """One line of a cell, with its number in the whole sequence."""
+    """A line of a cell, with its number in the whole sequence."""
 
     number: int
     text: str
@@ -580,7 +580,7 @@ class SameGraph:
                     assert type(one).__name__ == type(other).__name__, f"{where}: {one!r} and {other!r}"
                     assert repr(one) == repr(other) or " at 0x" in repr(one), f"{where}: {one!r} and {other!r}"
                     continue
-            elif opaque:  # an object of the engines that the notebook's hold may be a value there, and a handle beside
+            elif opaque:  # an engines' object may be a value in one place and a handle in another
                 _, handle, place = self._handles.setdefault(id(one), (one, other, where))
                 assert handle is other, f"{where} and {place} are one object in one IPython only: {one!r}"
                 continue

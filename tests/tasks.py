@@ -68,7 +68,7 @@ class Tasks:
         program: The source text, dedented here. `torch`, `distnb`, `os` and `sys` are imported, and `tell(**values)` is
             defined.
         names: The tasks, such as "worker 0", in any order. Evaluators are not in the cluster.
-        told: Returns a task's TF_CONFIG cluster, from its name and the actual cluster.
+        told: A function that returns a task's TF_CONFIG cluster, from its name and the actual cluster.
         command: The command that runs the program. `SCRIPT` in it is replaced by its file.
         env: Variables to add to each task's environment.
     """

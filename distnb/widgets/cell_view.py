@@ -107,11 +107,11 @@ class CellView:
         return OutputMerger(self._replicas, f"{self._name}-0")
 
     def watches(self, subject: object) -> bool:
-        """Return whether the view samples this thing now, and will go on to."""
+        """Return whether the view samples this object now, and will go on to."""
         return self._watch is not None and self._watch.subject is subject and self._watch.due
 
     def watch(self, watch: Watch, now: float) -> None:
-        """Sample a thing that the cell uses, from now on."""
+        """Sample an object that the cell uses, from now on."""
         self._now = now
         if self._watch is None or self._watch.subject is not watch.subject:
             self._watch = watch

@@ -133,7 +133,7 @@ class Front:
             self._wake_up()
 
     def watch(self, subject: Any, make: Callable[[Any], Watch]) -> None:
-        """Show a thing that the running cell uses. It is called under the thing's lock, so it takes none."""
+        """Show an object that the running cell uses. This is called under the object's lock, so it takes none."""
         view = self._current
         if view is not None and not view.watches(subject):
             self._queue.append((partial(view.watch, make(subject)), None))

@@ -1,4 +1,4 @@
-"""One afternoon with distnb in a page: the quickstart is run and watched, a replica fails and is debugged, a cell is
+"""An afternoon with distnb in a page: the quickstart is run and watched, a replica fails and is debugged, a cell is
 stopped, and the notebook is saved and opened again without a kernel, in a narrow page, too; with real engines."""
 
 from __future__ import annotations

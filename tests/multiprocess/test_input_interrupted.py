@@ -1,4 +1,4 @@
-"""After a cell that ended half-way none of its workers reads on, whatever name holds the iteration."""
+"""Workers of a cell that ended half-way, none of which reads on, even if a name still holds the iteration."""
 
 from __future__ import annotations
 

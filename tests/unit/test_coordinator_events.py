@@ -1,4 +1,4 @@
-"""What the coordinator makes of events, in whichever order they come."""
+"""The coordinator's handling of events, in whichever order they come."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_error_is_raised_though_another_replica_of_its_worker_does_not_follow
         status="error",
         error=ErrorReport(pickled=None, type_name="KeyError", text="only here", traceback=(), rendered=()),
     )
-    for _ in range(2):  # told again when a third replica replies
+    for _ in range(2):  # reported again when a third replica replies
         link.hear(ClosureGivenUp(0, program, reply))
     with pytest.raises(KeyError, match="only here") as caught:
         coordinator.join()

@@ -26,7 +26,7 @@ def shared(places: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def classes() -> dict[str, list[str]]:
-    """Where classes of each name are defined."""
+    """Return where classes of each name are defined."""
     found = defaultdict(list)
     for path in sorted(ROOT.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -36,7 +36,7 @@ def classes() -> dict[str, list[str]]:
 
 
 def modules() -> dict[str, list[str]]:
-    """Where modules and packages of each name are."""
+    """Return where modules and packages of each name are."""
     found = defaultdict(list)
     for path in sorted(ROOT.rglob("*.py")):
         place = path.parent if path.name == "__init__.py" else path

@@ -1,4 +1,4 @@
-"""One name's value never affects the others, whatever describing, digesting, packing or opening it raises."""
+"""Isolation of names: an error in describing, digesting, packing or opening a value affects no other name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`with strategy.scope():` at the top level of a cell: where its body runs, and with which line numbers."""
+"""The place and the line numbers of the body of `with strategy.scope():` at the top level of a cell."""
 
 from __future__ import annotations
 

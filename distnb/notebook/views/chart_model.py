@@ -81,7 +81,7 @@ def charts(model: LiveModel) -> list[Chart]:
 
 
 def series_of(name: str, runs: Sequence[Run], replicas: int = 0) -> list[Series]:
-    """Return the lines of a name: one for each run, or, for a single run, one for each of its `replicas` or more."""
+    """Return the lines of a name: one for each run, or one for each replica of a single run (`replicas` or more)."""
     if len(runs) == 1:
         curve = runs[0].curves[name]
         return _of_replicas(curve, max(replicas, len(curve.lines)))

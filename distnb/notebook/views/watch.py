@@ -1,4 +1,4 @@
-"""The extension point of a cell's live view: things that it shows besides its replicas."""
+"""The extension point of a cell's live view, for objects that it shows in addition to the replicas."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Watch"]
 
 
 class Watch(ABC):
-    """A thing that a running cell uses, sampled for its live view.
+    """An object that a running cell uses, such as a coordinator, sampled for the cell's live view.
 
     Attributes:
-        subject: The thing itself.
-        due: Whether it may change: it is to be sampled.
+        subject: The object itself.
+        due: True while it may change, so that it is to be sampled.
     """
 
     def __init__(self, subject: Any) -> None:
@@ -25,12 +25,12 @@ class Watch(ABC):
 
     @abstractmethod
     def add_to(self, model: LiveModel, now: float) -> None:
-        """Add what is known of it to a cell's model."""
+        """Add the samples' data to a cell's model."""
 
     @abstractmethod
     def poll(self, now: float, *, drawn: bool) -> bool:
-        """Take a sample if it is time; more of it if the view is `drawn`. Return whether a sample was taken."""
+        """Take a sample if it is time, with more data if the view is `drawn`. Return whether a sample was taken."""
 
     @abstractmethod
     def finish(self, now: float) -> None:
-        """Take the last sample: the cell has ended."""
+        """Take the last sample, at the end of the cell."""
