@@ -14,8 +14,8 @@ import torch
 from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.errors import CannotTravelError
 from distnb.objects.code import source_of
-from distnb.objects.memory import bytes_of
 from distnb.objects.packing import out_of_band
+from distnb.objects.tensor_bytes import reduce_tensor
 
 if TYPE_CHECKING:
     from distnb.coordinator.packer import ClosurePacker
@@ -29,30 +29,6 @@ class PickledParts(NamedTuple):
 
     data: bytes
     buffers: tuple[Any, ...] = ()
-
-
-def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How a tensor is pickled: its bytes, without a graph."""
-    if tensor.layout is not torch.strided:
-        return _open_sparse, (
-            tensor.detach().coalesce().indices(),
-            tensor.detach().coalesce().values(),
-            tuple(tensor.shape),
-        )
-    host = tensor.detach().cpu().contiguous()
-    data = pickle.PickleBuffer(bytes_of(host)) if host.numel() else b""
-    return _open_tensor, (data, host.dtype, tuple(host.shape), tensor.requires_grad and tensor.is_leaf)
-
-
-def _open_tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
-    if not len(memoryview(data)):
-        return torch.empty(shape, dtype=dtype).requires_grad_(requires_grad)
-    own = data if isinstance(data, bytearray) else bytearray(data)  # to be written to
-    return torch.frombuffer(own, dtype=dtype).reshape(shape).requires_grad_(requires_grad)
-
-
-def _open_sparse(indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)
 
 
 class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -82,7 +58,7 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is torch.nn.Parameter:
             return torch.nn.Parameter, (obj.detach(), obj.requires_grad)
         if type(obj) is torch.Tensor:
-            return _tensor(obj)
+            return reduce_tensor(obj, trainable=True)
         for library in libraries:
             reduced = library.reduced(obj)
             if reduced is not None:

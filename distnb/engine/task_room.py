@@ -18,7 +18,8 @@ from distnb.engine.closure_runner import Runner
 from distnb.engine.namespace.cell_sources import remember_source
 from distnb.engine.rooms import ProgramKind
 from distnb.engine.started_threads import threads_awaited
-from distnb.objects.modes import RANDOM, Environment, apply_environment, capture_environment
+from distnb.objects.modes import Environment, apply_environment
+from distnb.objects.rng_state import RngState
 from distnb.runtime.randomness import streams
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.client import Servers
@@ -173,7 +174,7 @@ class WorkerTask:
         self._device = str(torch_device(device))
         self._modes = Environment()
         self._fresh: frozenset[int] = frozenset()  # variables that this closure need not read
-        self._random: tuple[Environment, list[torch.Tensor]] | None = None  # while others draw
+        self._random: RngState | None = None  # while others draw
 
     def close(self) -> None:
         """Take no more closures."""
@@ -206,8 +207,7 @@ class WorkerTask:
             _seed(self._seed)
             self._seed = None
         elif self._random is not None:
-            apply_environment(self._random[0])
-            streams.write(self._random[1])
+            self._random.restore(streams.generators)
         self._random = None
         apply_environment(self._modes)
         if not self._definitions:
@@ -219,8 +219,7 @@ class WorkerTask:
     def suspend(self) -> None:
         """Another program comes, with random numbers of its own: this worker's go on later."""
         if self._random is None:
-            modes = capture_environment().modes
-            self._random = Environment({name: modes[name] for name in RANDOM}), streams.read()
+            self._random = RngState.capture(streams.generators)
 
 
 def _team_of_one(team: Team, engine: int, device: Device) -> Team:

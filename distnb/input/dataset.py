@@ -13,12 +13,13 @@ from distnb.errors import ProgramError
 from distnb.input.agreeing import Agree, OwnData, SameData
 from distnb.input.batch_placement import placement_for
 from distnb.input.dealing import ReplicaInput
-from distnb.input.draws import Drawing, ReplicaDraws, capture, on_host, restore, set_state, state_of
+from distnb.input.draws import Drawing, ReplicaDraws, capture, on_host, restore
 from distnb.input.optional import BatchIterator
 from distnb.input.progress import VERSION, Progress, checked_state, pipelines_of
 from distnb.input.reading import Reader
 from distnb.input.sources.base import Source
 from distnb.input.sources.element_spec import spec_of
+from distnb.objects.rng_state import generator_state, set_generator_state
 from distnb.options import InputOptions
 
 __all__ = ["DistributedDataset", "DistributedIterator", "program_began", "program_failed"]
@@ -103,7 +104,7 @@ class DistributedDataset(Iterable[Any]):
             skip = resume["position"]
             restore(self._drawing.shared, resume["began"])
             for generator, state in zip(self._source.generators(), resume["generators"], strict=False):
-                set_state(generator, state)
+                set_generator_state(generator, state)
         kept = None if resume is None else resume["kept"]
         progress.before = self._circumstances() | ({} if kept is None else {"kept": kept})
         progress.steps = skip // self._place.elements_per_step
@@ -199,7 +200,7 @@ class DistributedDataset(Iterable[Any]):
         """Return the state that determines the next iteration: random streams, and whether workers are running."""
         return {
             "random": capture(self._drawing.shared),
-            "generators": [state_of(each) for each in self._source.generators()],
+            "generators": [generator_state(each) for each in self._source.generators()],
             "kept": self._source.kept(),
         }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from distnb.input.dealing import ReplicaInput
+from distnb.objects.rng_state import RngState
 from distnb.topology import Device
 
 __all__ = [
@@ -35,8 +36,6 @@ __all__ = [
     "fold",
     "on_host",
     "restore",
-    "set_state",
-    "state_of",
 ]
 
 Shared = Callable[[], AbstractContextManager[Any]]
@@ -73,8 +72,7 @@ class ReplicaDraws:
     """A random stream that can temporarily replace the states of the global generators of torch, NumPy and `random`."""
 
     def __init__(self, seed: int) -> None:
-        numpy = np.random.RandomState(_words(seed)).get_state(legacy=False)
-        self._other: _States = (torch.Generator().manual_seed(seed).get_state(), random.Random(seed).getstate(), numpy)
+        self._other = RngState.seeded(seed)
         self._inside = False
 
     @contextmanager
@@ -90,20 +88,9 @@ class ReplicaDraws:
             self._switch()
 
     def _switch(self) -> None:
-        here = torch.default_generator.get_state(), random.getstate(), np.random.get_state(legacy=False)
-        of_torch, of_random, of_numpy = self._other
-        torch.default_generator.set_state(of_torch)
-        random.setstate(of_random)
-        np.random.set_state(of_numpy)
+        here = RngState.capture()
+        self._other.restore()
         self._other, self._inside = here, not self._inside
-
-
-_States = tuple[torch.Tensor, Any, Any]
-
-
-def _words(seed: int) -> list[int]:
-    """Return a seed in NumPy's form."""
-    return [seed & 0xFFFFFFFF, seed >> 32]
 
 
 class WorkerSeeds:
@@ -117,7 +104,7 @@ class WorkerSeeds:
         seed = fold(torch.initial_seed(), self._replica_id)
         torch.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(_words(seed))
+        np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
         info = get_worker_info()
         if info is not None:
             object.__setattr__(info, "seed", seed)  # its own setter refuses; users seed their generators from it
@@ -152,25 +139,23 @@ class Drawing:
 def capture(shared: Shared) -> dict[str, Any]:
     """Return the current states of the shared stream, as plain values."""
     with shared():
-        of_torch, of_random = state_of(torch.default_generator), random.getstate()
-        name, key, *rest = cast("tuple[Any, ...]", np.random.get_state())
-    return {"torch": of_torch, "python": of_random, "numpy": (name, key.tolist(), *rest)}
+        state = RngState.capture()
+    name, key, *rest = state.numpy
+    return {
+        "torch": state.torch[0],
+        "python": state.python,
+        "numpy": (name, np.frombuffer(key, np.uint32).tolist(), *rest),
+    }
 
 
 def restore(shared: Shared, states: Mapping[str, Any]) -> None:
     """Set the shared stream to the states that `capture` returned."""
     version, internal, gauss = states["python"]
+    name, key, *rest = states["numpy"]
+    state = RngState(
+        torch=(states["torch"],),
+        python=(version, tuple(internal), gauss),
+        numpy=(name, np.asarray(key, np.uint32).tobytes(), *rest),
+    )
     with shared():
-        set_state(torch.default_generator, states["torch"])
-        random.setstate((version, tuple(internal), gauss))
-        np.random.set_state(tuple(states["numpy"]))
-
-
-def state_of(generator: torch.Generator) -> bytes:
-    """Return the state of a generator as bytes, which, unlike pickled tensors, are equal in all processes if it is."""
-    return generator.get_state().numpy().tobytes()
-
-
-def set_state(generator: torch.Generator, state: bytes) -> None:
-    """Set a generator to the state that `state_of` returned."""
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        state.restore()

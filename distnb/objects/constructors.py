@@ -8,6 +8,7 @@ from typing import Any
 
 from distnb.objects.memory import MemoryBlock
 from distnb.objects.placeholder import Placeholder
+from distnb.objects.rng_state import generator_state, set_generator_state
 
 __all__ = ["ByOpener"]
 
@@ -85,15 +86,7 @@ def reduce_generator(generator: Any) -> Any:
     """Reduce a torch generator with its state as bytes, since a tensor would count as one of the user's."""
     import torch
 
-    state = generator.get_state().numpy().tobytes()
-    return torch.Generator, (generator.device,), state, None, None, fill_generator
-
-
-def fill_generator(generator: Any, state: bytes) -> None:
-    """Give a torch generator its state."""
-    import torch
-
-    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return torch.Generator, (generator.device,), generator_state(generator), None, None, set_generator_state
 
 
 def open_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:

@@ -8,7 +8,6 @@ itself. What is no row of the table does not travel.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import os
@@ -18,6 +17,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from distnb.objects.rng_state import generator_state, numpy_state, set_numpy_state
 
 __all__ = [
     "MODES",
@@ -350,13 +351,6 @@ def _set_cudnn_flags(value: tuple[bool, bool]) -> None:
     cudnn.benchmark, cudnn.deterministic = value
 
 
-def _torch_random() -> bytes:
-    state = _torch().default_generator.get_state()
-    memory: Any = (ctypes.c_char * state.nbytes).from_address(state.data_ptr())  # `numpy()` takes several times as long
-    content: bytes = memory.raw
-    return content
-
-
 def _set_torch_random(state: bytes) -> None:
     import torch
 
@@ -401,21 +395,6 @@ def _set_numpy_printing(options: dict[str, Any]) -> None:
     import numpy
 
     numpy.set_printoptions(**options)
-
-
-def _numpy_random() -> tuple[Any, ...]:
-    # This loads NumPy, which seeds itself from the system's entropy: loaded on the replicas alone it would differ.
-    import numpy.random
-
-    name, key, *rest = numpy.random.get_state(legacy=True)
-    return name, numpy.asarray(key).tobytes(), *rest
-
-
-def _set_numpy_random(state: tuple[Any, ...]) -> None:
-    import numpy
-
-    name, key, *rest = state
-    numpy.random.set_state((name, numpy.frombuffer(key, numpy.uint32), *rest))
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -471,7 +450,12 @@ MODES = (
         when="beginning",
     ),
     Mode(name="numpy printing", capture=_numpy_printing, apply=_set_numpy_printing, library="numpy", when="beginning"),
-    Mode(name="torch random state", capture=_torch_random, apply=_set_torch_random, library="torch"),
+    Mode(
+        name="torch random state",
+        capture=lambda: generator_state(_torch().default_generator),
+        apply=_set_torch_random,
+        library="torch",
+    ),
     Mode(name="random", capture=random.getstate, apply=random.setstate, when="end"),
-    Mode(name="numpy.random", capture=_numpy_random, apply=_set_numpy_random, when="end"),
+    Mode(name="numpy.random", capture=numpy_state, apply=set_numpy_state, when="end"),
 )

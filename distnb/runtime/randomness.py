@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.accelerators import generator
-from distnb.objects.modes import RANDOM, Environment, apply_environment, capture_environment
+from distnb.objects.rng_state import RngState
 from distnb.runtime.reduction.gathering import broadcast_bytes
 
 if TYPE_CHECKING:
@@ -128,8 +128,7 @@ _MARK = torch.tensor([0, 0, 0, 63, 1, 0, 0, 0], dtype=torch.uint8, device="cpu")
 def captured() -> bytes:
     """The random states that all replicas share, to be compared."""
     with streams.shared():
-        here = capture_environment().modes
-        return pickle.dumps(({name: here[name] for name in RANDOM}, streams.read()))
+        return pickle.dumps(RngState.capture(streams.generators))
 
 
 def share(group: Group) -> None:
@@ -137,6 +136,4 @@ def share(group: Group) -> None:
     with streams.shared():
         received = broadcast_bytes(group, captured() if group.rank == 0 else None, 0)
         if group.rank != 0:
-            modes, of_torch = pickle.loads(received)
-            apply_environment(Environment(modes))
-            streams.write(of_torch)
+            pickle.loads(received).restore(streams.generators)

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from distnb.objects.memory import bytes_of, dense_tensor
 from distnb.objects.packing import out_of_band
+from distnb.objects.tensor_bytes import reduce_tensor
 from distnb.wire.codec import Frame
 
 __all__ = ["encode_tensors"]
@@ -31,25 +31,4 @@ def encode_tensors(message: Any) -> list[Frame]:
     return frames
 
 
-def open_tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of some bytes that nobody else writes to."""
-    view = memoryview(data)
-    if not view.nbytes:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    # What came in a frame of its own and is small is copied: it holds the frame, and need not be aligned.
-    if view.readonly or (view.nbytes < _SMALL_NBYTES and type(data) is not bytearray):
-        data = bytearray(view)
-    return torch.frombuffer(data, dtype=dtype).view(shape)
-
-
-def _reduce(tensor: torch.Tensor) -> Any:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor.__reduce_ex__(5)
-    host = tensor.detach()
-    if not dense_tensor(host) or not host.is_contiguous():
-        host = host.resolve_conj().resolve_neg().cpu().contiguous()
-    return open_tensor, (pickle.PickleBuffer(bytes_of(host)), host.dtype, tuple(host.shape))
-
-
-_SMALL_NBYTES: Final = 64 << 10
-_REDUCERS: Final = {**copyreg.dispatch_table, torch.Tensor: _reduce, torch.nn.Parameter: _reduce}
+_REDUCERS: Final = {**copyreg.dispatch_table, torch.Tensor: reduce_tensor, torch.nn.Parameter: reduce_tensor}

@@ -1,0 +1,101 @@
+"""The state of the global random generators: of torch, of `random` and of NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["RngState", "generator_state", "numpy_state", "set_generator_state", "set_numpy_state"]
+
+
+class RngState(NamedTuple):
+    """State of the global random generators, as plain data: to be sent, stored and compared.
+
+    Attributes:
+        torch: The states of torch's generators: the CPU's, or those that were given.
+        python: The state of `random`.
+        numpy: The state of `numpy.random`.
+
+    Example:
+        >>> state = RngState.capture()
+        >>> first = random.random()
+        >>> state.restore()
+        >>> random.random() == first
+        True
+    """
+
+    torch: tuple[bytes, ...]
+    python: Any
+    numpy: tuple[Any, ...]
+
+    @classmethod
+    def capture(cls, generators: Sequence[Any] = ()) -> RngState:
+        """Return the current state, of these torch generators in place of the CPU's."""
+        of_torch = tuple(map(generator_state, generators or _cpu()))
+        return cls(torch=of_torch, python=random.getstate(), numpy=numpy_state())
+
+    @classmethod
+    def seeded(cls, seed: int) -> RngState:
+        """Return the state of generators that were seeded with a number of up to 64 bits."""
+        import numpy.random
+        import torch
+
+        words = [seed & 0xFFFFFFFF, seed >> 32]
+        return cls(
+            torch=(generator_state(torch.Generator().manual_seed(seed)),),
+            python=random.Random(seed).getstate(),
+            numpy=_plain(numpy.random.RandomState(words).get_state(legacy=True)),
+        )
+
+    def restore(self, generators: Sequence[Any] = ()) -> None:
+        """Set the generators to this state. Give the torch generators that `capture` was given."""
+        for generator, state in zip(generators or _cpu(), self.torch, strict=True):
+            set_generator_state(generator, state)
+        random.setstate(self.python)
+        set_numpy_state(self.numpy)
+
+
+def generator_state(generator: Any) -> bytes:
+    """Return the state of a torch generator as bytes. Unlike a pickled tensor, they are equal where the state is."""
+    state = generator.get_state()
+    memory: Any = (ctypes.c_char * state.nbytes).from_address(state.data_ptr())  # `numpy()` takes several times as long
+    content: bytes = memory.raw
+    return content
+
+
+def set_generator_state(generator: Any, state: bytes) -> None:
+    """Set a torch generator to the state that `generator_state` returned."""
+    import torch
+
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def numpy_state() -> tuple[Any, ...]:
+    """Return the state of `numpy.random`, which this loads.
+
+    NumPy seeds itself from the system's entropy: loaded on the replicas alone, it would differ between them.
+    """
+    import numpy.random
+
+    return _plain(numpy.random.get_state(legacy=True))
+
+
+def set_numpy_state(state: tuple[Any, ...]) -> None:
+    """Set `numpy.random` to the state that `numpy_state` returned."""
+    import numpy.random
+
+    name, key, *rest = state
+    numpy.random.set_state((name, numpy.frombuffer(key, numpy.uint32), *rest))
+
+
+def _cpu() -> tuple[Any]:
+    import torch
+
+    return (torch.default_generator,)
+
+
+def _plain(state: Any) -> tuple[Any, ...]:
+    name, key, *rest = state
+    return (name, key.tobytes(), *rest)
