@@ -259,10 +259,15 @@ class Agent:
             importlib.import_module(ROOMS[type(message).__module__]).install(self)
         return self.kinds[type(message)]
 
-    def receive_from(self, link: ProgramLink, before: ProgramLink | None = None) -> None:
-        """Receive programs from one more link, in the place of an earlier one if that is given."""
+    def receive_from(self, link: ProgramLink) -> None:
+        """Receive programs from one more link."""
         self._ignore()  # all links are watched again after the program that runs
-        self._links = [*(each for each in self._links if each is not before), link]
+        self._links = [*self._links, link]
+
+    def stop_receiving(self, link: ProgramLink) -> None:
+        """Receive no more programs from a link, which is about to be closed."""
+        self._ignore()
+        self._links = [each for each in self._links if each is not link]
 
     def _forget_failure(self) -> None:
         self._failure = None

@@ -67,12 +67,13 @@ class TaskRoom:
             return Reply(program=message.program, status="ok", value=self._server.address)
         before = self._worker
         if before is not None:  # another replica of this worker was replaced, and all of them start again
+            agent.stop_receiving(before.link)  # before its descriptor's number is another socket's
             before.close()
         else:
             agent.suspensions.append(lambda: self._working.suspend())
             agent.notices[ServersReplaced] = lambda notice: self._working.renew(notice)
         self._worker = worker = WorkerTask(message, agent.connection, agent.engine, agent.device, before)
-        agent.receive_from(worker.link, None if before is None else before.link)
+        agent.receive_from(worker.link)
         worker.link.send(Hello(agent.engine, os.getpid(), socket.gethostname()))
         return Reply(program=message.program, status="ok")
 
