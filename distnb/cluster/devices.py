@@ -73,7 +73,6 @@ def plan_devices(
     doubles = sorted({device for device in named if named.count(device) > 1})
     if doubles and not oversubscribe:
         raise OptionError(
-            f"{_list(doubles)} is named more than once in {_list(named)}. Each engine gets a device of its own; "
             f"{_list(doubles)} appears more than once in {_list(named)}. Name each device once; "
             "oversubscribe=True lets several engines share one (replicas then communicate through host memory)."
         )
@@ -89,7 +88,7 @@ def _check_count(n: int | None) -> None:
         raise OptionError(f"n={n}: a cluster has at least one engine. Give 1 or more.")
     if n > _MOST_ENGINES:
         raise OptionError(
-            f"n={n}: one machine can run at most {_MOST_ENGINES} engines; each is a process with torch loaded."
+            f"n={n}: one machine can run at most {_MOST_ENGINES} engines, each with torch loaded. Give fewer."
         )
 
 
@@ -148,7 +147,9 @@ class _Machine:
         """Raise an error if the machine does not have a device."""
         if device.type == "cpu":
             if device.index >= _MOST_ENGINES:
-                raise OptionError(f"{device}: CPU engines are numbered cpu:0 to cpu:{_MOST_ENGINES - 1}.")
+                raise OptionError(
+                    f"{device} does not exist. CPU engines are numbered cpu:0 to cpu:{_MOST_ENGINES - 1}."
+                )
             return
         if device.index < self.count(device.type):
             return

@@ -180,7 +180,9 @@ class Cluster:
                 self.launcher.launch(orders, processes, self._engine_launched, self._engine_ended)
             except OSError as error:
                 which = f"engine{'s' if len(orders) > 1 else ''} {', '.join(map(str, engines))}"
-                raise StartError(f"The process of {which} could not be started: {error}.") from error
+                raise StartError(
+                    f"The process of {which} could not be started: {error}. Free memory or processes, and try again."
+                ) from error
 
     def _wait_until_ready(
         self, processes: Processes, engines: Sequence[int], on_progress: OnProgress, timeout_s: float

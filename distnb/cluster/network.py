@@ -45,7 +45,7 @@ def interface_of(address: str) -> str:
         if wanted in addresses:
             return name
     raise StartError(
-        f"No network interface of this machine has the address {address}. The interfaces are {_list(there)}."
+        f"No network interface of this machine has the address {address}. Give one of these: {_list(there)}."
     )
 
 
@@ -61,7 +61,7 @@ def listening_address(hosts: Iterable[str], interface: str | None) -> str:
         if any(interface in addresses for addresses in there.values()):
             return interface
         raise StartError(
-            f"This machine has no network interface and no address {interface!r}. The interfaces are {_list(there)}."
+            f"This machine has no network interface and no address {interface!r}. Give one of these: {_list(there)}."
         )
     found = {host: address_towards(host) for host in hosts}
     if len(set(found.values())) > 1:

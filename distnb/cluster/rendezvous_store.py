@@ -16,7 +16,7 @@ from distnb.errors import StartError
 if TYPE_CHECKING:
     from distnb.compat.c10d_internals import TCPStore
 
-__all__ = ["RendezvousStore", "free_port", "meet_in"]
+__all__ = ["RendezvousStore", "free_port", "use_rendezvous_files"]
 
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
@@ -30,7 +30,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def meet_in(path: str) -> None:
+def use_rendezvous_files(path: str) -> None:
     """Make torch's `env://` rendezvous, by which scripts meet, use files of a private directory in this process.
 
     Imports torch.

@@ -135,7 +135,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise OptionError(f"{address!r} is no address of the form host:port, with a port from 1 to 65535.")
+        raise OptionError(f"{address!r} is not an address. Write host:port, with a port from 1 to 65535.")
     return host, int(port)
 
 
@@ -149,7 +149,7 @@ def own_interface(placement: WorkerPlacement) -> tuple[str, str]:
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if named:
         if not there.get(named):
-            raise StartError(f"GLOO_SOCKET_IFNAME is {named!r}; this machine's interfaces are {', '.join(there)}.")
+            raise StartError(f"GLOO_SOCKET_IFNAME is {named!r}, but this machine's interfaces are {', '.join(there)}.")
         return named, min(there[named], key=lambda address: ":" in address)
     host = host_of(placement.me.address)
     for address in _resolve(host, placement.me):

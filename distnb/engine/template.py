@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from distnb.cluster.local.orphans import signalled_at_end_of_parent
+from distnb.cluster.local.orphans import request_signal_at_parent_end
 from distnb.cluster.local.processes import describe_status
 from distnb.cluster.process_environment import AGENT_VARIABLE, DEVICE_VARIABLE, ENGINE_VARIABLE
 from distnb.topology import parse_device
@@ -41,7 +41,7 @@ def load() -> None:
 def fork_engines() -> None:
     """Fork the engines that the notebook names. Returns in each of these, and never in the calling process."""
     # No thread could watch the notebook: a process with threads is not to fork. The kernel ends this one.
-    signalled_at_end_of_parent(signal.SIGKILL)
+    request_signal_at_parent_end(signal.SIGKILL)
     with socket.socket(fileno=0) as notebook:
         told = notebook.recv(_PACKET_NBYTES)
         if not told:

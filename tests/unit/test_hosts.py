@@ -173,7 +173,7 @@ def test_where_a_notebook_listens() -> None:
     assert listening_address(["nowhere.invalid"], "127.0.0.1") == "127.0.0.1"
     with pytest.raises(StartError, match=r"no route to 'nowhere.invalid'.*interface='eth0'"):
         listening_address(["nowhere.invalid"], None)
-    with pytest.raises(StartError, match=r"no network interface and no address 'eth77'\. The interfaces are lo"):
+    with pytest.raises(StartError, match=r"no network interface and no address 'eth77'\. Give one of these: lo"):
         listening_address(["127.0.0.1"], "eth77")
 
 

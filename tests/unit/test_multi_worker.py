@@ -143,7 +143,7 @@ def test_ranks_are_in_task_order_the_chief_first():
     [
         ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, "has 2 chiefs"),
         ({"worker": ["a:1", "a:1"]}, "several tasks the same address, a:1"),
-        ({"worker": ["a", "b:1"]}, "'a' is no address of the form host:port"),
+        ({"worker": ["a", "b:1"]}, "'a' is not an address. Write host:port"),
         (
             {"worker": ["a:1"], "wrker": ["b:1"]},
             "the job 'wrker', which is unknown. The jobs are chief, worker, ps",

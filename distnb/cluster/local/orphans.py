@@ -18,7 +18,7 @@ from pathlib import Path
 
 from distnb.cluster.local.guardian import end_descriptor
 
-__all__ = ["adopt_orphans", "adopting_orphans", "die_with", "end_group", "is_ending", "signalled_at_end_of_parent"]
+__all__ = ["adopt_orphans", "adopting_orphans", "die_with", "end_group", "is_ending", "request_signal_at_parent_end"]
 
 
 def die_with(pid: int) -> None:
@@ -42,7 +42,7 @@ def _prctl(option: int, argument: object) -> None:
         raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
-def signalled_at_end_of_parent(number: int) -> None:
+def request_signal_at_parent_end(number: int) -> None:
     """Have the kernel send a signal to this process when the thread that started it ends."""
     _prctl(_SIGNAL_AT_END_OF_PARENT, ctypes.c_ulong(number))
 

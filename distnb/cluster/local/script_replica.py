@@ -13,7 +13,7 @@ from types import TracebackType
 
 from distnb.cluster.local.orphans import die_with
 from distnb.cluster.process_environment import STORE_VARIABLE, keep_temporary_sockets_in
-from distnb.cluster.rendezvous_store import meet_in
+from distnb.cluster.rendezvous_store import use_rendezvous_files
 from distnb.process_log import open_log
 
 __all__ = ["error_path", "main", "run"]
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     keep_temporary_sockets_in(Path(directory))
     open_log(Path(directory), f"replica-{rank}")
     if os.environ.get(STORE_VARIABLE):
-        meet_in(os.environ[STORE_VARIABLE])
+        use_rendezvous_files(os.environ[STORE_VARIABLE])
     try:
         run(command)
     except SystemExit:

@@ -97,7 +97,9 @@ class SlurmClusterResolver(ClusterResolver):
             )
         twice = [host for host, times in Counter(hosts).items() if times > 1]
         if twice:
-            raise OptionError(f"Slurm's host list names {', '.join(twice)} more than once: {', '.join(hosts)}.")
+            raise OptionError(
+                f"Slurm's host list names {', '.join(twice)} more than once: {', '.join(hosts)}. Name each once."
+            )
         return dict(zip(hosts, counts, strict=True))
 
     def _addresses(self) -> list[str]:
