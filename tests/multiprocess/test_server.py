@@ -153,7 +153,7 @@ def test_a_server_that_is_told_to_stop(servers: Servers, notebook: Notebook) -> 
 
 @pytest.mark.parametrize("protocol", ["grpc", ""])
 def test_a_protocol_that_is_not_ours(protocol: str) -> None:
-    with pytest.raises(OptionError, match="speak their own protocol, 'distnb'"):
+    with pytest.raises(OptionError, match="servers use 'distnb'"):
         distnb.Server({"worker": ["127.0.0.1:2222"]}, "worker", 0, protocol)
 
 
