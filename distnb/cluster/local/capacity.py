@@ -76,7 +76,7 @@ def check_capacity(
 
     Example:
         >>> check_capacity(4, Capacity(cores=2, memory_nbytes=2**32), oversubscribe=False)
-        ('4 engines share the 2 cores of this machine, so more engines do not make it faster.',)
+        ('4 engines share the 2 cores of this machine. More engines than cores do not make a program faster.',)
     """
     most, shared = capacity.most_engines, _count(capacity.cores, "core")
     if most is not None and engines > most:
@@ -97,7 +97,7 @@ def check_capacity(
         )
     if engines <= capacity.cores:
         return ()
-    return (f"{engines} engines share the {shared} of {where}, so more engines do not make it faster.",)
+    return (f"{engines} engines share the {shared} of {where}. More engines than cores do not make a program faster.",)
 
 
 def _count(number: int, thing: str) -> str:
