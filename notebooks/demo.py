@@ -1,4 +1,4 @@
-"""`make demo`: runs the quick start for real, prints what it learned, and keeps the notebook and an HTML of it.
+"""The program behind `make demo`: run the quick start, print its results, and save the notebook and an HTML copy.
 
 Usage:
     python notebooks/demo.py [--out FOLDER] [--notebook FILE]
@@ -22,10 +22,10 @@ CELL_LIMIT_S = 300
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it. Returns the exit status."""
+    """Run the demo and return the exit status."""
     parser = argparse.ArgumentParser(description="Run distnb's quick start on this machine.")
-    parser.add_argument("--notebook", type=Path, default=HERE / "quickstart.ipynb", help="what to run")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "demo", help="where the results go")
+    parser.add_argument("--notebook", type=Path, default=HERE / "quickstart.ipynb", help="the notebook to run")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "demo", help="the folder for the results")
     options = parser.parse_args(arguments)
 
     notebook = nbformat.read(options.notebook, as_version=4)
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def print_table(history: list[dict[str, float]]) -> None:
-    """One line an epoch."""
+    """Print a line for each epoch."""
     print(f"\n{'epoch':>5}  {'loss':>8}  {'accuracy':>8}")
     for row in history:
         print(f"{row['epoch']:>5}  {row['loss']:>8.4f}  {row['accuracy']:>8.1%}")
@@ -61,7 +61,7 @@ def _kind_of_engines() -> str:
 
 
 def _execute(notebook: nbformat.NotebookNode) -> list[dict[str, float]]:
-    """Run every cell in place, and read the mirrored training's history out of the kernel."""
+    """Run every cell in place, and return the mirrored training's history from the kernel."""
     client = NotebookClient(
         notebook,
         timeout=CELL_LIMIT_S,
@@ -77,7 +77,7 @@ def _execute(notebook: nbformat.NotebookNode) -> list[dict[str, float]]:
 
 
 def _print(client: NotebookClient, expression: str) -> str:
-    """Return what `print(expression)` writes in the notebook's kernel. The cell that does so is removed again."""
+    """Return the output of `print(expression)` in the notebook's kernel. The cell for it is removed afterwards."""
     cells = client.nb.cells
     cells.append(nbformat.v4.new_code_cell(f"print({expression})"))
     try:
