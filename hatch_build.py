@@ -1,6 +1,6 @@
-"""The package's description on PyPI: README.md, whose links to files of this repository mean nothing there.
+"""The package's description on PyPI: README.md, adapted because its relative links do not work there.
 
-Where `[project.urls]` in pyproject.toml names the repository as `Source`, the links lead there. Without it they are
+If `[project.urls]` in pyproject.toml names the repository as `Source`, the links lead to it. Otherwise they become
 plain text, and pictures are left out.
 """
 
@@ -17,7 +17,7 @@ _PICTURE = re.compile(r'<img src="(?!\w+://)([^"]+)"[^>]*>\n*')
 
 
 class ReadmeHook(MetadataHookInterface):
-    """Sets the package's description."""
+    """A metadata hook that sets the package's description."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ class ReadmeHook(MetadataHookInterface):
 
 
 def described(readme: str, source: str | None) -> str:
-    """Return a README for another place than its repository, which is at `source`, if anywhere."""
+    """Return the README for a place outside its repository, which is at the URL `source` (None if unpublished)."""
     if source is None:
         return _LINK.sub(r"\1", _PICTURE.sub("", readme))
     files, raw = f"{source.rstrip('/')}/blob/HEAD", f"{source.rstrip('/')}/raw/HEAD"

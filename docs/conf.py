@@ -1,7 +1,8 @@
-"""The documentation site: `make docs` builds it from docs/ and notebooks/, and any warning is an error.
+"""The configuration of the documentation site, which `make docs` builds from docs/ and notebooks/.
 
 The repository's root is Sphinx's source folder, so the relative links of a page lead to the same places on the site
-and on a code host. Notebooks are shown as they were saved: `make test` runs each and compares what its cells show.
+and on a code host. Any warning is an error. Notebooks are shown as they were saved: `make test` runs each and compares
+its outputs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ html_show_copyright = False
 
 
 def take_in_new_pages(app: Sphinx, page: str, source: list[str]) -> None:
-    """Put the pages that the first page's lists do not name where it says so: a new page of docs/ needs no entry."""
+    """Replace "(others)" on the first page by all pages that its lists do not name, so a new page needs no entry."""
     if page == root_doc:
         named = {f"docs/{line.strip()}" for line in source[0].splitlines()} | {root_doc}
         pages = sorted(name for name in app.env.found_docs if name.count("/") == 1 and name.startswith("docs/"))
@@ -58,7 +59,7 @@ def take_in_new_pages(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def fold_solutions(app: Sphinx, page: str, source: list[str]) -> None:
-    """Fold the solution of an exercise, a text and a cell of code, into one cell that opens by a click."""
+    """Fold an exercise's solution, a text cell and a code cell, into one cell that opens with a click."""
     if not page.startswith("notebooks/exercises/"):
         return
     notebook = json.loads(source[0])
@@ -77,19 +78,19 @@ def fold_solutions(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def keep_first_sentence(app: Sphinx, kind: str, name: str, found: Any, options: Any, lines: list[str]) -> None:
-    """Let no colon in the first line of an attribute's text part off what napoleon would take for its type."""
+    """Keep napoleon from reading the text before a colon in an attribute's first line as its type."""
     if kind in ("attribute", "property", "data") and lines:
         lines[:1] = lines[0].split(" ", 1)
 
 
 _PUBLIC = {where.rpartition(":")[2] if ":" in where else name: name for name, where in distnb._WHERE.items()}
-"""What a public object is called where it is defined, and its public name."""
+"""An object's name in the module that defines it, and its public name."""
 
 
 def find_public_name(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: nodes.Element
 ) -> nodes.Element | None:
-    """Lead from where an object is defined to the entry of its public name."""
+    """Resolve a reference to the place of definition to the entry of the public name."""
     name = _PUBLIC.get(str(node.get("reftarget", "")).rpartition(".")[2])
     if node.get("refdomain") != "py" or name is None:
         return None
