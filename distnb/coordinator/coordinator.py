@@ -219,7 +219,7 @@ class ClusterCoordinator:
         return queued >= self._max_queued or (queued > 0 and self._nbytes > self._max_nbytes)
 
     def _roomy(self) -> bool:
-        """Whether some closures fit at once: to be woken up for each would cost both threads more than it gains."""
+        """Return whether several closures fit at once: one wake-up for each would cost more than it gains."""
         queued = self._queue.queued
         return queued <= self._max_queued * 7 // 8 and (not queued or self._nbytes <= self._max_nbytes)
 
@@ -237,7 +237,7 @@ class ClusterCoordinator:
         self._bring(roles.coordinating(self.strategy).access.bring_home)
 
     def done(self) -> bool:
-        """Whether every scheduled closure has ended.
+        """Return whether every scheduled closure has ended.
 
         Raises:
             BaseException: What a closure raised, once.
@@ -272,13 +272,13 @@ class ClusterCoordinator:
         self._await_held(lambda: sum(not each.ended for each in values) <= left or self._trouble)
 
     def forget(self, obj: Any) -> None:
-        """A model has changed, in more than its values: workers are sent it anew. Nothing that uses it is scheduled."""
+        """Send a model to workers again: more has changed than its values. No closure that uses it is scheduled."""
         self._packer.forget(obj)
 
     def recover(self, checkpoint: Any) -> None:
         """Go on after a parameter server was lost, once another one is in its place (`%distnb restart --missing`).
 
-        Variables and optimizers that were on it are made anew, and all are restored, so that they fit together. What
+        Variables and optimizers that were on it are made again, and all are restored, so that they fit together. What
         was scheduled when it was lost was cancelled.
 
         Args:
@@ -315,7 +315,7 @@ class ClusterCoordinator:
     # -- what each worker has of its own ---------------------------------------------------------------------------
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """A dataset on each worker.
+        """Make a dataset on each worker.
 
         Each worker makes its own when a closure first uses it, and so does one that takes a lost worker's place.
         `iter` of what is returned stands for an iterator on each worker, to be passed to `schedule`.
@@ -335,7 +335,7 @@ class ClusterCoordinator:
         return PerWorkerDataset(made, _name_of(dataset_fn))
 
     def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
-        """A value on each worker, which makes it when a closure first uses it.
+        """Make a value on each worker, when a closure first uses it there.
 
         Args:
             fn: A function without arguments.
@@ -347,7 +347,7 @@ class ClusterCoordinator:
     # -- being looked at -------------------------------------------------------------------------------------------
 
     def status(self) -> CoordinatorStatus:
-        """What is going on. Cheap, and from any thread; no worker is asked."""
+        """Return the current state. This is cheap, works on any thread, and asks no worker."""
         now = time.monotonic()
         with _lock:
             workers = []
@@ -403,7 +403,7 @@ class ClusterCoordinator:
             self._await(ready)
 
     def _have_ended(self) -> bool:
-        """Return whether the closures that were told to end have ended."""
+        """Return whether the closures that were ordered to end have ended."""
         return not self._queue.ending
 
     def _await_result(self, ready: Callable[[], bool]) -> None:
@@ -450,7 +450,7 @@ class ClusterCoordinator:
             waiter.close()
 
     def _end_all(self) -> None:
-        """The user interrupts: cancel everything, and wait until the workers have followed or are given up on."""
+        """Cancel everything for the user's interrupt, and wait until the workers have followed or are given up on."""
         with _lock:
             self._cancel("the user interrupted")
             self._wake()
@@ -485,7 +485,7 @@ class ClusterCoordinator:
             try:
                 first.others = tuple(others)  # type: ignore[attr-defined]
             except AttributeError:
-                pass  # a class with slots; the notes tell
+                pass  # a class with slots; the notes have the text
             raise first.with_traceback(None)
         if self._link.closed:
             raise NoClusterError(
@@ -515,7 +515,7 @@ class ClusterCoordinator:
             return self._queue.next_deadline()
 
     def _hear(self, event: Event | None) -> None:
-        """Take in one event; None: time has passed."""
+        """Handle one event; None: time has passed."""
         now = time.monotonic()
         with _lock:
             if event is not None and _logger.isEnabledFor(logging.DEBUG):
@@ -613,7 +613,7 @@ class ClusterCoordinator:
         return self._queue.ended(worker, number, "failed", now)
 
     def _error_of(self, reply: Reply, worker: int, name: str) -> BaseException:
-        """What a closure raised. The others are cancelled for that."""
+        """Return the exception that a closure raised. The others are cancelled for that."""
         report = reply.error
         assert report is not None
         if not self._queue.ending:
@@ -663,7 +663,7 @@ class ClusterCoordinator:
         self._link.send(order.worker, message)
 
     def _seed_of(self, worker: int) -> int:
-        """What a worker's random numbers begin with: each draws others, which all follow from the seed set here."""
+        """Return the seed of a worker's random numbers: each has its own, derived from the seed that is set here."""
         if self._seed is None:
             import torch
 
@@ -684,10 +684,10 @@ class ClusterCoordinator:
 
 
 def _fence() -> Fence:
-    """The closures that have ended, whoever scheduled them.
+    """Return the closures that have ended, whoever scheduled them.
 
     Every request to a server carries it. So whoever has seen a value after a closure was cancelled, the coordinator or
-    a later closure, has also told the server that held it to refuse that closure's changes.
+    a later closure, has also ordered the server that held it to refuse that closure's changes.
     """
     with _lock:
         queues = [each._queue for each in _coordinators.values()]
@@ -698,7 +698,7 @@ def _fence() -> Fence:
 
 
 def running_coordinators() -> list[ClusterCoordinator]:
-    """Those whose clusters have not been stopped."""
+    """Return the coordinators whose clusters have not been stopped."""
     return [each for each in tuple(_coordinators.values()) if not each._link.closed]
 
 

@@ -1,4 +1,4 @@
-"""What closures know of objects of torchmetrics, and of libraries that are loaded later, such as Keras."""
+"""Treatment in closures of objects of torchmetrics, and of libraries that are loaded later, such as Keras."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Library(ABC):
     """
 
     def parts(self, root: Any) -> Iterable[Any]:
-        """The modules in a model that belong to its description, and may be none of its own to torch."""
+        """Return the modules in a model that belong to its description, and may be none of its own to torch."""
         return ()
 
     def reduced(self, obj: Any) -> Any:
-        """How an object is pickled, as `__reduce__` gives it; None: as ever."""
+        """Return the pickled form of an object, as `__reduce__` does; None for the usual one."""
         return None
 
     def described(self, obj: Any) -> ResourceDescription | None:
-        """What an object is that is a resource, and no module."""
+        """Return the type of an object that is a resource, and no module."""
         return None
 
     def set(self, resource: Any, settings: Any) -> bool:
@@ -63,15 +63,15 @@ class Library(ABC):
 
     @abstractmethod
     def is_metric(self, obj: Any) -> bool:
-        """Whether workers count something by it that is added up on the coordinator."""
+        """Return whether workers count something by it that is added up on the coordinator."""
 
     @abstractmethod
     def reset(self, metric: Any) -> None:
-        """A closure begins, on a worker."""
+        """Reset the metric on a worker: a closure begins."""
 
     @abstractmethod
     def contribution(self, metric: Any) -> Any:
-        """What the closure has counted; None: nothing."""
+        """Return the closure's contribution; None if there is none."""
 
     @abstractmethod
     def merge(self, metric: Any, contribution: Any) -> None:
@@ -111,12 +111,12 @@ libraries: list[Library] = [_Torchmetrics()]
 
 
 def library_of(metric: Any) -> Library | None:
-    """The library of a metric; None: it is no metric."""
+    """Return the library of a metric; None of other objects."""
     return next((each for each in libraries if each.is_metric(metric)), None)
 
 
 def parts_of(root: Any) -> Iterator[Any]:
-    """An object, and, of a model, all modules in it, in one order in every process."""
+    """Yield an object and, of a model, all modules in it, in the same order in every process."""
     yield from root.modules() if isinstance(root, torch.nn.Module) else (root,)
     for library in libraries:
         yield from library.parts(root)

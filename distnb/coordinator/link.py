@@ -1,4 +1,4 @@
-"""What the coordinator needs of the cluster: messages to workers, and news of them. The notebook implements it."""
+"""The coordinator's connection to the cluster: messages to workers, and their events. The notebook implements it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WorkerUp(NamedTuple):
 
 
 class WorkerLost(NamedTuple):
-    """A worker is gone, and has told all that it could."""
+    """A worker is gone, and all its messages have arrived."""
 
     worker: int
     how: str
@@ -57,7 +57,7 @@ class ClosureEnded(NamedTuple):
     """A worker has replied to a program.
 
     Attributes:
-        reply: Its first replica's; or the one that tells of a failure.
+        reply: Its first replica's; or the one that reports a failure.
         others: Those of its other replicas, if all went well.
     """
 
@@ -126,7 +126,7 @@ class ClusterLink(Protocol):
     def servers(self) -> Servers: ...
 
     def number(self) -> int:
-        """The serial number of the next program."""
+        """Return the serial number of the next program."""
 
     def send(self, worker: int, message: RunClosure) -> None:
         """Send a closure; from any thread. Programs sent to one worker have ascending numbers."""
@@ -141,13 +141,13 @@ class ClusterLink(Protocol):
         """End a program: its reply comes soon, or `ClosureGivenUp`."""
 
     def error(self, report: ErrorReport, worker: int, closure: str) -> BaseException:
-        """The exception that a worker has reported, to be raised here with the worker's own traceback."""
+        """Return the exception that a worker has reported, to be raised here with the worker's own traceback."""
 
     def watch(self, coordinator: ClusterCoordinator) -> None:
-        """Show what this coordinator does, until its closures have ended; told again and again, so it costs little."""
+        """Show what this coordinator does, until its closures have ended. Calls are frequent, and so are cheap."""
 
     def cell_name(self, filename: str) -> str:
-        """How tracebacks call a cell, by what its code objects carry; "" if it is none."""
+        """Return the name of a cell in tracebacks, by what its code objects carry; "" if it is none."""
 
     def catch_up(self) -> None:
         """Show what workers have written so far."""
@@ -155,7 +155,7 @@ class ClusterLink(Protocol):
     def subscribe(
         self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]
     ) -> Callable[[], None]:
-        """Tell of events from now on, one after another; first of those workers that are there.
+        """Report events from now on, one after another; first of the workers that are there.
 
         Args:
             listener: Called with each, on a thread of the link's own. Called with None at `deadline()` (of

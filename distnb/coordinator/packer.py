@@ -64,7 +64,7 @@ class PackedClosure(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size in bytes."""
         return len(self.data) + sum(memoryview(each).nbytes for each in self.buffers)
 
 
@@ -149,11 +149,11 @@ class ClosurePacker:
         return self._modes
 
     def definition(self, number: int) -> PickledParts:
-        """What a worker is sent that lacks a resource."""
+        """Return the definition of a resource for a worker that lacks it."""
         return self._known[number].packed
 
     def knows(self, number: int) -> bool:
-        """Whether a resource is still there."""
+        """Return whether a resource still exists."""
         return number in self._known
 
     def merge(self, contributions: Mapping[int, Any]) -> None:
@@ -165,14 +165,14 @@ class ClosurePacker:
                 library.merge(metric, contribution)
 
     def forget(self, obj: Any) -> None:
-        """An object has changed, and no closure that uses it is under way: workers are sent it anew."""
+        """Send an object that has changed to workers again. No closure that uses it is under way."""
         with self._lock:
             found = self._objects.get(id(obj))
             if found is not None:
                 self._forget(id(obj), found[1])
 
     def _function(self, function: Callable[..., Any]) -> tuple[int | PickledParts, Any]:
-        """A function; its number, if it has been met before: then it is a resource, which workers are sent once."""
+        """Pack a function. If it was packed before, return its number: it is a resource, sent to each worker once."""
         packed, found = dump(function, "The function", self)
         digest = xxhash.xxh3_128(packed.data)
         for each in packed.buffers:
@@ -191,7 +191,7 @@ class ClosurePacker:
         return number, found
 
     def _with_needs(self, numbers: Mapping[int, Any], settings: dict[int, Any]) -> dict[int, Any]:
-        """These resources and all that they need; `settings` gets what is set of these."""
+        """Collect these resources and all that they need; `settings` receives what is set of these."""
         every = dict(numbers)
         pending = list(numbers)
         while pending:
@@ -209,7 +209,7 @@ class ClosurePacker:
     # What is no plain value -----------------------------------------------------------------------------------------
 
     def reference(self, obj: Any, pickler: ClosurePickler) -> tuple[Any, ...] | None:
-        """How an object is pickled that is a resource, or a variable on the servers; None for others."""
+        """Return the pickled form of a resource, or of a variable on the servers; None for others."""
         if isinstance(obj, torch.Tensor):
             stored = self._access.stored_of(obj)
             if stored is None:

@@ -18,15 +18,15 @@ __all__ = ["Maker", "PerWorkerDataset", "PerWorkerIterator", "PerWorkerValues"]
 
 
 class Maker(Protocol):
-    """Makes a worker's own value; it is sent to each worker once."""
+    """A maker of a worker's own value; it is sent to each worker once."""
 
     def make_for_worker(self, worker: int) -> Any: ...
 
 
 class PerWorkerValues:
-    """Stands for one value on each worker: among the arguments of a scheduled function it is the worker's own.
+    """A value on each worker: as an argument of a scheduled function it is replaced by the worker's own.
 
-    A worker that has taken a lost one's place makes it anew.
+    A worker that replaces a lost one makes it again.
     """
 
     def __init__(self, maker: Maker, name: str) -> None:
@@ -44,14 +44,14 @@ class PerWorkerValues:
 
 
 class PerWorkerDataset(PerWorkerValues):
-    """Stands for one dataset on each worker. `iter` gives an iterator of each, to be passed to scheduled functions."""
+    """A dataset on each worker. `iter` returns an iterator of each, to be passed to scheduled functions."""
 
     def __iter__(self) -> PerWorkerIterator:
         return PerWorkerIterator(_MakeIterator(self), self._name)
 
 
 class PerWorkerIterator(PerWorkerValues, Iterator[Any]):
-    """Stands for one iterator on each worker: `next(iterator)` in a scheduled function gives its worker's next."""
+    """An iterator on each worker: `next(iterator)` in a scheduled function returns its worker's next element."""
 
     def __iter__(self) -> PerWorkerIterator:
         return self
@@ -65,7 +65,7 @@ class PerWorkerIterator(PerWorkerValues, Iterator[Any]):
 
 
 class MakeValue:
-    """Makes a worker's own value.
+    """A function that makes a worker's own value.
 
     Args:
         function: Called without arguments.
@@ -75,12 +75,12 @@ class MakeValue:
         self._function = function
 
     def make_for_worker(self, worker: int) -> Any:
-        """The value."""
+        """Return the value."""
         return self._function()
 
 
 class MakeDataset:
-    """Makes a worker's own dataset.
+    """A function that makes a worker's own dataset.
 
     Args:
         dataset: It, or the function that makes it, of no argument or of an InputContext.
@@ -92,7 +92,7 @@ class MakeDataset:
         self._replicas = replicas
 
     def make_for_worker(self, worker: int) -> Any:
-        """The dataset."""
+        """Return the dataset."""
         if not is_function(self._dataset):
             return self._dataset
         if not takes_context(self._dataset):
@@ -114,12 +114,12 @@ class _MakeIterator:
 
 
 def is_function(dataset: Any) -> bool:
-    """Whether it is a function that makes a dataset."""
+    """Return whether a value is a function that makes a dataset."""
     return callable(dataset) and not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 
 def takes_context(function: Callable[..., Any]) -> bool:
-    """Whether a dataset function takes an InputContext. OptionError: it takes more."""
+    """Return whether a dataset function takes an InputContext. Raise OptionError if it takes more."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

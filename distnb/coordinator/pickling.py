@@ -25,7 +25,7 @@ __all__ = ["ClosurePickler", "PickledParts", "dump", "open_packed", "open_value"
 
 
 class PickledParts(NamedTuple):
-    """A pickle, and the buffers beside it."""
+    """A pickle, and its out-of-band buffers."""
 
     data: bytes
     buffers: tuple[Any, ...] = ()
@@ -82,7 +82,7 @@ def _described_with(root: Any) -> Iterator[Any]:
 def dump(
     value: Any, what: str, packer: ClosurePacker | None = None, root: Any = None
 ) -> tuple[PickledParts, ClosurePickler]:
-    """Pickle a value, and tell what was met in it.
+    """Pickle a value. Return the pickle, and the pickler, which knows the resources in it.
 
     Args:
         what: What the value is, for errors.
@@ -108,10 +108,10 @@ def dump(
 
 
 def open_packed(packed: PickledParts) -> Any:
-    """What `dump` was given."""
+    """Return the value that `dump` packed."""
     return pickle.loads(packed.data, buffers=packed.buffers)
 
 
 def open_value(value: Any) -> Any:
-    """What `ClosureResult.value` stands for."""
+    """Return the value that a `ClosureResult.value` represents."""
     return open_packed(value) if type(value) is PickledParts else value

@@ -1,4 +1,4 @@
-"""Which closure runs on which worker: a state machine without IO. Events and the time go in, orders come out.
+"""The assignment of closures to workers: a state machine without IO. Events and the time go in, orders come out.
 
 Closures are numbered in the order in which they were scheduled, and start in that order; one that a lost worker had
 keeps its number, and so comes next. A worker has the closure that it runs, and the next ones: no round trip is lost
@@ -68,7 +68,7 @@ _State = tuple[dict[int, tuple[int, ...]], int, int, int, int]
 
 
 class Counts(NamedTuple):
-    """How many closures wait, are with workers, ended well, by an error, or without a result; how often one was moved
+    """The numbers of closures that wait, are with workers, ended well, by an error, or without a result; and of moves
     from a lost worker to another.
     """
 
@@ -115,9 +115,9 @@ class ClosureQueue(StateMachine):
         self._blocked: dict[int, set[int]] = {}  # by closure: those whose results it needs
         self._dependents: dict[int, list[int]] = {}
         self._workers: dict[int, _Worker] = {}
-        self._ending: set[int] = set()  # with a worker, and told to end
+        self._ending: set[int] = set()  # with a worker, and ordered to end
         self._unfinished: set[int] = set()
-        self._astray: set[int] = set()  # a process may work for them, though their workers are lost or told to end
+        self._astray: set[int] = set()  # a process may work for them, though their workers are lost or ordered to end
         self._oldest = 0
         self._latest = -1
         self._scheduled = 0
@@ -129,7 +129,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def scheduled(self, closure: int, now: float, after: Collection[int] = ()) -> list[Order]:
-        """A closure is to run once those before it that are unfinished, `after`, have ended well. Numbers grow."""
+        """Add a closure, to run once those before it that are unfinished, `after`, have ended well. Numbers grow."""
         self._latest = closure
         self._scheduled += 1
         self._unfinished.add(closure)
@@ -143,7 +143,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def worker_up(self, worker: int, now: float) -> list[Order]:
-        """A worker is there: a new one, or one in the place of one that was lost."""
+        """Add a worker: a new one, or one in the place of one that was lost."""
         orders = self._lose(worker, now)
         self._workers[worker] = _Worker()
         self._told = False
@@ -151,7 +151,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def worker_lost(self, worker: int, now: float) -> list[Order]:
-        """A worker is gone. What it had is run by another."""
+        """Remove a worker. Its closures are run by another."""
         return self._lose(worker, now)
 
     def _lose(self, worker: int, now: float) -> list[Order]:
@@ -170,7 +170,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def ended(self, worker: int, closure: int, how: Literal["done", "failed", "cancelled"], now: float) -> list[Order]:
-        """A worker reports the end of a closure. If that was an error, all others end, too."""
+        """Handle the end of a closure, as its worker reports it. After an error all others end, too."""
         current = self._workers.get(worker)
         if current is None:
             return []
@@ -200,7 +200,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def given_back(self, worker: int, closure: int, now: float) -> list[Order]:
-        """A worker will not run a closure that it was asked for back."""
+        """Handle that a worker gives back a closure, which it has not begun."""
         current = self._workers.get(worker)
         if current is None or closure not in current.closures:
             return []
@@ -212,7 +212,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def given_up(self, worker: int, closure: int, now: float) -> list[Order]:
-        """A worker did not follow the order to end a closure: it gets no other one before it has."""
+        """Mark a worker that did not follow the order to end a closure: it gets no other closure before it has."""
         current = self._workers.get(worker)
         if current is None or closure not in current.closures:
             return []
@@ -233,7 +233,7 @@ class ClosureQueue(StateMachine):
         self._dependents.clear()
         orders = [order for closure in queued for order in self._cancel(closure)]
         for worker, current in self._workers.items():
-            for closure in reversed(current.closures):  # before it begins with the next one, it has heard of that
+            for closure in reversed(current.closures):  # the order arrives before it begins with the next one
                 if closure not in self._ending:
                     self._ending.add(closure)
                     orders.append(Interrupt(closure, worker))
@@ -291,7 +291,7 @@ class ClosureQueue(StateMachine):
 
     @property
     def counts(self) -> Counts:
-        """How many there are of each kind, since the queue was made."""
+        """Count the closures of each kind, since the queue was made."""
         running = sum(len(each.closures) for each in self._workers.values())
         return Counts(
             waiting=self.queued,
@@ -304,17 +304,17 @@ class ClosureQueue(StateMachine):
 
     @property
     def queued(self) -> int:
-        """How many are not with a worker."""
+        """Count the closures that are not with a worker."""
         return len(self._waiting) + len(self._blocked)
 
     @property
     def idle(self) -> bool:
-        """Whether every closure has ended."""
+        """True if every closure has ended."""
         return not self._unfinished
 
     @property
     def ending(self) -> bool:
-        """Whether some were told to end and have not."""
+        """True if some closures were ordered to end and have not."""
         return bool(self._ending)
 
     @property
@@ -335,24 +335,24 @@ class ClosureQueue(StateMachine):
 
     @property
     def workers(self) -> dict[int, WorkerState]:
-        """What each worker does."""
+        """The state of each worker."""
         return {
             worker: WorkerState(next(iter(each.closures), None), each.began, bool(each.stuck_in))
             for worker, each in self._workers.items()
         }
 
     def is_asked_back(self, worker: int, closure: int) -> bool:
-        """Whether a worker was asked for a closure, and has not answered."""
+        """Return whether a worker was asked for a closure, and has not answered."""
         current = self._workers.get(worker)
         return current is not None and current.asked_back == closure
 
     def has(self, worker: int) -> tuple[int, ...]:
-        """The closures that are with a worker, the one that it runs first."""
+        """Return the closures that are with a worker, the running one first."""
         current = self._workers.get(worker)
         return tuple(current.closures) if current else ()
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do next."""
+        """Return the time at which `tick` has something to do next."""
         return min((each.began + _PATIENCE_S for each in self._behind()), default=None)
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class ClosureQueue(StateMachine):
         self._ending.discard(closure)
 
     def _cancel(self, closure: int) -> list[Order]:
-        """It has ended without a result, and so have those that need one."""
+        """End a closure without a result, and with it those that need its result."""
         self._finish(closure)
         self._cancelled += 1
         orders: list[Order] = [Cancel(closure)]

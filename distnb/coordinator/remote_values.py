@@ -39,7 +39,7 @@ class RemoteValue:
 
     @property
     def ended(self) -> bool:
-        """Whether it is known what became of it."""
+        """True if the closure has ended."""
         return self.state not in ("waiting", "running")
 
     def fetch(self) -> Any:
@@ -58,15 +58,15 @@ class RemoteValue:
         return self._value
 
     def get(self) -> Any:
-        """The same as `fetch`: the value is a copy that is here."""
+        """Return the same as `fetch`: the value is a copy that is here."""
         return self.fetch()
 
     def settle(self, packed: Any, opener: Callable[[Any], Any]) -> None:
-        """The closure ended well. What it gave is opened when it is asked for."""
+        """Keep the result of a closure that ended well. It is opened when it is asked for."""
         self.packed, self._open, self.state = packed, opener, "done"
 
     def spoil(self, error: BaseException, state: Literal["failed", "cancelled"]) -> None:
-        """The closure will have no result."""
+        """Mark that the closure will have no result."""
         self._error, self.state = error, state
 
     def __reduce__(self) -> Any:

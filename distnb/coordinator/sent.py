@@ -1,4 +1,4 @@
-"""What a worker has been sent, so that each closure brings it only what it lacks."""
+"""The definitions that a worker has been sent, so that each closure carries only those that it lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a coordinator and its workers do, at one moment."""
+"""The state of a coordinator and its workers at one moment."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ WorkerState = Literal["idle", "running", "stuck", "lost"]
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What one worker does.
+    """The state of one worker.
 
     Attributes:
-        state: "stuck": it was told to end a closure, and did not.
+        state: "stuck": it was ordered to end a closure, and did not.
         closure, seconds: The name of the function that it runs, and since when it does; as far as is known here.
         done: Closures that it has done, those of processes that were lost among them.
         how: How it was lost.
@@ -34,7 +34,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class CoordinatorStatus:
-    """How many closures there are of each kind, and what the workers do.
+    """The numbers of closures of each kind, and the state of the workers.
 
     Attributes:
         waiting: Not with a worker.
@@ -45,7 +45,7 @@ class CoordinatorStatus:
         lost_servers: Parameter servers that are gone.
         steps: Optimizer steps of closures that ended well.
         replicas_per_worker: Worker *w* has the replicas from *w* times as many on.
-        reading: How far a loop over epochs has come that schedules the closures, as Keras's; None where none tells.
+        reading: The position of a loop over epochs that schedules the closures, as Keras's; None where there is none.
     """
 
     waiting: int

@@ -1,4 +1,4 @@
-"""A thread that waits for a condition, and hears of SIGINT meanwhile."""
+"""A thread that waits for a condition, and notices SIGINT meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Waiter"]
 
 
 class Waiter:
-    """One thread that waits.
+    """A waiting thread.
 
     Args:
         ready: The condition; called with the lock under which it may change.

@@ -107,9 +107,9 @@ class Strategy:
     device_type: ClassVar[str] = ""
     """The type that all its devices must have; "" for any."""
     cell_names: ClassVar[Mapping[str, str]] = {}
-    """The names that a local cell sees besides `strategy`: each with the "module:Class" that is called with it."""
+    """Further names that a local cell sees, each with the "module:Class" that is called with the strategy."""
     word_options: ClassVar[tuple[str, ...]] = ("-n", "--devices", "--gradients", "--oversubscribe")
-    """The options that the word takes in `%%distribute`."""
+    """The options of the word in `%%distribute`."""
     refusal: ClassVar[str] = ""
     """The reason why it takes no others, for the error."""
     _devices_argument: ClassVar[str] = "devices"
@@ -259,7 +259,7 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas compute one global batch together."""
+        """The number of replicas that compute one global batch together."""
         return self.runtime.num_replicas()
 
     @property
@@ -269,13 +269,13 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What tells of the strategy's machines; None where they are none but this one."""
+        """The resolver of the strategy's machines; None where there are none but this one."""
         return None
 
     # Variables ----------------------------------------------------------------------------------------------------
 
     def scope(self) -> AbstractContextManager[Any]:
-        """The context in which models, optimizers and metrics are made: equal on every replica, and kept in sync.
+        """Return the context for making models, optimizers and metrics: equal on every replica, and kept in sync.
 
         Raises:
             ContextError: In a replica context, or in another strategy's scope.
@@ -291,7 +291,7 @@ class Strategy:
         return StrategyScope(self)
 
     def colocate_with(self, variable: Any) -> AbstractContextManager[Any]:
-        """A context in which new tensors land on the device of a variable.
+        """Return a context in which new tensors are placed on the device of a variable.
 
         Args:
             variable: A tensor, or a module (the device of its first parameter).
@@ -304,7 +304,7 @@ class Strategy:
         return tensor.device
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context whose backward passes gather gradients on each replica; the next pass outside aggregates them.
+        """Return a context whose backward passes accumulate on each replica; the next pass outside aggregates them.
 
         Gradients of all replicas cannot be added to: call `zero_grad()` before the first pass within.
         """
@@ -396,7 +396,7 @@ class Strategy:
         return self.runtime.gather(value, axis)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """What one replica holds, on all of them.
+        """Return one replica's value on all of them.
 
         Args:
             value: Any structure, of which the source's component is taken. It stays as it is.
@@ -409,7 +409,7 @@ class Strategy:
         return self.runtime.broadcast(value, source)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of a value that are here: all in the notebook, its own on a replica.
+        """Return the components of a value that are here: all in the notebook, its own on a replica.
 
         Args:
             value: Any structure. A plain value is its only component.
@@ -427,7 +427,7 @@ class Strategy:
     # Data -----------------------------------------------------------------------------------------------------------
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """A distributed value whose components a function makes.
+        """Return a distributed value whose components a function makes.
 
         Args:
             value_fn: Called once for each replica, where that replica runs, with a `ValueContext`.
@@ -438,7 +438,7 @@ class Strategy:
     def distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None, *, batch_size: int | None = None
     ) -> Any:
-        """A dataset whose batches are global batches, cut into one slice for each replica.
+        """Return a dataset whose batches are global batches, cut into one slice for each replica.
 
         Its batches have PerReplica leaves. To go on in mid-epoch it has `state_dict()` and `load_state_dict(state)`.
         The default strategy returns a dataset that is batched already as it is.
@@ -459,7 +459,7 @@ class Strategy:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
-        """A dataset of batches that a function makes, already as large as one replica's shall be.
+        """Return a dataset of batches that a function makes, each as large as one replica's batch.
 
         Nothing is cut or sharded. A worker's replicas take the batches of its pipeline in turn, and empty ones after an
         odd or early end. Each replica makes its worker's pipeline for itself, with the same random numbers. The default
@@ -489,7 +489,7 @@ class Strategy:
 
 
 def kept_options(gradient_reduction: str, check_mean_loss: bool, **others: Any) -> tuple[tuple[str, Any], ...]:
-    """The options of a spec: only what differs from the defaults, so that equal arguments name the same strategy.
+    """Return the options of a spec: those that differ from the defaults, so that equal arguments name one strategy.
 
     `others` are a strategy's own, whose defaults are None and False.
     """

@@ -1,4 +1,4 @@
-"""Where am I: in which strategy, in which replica, inside or outside. Answered per thread. Loads no torch."""
+"""The strategy and the replica of the calling thread. Loads no torch."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _default_context: ReplicaContext | None = None
 
 
 def get_strategy() -> Strategy:
-    """The strategy in whose scope, or in whose `run`, this is called; outside, the default strategy."""
+    """Return the strategy in whose scope, or in whose `run`, this is called; outside, the default strategy."""
     innermost = contexts.innermost()
     return DefaultStrategy() if innermost is None else innermost[0]
 
 
 def has_strategy() -> bool:
-    """Whether a strategy other than the default one is in force."""
+    """Return whether a strategy other than the default one is in force."""
     return contexts.innermost() is not None
 
 
@@ -65,13 +65,13 @@ def set_strategy(strategy: Strategy | None) -> None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this is inside a scope, or a merge_call, and outside replicas."""
+    """Return whether this is inside a scope, or a merge_call, and outside replicas."""
     innermost = contexts.innermost()
     return innermost is not None and innermost[1] is None
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The replica in which this is called; None in a cross-replica context.
+    """Return the replica in which this is called; None in a cross-replica context.
 
     Outside every strategy it is the default context, of one replica, in which collectives return what they get.
     """
@@ -85,7 +85,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def replica_id() -> int:
-    """Which replica this process is; 0 in the notebook, and in scripts that were started alone.
+    """Return this process's replica number; 0 in the notebook, and in scripts that were started alone.
 
     Example:
         >>> replica_id()
@@ -101,7 +101,7 @@ def replica_id() -> int:
 
 
 def is_chief() -> bool:
-    """Whether this is replica 0, the one to write files and logs."""
+    """Return whether this is replica 0, which writes files and logs."""
     return replica_id() == 0
 
 

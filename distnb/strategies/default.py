@@ -18,7 +18,7 @@ __all__ = ["DefaultStrategy"]
 
 
 class DefaultStrategy(Strategy):
-    """There is one, given by `distnb.get_strategy()` outside every scope. `run` calls the function and does no more."""
+    """The strategy that `distnb.get_strategy()` returns outside every scope. `run` only calls the function."""
 
     kind = "default"
     about = "in the notebook's own process, as an ordinary cell"
@@ -29,19 +29,23 @@ class DefaultStrategy(Strategy):
 
     @property
     def runtime(self) -> Runtime:
-        """This process, as it is."""
+        """The calling process, without a device of its own."""
         return choice.in_process(self, None)
 
     @property
     def home(self) -> Home:
-        """This process."""
+        """The calling process."""
         return AloneHome(self)
 
     def __new__(cls) -> Self:
         return cls._of(StrategySpec(kind=cls.kind))
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Changes nothing. A ContextError in a function that `run` called, or in another strategy's scope."""
+        """Return a context that changes nothing.
+
+        Raises:
+            ContextError: In a function that `run` called, or in another strategy's scope.
+        """
         contexts.require_cross_replica(self, "scope")
         return nullcontext(self)
 

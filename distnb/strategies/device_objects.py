@@ -1,6 +1,6 @@
 """Device objects, which belong to a replica's devices and stay on the engines. All else is data.
 
-After a cell, data that is equal on all replicas comes home to the notebook, which gets handles of the device objects.
+After a cell, data that is equal on all replicas is copied to the notebook, which gets handles of the device objects.
 A room whose objects belong to devices registers their classes. A library's classes are registered once it is loaded.
 """
 

@@ -78,7 +78,7 @@ class MirroredStrategy(Strategy):
 
 
 def _devices_here() -> tuple[str, ...]:
-    """The devices that replicas can have, once something has started them on this machine."""
+    """Return the devices that replicas can have once a launcher has started them on this machine."""
     gpus = tuple(f"cuda:{index}" for index in range(available_gpus()))
     return gpus or tuple(f"cpu:{index}" for index in range(os.cpu_count() or 1))
 

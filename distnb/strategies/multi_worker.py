@@ -28,7 +28,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     What crosses machines is neither encrypted nor authenticated: use a network on which you trust everyone.
 
     Args:
-        cluster_resolver: Tells the machines, and which this one is; None for TF_CONFIG.
+        cluster_resolver: Describes the machines, and this one's task; None for TF_CONFIG.
         communication_options: How replicas communicate. Either argument may stand first; the name of an implementation
             ("ring", "nccl") will do.
         communication: Another name of the second argument.
@@ -37,7 +37,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Raises:
         OptionError: An argument is malformed, or cannot be honoured here; the cluster makes no sense, or the machines
-            were told of different ones.
+            were given different ones.
         StartError: This machine does not have the address that the cluster gives it, or the chief's port is taken.
         CollectiveError: The other workers did not come.
         ContextError: This process has another place in another cluster already.

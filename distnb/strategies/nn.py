@@ -18,7 +18,7 @@ __all__ = ["compute_average_loss", "embedding_lookup", "scale_regularization_los
 def compute_average_loss(
     per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
 ) -> torch.Tensor:
-    """The replica's part of the mean loss over the global batch: its sum, divided by the global batch size.
+    """Return the replica's part of the mean loss over the global batch: its sum, divided by the global batch size.
 
     Args:
         per_example_loss: `[batch, ...]`, the losses of this replica's examples; empty for an empty slice.
@@ -55,7 +55,7 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Any) -> torch.Tensor:
-    """The replica's share of a loss that every replica computes alike, such as weight decay.
+    """Return the replica's share of a loss that every replica computes alike, such as weight decay.
 
     Args:
         regularization_loss: A tensor of any shape, or a number; it is summed up.
@@ -78,7 +78,7 @@ def scale_regularization_loss(regularization_loss: Any) -> torch.Tensor:
 
 
 def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> torch.Tensor:
-    """Some rows of a table.
+    """Look up rows of a table.
 
     Of a variable on parameter servers each row that is asked for is brought once, from all of them at the same time.
 

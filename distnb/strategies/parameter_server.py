@@ -33,15 +33,15 @@ class ParameterServerStrategy(Strategy):
     another after an update. `torch.nn.Embedding` reads, and sends gradients of, only the rows that it is asked for.
 
     Args:
-        cluster_resolver: Tells the cluster: jobs "worker" and "ps", each of whose tasks runs a `distnb.Server`, and
+        cluster_resolver: Describes the cluster: jobs "worker" and "ps", each of whose tasks runs a `distnb.Server`, and
             this process, its "chief". None: the cluster that runs (`%distnb start --workers 2 --ps 1`), or the one
-            that TF_CONFIG tells of.
+            that TF_CONFIG describes.
         variable_partitioner: Says how variables are divided among the servers (see `distnb.partitioners`); None: not.
 
     Raises:
         OptionError: An argument is malformed; the cluster has no worker or no server.
         StartError: A task's server did not answer.
-        NoClusterError: No cluster runs, and none is told of.
+        NoClusterError: No cluster runs, and none is described.
 
     Example:
         >>> import distnb
@@ -104,9 +104,9 @@ class ParameterServerStrategy(Strategy):
         return {"workers": available_gpus() or 2, "ps": 1}
 
     def placement(self) -> tuple[PlacedShard, ...]:
-        """Which parameter server holds what: variables, and the parts of those that a partitioner divides.
+        """Return the parameter server of each variable, and of each part that a partitioner made.
 
-        The servers are asked, so it tells how it is now.
+        The servers are asked, so the answer is current.
 
         Returns:
             A row for each shard on the servers, in the order in which they were made: name, shape, dtype, server,
@@ -121,5 +121,5 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What tells of the cluster, as given or by TF_CONFIG; None for one that a notebook started."""
+        """The resolver of the cluster, as given or of TF_CONFIG; None for one that a notebook started."""
         return self._resolver or (TFConfigClusterResolver() if TFConfigClusterResolver().cluster_spec() else None)

@@ -27,7 +27,7 @@ class StrategyScope(ContextDecorator):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the scope's block has to be sent to the replicas, as from a notebook's ordinary cell."""
+        """True if the scope's block has to be sent to the replicas, as from a notebook's ordinary cell."""
         return getattr(self.strategy.runtime, "is_remote", False)
 
     def __enter__(self) -> Any:
