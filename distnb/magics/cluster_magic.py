@@ -17,6 +17,7 @@ from distnb.cluster.resolvers import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
 )
+from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError, closest
 from distnb.magics.cell_history import HEADER
 from distnb.magics.commands import COMMANDS, LIVE_MODES, asks_for_help, distnb_help
@@ -79,9 +80,9 @@ class ClusterMagic:
         """Return the running session. Without one, start a cluster that suits a strategy, and print so."""
         session, strategy = sessions.current(), resolve(spec)
         if session is None:
-            options = strategy.start_options()
+            options = StartOptions(**strategy.start_options())
             print(f"No cluster is running: starting {_described(options)}.", flush=True)
-            session = self._start(options.pop("n", None), options.pop("devices", None), **options)
+            session = self._start(options)
         strategy.check_cluster()
         return session
 
@@ -89,15 +90,14 @@ class ClusterMagic:
 
     def start(self, found: Namespace) -> None:
         """`%distnb start [-n N | --workers N --ps N] [--devices …] [--oversubscribe] [--hosts a,b …] …`."""
-        options = vars(found)
-        resolver = options.pop("resolver")
-        if resolver is not None:
-            options["cluster_resolver"] = self._resolver(resolver)
-        self._start(options.pop("count"), options.pop("devices"), **options)
+        given = vars(found)
+        word = given.pop("resolver")
+        resolver = None if word is None else self._resolver(word)
+        self._start(StartOptions(cluster_resolver=resolver, **given))
 
-    def _start(self, count: int | None, devices: Any, **options: Any) -> Session:
+    def _start(self, options: StartOptions) -> Session:
         with _progress(self._shell) as show:
-            session = sessions.start(count, devices, on_progress=show, **options)
+            session = sessions.start_with(options, show)
         rows = session.status()
         several = len({row.host for row in rows}) > 1
         places = (f"{row.task or row.engine} on {row.device}" + (f" of {row.host}" if several else "") for row in rows)
@@ -330,15 +330,15 @@ def _progress(shell: InteractiveShell) -> Iterator[Callable[[str], None]]:
         publisher.area(())
 
 
-def _described(options: dict[str, Any]) -> str:
-    """Describe the cluster that options of `distnb.start` make."""
-    if "workers" in options:
-        roles = f"{_count(options['workers'], 'worker')} and {_count(options['ps'], 'parameter server')}"
+def _described(options: StartOptions) -> str:
+    """Describe the cluster that these options start."""
+    if options.workers and options.ps:
+        roles = f"{_count(options.workers, 'worker')} and {_count(options.ps, 'parameter server')}"
         return f"one of {roles}. %distnb start --workers N --ps N chooses another size"
-    if options.get("devices"):
-        return f"one on {', '.join(options['devices'])}"
-    if options.get("n"):
-        return f"one with {options['n']} engines"
+    if options.devices:
+        return f"one on {', '.join(map(str, options.devices))}"
+    if options.n:
+        return f"one with {options.n} engines"
     return "the default one. %distnb start -n N chooses another size"
 
 

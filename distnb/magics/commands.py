@@ -140,7 +140,7 @@ def _commands() -> dict[str, LineParser]:
 
 def _start(parser: LineParser) -> None:
     add = parser.add_argument
-    add("-n", dest="count", metavar="N", type=_count, help="how many")
+    add("-n", metavar="N", type=_count, help="how many")
     add("--workers", metavar="N", type=_count, help="in place of -n, with --ps: how many that compute")
     add("--ps", metavar="N", type=_count, help="how many parameter servers, which keep the variables")
     add("--replicas-per-worker", metavar="N", type=_count, help="how many engines, and devices, each worker has")

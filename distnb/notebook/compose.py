@@ -9,17 +9,18 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distnb.errors import NoClusterError, OptionError, StartError
+from distnb.errors import NoClusterError, StartError
 from distnb.notebook.views.front_end import FrontEnd
-from distnb.options import DATA_LIMIT_NBYTES, nbytes_of
+from distnb.options import DATA_LIMIT_NBYTES
 
 if TYPE_CHECKING:
     from distnb.cluster.resolvers.base import ClusterResolver
+    from distnb.cluster.start_options import StartOptions
     from distnb.notebook.session import Session
     from distnb.notebook.views.runs import History
     from distnb.topology import Device
 
-__all__ = ["attach", "current", "history", "machines", "require", "start", "stop"]
+__all__ = ["attach", "current", "history", "machines", "require", "start", "start_with", "stop"]
 
 
 _front = FrontEnd()
@@ -148,15 +149,35 @@ def start(
         >>> cluster = distnb.start(hosts=["gpu1", "gpu2"], per_host=4)       # doctest: +SKIP
         >>> distnb.stop()                   # doctest: +SKIP
     """
+    from distnb.cluster.start_options import StartOptions
+
+    options = StartOptions(
+        n=n,
+        devices=devices,
+        workers=workers,
+        ps=ps,
+        replicas_per_worker=replicas_per_worker,
+        oversubscribe=oversubscribe,
+        hosts=hosts,
+        per_host=per_host,
+        launcher=launcher,
+        interface=interface,
+        ssh_args=ssh_args,
+        cluster_resolver=cluster_resolver,
+        secret=secret,
+        launcher_args=launcher_args,
+        data_limit=data_limit,
+    )
+    return start_with(options, on_progress)
+
+
+def start_with(options: StartOptions, on_progress: Callable[[str], None] = lambda text: None) -> Session:
+    """Start engines with these options: see `start`."""
     global _session
-    from distnb.cluster.remote.hosts import read_host_options
-    from distnb.cluster.tasks import tasks_of
     from distnb.notebook.session import Session
     from distnb.runtime.scripts.main_guard import check_main_guard
 
     check_main_guard("distnb.start()")
-    tasks = tasks_of(workers, ps, n, replicas_per_worker)
-    most_nbytes = nbytes_of(data_limit)
     with _lock:
         running = current()
         if running is not None:
@@ -166,34 +187,8 @@ def start(
                 "or end it first, and what lives on its engines with it: %distnb stop, or distnb.stop()."
             )
         stop()  # one that was ended by its own method: who follows the session hears of it
-        options = read_host_options(
-            n=n,
-            launcher=launcher,
-            tasks=tasks,
-            replicas_per_worker=replicas_per_worker,
-            hosts=hosts,
-            per_host=per_host,
-            interface=interface,
-            ssh_args=ssh_args,
-            cluster_resolver=cluster_resolver,
-            secret=secret,
-            launcher_args=launcher_args,
-        )
-        if replicas_per_worker is not None and not (tasks or (options is not None and options.tasks)):
-            raise OptionError(
-                f"replicas_per_worker={replicas_per_worker} is for a cluster with parameter servers: give workers and "
-                "ps, too. Engines that are all alike are counted by n, or by per_host."
-            )
-        _session = Session.start(
-            n,
-            devices,
-            oversubscribe=oversubscribe,
-            options=options,
-            tasks=tasks,
-            user_ns=_user_namespace(),
-            on_progress=on_progress,
-        )
-        _session.namespace.most_nbytes = most_nbytes
+        _session = Session.start(options, user_ns=_user_namespace(), on_progress=on_progress)
+        _session.namespace.most_nbytes = options.data_limit_nbytes
         atexit.register(stop)
         _register_remote()
         _follow(_session)

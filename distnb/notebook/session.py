@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from distnb.checkpoint import folder_locks
 from distnb.cluster.local.terminal_socket import TerminalSocket
-from distnb.cluster.remote.hosts import HostOptions, HostPlan, make_plan
+from distnb.cluster.remote.hosts import HostPlan, make_plan, read_host_options
+from distnb.cluster.start_options import StartOptions
 from distnb.errors import NoClusterError, OptionError, ProgramError
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.handles.handle import state_of_handle
@@ -31,7 +32,7 @@ from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.options import StrategySpec
 from distnb.runtime import step_count
 from distnb.story import Transition
-from distnb.topology import Device, Task, Team
+from distnb.topology import Task, Team
 from distnb.wire.exchange import Snapshot
 from distnb.wire.messages import Apply, CallFunction, MemoryUse, ObjectId, PostMortem, RunCell, Status, UsersFunction
 
@@ -106,21 +107,16 @@ class Session:
     @classmethod
     def start(
         cls,
-        n: int | None = None,
-        devices: str | Sequence[str | Device] | None = None,
+        options: StartOptions,
         *,
-        oversubscribe: bool = False,
-        options: HostOptions | None = None,
-        tasks: tuple[Task, ...] = (),
         user_ns: dict[str, Any],
         on_progress: Callable[[str], None] = lambda text: None,
     ) -> Session:
-        """Start a cluster and wait until every engine is ready; what it raises leaves nothing behind.
+        """Start a cluster and wait until every engine is ready. If an error is raised, nothing is left behind.
 
-        `options` name the machines where they run, None this one, whose engines may have roles, `tasks`; `on_progress`
-        is told in words how far the start is.
+        `on_progress` is called with each stage of the start, in words.
         """
-        plan = make_plan(n, devices, options, on_progress, oversubscribe=oversubscribe, tasks=tasks)
+        plan = make_plan(options, read_host_options(options), on_progress)
         for notice in plan.notices:
             print(f"distnb: {notice}", file=sys.stderr)
         session = cls(user_ns, plan)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distnb.cluster.start_options import StartOptions
 from distnb.errors import StaleHandleError
 from distnb.notebook.handles.handle import RemotePerReplica
 from distnb.notebook.session import Session
@@ -29,7 +30,7 @@ def notebook() -> Process:
 @pytest.fixture(scope="module")
 def session(notebook: Process) -> Iterator[Session]:
     torch.set_num_threads(1)
-    session = Session.start(2, "cpu:0,cpu:1", user_ns=notebook.user_ns)
+    session = Session.start(StartOptions(n=2, devices="cpu:0,cpu:1"), user_ns=notebook.user_ns)
     yield session
     session.stop()
 
@@ -87,7 +88,7 @@ def test_working_directory_and_local_modules(world: ClusterWorld, tmp_path: Path
 
 
 def test_replaced_engine(notebook: Process) -> None:
-    session = Session.start(2, "cpu:0,cpu:1", user_ns=notebook.user_ns)
+    session = Session.start(StartOptions(n=2, devices="cpu:0,cpu:1"), user_ns=notebook.user_ns)
     try:
         _replace(ClusterWorld(session, notebook), session)
     finally:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from distnb import MirroredStrategy
+from distnb.cluster.start_options import StartOptions
 from distnb.errors import CannotTravelError
 from distnb.magics.scope_transformer import ScopeDispatch, ScopeTransformer
 from distnb.notebook.handles.handle import HANDLES
@@ -37,7 +38,7 @@ def notebook() -> Process:
 @pytest.fixture(scope="module")
 def session(notebook: Process) -> Iterator[Session]:
     torch.set_num_threads(1)
-    session = Session.start(2, "cpu:0,cpu:1", user_ns=notebook.user_ns)
+    session = Session.start(StartOptions(n=2, devices="cpu:0,cpu:1"), user_ns=notebook.user_ns)
     this_process.remote = lambda strategy: Remote(strategy, lambda: session)
     yield session
     session.stop()

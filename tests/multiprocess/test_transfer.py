@@ -17,6 +17,7 @@ import pandas
 import pytest
 import torch
 
+from distnb.cluster.start_options import StartOptions
 from distnb.errors import EngineDied
 from distnb.notebook import engines as engines_of_session
 from distnb.notebook.handles.pending import resolve
@@ -60,7 +61,9 @@ def running(replicas: int, *, apart: bool = False) -> Iterator[ClusterWorld]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines_of_session, "Switchboard", switchboard)
-        session = Session.start(replicas, ",".join(f"cpu:{i}" for i in range(replicas)), user_ns=notebook.user_ns)
+        session = Session.start(
+            StartOptions(n=replicas, devices=",".join(f"cpu:{i}" for i in range(replicas))), user_ns=notebook.user_ns
+        )
     try:
         yield ClusterWorld(session, notebook)
     finally:

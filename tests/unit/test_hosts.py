@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import queue
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import distnb
 from distnb.cluster.connection import Connection, Keys, make_keys
 from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.launcher import EngineOrder
@@ -23,7 +25,10 @@ from distnb.cluster.remote.hosts import HostOptions, are_workers, make_plan, rea
 from distnb.cluster.remote.node_agent import Assignment
 from distnb.cluster.remote.srun import Slurm
 from distnb.cluster.resolvers import SimpleClusterResolver, SlurmClusterResolver, TFConfigClusterResolver
+from distnb.cluster.start_options import StartOptions
 from distnb.errors import OptionError, StartError
+from distnb.magics.commands import COMMANDS
+from distnb.options import nbytes_of
 from distnb.topology import Device, Team
 from distnb.wire.channel import Switchboard
 
@@ -38,24 +43,28 @@ CONNECTION = Connection(
 )
 
 
+def read_options(**given: Any) -> HostOptions | None:
+    return read_host_options(StartOptions(**given))
+
+
 def test_options_are_read() -> None:
-    assert read_host_options() is None
-    assert read_host_options(launcher="local", n=2) is None
-    read = read_host_options(hosts="a, me@b", per_host=2, interface="eth0", ssh_args=["-p", "22"])
+    assert read_options() is None
+    assert read_options(launcher="local", n=2) is None
+    read = read_options(hosts="a, me@b", per_host=2, interface="eth0", ssh_args=["-p", "22"])
     assert read == HostOptions(hosts=("a", "me@b"), per_host=2, interface="eth0", arguments=("-p", "22"))
-    assert read_host_options(hosts=["a"], launcher="ssh") == HostOptions(hosts=("a",))
-    read = read_host_options(hosts=["a"], launcher="mpi", launcher_args=["--mca", "x", "y"])
+    assert read_options(hosts=["a"], launcher="ssh") == HostOptions(hosts=("a",))
+    read = read_options(hosts=["a"], launcher="mpi", launcher_args=["--mca", "x", "y"])
     assert read == HostOptions(hosts=("a",), arguments=("--mca", "x", "y"), launcher="mpi")
 
 
 def test_a_resolver_names_machines(tmp_path: Path) -> None:
     tasks = {"a": 2, "b": 1}
-    read = read_host_options(launcher="ssh", cluster_resolver=WORKERS)
+    read = read_options(launcher="ssh", cluster_resolver=WORKERS)
     assert read == HostOptions(hosts=("a", "b"), per_host={"a": 4, "b": 2}, without_gpus=tasks)
-    read = read_host_options(launcher="mpi", cluster_resolver=SimpleClusterResolver(WORKERS.cluster_spec()), per_host=3)
+    read = read_options(launcher="mpi", cluster_resolver=SimpleClusterResolver(WORKERS.cluster_spec()), per_host=3)
     assert read == HostOptions(hosts=("a", "b"), per_host=3, launcher="mpi", without_gpus=tasks)
     secret = tmp_path / "secret"
-    read = read_host_options(cluster_resolver=WORKERS, secret=secret)
+    read = read_options(cluster_resolver=WORKERS, secret=secret)
     servers = ("a:1", "a:2", "b:1")
     assert read == HostOptions(hosts=servers, per_host=dict.fromkeys(servers, 2), launcher="server", secret=secret)
 
@@ -66,16 +75,16 @@ ALLOCATION = {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "TASKS_PER_NODE": "3(x2)"
 def test_an_allocation_names_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ALLOCATION.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert read_host_options(launcher="slurm") == HostOptions(hosts=("n1", "n2"), launcher="slurm")
-    read = read_host_options(hosts="n2", launcher="slurm", launcher_args=["--exclusive"], per_host=1)
+    assert read_options(launcher="slurm") == HostOptions(hosts=("n1", "n2"), launcher="slurm")
+    read = read_options(hosts="n2", launcher="slurm", launcher_args=["--exclusive"], per_host=1)
     assert read == HostOptions(hosts=("n2",), per_host=1, arguments=("--exclusive",), launcher="slurm")
     with pytest.raises(OptionError, match=r"'n3' is not a node of this Slurm allocation\. Its nodes are n1, n2"):
-        read_host_options(hosts="n3", launcher="slurm")
+        read_options(hosts="n3", launcher="slurm")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "3")  # asked for, and not what salloc says of its own accord
     tasks = {"n1": 3, "n2": 3}
-    assert read_host_options(launcher="slurm") == HostOptions(hosts=("n1", "n2"), launcher="slurm", without_gpus=tasks)
+    assert read_options(launcher="slurm") == HostOptions(hosts=("n1", "n2"), launcher="slurm", without_gpus=tasks)
     # The notebook is no task of a step, and its GPUs are not cut.
-    read = read_host_options(cluster_resolver=SlurmClusterResolver(gpus_per_task=2))
+    read = read_options(cluster_resolver=SlurmClusterResolver(gpus_per_task=2))
     assert read == HostOptions(hosts=("n1", "n2"), per_host={"n1": 6, "n2": 6}, launcher="slurm", without_gpus=tasks)
 
 
@@ -110,7 +119,7 @@ def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> Non
     notices: list[str] = []
 
     def engines(devices: str | None = None, **words: Any) -> dict[str, int]:
-        plan = make_plan(None, devices, HostOptions(hosts=("a", "b"), **words), lambda text: None, oversubscribe=False)
+        plan = make_plan(StartOptions(devices=devices), HostOptions(hosts=("a", "b"), **words))
         notices[:] = plan.notices
         return dict(Counter(plan.hosts))
 
@@ -161,11 +170,11 @@ def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_options_that_make_no_sense(given: dict[str, Any], text: str) -> None:
     with pytest.raises(OptionError, match=text):
-        read_host_options(**given)
+        read_options(**given)
 
 
 def test_where_a_notebook_listens() -> None:
-    assert make_plan(2, None, None, lambda text: None, oversubscribe=False).address == "127.0.0.1"
+    assert make_plan(StartOptions(n=2), None).address == "127.0.0.1"
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert interface_of("127.0.0.7") == "lo"
     assert listening_address(["127.0.0.1"], None) == "127.0.0.1"
@@ -300,3 +309,26 @@ def test_replicas_know_who_is_on_their_machine() -> None:
     alone = Team(engines=(0, 1, 2, 3), devices=gpus, generation=1, store_host="", store_port=0)
     assert not alone.has_own_devices
     assert alone.on_host_of(3) == (0, 1, 2, 3)
+
+
+def test_the_magic_the_function_and_the_options_of_a_start_agree() -> None:
+    fields = {each.name for each in dataclasses.fields(StartOptions) if each.init}
+    assert fields == set(inspect.signature(distnb.start).parameters) - {"on_progress"}
+    parsed = vars(COMMANDS["start"].read(""))
+    parsed["cluster_resolver"] = parsed.pop("resolver")
+    assert parsed.keys() == fields
+    plain, default = StartOptions(**parsed), StartOptions()
+    for name in fields - {"ssh_args", "launcher_args"}:
+        assert getattr(plain, name) == getattr(default, name)
+
+
+def test_options_of_a_start_are_checked_when_they_are_made() -> None:
+    with pytest.raises(OptionError, match="workers=2 without ps"):
+        StartOptions(workers=2)
+    with pytest.raises(OptionError, match="n=3 with workers=1 and ps=1"):
+        StartOptions(n=3, workers=1, ps=1)
+    with pytest.raises(OptionError, match="much"):
+        StartOptions(data_limit="much")
+    assert StartOptions(data_limit="2 GB").data_limit_nbytes == nbytes_of("2 GB")
+    with pytest.raises(OptionError, match="replicas_per_worker=2 is for a cluster with parameter servers"):
+        read_options(replicas_per_worker=2)

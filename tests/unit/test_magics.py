@@ -17,6 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
 import distnb
+from distnb.cluster.start_options import StartOptions
 from distnb.cluster_resolver import (
     KubernetesClusterResolver,
     SimpleClusterResolver,
@@ -109,14 +110,14 @@ def test_loading_needs_no_torch() -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the arguments that the magic passes to `distnb.start`, which starts nothing."""
+    """Return the options with which the magic starts a cluster; none is started."""
     given: dict[str, Any] = {}
 
-    def start(*counts: Any, **words: Any) -> None:
-        given.update(words)
+    def start(options: StartOptions, on_progress: object) -> None:
+        given.update(vars(options))
         raise OptionError("nothing is started here")
 
-    monkeypatch.setattr("distnb.notebook.compose.start", start)
+    monkeypatch.setattr("distnb.notebook.compose.start_with", start)
     return given
 
 
@@ -125,7 +126,7 @@ def test_launchers_and_resolvers_of_start(shell: InteractiveShell, started: dict
     assert "nothing is started here" in run(shell, f"%distnb start {line}")[1]
     assert (started["launcher"], started["hosts"], started["per_host"]) == ("mpi", "a,b", 2)
     assert (started["launcher_args"], started["interface"]) == (["--mca", "x", "y"], "eth0")
-    assert "cluster_resolver" not in started
+    assert started["cluster_resolver"] is None
     run(shell, "%distnb start --workers 3 --ps 2")
     assert (started["workers"], started["ps"]) == (3, 2)
     run(shell, "%distnb start --resolver slurm")
@@ -246,7 +247,7 @@ def test_the_next_clusters_output_stands_in_its_own_cell(shell: InteractiveShell
 def test_a_syntax_error_is_found_before_a_cluster_is_started(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "start", lambda *_, **__: pytest.fail("a cluster was started"))
+    monkeypatch.setattr(sessions, "start_with", lambda *_, **__: pytest.fail("a cluster was started"))
     for body, line, message in (
         ("x = (1\n", "x = (1", "'(' was never closed"),
         ("x = 1\nreturn x\n", "return x", "'return' outside function"),
@@ -299,11 +300,11 @@ def test_a_cell_without_a_cluster_starts_one_and_says_so(
 ) -> None:
     asked: list[Any] = []
 
-    def start(n: Any, devices: Any, **keywords: Any) -> Any:
-        asked.append((n, devices))
+    def start(options: StartOptions, on_progress: object) -> Any:
+        asked.append((options.n, options.devices))
         return install(2)
 
-    monkeypatch.setattr(sessions, "start", start)
+    monkeypatch.setattr(sessions, "start_with", start)
     _, text = run(shell, "%%distribute mirrored -n 2\n# replay: lines\n")
     assert "No cluster is running: starting one with 2 engines." in text
     assert asked == [(2, None)]
@@ -439,7 +440,7 @@ def test_help_and_unknown_commands(shell: InteractiveShell) -> None:
 def test_help_of_a_command_does_nothing_else(
     shell: InteractiveShell, session: ReplaySession, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr(sessions, "start", lambda *_, **__: pytest.fail("a cluster was started"))
+    monkeypatch.setattr(sessions, "start_with", lambda *_, **__: pytest.fail("a cluster was started"))
     monkeypatch.setattr(session, "stop", lambda: pytest.fail("the cluster was stopped"))
     for line in (f"%distnb {command} -h", f"%distnb {command} --help"):
         result, text = run(shell, line)

@@ -15,6 +15,7 @@ from distnb.cluster.remote.mpiexec import MPI
 from distnb.cluster.remote.secret import read_secret, secret_path
 from distnb.cluster.remote.server_client import connect_patience_s
 from distnb.cluster.resolvers import ClusterSpec, SimpleClusterResolver, SlurmClusterResolver
+from distnb.cluster.start_options import StartOptions
 from distnb.cluster.tasks import server_cluster_tasks, tasks_in, tasks_of
 from distnb.errors import NoClusterError, OptionError, StartError
 from distnb.notebook.closures.task_cluster import require
@@ -22,6 +23,10 @@ from distnb.topology import Task
 
 W0, W1, W2, PS0, PS1 = Task("worker", 0), Task("worker", 1), Task("worker", 2), Task("ps", 0), Task("ps", 1)
 CLUSTER = {"chief": ["c:1"], "worker": ["a:1", "a:2"], "ps": ["b:1"], "evaluator": ["d:1"]}
+
+
+def read_options(**given: Any) -> HostOptions | None:
+    return read_host_options(StartOptions(**given))
 
 
 def test_counts_make_tasks_workers_first() -> None:
@@ -56,7 +61,7 @@ def test_a_resolver_tells_of_tasks() -> None:
     assert server_cluster_tasks(SimpleClusterResolver({"worker": ["a:1"]})) == {}
     resolver.task_type = "ps"
     with pytest.raises(OptionError, match=r"This process is ps 0 of its cluster.* run `distnb worker`"):
-        read_host_options(cluster_resolver=resolver)
+        read_options(cluster_resolver=resolver)
 
 
 @pytest.mark.parametrize(
@@ -77,25 +82,25 @@ def test_clusters_that_have_no_coordinator(cluster: Any, text: str) -> None:
 
 def test_where_tasks_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Check that each kind is distributed over the machines in turn, or placed by a resolver."""
-    read = read_host_options(hosts="a,b", tasks=tasks_of(3, 2))
+    read = read_options(hosts="a,b", workers=3, ps=2)
     assert read == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", W2: "a", PS0: "a", PS1: "b"})
     assert list(read.tasks) == [W0, W1, W2, PS0, PS1]
     resolver = SimpleClusterResolver(CLUSTER)
-    read = read_host_options(launcher="ssh", cluster_resolver=resolver)
+    read = read_options(launcher="ssh", cluster_resolver=resolver)
     assert read == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "a", PS0: "b"})
     secret = tmp_path / "secret"
-    read = read_host_options(cluster_resolver=resolver, secret=secret)
+    read = read_options(cluster_resolver=resolver, secret=secret)
     addresses = ("a:1", "a:2", "b:1")
     expected = dict(zip((W0, W1, PS0), addresses, strict=True))
     assert read == HostOptions(hosts=addresses, launcher="server", secret=secret, tasks=expected)
     with pytest.raises(OptionError, match="several tasks the address of worker 0, a:1"):
-        read_host_options(cluster_resolver=SimpleClusterResolver({"worker": ["a:1"], "ps": ["a:1"]}), secret=secret)
+        read_options(cluster_resolver=SimpleClusterResolver({"worker": ["a:1"], "ps": ["a:1"]}), secret=secret)
     for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-3]", "TASKS_PER_NODE": "1(x3)"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    read = read_host_options(launcher="slurm", tasks=tasks_of(1, 2))
+    read = read_options(launcher="slurm", workers=1, ps=2)
     assert read is not None
     assert read.tasks == {W0: "n1", PS0: "n1", PS1: "n2"}
-    read = read_host_options(cluster_resolver=SlurmClusterResolver({"worker": 2, "ps": 1}))
+    read = read_options(cluster_resolver=SlurmClusterResolver({"worker": 2, "ps": 1}))
     assert read is not None
     assert (read.launcher, read.tasks) == ("slurm", {W0: "n1", W1: "n2", PS0: "n3"})
 
@@ -106,14 +111,14 @@ def planned(monkeypatch: pytest.MonkeyPatch, options: HostOptions, gpus: int, de
         lambda names, way, tell: dict.fromkeys(names, (gpus, Capacity(cores=2, memory_nbytes=2**40))),
     )
     monkeypatch.setattr("distnb.cluster.remote.hosts.listening_address", lambda names, interface: "10.0.0.1")
-    return make_plan(None, devices, options, lambda text: None, oversubscribe=False)
+    return make_plan(StartOptions(devices=devices), options)
 
 
 def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.touch(0o600)
     secret.write_text("s" * 40)
-    options = read_host_options(cluster_resolver=SimpleClusterResolver(CLUSTER), secret=secret)
+    options = read_options(cluster_resolver=SimpleClusterResolver(CLUSTER), secret=secret)
     assert options is not None
     plan = planned(monkeypatch, options, gpus=2)
     assert [*map(str, plan.devices)] == ["cuda:0", "cuda:1", "cpu:0"]  # a:1 and a:2 are one machine
@@ -126,7 +131,7 @@ def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, 
         "cpu:1",
         "cpu:0",
     ]
-    crowded = read_host_options(hosts="a", tasks=tasks_of(2, 1))
+    crowded = read_options(hosts="a", workers=2, ps=1)
     assert crowded is not None
     crowded = HostOptions(hosts=crowded.hosts, tasks=crowded.tasks, launcher="mpi")
     assert "3 engines share the 2 cores of a" in planned(monkeypatch, crowded, gpus=0).notices[0]
@@ -134,7 +139,7 @@ def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, 
 
 def test_workers_of_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Use the requested number, or the accelerators that a resolver reports."""
-    asked = read_host_options(hosts="a,b", tasks=tasks_of(2, 1, replicas_per_worker=2))
+    asked = read_options(hosts="a,b", workers=2, ps=1, replicas_per_worker=2)
     assert asked == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", PS0: "a"}, replicas=2)
     monkeypatch.setattr(HostOptions, "transport", lambda self: MPI(()))
     plan = planned(monkeypatch, asked, gpus=2)
@@ -143,14 +148,14 @@ def test_workers_of_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert [*map(str, plan.devices)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cpu:0"]
     told = SimpleClusterResolver(CLUSTER, num_accelerators={"GPU": 4})
     for given, replicas in (None, 4), (1, 1):
-        read = read_host_options(launcher="ssh", cluster_resolver=told, replicas_per_worker=given)
+        read = read_options(launcher="ssh", cluster_resolver=told, replicas_per_worker=given)
         assert read is not None
         assert read.replicas == replicas
-    assert read_host_options(launcher="ssh", cluster_resolver=SimpleClusterResolver(CLUSTER)).replicas == 1  # type: ignore[union-attr]
+    assert read_options(launcher="ssh", cluster_resolver=SimpleClusterResolver(CLUSTER)).replicas == 1  # type: ignore[union-attr]
 
 
 def test_tasks_of_this_machine() -> None:
-    plan = make_plan(None, "cpu:4,cpu:7", None, lambda text: None, oversubscribe=True, tasks=tasks_of(2, 2))
+    plan = make_plan(StartOptions(devices="cpu:4,cpu:7", oversubscribe=True, workers=2, ps=2), None)
     assert [*map(str, plan.devices)] == ["cpu:4", "cpu:7", "cpu:0", "cpu:0"]
     assert plan.tasks == (W0, W1, PS0, PS1)
 

@@ -21,6 +21,7 @@ from distnb.cluster.remote.server_transport import ServerTransport
 from distnb.cluster.remote.srun import Slurm, allotted_nodes, tasks_of_nodes
 from distnb.cluster.remote.ssh import SSH
 from distnb.cluster.resolvers import ClusterResolver, SlurmClusterResolver
+from distnb.cluster.start_options import StartOptions
 from distnb.cluster.tasks import server_cluster_tasks
 from distnb.cluster.worker_placement import Worker, host_of, split_address, workers_of
 from distnb.errors import DistnbError, OptionError
@@ -35,6 +36,9 @@ _TAKES = {
     "server": ("cluster_resolver", "secret"),
 }
 """The options of each launcher in addition to `per_host` and `interface`."""
+
+_FOR_HOSTS = ("hosts", "per_host", "interface", "ssh_args", "cluster_resolver", "secret", "launcher_args")
+"""The options that are for engines on other machines."""
 
 _TRANSPORTS: dict[str, Callable[[Sequence[str]], Transport]] = {"ssh": SSH, "slurm": Slurm, "mpi": MPI}
 _NAME = re.compile(r"[^\s,-][^\s,]*")
@@ -79,26 +83,34 @@ class HostOptions:
 # -- the user's options ------------------------------------------------------------------------------------------------
 
 
-def read_host_options(
-    *,
-    n: int | None = None,
-    launcher: str | None = None,
-    tasks: Sequence[Task] = (),
-    replicas_per_worker: int | None = None,
-    **given: Any,
-) -> HostOptions | None:
-    """Return the options of `distnb.start` for other machines; None if the engines run on this one.
+def read_host_options(options: StartOptions) -> HostOptions | None:
+    """Return the options of a start for other machines; None if the engines run on this one.
 
-    `tasks`, those of all engines, are assigned to the machines in turn: workers from the first machine on, and then
-    servers from the first one on.
+    The tasks of the engines are assigned to the machines in turn: workers from the first machine on, and then servers
+    from the first one on.
+
+    Raises:
+        OptionError: The options contradict each other, or do not apply to the launcher.
 
     Example:
-        >>> read_host_options(hosts="a,b", per_host=2).hosts
+        >>> read_host_options(StartOptions(hosts="a,b", per_host=2)).hosts
         ('a', 'b')
     """
+    machines = _read_host_options(options)
+    if options.replicas_per_worker is not None and not (options.tasks or (machines is not None and machines.tasks)):
+        raise OptionError(
+            f"replicas_per_worker={options.replicas_per_worker} is for a cluster with parameter servers: give workers "
+            "and ps, too. Engines that are all alike are counted by n, or by per_host."
+        )
+    return machines
+
+
+def _read_host_options(options: StartOptions) -> HostOptions | None:
+    given = {name: getattr(options, name) for name in _FOR_HOSTS}
     given = {
         name: value for name, value in given.items() if not (value is None or (name.endswith("_args") and not value))
     }
+    launcher, replicas_per_worker = options.launcher, options.replicas_per_worker
     hosts, resolver, per_host = map(given.get, ("hosts", "cluster_resolver", "per_host"))
     if launcher not in (None, "local", *_TAKES):
         raise OptionError(
@@ -120,10 +132,12 @@ def read_host_options(
         raise OptionError(
             f"launcher='local' starts engines on this machine, but {extra} is for other machines. Leave one out."
         )
-    if n is not None:
-        raise OptionError(f"n={n} is for engines on this machine. For others, give the number per machine by per_host.")
+    if options.n is not None:
+        raise OptionError(
+            f"n={options.n} is for engines on this machine. For others, give the number per machine by per_host."
+        )
     _check_given(chosen, given)
-    machines = _with_tasks(_machines(chosen, hosts, resolver), tasks)
+    machines = _with_tasks(_machines(chosen, hosts, resolver), options.tasks)
     if machines.tasks and per_host is not None:
         raise OptionError(
             f"per_host={per_host} for a cluster of {', '.join(map(str, machines.tasks))}: a server is one engine, and "
@@ -348,38 +362,32 @@ class HostPlan:
 
 
 def make_plan(
-    n: int | None,
-    devices: str | Sequence[str | Device] | None,
-    options: HostOptions | None,
-    on_progress: Callable[[str], None],
-    *,
-    oversubscribe: bool,
-    tasks: tuple[Task, ...] = (),
+    options: StartOptions, machines: HostOptions | None, on_progress: Callable[[str], None] = lambda text: None
 ) -> HostPlan:
     """Return the plan of a cluster on this machine, or on other machines, which are asked for their devices.
 
-    `tasks` are the roles of engines on this machine. Workers get devices like engines without roles; a server computes
-    on the CPU.
+    Workers get devices like engines without tasks; a server computes on the CPU.
     """
-    if options is None:
+    devices, oversubscribe, tasks = options.devices, options.oversubscribe, options.tasks
+    if machines is None:
         workers = [task for task in tasks if task.job == WORKER]
-        here = plan_devices(len(workers) if tasks else n, devices, oversubscribe=oversubscribe)
+        here = plan_devices(len(workers) if tasks else options.n, devices, oversubscribe=oversubscribe)
         here += (_SERVERS_DEVICE,) * (len(tasks) - len(workers))
         crowded = check_capacity(len(here), this_machine(), oversubscribe=oversubscribe)
         return HostPlan(devices=here, notices=crowded, tasks=tasks)
-    transport = options.transport()
-    address = listening_address(map(transport.network_name, options.hosts), options.interface)
-    found = probe(options.hosts, transport, on_progress)
-    if options.tasks:
-        return _plan_tasks(options, found, devices, transport, address, oversubscribe=oversubscribe)
+    transport = machines.transport()
+    address = listening_address(map(transport.network_name, machines.hosts), machines.interface)
+    found = probe(machines.hosts, transport, on_progress)
+    if machines.tasks:
+        return _plan_tasks(machines, found, devices, transport, address, oversubscribe=oversubscribe)
     hosts: list[str] = []
     planned: list[Device] = []
     notices: list[str] = []
     for host, (gpus, capacity) in found.items():
-        count = options.per_host
+        count = machines.per_host
         if not isinstance(count, int):
             # If devices are named, a resolver's number of GPUs does not count.
-            known = (count or {}).get(host) or (None if gpus else options.without_gpus.get(host))
+            known = (count or {}).get(host) or (None if gpus else machines.without_gpus.get(host))
             count = known if devices is None else None
         try:
             there = plan_devices(count, devices, oversubscribe=oversubscribe, gpus=gpus)
