@@ -183,7 +183,7 @@ class Control:
                 if fd in ready:
                     forward(os.read(fd, 1 << 16))
             self._guard.press()
-            self._console.look()
+            self._console.watch_command()
             if self.running is not None and self.running == self._measured and time.monotonic() >= self._next_sample:
                 self._measure()
             self._flush()

@@ -33,13 +33,13 @@ def warm_up_when_idle(idle_s: Callable[[], float], modules: Sequence[str] = _MOD
     loop = IOLoop.current()
     left = list(modules)
 
-    def look() -> None:
+    def load_when_idle() -> None:
         if idle_s() <= _IDLE_S:
-            loop.call_later(_IDLE_S, look)  # a program runs the event loop, or has just done so
+            loop.call_later(_IDLE_S, load_when_idle)  # a program runs the event loop, or has just done so
             return
         with contextlib.suppress(Exception):  # who needs it hears of it
             importlib.import_module(left.pop(0))
         if left:
-            loop.call_later(0, look)  # after the programs that came meanwhile
+            loop.call_later(0, load_when_idle)  # after the programs that came meanwhile
 
-    loop.call_later(_IDLE_S, look)
+    loop.call_later(_IDLE_S, load_when_idle)

@@ -54,7 +54,7 @@ def _steps(model: Any, _optimizer: Any, data: Any, count: int, kind: str) -> dic
     return {name: float(value) if np.ndim(value) == 0 else value for name, value in logs.items()}
 
 
-def _look_up(embedding: Any, inputs: Any) -> Any:
+def _lookup(embedding: Any, inputs: Any) -> Any:
     """Return the result of Embedding's own `call`, reading only the rows it needs."""
     table = keras_internals.tensor_of(keras_internals.table_of(embedding))
     rows = torch.nn.functional.embedding(keras.ops.cast(inputs, "int64"), table)
@@ -149,7 +149,7 @@ class ModelOnServers:
             variable = keras_internals.table_of(layer)
             if not isinstance(keras_internals.tensor_of(variable), ServerVariable):
                 keras_internals.put_tensor(variable, self._registration.as_table(keras_internals.tensor_of(variable)))
-                vars(layer)["call"] = functools.partial(_look_up, layer)
+                vars(layer)["call"] = functools.partial(_lookup, layer)
         keras_internals.track_again((self._model, *keras_internals.own_layers(self._model)))
         if self._model.optimizer is not None:
             make_remote(self._model.optimizer)

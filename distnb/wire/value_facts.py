@@ -25,7 +25,7 @@ class Statistics(NamedTuple):
         norm: Euclidean, over all; of a sample, what it lets expect.
         nans, infinities: How many of those that were looked at are.
         histogram: How many lie in each of `BINS` equal parts of low to high; empty where these are equal.
-        looked_at: Elements that all this is of; fewer than `elements`: a sample, evenly spread.
+        sampled: The number of elements that these statistics are of; below `elements`, an evenly spread sample.
     """
 
     elements: int
@@ -36,7 +36,7 @@ class Statistics(NamedTuple):
     nans: int
     infinities: int
     histogram: tuple[int, ...]
-    looked_at: int
+    sampled: int
 
 
 class Inspected(NamedTuple):

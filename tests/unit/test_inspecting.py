@@ -28,7 +28,7 @@ def test_statistics_are_the_tensors(dtype: torch.dtype) -> None:
     tensor = (torch.randn(30, 70) * 3).clamp(0 if dtype is torch.bool else -99).to(dtype)
     told, exact = statistics_of(tensor), tensor.double().numpy()
     assert told is not None
-    assert (told.elements, told.looked_at) == (2100, 2100)
+    assert (told.elements, told.sampled) == (2100, 2100)
     assert (told.low, told.high) == (exact.min(), exact.max())
     assert told.mean == pytest.approx(exact.mean(), abs=1e-6)
     assert told.norm == pytest.approx(np.linalg.norm(exact), rel=1e-6)
@@ -65,7 +65,7 @@ def test_of_a_large_tensor_a_sample_is_looked_at(laid_out: str, monkeypatch: pyt
     told = statistics_of(tensor)
     assert told is not None
     assert told.elements == 60_000
-    assert 2_000 <= told.looked_at <= 5_000
+    assert 2_000 <= told.sampled <= 5_000
     assert told.norm == pytest.approx(tensor.norm().item(), rel=0.1)
     assert -0.2 < told.mean < 0.2
 

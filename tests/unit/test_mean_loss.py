@@ -25,7 +25,7 @@ def out() -> Tensor:
 
 
 def found(loss: Tensor, slice_size: int | None = SLICE, batch_size: int | None = BATCH) -> str | None:
-    error = MeanLossCheck().look((loss,), REPLICAS, slice_size, batch_size)
+    error = MeanLossCheck().check((loss,), REPLICAS, slice_size, batch_size)
     return str(error) if error is not None else None
 
 
@@ -107,7 +107,7 @@ def test_a_line_is_looked_at_once_per_kind_of_loss() -> None:
     check = MeanLossCheck()
     looked = []
     for loss in (out().sum(), F.mse_loss(out(), ZEROS), out().sum(), F.mse_loss(out(), ZEROS)):
-        looked.append(check.look((loss,), REPLICAS, None, None) is not None)
+        looked.append(check.check((loss,), REPLICAS, None, None) is not None)
     assert looked == [False, True, False, True]
 
 

@@ -218,7 +218,7 @@ class GradientSync:
         self._enter_generation(aggregation)
         size, equal, mean_loss = aggregation.group.size, not self._in_replica(), None
         if self._mean_loss is not None and not equal:
-            mean_loss = self._mean_loss.look(roots, size, *(self._slice or (None, None)))
+            mean_loss = self._mean_loss.check(roots, size, *(self._slice or (None, None)))
         for group in self.groups:
             version = group.layout_version
             group.begin_pass()
@@ -268,7 +268,7 @@ class GradientSync:
         plan = self._overlapped.get(group)
         if plan is not None and plan.launched:
             return True
-        made, fits = group.look()
+        made, fits = group.scan()
         if made and not fits:
             group.layout_version += 1
         return made

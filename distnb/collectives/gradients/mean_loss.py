@@ -26,18 +26,18 @@ _MAX_NODES = 256
 _LISTS_OF_SCALARS = ("StackBackward0", "CatBackward0")
 
 
-_Look = Callable[[Sequence[Any]], GradientError | None]
-_global: ContextVar[_Look | None] = ContextVar("what looks at losses of the whole batch", default=None)
+_Check = Callable[[Sequence[Any]], GradientError | None]
+_global: ContextVar[_Check | None] = ContextVar("check of losses of the whole batch", default=None)
 
 
 @contextmanager
-def losses_are_global(look: _Look) -> Iterator[None]:
+def losses_are_global(check: _Check) -> Iterator[None]:
     """Within, what every replica computes its gradients of is the loss of the whole batch, and what flows back a part.
 
     Args:
         look: Takes the roots of a backward pass, and gives the error if there is one: no mean is looked for.
     """
-    before = _global.set(look)
+    before = _global.set(check)
     try:
         yield
     finally:
@@ -50,12 +50,12 @@ def are_losses_global() -> bool:
 
 
 class MeanLossCheck:
-    """Looks at each kind of backward pass once: one line of the program, one kind of root."""
+    """The check of each kind of backward pass: one line of the program, one kind of root."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[bytes, tuple[type, ...]]] = set()
 
-    def look(
+    def check(
         self, roots: Sequence[Any], replicas: int, slice_size: int | None, batch_size: int | None
     ) -> GradientError | None:
         """The error for a pass that is about to start from these roots, to be raised if it reaches mirrored parameters.

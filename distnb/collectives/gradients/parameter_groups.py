@@ -139,7 +139,7 @@ class ParameterGroup:
         serial: The number of the last aggregation that this group had part in.
         versions: How often each parameter was written to, as far as all replicas did so alike, by place.
         versions_at_first: The same when the replicas last began with equal values.
-        slots: How the gradients look that take part, by place.
+        slots: The layout of each gradient that takes part, by place.
         layout_version: Grows when the slots may have changed.
         checked: Whether the replicas have compared the parameters' values.
     """
@@ -266,7 +266,7 @@ class ParameterGroup:
             slots[place] = Slot.like(parameter.detach(), sparse=sparse)
         self.slots = slots
 
-    def look(self) -> tuple[bool, bool]:
+    def scan(self) -> tuple[bool, bool]:
         """After a pass: whether it made gradients, and whether there are slots for all of them."""
         made, fits, slots = False, True, self.slots
         for place, parameter in enumerate(self.params):

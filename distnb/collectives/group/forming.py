@@ -43,7 +43,7 @@ class Forming:
         self._store = PrefixStore(f"{member.prefix}/{self._group.meeting}", member.client.store())
         self._log: CollectiveLog | None = None
         self._connected: Backends | None = None
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._lost_looks = 0
         self._local = False
 
@@ -152,9 +152,9 @@ class Forming:
     def _check(self, absent: Callable[[], list[int]] = list) -> None:
         """Look, while waiting, for reasons not to wait any longer."""
         self._member.attempt.check()
-        if time.monotonic() < self._next_look:
+        if time.monotonic() < self._next_check:
             return
-        self._next_look = time.monotonic() + _PERIOD_S
+        self._next_check = time.monotonic() + _PERIOD_S
         self.communicator.examine_forming(absent)
         self._lost_looks = self._lost_looks + 1 if self._lost() else 0
         if self._lost_looks > _LOOKS:

@@ -105,7 +105,7 @@ def meet(
     """
     began = time.monotonic()
 
-    def look(absent: Callable[[], list[int]]) -> None:
+    def check_limit(absent: Callable[[], list[int]]) -> None:
         check(absent)
         if timeout_s is not None and time.monotonic() - began > timeout_s:
             missing = ", ".join(map(str, absent()))
@@ -113,7 +113,7 @@ def meet(
                 f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: {missing}."
             )
 
-    told = exchange(PrefixStore("card", store), rank, size, json.dumps(asdict(card)), look)
+    told = exchange(PrefixStore("card", store), rank, size, json.dumps(asdict(card)), check_limit)
     return [Card(**json.loads(each)) for each in told]
 
 

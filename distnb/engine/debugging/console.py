@@ -158,7 +158,7 @@ class Console(io.TextIOBase):
         """The program is told to end: nobody waits any longer."""
         self._answers.put(None)
 
-    def look(self) -> None:
+    def watch_command(self) -> None:
         """See whether a debugger's command waits for the other replicas, and tell; called many times a second."""
         since, running = self._since, self._running()
         if since is None or running is None:

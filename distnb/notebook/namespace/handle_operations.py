@@ -194,20 +194,20 @@ class HandleOperations:
         """
         if not any(fact.summary is not None for fact in state_of_handle(handle).facts.values()):
             return {}
-        found: dict[int, Inspected] | None = self._look(handle, "inspect")
+        found: dict[int, Inspected] | None = self._inspect_components(handle, "inspect")
         return found
 
     def holdings(self, handle: DistributedValues) -> dict[int, tuple[Holding, ...]] | None:
         """Which parts of a value each replica holds, by replica; None while an engine is stuck."""
-        found: dict[int, tuple[Holding, ...]] | None = self._look(handle, "holdings")
+        found: dict[int, tuple[Holding, ...]] | None = self._inspect_components(handle, "holdings")
         return found
 
     def nbytes(self, handle: DistributedValues) -> dict[int, int] | None:
         """What the tensors of a value take, by replica; None while an engine is stuck."""
-        found: dict[int, int] | None = self._look(handle, "nbytes")
+        found: dict[int, int] | None = self._inspect_components(handle, "nbytes")
         return found
 
-    def _look(self, handle: DistributedValues, operation: str) -> dict[int, Any] | None:
+    def _inspect_components(self, handle: DistributedValues, operation: str) -> dict[int, Any] | None:
         state = state_of_handle(handle)
         if state.tracked.ended or not state.facts.keys() - state.lost:
             return {}

@@ -64,7 +64,7 @@ class Needs:
             if digests.dynamic:
                 self.more.extend(user_names(user_ns))
             for handle in list(references.met.values()):
-                self.look_behind(handle)
+                self.follow_handle(handle)
 
     def _take(self, name: str, value: Any) -> None:
         kind = type(value)
@@ -72,7 +72,7 @@ class Needs:
             self.imports[name] = value.__name__
         elif kind in HANDLES:
             self.plain[name] = value
-            self.look_behind(value)
+            self.follow_handle(value)
         elif is_plain(value):
             self.plain[name] = value
         elif not is_user_name(name, self._user_ns) and name not in ("__annotations__", "__all__", "Out"):
@@ -81,7 +81,7 @@ class Needs:
             self.unseen[name] = value
         self.names.append(name)
 
-    def look_behind(self, handle: Any) -> None:
+    def follow_handle(self, handle: Any) -> None:
         """What an engine object's code reads, and what it holds of the notebook's objects and of other handles'."""
         state = state_of_handle(handle)
         if state.identity in self._behind:
@@ -93,7 +93,7 @@ class Needs:
                     held = self._tracked.handle(name)
                     if held is not None:
                         self._tracked.references.met[name] = held
-                        self.look_behind(held)
+                        self.follow_handle(held)
                     continue
                 if name in self._done:
                     continue

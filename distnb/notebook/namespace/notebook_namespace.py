@@ -114,7 +114,7 @@ class NotebookNamespace:
         self._teams.leave_the_dead(tracked)
         needs = self._needs(tracked)
         for handle in touched:
-            needs.look_behind(handle)
+            needs.follow_handle(handle)
         if arguments is not None:
             arguments = _Arguments(tracked, needs, self.user_ns, self.batch, asked=bool(touched)).replaced(arguments)
         # An object may have given away what it no longer holds: it is asked now and then.
@@ -385,7 +385,7 @@ class _Arguments:
         kind = type(value)
         if isinstance(value, DistributedValues):
             if kind in HANDLES:
-                self._needs.look_behind(value)
+                self._needs.follow_handle(value)
             token = self._references.token(value, "own" if self._asked else "argument")
             return value if token is None else HeldArgument(token)
         if is_plain(value):

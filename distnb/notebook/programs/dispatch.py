@@ -246,7 +246,7 @@ class Dispatch:
             return
         # On a loaded machine one that was told to end may only be late to say so.
         deadline = time.monotonic() + _LATE_S
-        while (busy := self._look(engines)) and time.monotonic() < deadline:
+        while (busy := self._still_busy(engines)) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         dead = sorted(engine for engine in engines if engine in self._dead)
         if dead:
@@ -267,10 +267,10 @@ class Dispatch:
 
         Who calls it has the turn.
         """
-        while self._look([each for each in engines if self._supervisor.silent_s(each) < limit_s]):
+        while self._still_busy([each for each in engines if self._supervisor.silent_s(each) < limit_s]):
             time.sleep(_LOOK_S)
 
-    def _look(self, engines: Collection[int]) -> list[int]:
+    def _still_busy(self, engines: Collection[int]) -> list[int]:
         """Read what has come, though nobody waits for it any more. Those engines that are still busy."""
         self._read(0)
         stuck = self._supervisor.stuck

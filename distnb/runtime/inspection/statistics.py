@@ -42,7 +42,7 @@ def statistics_of(tensor: torch.Tensor) -> Statistics | None:
         return None
     with torch.no_grad():
         values = _as_floats(_some(tensor, MOST_ELEMENTS))
-        looked_at, nans, infinities = values.numel(), 0, 0
+        sampled, nans, infinities = values.numel(), 0, 0
         low, high = map(float, torch.aminmax(values))
         if not math.isfinite(low) or not math.isfinite(high):
             nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
@@ -58,10 +58,10 @@ def statistics_of(tensor: torch.Tensor) -> Statistics | None:
                     nans=nans,
                     infinities=infinities,
                     histogram=(),
-                    looked_at=looked_at,
+                    sampled=sampled,
                 )
             low, high = map(float, torch.aminmax(values))
-        norm = float(_norm(values)) * math.sqrt(tensor.numel() / looked_at)
+        norm = float(_norm(values)) * math.sqrt(tensor.numel() / sampled)
         return Statistics(
             elements=tensor.numel(),
             low=low,
@@ -71,7 +71,7 @@ def statistics_of(tensor: torch.Tensor) -> Statistics | None:
             nans=nans,
             infinities=infinities,
             histogram=_histogram(values, low, high),
-            looked_at=looked_at,
+            sampled=sampled,
         )
 
 

@@ -139,8 +139,8 @@ class _Drawing:
             notes.append(f'<span style="color:{_RED}">⚠ {group.broken}</span>')
         elif group.what.norm is not None and not math.isfinite(group.what.norm):
             notes.append(f'<span style="color:{_RED}">⚠ not finite</span>')
-        if statistics is not None and statistics.looked_at < statistics.elements:
-            notes.append(f"a sample of {statistics.looked_at:,} elements")
+        if statistics is not None and statistics.sampled < statistics.elements:
+            notes.append(f"a sample of {statistics.sampled:,} elements")
         if group.what.note:
             notes.append(html.escape(group.what.note))
         return Html(self._marked(", ".join(notes), group)) if notes else ""
