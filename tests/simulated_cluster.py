@@ -257,7 +257,7 @@ class SimulatedCluster:
         if stopped:
             self.give_up()
             self.rng.choice(stopped).stopped = False
-        self.link.hear(None)
+        self.link.deliver(None)
 
     def _deliver(self, client: Any, server: int) -> None:
         request = pickle.loads(self.to_servers[client, server].popleft())
@@ -278,7 +278,7 @@ class SimulatedCluster:
         if self.workers.get(worker.index) is worker:
             program = event.reply.program if isinstance(event, ClosureEnded) else event.program
             if self._by_program.pop(program, None) is not None:  # of two reports of its end, the first counts
-                self.link.hear(event)
+                self.link.deliver(event)
 
     def answers(self, client: Any, waiting: dict[int, int]) -> dict[int, ServerReply]:
         """Wait for answers, by server. Called on the client's thread."""
@@ -328,15 +328,15 @@ class SimulatedCluster:
         worker = self.workers[index]
         worker.end()
         for owner, event in [each for each in self.news if each[0] is worker]:
-            self.link.hear(event)
+            self.link.deliver(event)
             self.news.remove((owner, event))
         self._processes += 1
         if self.rng.random() < 0.5:
             self._drop(worker)
         self.workers.pop(index)
-        self.link.hear(WorkerLost(index, "was killed"))
+        self.link.deliver(WorkerLost(index, "was killed"))
         self._start(index)
-        self.link.hear(WorkerUp(index))
+        self.link.deliver(WorkerUp(index))
 
     def lose(self, draws: random.Random) -> None:
         """Lose the connection with a worker, which continues to run. Another one replaces it."""
@@ -345,9 +345,9 @@ class SimulatedCluster:
         index = draws.choice(list(self.workers))
         worker = self.workers.pop(index)
         self.astray.append(worker)
-        self.link.hear(WorkerLost(index, "cannot be reached"))
+        self.link.deliver(WorkerLost(index, "cannot be reached"))
         self._start(index)
-        self.link.hear(WorkerUp(index))
+        self.link.deliver(WorkerUp(index))
 
     def stop(self, draws: random.Random) -> None:
         """Stop a worker."""
@@ -371,7 +371,7 @@ class SimulatedCluster:
         for worker in list(self.workers.values()):
             for program in sorted(worker.to_end - worker.given_up):
                 worker.given_up.add(program)
-                self.link.hear(ClosureGivenUp(worker.index, program))
+                self.link.deliver(ClosureGivenUp(worker.index, program))
 
     def come_to_rest(self) -> None:
         """Let everything happen that is under way."""
@@ -384,7 +384,7 @@ class SimulatedCluster:
         for (_, other), queue in self.to_servers.items():
             if other == server:
                 queue.clear()
-        self.link.hear(ServerGone(server, "was killed"))
+        self.link.deliver(ServerGone(server, "was killed"))
         return server
 
     def replace_server(self, server: int) -> None:
@@ -392,7 +392,7 @@ class SimulatedCluster:
         self.gone.discard(server)
         self.generations[server] += 1
         self.stores[server] = ShardStore(first_version=self.generations[server] << 32)
-        self.link.hear(ServerUp(server))
+        self.link.deliver(ServerUp(server))
 
     def _drop(self, worker: SimulatedWorker) -> None:
         for (client, _), queue in self.to_servers.items():
@@ -415,7 +415,7 @@ class _Link(SimpleNamespace):
         self._programs = 0
         self._listeners: list[Callable[[Any], None]] = []
 
-    def hear(self, event: Any) -> None:
+    def deliver(self, event: Any) -> None:
         for listener in self._listeners:
             listener(event)
 

@@ -40,7 +40,7 @@ class Interrupts:
         self._before: Any = None
         self._depth = 0
         self._until: float | None = None  # for so long, and for one press, it is held back
-        self._heard = 0
+        self._counted = 0
         self._questions = self._asking = 0  # how many the user was asked, and which he is asked now
         self._withdrawn = False
         self._asked = threading.Lock()  # for who is asked not to be withdrawn when that is over
@@ -82,7 +82,7 @@ class Interrupts:
 
         How long that takes is up to the user's objects: where it takes long, SIGINT raises all the same.
         """
-        self._until, self._heard = time.monotonic() + _BRIEFLY_S, self.count
+        self._until, self._counted = time.monotonic() + _BRIEFLY_S, self.count
         yield
         self._until = None
 
@@ -131,7 +131,7 @@ class Interrupts:
             return
         if self._withdrawn:
             return  # it comes late
-        lasts = self._until is not None and (self.count > self._heard or time.monotonic() > self._until)
+        lasts = self._until is not None and (self.count > self._counted or time.monotonic() > self._until)
         if lasts and not within(frame, _WHOLE):
             raise KeyboardInterrupt
         self.count += 1

@@ -26,12 +26,12 @@ def _listener() -> str:
     name = f"stand-in-agents-{uuid.uuid4().hex}"
     listener.bind(f"\0{name}")
 
-    def hear() -> None:
+    def receive() -> None:
         while True:
             name, engine = listener.recv(1 << 10).decode().split()
             _clusters[name].engine_ready(int(engine))
 
-    threading.Thread(target=hear, daemon=True).start()
+    threading.Thread(target=receive, daemon=True).start()
     return name
 
 

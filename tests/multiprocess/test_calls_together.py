@@ -116,8 +116,8 @@ def test_what_they_print_is_in_order(strategy: Any) -> None:
         print("said", distnb.replica_id(), end="\n", flush=True)
 
     session = sessions.require()
-    heard: list[Output] = []
-    unsubscribe = session.events.subscribe(lambda event: heard.append(event) if isinstance(event, Output) else None)
+    received: list[Output] = []
+    unsubscribe = session.events.subscribe(lambda event: received.append(event) if isinstance(event, Output) else None)
     try:
         for one in call_often(strategy, says, calls=30):
             resolve(one)
@@ -125,7 +125,7 @@ def test_what_they_print_is_in_order(strategy: Any) -> None:
     finally:
         unsubscribe()
     for replica in range(2):
-        mine = [event for event in heard if event.replica == replica]
+        mine = [event for event in received if event.replica == replica]
         assert "".join(event.text for event in mine) == f"said {replica}\n" * 30
         assert [event.program for event in mine] == sorted(event.program for event in mine)
 

@@ -90,17 +90,17 @@ class Stranger:
     """Another user, who connects to everything that listens until the block ends."""
 
     def __init__(self) -> None:
-        (self._asked, self._ask), (self._hear, self._told) = os.pipe(), os.pipe()
+        (self._asked, self._ask), (self._reading, self._writing) = os.pipe(), os.pipe()
 
         def act() -> None:
             os.close(self._ask)
-            os.close(self._hear)
-            fuzz(self._asked, self._told)
+            os.close(self._reading)
+            fuzz(self._asked, self._writing)
 
         self.pid = in_child(act)
         os.close(self._asked)
-        os.close(self._told)
-        self._to, self._from = os.fdopen(self._ask, "w"), os.fdopen(self._hear)
+        os.close(self._writing)
+        self._to, self._from = os.fdopen(self._ask, "w"), os.fdopen(self._reading)
 
     def talk_to(self, addresses: list[tuple[str, int]]) -> list[bytes]:
         """Do one round, and return the answers."""

@@ -79,8 +79,8 @@ def test_one_whose_replacement_is_interrupted(session: Session) -> None:
 
 
 def test_a_cluster_that_is_stopped_by_its_own_method(session: Session) -> None:
-    heard: list[Session | None] = []
-    sessions.attach(FrontEnd(follow=heard.append))
+    received: list[Session | None] = []
+    sessions.attach(FrontEnd(follow=received.append))
     try:
         session.stop()
         session.stop()  # again: nothing happens
@@ -89,6 +89,6 @@ def test_a_cluster_that_is_stopped_by_its_own_method(session: Session) -> None:
             sessions.require()
         with pytest.raises(OptionError, match="-1"):  # and not that a cluster is running already
             distnb.start(-1)
-        assert heard == [session, None]
+        assert received == [session, None]
     finally:
         sessions.attach(FrontEnd())

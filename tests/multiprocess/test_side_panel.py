@@ -45,7 +45,7 @@ class Page:
                 assert answer["msg_type"] == "distnb_reply"
                 return dict(answer["content"])
 
-    def heard(self) -> Iterator[dict[str, Any]]:
+    def received(self) -> Iterator[dict[str, Any]]:
         """Yield messages as they arrive; raise an AssertionError if none arrives any more."""
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
@@ -54,7 +54,7 @@ class Page:
 
     def snapshots(self) -> Iterator[dict[str, Any]]:
         """Yield the snapshots that the kernel sends unasked."""
-        for message in self.heard():
+        for message in self.received():
             if message["msg_type"] == "comm_msg" and message["content"]["comm_id"] == "distnb":
                 assert message["parent_header"] == {}, "who waits for a cell's output is not bothered"
                 yield message["content"]["data"]["distnb"]
@@ -109,7 +109,7 @@ def test_a_page_and_a_terminal_see_and_end_a_cell_that_hangs(notebook: Notebook)
 
         text = page.order("stacks")["text"]
         assert text.count("time.sleep(0.01)") == 2, text
-        states = (m["content"]["execution_state"] for m in page.heard() if m["msg_type"] == "status")
+        states = (m["content"]["execution_state"] for m in page.received() if m["msg_type"] == "status")
         assert (next(states), next(states), next(states)) == ("busy", "idle", "busy"), (
             "the cell runs on, and is shown so"
         )

@@ -17,22 +17,22 @@ class Listener:
     aggregates = True
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.noted: list[str] = []
         self.fails_at = ""
 
-    def _hear(self, what: str) -> None:
-        self.heard.append(what)
+    def _note(self, what: str) -> None:
+        self.noted.append(what)
         if what == self.fails_at:
             raise ValueError(what)
 
     def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
-        self._hear("begin graph" if create_graph else "begin")
+        self._note("begin graph" if create_graph else "begin")
 
     def end(self) -> None:
-        self._hear("end")
+        self._note("end")
 
     def failed(self) -> None:
-        self._hear("failed")
+        self._note("failed")
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_autograd_is_left_as_it_was_found() -> None:
     BACKWARD_PASSES.stop_listening(listener)
     assert torch.autograd._engine_run_backward is before  # type: ignore[attr-defined]
     weight().sum().backward()
-    assert listener.heard == []
+    assert listener.noted == []
 
 
 def test_every_way_to_begin(listener: Listener) -> None:
@@ -63,19 +63,19 @@ def test_every_way_to_begin(listener: Listener) -> None:
     torch.autograd.backward([weight().sum()])
     with pytest.warns(UserWarning, match="create_graph"):
         weight().sum().backward(create_graph=True)
-    assert listener.heard == ["begin", "end"] * 2 + ["begin graph", "end"]
+    assert listener.noted == ["begin", "end"] * 2 + ["begin graph", "end"]
 
 
 def test_autograd_grad_is_no_backward_pass(listener: Listener) -> None:
     w = weight()
     torch.autograd.grad(w.square().sum(), w)
-    assert listener.heard == []
+    assert listener.noted == []
 
 
 def test_a_nested_pass_belongs_to_the_outer_one(listener: Listener) -> None:
     w = weight()
     checkpoint(lambda t: t * w, w * 2, use_reentrant=True).sum().backward()
-    assert listener.heard == ["begin", "end"]
+    assert listener.noted == ["begin", "end"]
     assert BACKWARD_PASSES.nesting_seen
 
 
@@ -84,7 +84,7 @@ def test_a_failing_pass(listener: Listener) -> None:
     w.register_hook(lambda g: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         w.sum().backward()
-    assert listener.heard == ["begin", "failed"]
+    assert listener.noted == ["begin", "failed"]
 
 
 @pytest.mark.parametrize("where", ["begin", "end"])
@@ -92,10 +92,10 @@ def test_a_failing_listener(listener: Listener, where: str) -> None:
     listener.fails_at = where
     with pytest.raises(ValueError, match=where):
         weight().sum().backward()
-    assert listener.heard[-1] == "failed"
+    assert listener.noted[-1] == "failed"
     listener.fails_at = ""
     weight().sum().backward()
-    assert listener.heard[-2:] == ["begin", "end"]
+    assert listener.noted[-2:] == ["begin", "end"]
 
 
 def test_passes_of_two_threads_end_together(listener: Listener) -> None:
@@ -110,7 +110,7 @@ def test_passes_of_two_threads_end_together(listener: Listener) -> None:
     thread.start()
     inside.wait()
     weight().sum().backward()
-    assert listener.heard == ["begin"]
+    assert listener.noted == ["begin"]
     go_on.set()
     thread.join()
-    assert listener.heard == ["begin", "end"]
+    assert listener.noted == ["begin", "end"]

@@ -32,7 +32,7 @@ class Link(SimpleNamespace):
         self._programs = 0
 
     def subscribe(self, listener: Callable[[Any], None], deadline: Any) -> None:
-        self.hear = listener
+        self.deliver = listener
 
     def number(self) -> int:
         self._programs += 1
@@ -71,26 +71,26 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
 @pytest.mark.parametrize("first", ["reply", "news"])
 def test_a_closure_that_was_given_back_runs_whatever_is_heard_of_first(link: Link, first: str) -> None:
     coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
-    link.hear(WorkerUp(0))
+    link.deliver(WorkerUp(0))
     values = [coordinator.schedule(lambda: 1) for _ in range(2)]
-    link.hear(WorkerUp(1))  # it has nothing to do, and worker 0 has two
+    link.deliver(WorkerUp(1))  # it has nothing to do, and worker 0 has two
     time.sleep(0.03)
-    link.hear(None)
+    link.deliver(None)
     [program] = link.asked_back
     events = [ClosureEnded(0, Reply(program=program, status="aborted")), ClosureGivenBack(0, program)]
     for event in events if first == "reply" else reversed(events):
-        link.hear(event)
+        link.deliver(event)
     assert [worker for worker, _ in link.sent] == [0, 0, 1]
     assert link.sent[2][1].closure == link.sent[1][1].closure
     for worker, message in (link.sent[0], link.sent[2]):
-        link.hear(ClosureEnded(worker, Reply(program=message.program, status="ok", value=ClosureResult(1))))
+        link.deliver(ClosureEnded(worker, Reply(program=message.program, status="ok", value=ClosureResult(1))))
     coordinator.join()
     assert coordinator.fetch(values) == [1, 1]
 
 
 def test_an_error_is_raised_though_another_replica_of_its_worker_does_not_follow(link: Link) -> None:
     coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
-    link.hear(WorkerUp(0))
+    link.deliver(WorkerUp(0))
     value = coordinator.schedule(lambda: 1)
     program = link.sent[0][1].program
     reply = Reply(
@@ -99,7 +99,7 @@ def test_an_error_is_raised_though_another_replica_of_its_worker_does_not_follow
         error=ErrorReport(pickled=None, type_name="KeyError", text="only here", traceback=(), rendered=()),
     )
     for _ in range(2):  # reported again when a third replica replies
-        link.hear(ClosureGivenUp(0, program, reply))
+        link.deliver(ClosureGivenUp(0, program, reply))
     with pytest.raises(KeyError, match="only here") as caught:
         coordinator.join()
     assert not hasattr(caught.value, "__notes__"), "it is one error"
@@ -108,19 +108,19 @@ def test_an_error_is_raised_though_another_replica_of_its_worker_does_not_follow
     assert coordinator.status().workers[0].state == "stuck"
     other = coordinator.schedule(lambda: 2)
     assert len(link.sent) == 1, "a worker that is stuck gets nothing"
-    link.hear(ClosureEnded(0, Reply(program=program, status="aborted")))
-    link.hear(ClosureEnded(0, Reply(program=link.sent[1][1].program, status="ok", value=ClosureResult(2))))
+    link.deliver(ClosureEnded(0, Reply(program=program, status="aborted")))
+    link.deliver(ClosureEnded(0, Reply(program=link.sent[1][1].program, status="ok", value=ClosureResult(2))))
     assert other.fetch() == 2
 
 
 def test_a_metric_that_refuses_what_was_counted_fails_the_closure(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
-    link.hear(WorkerUp(0))
+    link.deliver(WorkerUp(0))
     values = [coordinator.schedule(lambda: 1) for _ in range(2)]
     monkeypatch.setattr(coordinator._packer, "merge", lambda contributions: torch.zeros(2) + torch.zeros(3))
     first, second = (message.program for _, message in link.sent)
-    link.hear(ClosureEnded(0, Reply(program=first, status="ok", value=ClosureResult(1, {5: ()}))))
-    link.hear(ClosureEnded(0, Reply(program=second, status="aborted")))
+    link.deliver(ClosureEnded(0, Reply(program=first, status="ok", value=ClosureResult(1, {5: ()}))))
+    link.deliver(ClosureEnded(0, Reply(program=second, status="aborted")))
     with pytest.raises(RuntimeError, match="must match") as caught:
         coordinator.join()
     assert "could not be added to the metric" in caught.value.__notes__[0]

@@ -280,16 +280,16 @@ def test_how_an_end_is_told(program: str, told: str, tmp_path: Path, monkeypatch
 
 
 def test_engines_are_let_go_by_a_word(tmp_path: Path) -> None:
-    heard: queue.SimpleQueue[object] = queue.SimpleQueue()
+    received: queue.SimpleQueue[object] = queue.SimpleQueue()
     processes = Processes()
     try:
         program = "read line; read line; echo distnb-beat; [ $line = end ]; echo distnb-status $?"
         launcher = Hosts((program,), CONNECTION, "10.0.0.1", _Shell())
         order = EngineOrder(engine=0, device=Device("cpu"), log=tmp_path / "log", agent="agent")
         pids: list[int] = []
-        launcher.launch([order], processes, lambda engine, pid: pids.append(pid), lambda *end: heard.put(end[2:]))
+        launcher.launch([order], processes, lambda engine, pid: pids.append(pid), lambda *end: received.put(end[2:]))
         processes.end(pids, launcher.releasing(pids), 60)
-        assert heard.get(timeout=60) == (f"(on {program}) exited with code 0", True)
+        assert received.get(timeout=60) == (f"(on {program}) exited with code 0", True)
     finally:
         processes.close()
 

@@ -389,12 +389,12 @@ def test_nothing_is_lost_and_orders_are_kept(seed: int) -> None:
         now += chance.random() * 0.1
         text += text_of(merger.collect(now))
     text += text_of(merger.collect(now, final=True))
-    heard: dict[int, list[str]] = {r: [] for r in range(replicas)}
+    shown_lines: dict[int, list[str]] = {r: [] for r in range(replicas)}
     for line in text.splitlines():
         for replica in range(replicas):
             if replicas == 1 or replica in _marked(line):
-                heard[replica].append(line if replicas == 1 else line.partition("] ")[2])
-    assert heard == said
+                shown_lines[replica].append(line if replicas == 1 else line.partition("] ")[2])
+    assert shown_lines == said
 
 
 def _marked(line: str) -> set[int]:

@@ -41,7 +41,7 @@ def await_announcement(group: GuardedProcessGroup, name: str, source: int, what:
     store, (communicator, _) = group.member.client.store(), group.ready()
     verifier = communicator.verifier
 
-    def heard() -> bool:
+    def arrived() -> bool:
         # First where the source is, then the text: it leaves the text before it goes on.
         ahead = finished = False
         if verifier is not None:
@@ -54,7 +54,7 @@ def await_announcement(group: GuardedProcessGroup, name: str, source: int, what:
             _raise_elsewhere(group, source, what, verifier.describe(last, source) if ahead and verifier else "")
         return False
 
-    communicator.wait_until(heard)
+    communicator.wait_until(arrived)
     return store.get(name).decode()
 
 

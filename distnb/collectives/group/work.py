@@ -204,7 +204,7 @@ class HostWork(_GuardedWork):
         limit_s: The program's time limit for each wait, or None.
     """
 
-    _heard = True
+    _notified = True
 
     def __init__(
         self,
@@ -275,19 +275,19 @@ class HostWork(_GuardedWork):
             self._root: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
             # torch's set_exception is known to Python only; an error raised in a callback is known to C++ too.
             self._future = self._root.then(self._conclude)
-            self._heard = False  # now there is somebody to be told
+            self._notified = False  # now there is somebody to be told
             activity.begin("background", self._arrival, key=id(self))
-            self._inner.get_future().add_done_callback(self._hear)
+            self._inner.get_future().add_done_callback(self._inner_done)
             self._communicator.watch(self)
         return self._future
 
-    def _hear(self, inner: Any) -> None:
+    def _inner_done(self, inner: Any) -> None:
         """Called by Gloo's own thread when it is done, with all that follows from the future."""
         activity.end(key=id(self))
         try:
             self.conclude()
         finally:
-            self._heard = True
+            self._notified = True
             self._communicator.finished(self)
 
     def conclude(self) -> None:
@@ -317,4 +317,4 @@ class HostWork(_GuardedWork):
 
     def under_way(self) -> bool:
         """Whether Gloo still works on it, or tells of its end."""
-        return not self._inner.is_completed() or not self._heard
+        return not self._inner.is_completed() or not self._notified

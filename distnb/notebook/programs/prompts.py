@@ -46,9 +46,9 @@ class Prompts:
         self._over: set[int] = set()  # programs that are told to end: no more of their replicas are asked
         self._there: set[int] = set()  # engines where the user is, or is to come
         self._current: int | None = None  # where he is, or was last
-        supervisor.events.subscribe(self._hear)
+        supervisor.events.subscribe(self._handle)
 
-    def _hear(self, event: Any) -> None:
+    def _handle(self, event: Any) -> None:
         """An event; on the supervisor's thread."""
         if isinstance(event, Asks):
             with self._lock:
