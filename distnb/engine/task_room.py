@@ -87,7 +87,7 @@ class TaskRoom:
 
     def _run_closure(self, message: RunClosure, replica: int) -> Reply:
         agent, worker, program = self._agent, self._working, message.program
-        worker.take_in(message)
+        worker.accept(message)
 
         def body() -> Any:
             agent.join(message.team or worker.alone, worker.rank)
@@ -189,7 +189,7 @@ class WorkerTask:
                 self._addresses[server] = address
                 self._servers.replace(server, address)
 
-    def take_in(self, message: RunClosure) -> None:
+    def accept(self, message: RunClosure) -> None:
         """Keep what comes once, whether this closure runs or was told to end before it began."""
         for source in message.sources:
             remember_source(*source)

@@ -184,11 +184,11 @@ def test_what_the_notebook_cannot_open_is_a_handle(
     world: DoubleWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "only_there.py").write_text("class Base:\n    def double(self, x):\n        return 2 * x\n")
-    take_in = world.namespace.incoming
+    original = world.namespace.incoming
 
     def without_it(*arguments: Any) -> None:
         sys.modules.pop("only_there", None)
-        take_in(*arguments)
+        original(*arguments)
 
     monkeypatch.setattr(world.namespace, "incoming", without_it)
     text = (

@@ -134,7 +134,7 @@ class ClosureChannel(SessionPart):
         workers = [engine for its in mates if set(its) <= set(self._engines.left) for engine in its]
         if servers:
             for engine, address in self._ask(servers, self._task_message).items():
-                self._take_in(self._tasks[engine].index, address)
+                self._accept_server(self._tasks[engine].index, address)
             # Those who knew the servers before are told of the new ones, before the closures that need them.
             others = [engine for engine in self._up if engine in self._engines.left and engine not in workers]
             self._run(partial(self._peers.send, others, ServersReplaced(dict(self._addresses))))
@@ -159,7 +159,7 @@ class ClosureChannel(SessionPart):
             spread=spread,
         )
 
-    def _take_in(self, server: int, address: Any) -> None:
+    def _accept_server(self, server: int, address: Any) -> None:
         from distnb.runtime.servers.client import Servers
 
         known = self._addresses

@@ -85,14 +85,14 @@ class HandleOperations:
         results = self._results(handle, "get", (), {}, path)
         first = next(iter(results.values()))
         if first.result[0].described.value == "method":
-            self._namespace.take_in_call(state.tracked, results, with_result=False)
+            self._namespace.apply_call(state.tracked, results, with_result=False)
             return RemoteMethod(handle, path)
         return self._given(handle, results)[0]
 
     def _given(self, handle: DistributedValues, results: dict[int, Result]) -> Any:
         """Take in what an operation gave, as a list of it. The object may hold data that it gave."""
         state = state_of_handle(handle)
-        found = _derived(handle, self._namespace.take_in_call(state.tracked, results))
+        found = _derived(handle, self._namespace.apply_call(state.tracked, results))
         name = name_of_given(next(iter(results.values())).serial)
         if name in state.tracked.tracker:
             state.give((name,))
@@ -183,7 +183,7 @@ class HandleOperations:
         for replica, one in results.items():
             summary: Summary = one.result
             state.facts[replica] = state.facts[replica]._replace(summary=summary._replace(text=summary.text or ""))
-        self._namespace.take_in_call(state.tracked, results, with_result=False)
+        self._namespace.apply_call(state.tracked, results, with_result=False)
         state.as_of = self.changes
         return True
 
@@ -216,7 +216,7 @@ class HandleOperations:
             results = self._results(handle, operation, (), {}, ())
         except ReplicaStuck:
             return None
-        self._namespace.take_in_call(state.tracked, results, with_result=False)
+        self._namespace.apply_call(state.tracked, results, with_result=False)
         state.as_of = as_of  # its summaries are as new as they were
         return {replica: one.result for replica, one in results.items()}
 

@@ -92,7 +92,7 @@ class NotebookNamespace:
         """Take in what a cell did (`EngineNamespace.finish`, by replica), whether it failed or not."""
         tracked = self._teams.of(team.engines)
         if replies:
-            self.take_in_call(tracked, replies, with_result=False)
+            self.apply_call(tracked, replies, with_result=False)
         else:
             for snapshot in list(tracked.outstanding.values()):
                 tracked.reject(snapshot)
@@ -132,7 +132,7 @@ class NotebookNamespace:
 
     def result(self, team: Team, replies: Mapping[int, Result], changes: int | None = None) -> Any:
         """The result of a call, from what `EngineNamespace.close_call` gave by replica; see `Results` for `changes`."""
-        return self.take_in_call(self._teams.of(team.engines), replies, changes=changes)
+        return self.apply_call(self._teams.of(team.engines), replies, changes=changes)
 
     def failed(self, snapshot: Snapshot, replies: Mapping[int, Result] | None = None) -> None:
         """A call failed, or could not be sent, or engines that were given up on may have ended before they opened it.
@@ -142,11 +142,11 @@ class NotebookNamespace:
         for tracked in self._teams:
             if tracked.key == snapshot.team:
                 if replies:
-                    self.take_in_call(tracked, replies, with_result=False)
+                    self.apply_call(tracked, replies, with_result=False)
                 else:
                     tracked.reject(snapshot)
 
-    def take_in_call(
+    def apply_call(
         self,
         tracked: TrackedObjects,
         results: Mapping[int, Result],
@@ -160,7 +160,7 @@ class NotebookNamespace:
             results = {replica: one._replace(changed={}, pack=None) for replica, one in results.items()}
         incoming = Results(tracked, self.user_ns, self.operations, results, self._announce, changes, self.most_nbytes)
         try:
-            incoming.take_in()
+            incoming.apply()
             result = incoming.result() if with_result else None
             incoming.release()
         except BaseException:

@@ -64,7 +64,7 @@ class Results:
         self._objects: dict[int, dict[ObjectId | None, str]] = {}  # names of engine objects, by replica and id
         self._returned: list[Described] = []
 
-    def take_in(self) -> None:
+    def apply(self) -> None:
         """Bind and update everything."""
         tracked = self._tracked
         tracked.make_handle = self._fresh_handle

@@ -141,13 +141,13 @@ class SharedOptimizers:
         for parameter, _ in step.others:
             increment_version(parameter)  # a graph that was kept from before is as outdated as where it was written to
         try:
-            self._take_in(step)
+            self._adopt_updates(step)
         finally:
             step.on_host.end()
         if step.alike:
             self._variables.settle()
 
-    def _take_in(self, step: _SharedStep) -> None:
+    def _adopt_updates(self, step: _SharedStep) -> None:
         """Wait for the other replicas' updates; what the optimizer keeps since its first step is to be shared."""
         optimizer, group, name = step.optimizer, self._group(), type(step.optimizer).__name__
         step.on_host.bring_state()

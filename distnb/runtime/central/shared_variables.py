@@ -138,7 +138,7 @@ class SharedVariables:
         if bool(told[:, 1].any()):
             self._publish(group, changed)
         if bool(told[:, 0].any()):
-            self._take_in(group)
+            self._collect(group)
 
     def _start_anew(self, group: Group) -> None:
         """A program was ended, or replicas were replaced: whoever is there now shares everything that there is."""
@@ -187,7 +187,7 @@ class SharedVariables:
 
     # What is new ----------------------------------------------------------------------------------------------------
 
-    def _take_in(self, group: Group) -> None:
+    def _collect(self, group: Group) -> None:
         tensors: dict[int, torch.Tensor] = {}
         seen: set[int] = set()
         for number, (_, reference) in list(self._awaited.items()):

@@ -404,9 +404,9 @@ class ServerAccess:
             wanted = self._copies if numbers is None else numbers
             copies = [self._copies[each] for each in wanted if each in self._copies]
             answers = self.exchange({server: [pull] for server, pull in _pulls(copies).items()})
-            self._take_in(copies, (news for (news,) in answers.values()))
+            self._merge(copies, (news for (news,) in answers.values()))
 
-    def _take_in(self, copies: Sequence[Copy], news: Iterable[Mapping[Shard, tuple[int, torch.Tensor]]]) -> None:
+    def _merge(self, copies: Sequence[Copy], news: Iterable[Mapping[Shard, tuple[int, torch.Tensor]]]) -> None:
         """Take in what was read of these copies: the parts that had changed since."""
         changed: dict[int, dict[int, tuple[int, torch.Tensor]]] = {}
         for each in news:
@@ -567,7 +567,7 @@ class ServerAccess:
             operations.setdefault(server, []).append(pull)
         ahead = closure is not None and self.next_is_here()
         answers = self.exchange(operations)
-        self._take_in(copies, (answers[server][-1] for server in pulls))
+        self._merge(copies, (answers[server][-1] for server in pulls))
         self._fresh = self._variables if ahead else frozenset(), time.monotonic()
         if closure is not None and requests:
             steps = (each for server in requests for each in answers[server] if isinstance(each, StepDone))
