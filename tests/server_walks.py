@@ -264,7 +264,7 @@ class Walk:
                 move()
             except MeantToFail:
                 self.story.append("it failed")
-                self.settle()
+                self.finish()
         self.cluster.go_on()
         self.cluster.come_to_rest()  # workers that were given up on come to an end
         self.check()
@@ -347,7 +347,7 @@ class Walk:
             self.story.append("  pressed")
             self.certain.subtract(self.unsent)
             self.open.update(self.unsent)
-            self.settle()
+            self.finish()
 
     def read(self) -> None:
         """Read something in one of the possible ways, which changes nothing."""
@@ -368,7 +368,7 @@ class Walk:
             lambda: states.state_of(program.objects, "objects"),
             lambda: states.state_of(program.model.weight, "weight"),
             self.access.refresh,
-            self.access.bring_home,
+            self.access.fetch_changes,
         ]
         self.draws.choice(ways)()
 
@@ -401,7 +401,7 @@ class Walk:
 
     def interrupt(self) -> None:
         self.coordinator._end_all()
-        self.settle()
+        self.finish()
 
     def lose_server(self) -> None:
         server = self.cluster.kill_a_server(self.draws)
@@ -437,7 +437,7 @@ class Walk:
                 self.open.update(each for each in every if each != "seen")
         self.values = left
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Note a cancellation: the closures' changes until now remain, and no more will follow."""
         with contextlib.suppress(MeantToFail):
             self.coordinator.join()
@@ -476,7 +476,7 @@ class Walk:
         self.program.other.join()
         self.certain["aside"] += len(self.of_other)
         self.of_other.clear()
-        self.settle()
+        self.finish()
         program = self.program
         model, words = program.model, program.words
         counter, table, small = program.counter, program.table, program.small

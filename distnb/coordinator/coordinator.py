@@ -234,7 +234,7 @@ class ClusterCoordinator:
             self._await(lambda: self._queue.idle or self._trouble)
             self._raise_error()
         self._link.catch_up()
-        self._bring(roles.coordinating(self.strategy).access.bring_home)
+        self._bring(roles.coordinating(self.strategy).access.fetch_changes)
 
     def done(self) -> bool:
         """Return whether every scheduled closure has ended.
@@ -304,7 +304,7 @@ class ClusterCoordinator:
             raise CheckpointError(f"{checkpoint!r} has no checkpoint yet, from which variables could be restored.")
         if restored is None:
             checkpoint()
-        runtime.access.bring_home()
+        runtime.access.fetch_changes()
         with _lock:
             for server, generation in filled.items():
                 if server in self._empty_servers and self._link.servers.generation(server) == generation:

@@ -26,8 +26,8 @@ from distnb.coordinator.references import (
     open_copy,
     open_input,
     open_module,
+    open_representative,
     open_resource,
-    open_stand_in,
     parameters_of_each,
 )
 from distnb.coordinator.remote_values import RemoteValue
@@ -216,7 +216,7 @@ class ClosurePacker:
                 return None
             if isinstance(obj, ServerVariable):
                 more = (obj._settings, obj.distribute_strategy, type(obj) is not ServerVariable, obj.sparse_gradients)
-                return open_stand_in, (stored, *more)
+                return open_representative, (stored, *more)
             return open_copy, (stored, isinstance(obj, torch.nn.Parameter), obj.requires_grad)
         if isinstance(obj, torch.nn.Module):
             return self._module(obj, pickler)

@@ -14,7 +14,7 @@ import torch
 
 from distnb.coordinator.libraries import parts_of
 from distnb.runtime.servers.access import ServerAccess
-from distnb.runtime.servers.server_variable import ServerVariable, stand_in
+from distnb.runtime.servers.server_variable import ServerVariable, represent
 from distnb.runtime.servers.shard_placement import Stored
 
 __all__ = [
@@ -25,8 +25,8 @@ __all__ = [
     "open_copy",
     "open_input",
     "open_module",
+    "open_representative",
     "open_resource",
-    "open_stand_in",
     "parameters_of_each",
 ]
 
@@ -98,12 +98,12 @@ def open_copy(stored: Stored, is_parameter: bool, requires_grad: bool) -> torch.
     return _opener.access.opened_copy(stored, is_parameter=is_parameter).requires_grad_(requires_grad)
 
 
-def open_stand_in(stored: Stored, settings: Any, strategy: Any, rows_apart: bool, sparse: bool) -> ServerVariable:
+def open_representative(stored: Stored, settings: Any, strategy: Any, rows_apart: bool, sparse: bool) -> ServerVariable:
     """Return this worker's representative of a variable on the servers."""
     access = _opener.access
     _opener.reach.variables.add(stored.number)  # it is read with others if it has a copy here
-    variable = access.stand_ins.get(stored)
+    variable = access.representatives.get(stored)
     if variable is None:
-        variable = access.stand_ins[stored] = stand_in(stored, settings, strategy, rows_apart=rows_apart)
+        variable = access.representatives[stored] = represent(stored, settings, strategy, rows_apart=rows_apart)
     variable.sparse_gradients = sparse
     return variable

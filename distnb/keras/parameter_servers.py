@@ -314,7 +314,7 @@ class ModelOnServers:
 
     def _read(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method that reads weights."""
-        self._access.read_anew((*self._model.parameters(), *self._model.buffers()))
+        self._access.refresh_copies((*self._model.parameters(), *self._model.buffers()))
         return plain(*args, **kwargs)
 
     def _here(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

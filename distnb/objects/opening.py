@@ -23,7 +23,7 @@ from distnb.objects.memory import MemoryBlock
 from distnb.objects.packing import OFFSET_BITS, Packed
 from distnb.objects.placeholder import Placeholder, label_of
 
-__all__ = ["Opener", "pairs_in", "stands_for_lost"]
+__all__ = ["Opener", "is_lost", "pairs_in"]
 
 
 class Opener:
@@ -253,13 +253,13 @@ class _Memo(dict[int, Any]):
 
     def __getitem__(self, place: int) -> Any:
         found = super().__getitem__(place)
-        if stands_for_lost(found):
+        if is_lost(found):
             raise vars(found)["why"]
         return found
 
 
-def stands_for_lost(obj: Any) -> bool:
-    """Whether an object stands for a value that arrived and could not be opened."""
+def is_lost(obj: Any) -> bool:
+    """Return whether an object is the placeholder of a value that arrived and could not be opened."""
     return type(obj) is Placeholder and "why" in vars(obj)
 
 

@@ -28,7 +28,7 @@ from distnb.objects.code import parts_of
 from distnb.objects.digesting import Digester, Digests, Side
 from distnb.objects.memory import MemoryBlock, MemoryBlocks
 from distnb.objects.merging import ATOMS, Merge
-from distnb.objects.opening import Opener, pairs_in, stands_for_lost
+from distnb.objects.opening import Opener, is_lost, pairs_in
 from distnb.objects.packing import OFFSET_BITS, Packed, Packer
 from distnb.objects.placeholder import Placeholder, cure_for, label_of, refusal
 
@@ -483,7 +483,7 @@ class Tracker:
             new = table.objects.get(place)
             with contextlib.suppress(KeyError):  # nothing here referred to it any more
                 old = self.find(number)
-                if new is not None and old is not new and not stands_for_lost(new):
+                if new is not None and old is not new and not is_lost(new):
                     found[id(new)] = old
         return found
 
@@ -523,8 +523,8 @@ class Tracker:
     def _table_of(self, number: int) -> _Table:
         return self._tables[number >> OFFSET_BITS + _NAME_BITS]
 
-    def settle(self, values: Mapping[str, Any]) -> None:
-        """What the other end has is what these values are now."""
+    def accept(self, values: Mapping[str, Any]) -> None:
+        """Record that the other side has these values as they are now."""
         digests = self.digest(values).by_name
         for name, value in values.items():
             self._records[name] = _Record(value, digests[name], parts_of(value))

@@ -158,7 +158,7 @@ class Spmd:
                     yield self._strategy
                 self._take_made()
                 if self._shared is not None:
-                    self._shared.settle()
+                    self._shared.synchronise()
             except BaseException as error:
                 shared_files.explain(error)
                 if self.registration.give_up_made():
@@ -175,7 +175,7 @@ class Spmd:
         if not self.registration.pending:
             return
         if self.registration.take_made() and self._shared is not None:
-            self._shared.settle()
+            self._shared.synchronise()
         if self._open_scopes:
             self._take_back = this_process.note_names()
 

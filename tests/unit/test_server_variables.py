@@ -420,13 +420,13 @@ def test_parameters_on_the_coordinator_are_those_of_now_after_a_join(strategy: A
 
     worker.run(packer, 1, closure)
     assert states.state_of(weight, "weight").tolist() == [0, 0]
-    strategy.runtime.access.bring_home()
+    strategy.runtime.access.fetch_changes()
     assert weight.tolist() == [0, 0]
     with torch.no_grad():
         weight.fill_(6)  # what is changed here goes the other way
     assert states.state_of(weight, "weight").tolist() == [6, 6]
     worker.run(packer, 2, closure)
-    strategy.runtime.access.bring_home()
+    strategy.runtime.access.fetch_changes()
     assert weight.tolist() == [5, 5]
 
 
@@ -531,11 +531,11 @@ def test_what_both_sides_change_is_added_up(strategy: Any, servers: InHouse) -> 
         assert access.read(access.stored_of(weight)).tolist() == [[12 * number] * 2] * 2
         with torch.no_grad():
             weight.data[0] += 100  # not sent yet, and what is read now does not undo it
-        access.bring_home()
+        access.fetch_changes()
         assert weight.tolist() == [[12 * number + 100] * 2, [12 * number] * 2]
         with torch.no_grad():
             weight[0] -= 100
-        access.bring_home()
+        access.fetch_changes()
         assert weight.tolist() == [[12 * number] * 2] * 2
 
 

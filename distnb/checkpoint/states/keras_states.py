@@ -39,7 +39,7 @@ class KerasObjects(Kind):
             )
         parts = _parts(value).items()
         if servers_here.access is not None:  # with parameter servers the variables are copies of the servers'
-            servers_here.access.read_anew([each.value for _, variables in parts for each in variables])
+            servers_here.access.refresh_copies([each.value for _, variables in parts for each in variables])
         values = {part: [each.value.detach() for each in variables] for part, variables in parts}
         return values | ({_CLASS: _class_of_optimizer(value)} if "optimizer" in values else {})
 

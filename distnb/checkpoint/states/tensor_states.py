@@ -42,5 +42,5 @@ def _now(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's current value. On a coordinator of parameter servers, a parameter is a copy of theirs."""
     servers = servers_here.access
     if servers is not None and servers.stored_of(tensor) is not None:
-        servers.read_anew([tensor])
+        servers.refresh_copies([tensor])
     return tensor.detach()

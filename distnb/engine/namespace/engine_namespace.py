@@ -91,7 +91,7 @@ class EngineNamespace:
         objects.replica = replica
         self.teams.program_begins(snapshot.serial)
         torch.clear_autocast_cache()  # what was cast for an earlier program may be out of date
-        self._settle(objects, snapshot)
+        self._apply_outcome(objects, snapshot)
         environment = None if snapshot.environment is None else snapshot.environment.on(self.teams.place)
         if environment is not None:
             apply_environment(environment, early=True)
@@ -114,7 +114,7 @@ class EngineNamespace:
         return args, kwargs
 
     @spared
-    def _settle(self, objects: EngineObjects, snapshot: Snapshot) -> None:
+    def _apply_outcome(self, objects: EngineObjects, snapshot: Snapshot) -> None:
         """Hear what the notebook made of earlier programs: maybe again, where another replica did not hear of it."""
         for identity, what in snapshot.adopt.items():
             if identity in objects.owned:
@@ -165,7 +165,7 @@ class EngineNamespace:
             for name in pack.names:  # code comes first: what comes after it may call it when it is opened
                 self._bind_one(name, opening.load(name), wanted)
             values = tracker.merge(opening)
-            tracker.settle(values)
+            tracker.accept(values)
             for name, value in values.items():
                 objects.plain.pop(name, None)
                 self._bind_one(name, value, wanted)

@@ -253,7 +253,7 @@ class NotebookNamespace:
         tracked.forget_arguments(frozenset(sections))
         tracked.bound.send_by_value(sections)
         rebound = [name for name in sections if name in tracker and tracker.root(name) is not sections[name]]
-        tracked.let_go(rebound, serial)
+        tracked.release_names(rebound, serial)
         lacking = tracker.lacking(sections, needs.digests)
         pack = None
         if lacking:
@@ -320,7 +320,7 @@ class NotebookNamespace:
             for name in tracker.names
             if name[0] not in "@%" and "#" not in name and user_ns.get(name, MISSING) is not tracker.root(name)
         ]
-        tracked.let_go(rebound, next(self._serials))
+        tracked.release_names(rebound, next(self._serials))
         return Needs(tracked, user_ns)
 
     def _are_bound(self, bound: BoundNames, names: tuple[str, ...]) -> bool:

@@ -175,7 +175,7 @@ class Results:
                 self._announce(_cannot_be_opened(name.partition("#")[0], error))
                 self._handles_by_name((name,))
         self._put_in_place({name: values[name] for name in agreed if name in names - failed.keys()})
-        tracker.settle({name: values[name] for name in common})
+        tracker.accept({name: values[name] for name in common})
         self._forget_parts(common)
 
     def _common(self, names: set[str]) -> set[str]:
@@ -294,13 +294,13 @@ class Results:
                 try:
                     return importlib.import_module(first.value)
                 except Exception as error:  # whatever its code raises  # noqa: BLE001
-                    return self._stand_in(name or first.value, path, described, error)
+                    return self._replacement(name or first.value, path, described, error)
             elif first.kind == "sent" and path in self._sent:
                 return self._sent[path]
             elif first.kind == "sent" and first.value in self._different:
                 return self._different[first.value]
             elif first.kind == "sent" and len({one.digest for one in described.values()}) == 1:
-                return self._stand_in(name, path, described, self._failed.get(path))
+                return self._replacement(name, path, described, self._failed.get(path))
             elif first.kind == "tracked" and len({one.value for one in described.values()}) == 1:
                 tracker = self._tracked.tracker
                 with contextlib.suppress(KeyError):
@@ -349,8 +349,8 @@ class Results:
             local.update(dict.fromkeys(others, before))
         return self._handle(identity, facts, name=name, local=local, mirrored=False)
 
-    def _stand_in(self, name: str, path: str, described: dict[int, Described], error: Exception | None) -> Any:
-        """A handle of what is the same on all replicas, and cannot be here."""
+    def _replacement(self, name: str, path: str, described: dict[int, Described], error: Exception | None) -> Any:
+        """Return a handle of an object that is the same on all replicas and cannot exist here."""
         identities = {one.identity for one in described.values()}
         identity = (identities.pop() if len(identities) == 1 else None) or (self._serial, path)
         found = self._tracked.handle(identity)

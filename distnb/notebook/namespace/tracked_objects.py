@@ -172,8 +172,8 @@ class TrackedObjects:
             if isinstance(name, str)
         }
 
-    def let_go(self, rebound: Iterable[str], serial: int) -> None:
-        """Names are bound to other objects in the notebook. What engine objects hold of the former is kept."""
+    def release_names(self, rebound: Iterable[str], serial: int) -> None:
+        """Release names that are bound to other objects now, but keep what engine objects hold of the former."""
         names = list(rebound)
         formers = [name for name in self.tracker.names if "#" in name]
         if not names and not formers:

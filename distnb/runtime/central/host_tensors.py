@@ -2,7 +2,7 @@
 
 An accelerator computes with its own memory only. So a parameter on one is a copy; the variable itself is a tensor of
 the host, which lives once as those of CPU replicas do. What a program changes in place is the copy: it is taken over
-when the replicas settle. An optimizer steps the tensors of the host, and then the copies are renewed.
+when the replicas synchronise. An optimizer steps the tensors of the host, and then the copies are renewed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HostTensors:
             self._hosts[tensor] = tensor.detach().cpu()
         return self._hosts[tensor]  # type: ignore[no-any-return]
 
-    def let_go_of_replaced(self) -> Iterator[torch.Tensor]:
+    def release_replaced(self) -> Iterator[torch.Tensor]:
         """The parameters that were given another device, dtype or shape; they have no tensor of the host any more."""
         for parameter, host in list(self._hosts.items()):
             if parameter.device.type == "cpu" or parameter.dtype is not host.dtype or parameter.shape != host.shape:
@@ -65,12 +65,12 @@ class OnHost:
             host.grad = None if parameter.grad is None else parameter.grad.detach().cpu()
             if parameter in optimizer.state:
                 optimizer.state[host] = optimizer.state.pop(parameter)
-        self.bring_state()
+        self.move_state_to_host()
         for group in optimizer.param_groups if self._pairs else ():
             group["params"] = [in_place.get(id(parameter), parameter) for parameter in group["params"]]
             group.update({name: value.cpu() for name, value in group.items() if isinstance(value, torch.Tensor)})
 
-    def bring_state(self) -> None:
+    def move_state_to_host(self) -> None:
         """Bring to the host what the optimizer keeps for these parameters."""
         for _, host in self._pairs:
             kept = self._optimizer.state.get(host, {})

@@ -105,7 +105,7 @@ class SharedOptimizers:
                 "itself. Use torch.optim.Adam, SGD or the like, CPU replicas, or MirroredStrategy."
             )
         group.note(f"{type(optimizer).__name__}.step", ())
-        self._variables.settle()
+        self._variables.synchronise()
         if group.generation != self._generation:  # a replica may be new, and know of no earlier step
             self._generation = group.generation
             self._stepped.clear()
@@ -145,12 +145,12 @@ class SharedOptimizers:
         finally:
             step.on_host.end()
         if step.alike:
-            self._variables.settle()
+            self._variables.synchronise()
 
     def _adopt_updates(self, step: _SharedStep) -> None:
         """Wait for the other replicas' updates; what the optimizer keeps since its first step is to be shared."""
         optimizer, group, name = step.optimizer, self._group(), type(step.optimizer).__name__
-        step.on_host.bring_state()
+        step.on_host.move_state_to_host()
         grown = not all(self._keeps_all_in_common(optimizer, parameter) for parameter in step.mine)
         if bool(torch.stack(group.all_gather(torch.tensor([grown], device="cpu"))).any()):
             raise GradientError(

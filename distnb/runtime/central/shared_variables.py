@@ -2,9 +2,9 @@
 
 Programs hold the same tensors as under any strategy, each replica its own objects; only the memory behind them is the
 same. What a program changes in place is this replica's at first (see `collectives/shared_memory/segment.py`), exactly
-as if it had a copy. When the replicas next *settle*, which all do together, what each of them has changed to the same
-values becomes the common value. What they changed to different values is an error. Of parameters on an accelerator, the
-tensors of the host live once (`host_tensors.py`).
+as if it had a copy. When the replicas next *synchronise*, which all do together, a change to the same values on all of
+them becomes the common value. Changes to different values are an error. Of parameters on an accelerator, the tensors of
+the host live once (`host_tensors.py`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SharedVariables:
         self._loads: list[int] = []
 
     def expect(self, label: str, tensor: torch.Tensor) -> None:
-        """Share a variable from the next time on that the replicas settle. All expect the same."""
+        """Share a variable from the next time on that the replicas synchronise. All expect the same."""
         identity, known = id(tensor), self._known
         if identity not in known:
             known[identity] = (label, weakref.ref(tensor, lambda _: known.pop(identity, None)))
@@ -120,7 +120,7 @@ class SharedVariables:
 
         return close
 
-    def settle(self) -> None:
+    def synchronise(self) -> None:
         """Share what is to be shared, and make common what all replicas changed alike. All replicas call this.
 
         When it returns, every replica has called it. OutOfSyncError: they changed a variable to different values.
@@ -129,8 +129,8 @@ class SharedVariables:
         if group.size == 1:
             return
         if group.generation != self._generation:
-            self._start_anew(group)
-        self._let_go_of_replaced()
+            self._restart(group)
+        self._release_replaced()
         self.hosts.take_over()
         changed = {memory: pages for memory in self._memories if (pages := memory.changed())}
         waits = any((one := awaited()) is not None and not is_lazy(one) for _, awaited in self._awaited.values())
@@ -140,16 +140,16 @@ class SharedVariables:
         if bool(told[:, 0].any()):
             self._collect(group)
 
-    def _start_anew(self, group: Group) -> None:
+    def _restart(self, group: Group) -> None:
         """A program was ended, or replicas were replaced: whoever is there now shares everything that there is."""
         self._generation = group.generation
-        self._let_go_of_replaced()
+        self._release_replaced()
         self._places, self._loads = {}, [0] * group.size
         self._memories = weakref.WeakSet()
         self._awaited = dict(enumerate(self._known.values()))
         self._expected = len(self._awaited)
 
-    def _let_go_of_replaced(self) -> None:
+    def _release_replaced(self) -> None:
         """Tensors that a program gave other memory move to common memory once more."""
         for identity, place in list(self._places.items()):
             tensor = place.tensor()
@@ -157,7 +157,7 @@ class SharedVariables:
                 del self._places[identity]
                 if self._known.pop(identity, None) is not None:
                     self.expect(place.label, tensor)
-        for tensor in self.hosts.let_go_of_replaced():
+        for tensor in self.hosts.release_replaced():
             label, _ = self._known.pop(id(tensor))
             self.expect(label, tensor)
 

@@ -98,7 +98,7 @@ class ServerAccess:
         exchanges: How many there have been with servers.
         fence: Gives the closures that have ended, as the coordinator knows them.
         next_is_here: Whether a worker has the next closure already.
-        stand_ins: What stands for variables that have no copy here.
+        representatives: The variables that have no copy here, by their place on the servers.
         made: The copies of parameters that were made since this was last emptied.
         is_one_of_several: Whether it is one replica of a worker that has several.
     """
@@ -122,7 +122,7 @@ class ServerAccess:
         self._row_versions: dict[Shard, int] = {}
         self._owners: dict[Stored, TensorWeakRef] = {}
         self._optimizers: dict[int, tuple[bytes, Sequence[Sequence[Stored]]]] = {}
-        self.stand_ins: dict[Stored, Any] = {}
+        self.representatives: dict[Stored, Any] = {}
         self.is_one_of_several = False
         self._replicas: WorkerReplicas | None = None
         self.made: list[torch.nn.Parameter] = []
@@ -422,7 +422,7 @@ class ServerAccess:
         for copy in self._copies.values():
             copy.doubtful = True
 
-    def read_anew(self, copies: Iterable[torch.Tensor]) -> None:
+    def refresh_copies(self, copies: Iterable[torch.Tensor]) -> None:
         """Of the coordinator's copies, tell the servers what was changed here, and bring some up to date."""
         with self._turn:
             numbers = [stored.number for each in copies if (stored := self.stored_of(each)) is not None]
@@ -509,7 +509,7 @@ class ServerAccess:
             copy.note_sent({place: UNKNOWN for _, place, *_ in changes})
         return requests
 
-    def bring_home(self) -> None:
+    def fetch_changes(self) -> None:
         """Tell the servers what was changed here, and read what workers have changed, of the coordinator's tensors."""
         with self._turn:
             self.send_changes()
@@ -626,8 +626,8 @@ class ServerAccess:
         self.distrust()
         for copy in self._copies.values():
             copy.tensor.grad = None
-        for stand_in in self.stand_ins.values():
-            stand_in.grad = None
+        for variable in self.representatives.values():
+            variable.grad = None
 
     def placement(self) -> tuple[PlacedShard, ...]:
         """What the servers hold, in the order in which it was made. One message for each server."""

@@ -21,7 +21,7 @@ from distnb.runtime.scopes.registration import adopters_of, roots_of
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.remote_optimizer import make_remote, will_be_remote
-from distnb.runtime.servers.server_variable import ServerVariable, stand_in
+from distnb.runtime.servers.server_variable import ServerVariable, represent
 from distnb.runtime.servers.shard_placement import Placement, Stored
 from distnb.variables.settings import Settings
 
@@ -37,7 +37,7 @@ class RefreshHook:
         servers = servers_here.access
         if servers is None or servers.is_worker:
             return
-        servers.read_anew((*module.parameters(), *module.buffers()))
+        servers.refresh_copies((*module.parameters(), *module.buffers()))
 
     def before_state_dict(self, module: torch.nn.Module, _prefix: str, _keep_vars: bool) -> None:
         """As torch calls it."""
@@ -68,7 +68,7 @@ class ServerRegistration:
         name = settings.name or "Variable"
         stored = self.placement.place(name, value.shape, value.dtype, trainable=settings.trainable)
         self.access.create(stored, value)
-        made = stand_in(stored, settings, self.strategy)
+        made = represent(stored, settings, self.strategy)
         self.access.own(stored, made)
         return made
 
@@ -93,7 +93,7 @@ class ServerRegistration:
             synchronization=VariableSynchronization.AUTO,
             aggregation=VariableAggregation.NONE,
         )
-        made = stand_in(stored, settings, self.strategy, rows_apart=True)
+        made = represent(stored, settings, self.strategy, rows_apart=True)
         self.access.own(stored, made)
         return made
 

@@ -18,7 +18,7 @@ from distnb.variables import scattering
 from distnb.variables.settings import Settings, value_for
 from distnb.variables.variable import Variable
 
-__all__ = ["ServerVariable", "ShardedVariable", "lookup", "stand_in"]
+__all__ = ["ServerVariable", "ShardedVariable", "lookup", "represent"]
 
 _FILLING = frozenset({"normal_", "uniform_", "constant_", "trunc_normal_", "ones_", "zeros_", "zero_", "fill_"})
 _BY_ELEMENT = frozenset(
@@ -29,8 +29,8 @@ _BY_ELEMENT = frozenset(
 _SMALL_NBYTES = 1 << 20  # below, all is read where some rows would do
 
 
-def stand_in(stored: Stored, settings: Settings, strategy: Any, *, rows_apart: bool = False) -> ServerVariable:
-    """What stands for a variable in this process. `rows_apart`: it is a table, of which rows are read."""
+def represent(stored: Stored, settings: Settings, strategy: Any, *, rows_apart: bool = False) -> ServerVariable:
+    """Return this process's representative of a variable. `rows_apart`: it is a table, of which rows are read."""
     cls = ShardedVariable if rows_apart or len(stored.parts) > 1 else ServerVariable
     # Without memory: what it holds is read when it is used.
     empty = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
@@ -348,7 +348,7 @@ class _Shard(ServerVariable):
 
 
 def _shard(whole: ShardedVariable, place: int) -> ServerVariable:
-    shard: Any = stand_in(whole.stored.only(place), whole._settings, whole.distribute_strategy)
+    shard: Any = represent(whole.stored.only(place), whole._settings, whole.distribute_strategy)
     shard.__class__, shard.whole = _Shard, whole
     return shard  # type: ignore[no-any-return]
 

@@ -93,7 +93,7 @@ class WorkerReplicas:
         loose = [parameter for parameter in parameters if id(parameter) not in within]
         if models or loose:
             self.registration.take_equal(models, loose)
-        if self.access.stand_ins:
+        if self.access.representatives:
             BACKWARD_PASSES.listen(self._rows)
 
     def bind(self, metric: Any) -> None:
@@ -187,7 +187,7 @@ class _GradientsElsewhere:
 
     def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
         self._in_replica = contexts.in_replica()
-        variables = [each for each in self._replicas.access.stand_ins.values() if each.requires_grad]
+        variables = [each for each in self._replicas.access.representatives.values() if each.requires_grad]
         self._before = [(each, None if each.number in self._local else each.grad) for each in variables]
         for variable, before in self._before:
             if before is not None:
