@@ -1,20 +1,20 @@
-# Every target makes what it needs from a fresh clone: Python >= 3.11 and make are all that must be there.
-# A stamp file per set of packages says that the work is done, so a second call starts at once and needs no network.
+# Every target builds its prerequisites from a fresh clone; you only need Python >= 3.11 and make.
+# A stamp file per set of packages records that it is installed, so a second call starts at once and needs no network.
 #
-#   make demo     2 CPU engines (or one per GPU) run notebooks/quickstart.ipynb for real
-#   make lab      JupyterLab on the quickstart
-#   make docs     the documentation site, build/docs/index.html
-#   make test     linters, prose, types, import contracts, and the tests, notebooks and browser tests: what CI runs
-#   make soak     the tests that take long: random walks, stress, many seeds, every number of replicas
-#   make bench    the benchmarks against their peers (see benchmarks/)
-#   make gpu      where there is a GPU, without network: a table of timings beside plain torch, and tests/gpu; it installs
-#                 what lies in .wheels, and uses the torch of PYTHON
-#   make gpu-wheels  fetch what `make gpu` installs into .wheels, on a machine with a network
-#   make extension  build the JupyterLab extension anew, after a change in extension/ (needs npm)
+#   make demo     run notebooks/quickstart.ipynb on 2 CPU engines, or on one per GPU
+#   make lab      open the quick start in JupyterLab
+#   make docs     build the documentation site, build/docs/index.html
+#   make test     run everything that CI runs: linters, prose, types, import contracts, tests, notebooks, browser tests
+#   make soak     run the tests that take long: random walks, stress, many seeds, every number of replicas
+#   make bench    run the benchmarks against their peers (see benchmarks/)
+#   make gpu      compare timings with plain torch and run tests/gpu, on a machine with a GPU and without network; it
+#                 installs the wheels in .wheels, and uses the torch of PYTHON
+#   make gpu-wheels  download the packages for `make gpu` into .wheels, on a machine with a network
+#   make extension  rebuild the JupyterLab extension after a change in extension/ (needs npm)
 #
-# Variables: PYTHON (which interpreter), TORCH_INDEX (a package index for torch alone, for example PyTorch's own
-# index of CPU wheels; without it pip's usual ones are asked), ARGS (more arguments for pytest or the demo), WORKERS
-# (in how many processes the tests run).
+# Variables: PYTHON (the interpreter), TORCH_INDEX (a package index for torch alone, for example PyTorch's own index of
+# CPU wheels; by default pip's usual index), ARGS (more arguments for pytest or the demo), WORKERS (the number of
+# processes that run the tests).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -42,7 +42,7 @@ help:
 $(VENV)/.made: constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "distnb needs Python 3.11 or newer; found: $$(python3 --version 2>&1). Install one, or name it: make PYTHON=/path/to/python3.12 …" >&2; exit 1; }
 	@echo "Making $(VENV) with $(PYTHON) …"
-	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed (Debian and Ubuntu part it off: apt install python3-venv)." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) -m venv failed (on Debian and Ubuntu: apt install python3-venv)." >&2; exit 1; }
 	@echo "Installing $(TORCH) (the largest part, once) …"
 	@$(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 	@touch $@
@@ -53,15 +53,15 @@ $(VENV)/.made-%: $(VENV)/.made pyproject.toml extension/labextension/package.jso
 	@$(INSTALL) -e ".[$*]"
 	@touch $@
 
-# Keras's next version, beside the one that is installed: whoever wants it puts the folder before others. A nightly build
-# is taken away from the index some day; the tests that need it then skip with that reason.
+# Keras's next version, next to the installed one: tests that need it put its folder first. The index removes a nightly
+# build some day; these tests then skip with that reason.
 $(VENV)/.made-keras-nightly: $(VENV)/.made constraints.txt
 	@echo "Installing $(KERAS_NIGHTLY) beside Keras …"
 	@rm -rf $(VENV)/keras-nightly
-	@$(PIP) install -qq --no-deps --target $(VENV)/keras-nightly "$(KERAS_NIGHTLY)" || echo "$(KERAS_NIGHTLY) cannot be had." >&2
+	@$(PIP) install -qq --no-deps --target $(VENV)/keras-nightly "$(KERAS_NIGHTLY)" || echo "$(KERAS_NIGHTLY) is not available." >&2
 	@touch $@
 
-# TensorFlow, an environment of its own: a peer of benchmarks/keras_fit.py and benchmarks/parameter_servers.
+# TensorFlow, in a separate environment: a peer of benchmarks/keras_fit.py and benchmarks/parameter_servers.
 $(VENV)/.made-tensorflow: $(VENV)/.made
 	@echo "Installing $(TENSORFLOW) into $(VENV)/tensorflow …"
 	@$(BIN)/python -m venv --clear $(VENV)/tensorflow
@@ -74,7 +74,7 @@ demo: $(VENV)/.made-demo
 lab: $(VENV)/.made-lab $(VENV)/.made-demo
 	@$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/quickstart.ipynb $(ARGS)
 
-# Notebooks are shown as they were saved; `make test` runs them and compares what they show.
+# The site shows notebooks as they were saved; `make test` runs them and compares their outputs.
 docs: $(VENV)/.made-docs
 	@$(BIN)/python -m sphinx -E -q -W --keep-going -b html -c docs . build/docs $(ARGS)
 	@echo "The site is in build/docs: open build/docs/index.html."
@@ -110,7 +110,7 @@ soak: $(VENV)/.made-test $(VENV)/.made-keras-nightly $(VENV)/.made-lowest
 	$(LOWEST)/bin/python notebooks/demo.py --out build/lowest
 	$(LOWEST)/bin/jupyter execute --timeout 300 notebooks/keras.ipynb
 
-# The lowest versions that pyproject.toml allows, in an environment of their own.
+# The lowest versions that pyproject.toml allows, in a separate environment.
 $(VENV)/.made-lowest: $(VENV)/.made-test pyproject.toml
 	@echo "Installing the lowest versions into $(LOWEST) …"
 	@$(BIN)/uv venv -q --clear --python $(BIN)/python $(LOWEST)
@@ -124,7 +124,7 @@ bench: $(VENV)/.made-test $(VENV)/.made-bench $(VENV)/.made-keras-nightly $(VENV
 		echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || missed="$$missed $$name"; done; \
 	[ -z "$$missed" ] || { echo "Targets were missed, or runs failed, in:$$missed" >&2; exit 1; }
 
-# Python 3.12 on x86-64, or what WHEELS_FOR says.
+# Python 3.12 on x86-64, unless WHEELS_FOR says otherwise.
 WHEELS := .wheels
 WHEELS_FOR ?= --python-version 3.12 --implementation cp $(foreach glibc,2_34 2_31 2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) \
 	--platform manylinux2014_x86_64 --platform manylinux1_x86_64
@@ -133,10 +133,10 @@ gpu-wheels: $(VENV)/.made
 	@$(PIP) download -qq --no-deps --only-binary=:all: $(WHEELS_FOR) -d $(WHEELS) -c constraints.txt -r benchmarks/gpu_wheels.txt
 	@du -sh $(WHEELS)
 
-# Not an environment of its own: it would not see the torch of an environment that PYTHON belongs to.
+# Not a separate environment, because it would not see the torch of PYTHON's environment.
 GPU_SITE := build/gpu
 gpu:
-	@[ -d $(WHEELS) ] || { echo "$(WHEELS) is missing: run make gpu-wheels where there is a network, and bring it along." >&2; exit 1; }
+	@[ -d $(WHEELS) ] || { echo "$(WHEELS) is missing: run make gpu-wheels where there is a network, and copy it here." >&2; exit 1; }
 	@rm -rf $(GPU_SITE)
 	@$(PYTHON) -m pip --disable-pip-version-check install -qq --no-index --no-deps --no-compile --target $(GPU_SITE) $(WHEELS)/*.whl
 	@export PYTHONPATH="$(CURDIR)/$(GPU_SITE):$(CURDIR)"; failed=; \
@@ -144,7 +144,7 @@ gpu:
 	timeout 330 $(PYTHON) -m pytest -q -p no:cacheprovider -n 4 --dist loadfile tests/gpu || failed="$$failed tests/gpu ($$?)"; \
 	[ -z "$$failed" ] || { echo "Failed, with its exit status (124: it took too long):$$failed" >&2; exit 1; }
 
-# Only who changes extension/ needs this, and npm: the built files are in the repository.
+# Needed, with npm, only after a change in extension/: the built files are in the repository.
 extension: $(VENV)/.made-lab
 	cd extension && npm ci && rm -rf labextension/static && PATH="$(CURDIR)/$(BIN):$$PATH" npm run build
 	cd extension && sha256sum src/* style/* schema/* *.json .npmrc > labextension.sha256
