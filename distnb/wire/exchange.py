@@ -5,7 +5,6 @@ Named tuples: every call brings some of them, and a dataclass is pickled with th
 
 from __future__ import annotations
 
-import copyreg
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from distnb.objects.modes import Environment
 from distnb.objects.packing import Packed
 from distnb.options import ReduceOp
 from distnb.values import DistributedValues
+from distnb.wire.codec import give_codes
 from distnb.wire.messages import CallFunction, ObjectId, Reply
 
 __all__ = [
@@ -315,7 +315,4 @@ class Mark:
     environment: Environment
 
 
-# Every call brings these classes. By its code, pickle finds a class in a table; by its name, it imports a module, which
-# takes half of the time that a small message is opened in. The codes are far from those that other libraries choose.
-for _code, _class in enumerate((CallFunction, Snapshot, NamedArgument, HeldArgument, Reply, Result, Leaf, Described)):
-    copyreg.add_extension(_class.__module__, _class.__name__, 0x646E6200 + _code)
+give_codes(0, CallFunction, Snapshot, NamedArgument, HeldArgument, Reply, Result, Leaf, Described)

@@ -13,6 +13,7 @@ import torch
 
 from distnb.objects.modes import NO_CHANGES, Environment
 from distnb.wire.closure_messages import Fence
+from distnb.wire.codec import give_codes
 
 __all__ = [
     "Address",
@@ -242,3 +243,6 @@ class Address(NamedTuple):
     path: str
     url: str = ""
     public: str = ""
+
+
+give_codes(16, ServerRequest, ServerReply, Pull, PullRows, StepOptimizer, StepDone)
