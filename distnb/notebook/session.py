@@ -23,8 +23,8 @@ from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.handles.pending import BesideCall, PendingCall, Unsettled
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.output.profiles import write_profiles
-from distnb.notebook.programs.dispatch import Outcome
 from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, unlike_steps, warn_of_drift
+from distnb.notebook.programs.outcome import Outcome
 from distnb.notebook.reports import process_text, stacks_text
 from distnb.notebook.session_part import SessionPart
 from distnb.notebook.views.front_end import FrontEnd
@@ -322,7 +322,7 @@ class Session:
                     Status(program=program, state="ended", team=team, text="" if outcome.ok else "failed")
                 )
                 with interrupts.brief():
-                    self.namespace.incoming(team, outcome.done(team))
+                    self.namespace.incoming(team, outcome.results(team))
                     if outcome.stuck:
                         self.namespace.failed(snapshot)
         running = tuple(outcome.replies[each].seconds for each in team.engines if each in outcome.replies)
@@ -490,7 +490,7 @@ class Session:
                     step_count.stepped(outcome.replies[team.engines[0]].steps)
                     result = self.namespace.result(team, values, call.changes)
                 else:
-                    self.namespace.failed(snapshot, outcome.done(team))
+                    self.namespace.failed(snapshot, outcome.results(team))
                 if outcome.stuck:
                     self.namespace.failed(snapshot)
                 if well:
@@ -560,7 +560,7 @@ class Session:
                     raise
                 if not outcome.ok or outcome.interrupted:
                     with interrupts.brief():
-                        give_up({} if outcome.stuck else outcome.done(team))
+                        give_up({} if outcome.stuck else outcome.results(team))
         self._raise_failure(outcome, team, called=called, kept=called)
         return {engine: reply.value for engine, reply in outcome.replies.items()}
 

@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from distnb.errors import CollectiveError, EngineDied, RemoteError
-from distnb.notebook.programs.dispatch import Outcome
 from distnb.notebook.programs.failures import raise_failure, unlike_steps
+from distnb.notebook.programs.outcome import Outcome
 from distnb.topology import Device, Team
 from distnb.wire.messages import ErrorReport, Reply
 
@@ -17,8 +17,8 @@ TEAM = Team(engines=(0, 1), devices=(Device("cpu"),) * 2, generation=1, store_ho
 
 def raised_for(report: ErrorReport) -> BaseException:
     outcome = Outcome(1, (0, 1))
-    outcome.take(0, Reply(program=1, status="error", error=report))
-    outcome.take(1, Reply(program=1, status="ok"))
+    outcome.receive(0, Reply(program=1, status="error", error=report))
+    outcome.receive(1, Reply(program=1, status="ok"))
     with pytest.raises(BaseException) as raised:  # noqa: PT011
         raise_failure(outcome, TEAM)
     return raised.value
@@ -80,8 +80,8 @@ def test_two_replicas_that_raise_different_errors_are_both_shown() -> None:
             traceback=("line 1",),
             rendered=("line 1",),
         )
-        outcome.take(0, Reply(program=1, status="error", error=first))
-        outcome.take(1, Reply(program=1, status="error", error=second))
+        outcome.receive(0, Reply(program=1, status="error", error=first))
+        outcome.receive(1, Reply(program=1, status="error", error=second))
         with pytest.raises(KeyError) as raised:
             raise_failure(outcome, TEAM)
         return "\n".join(raised.value._render_traceback_())  # type: ignore[attr-defined]
@@ -117,8 +117,8 @@ def test_replicas_that_ended_at_different_steps_are_told_of() -> None:
 def test_a_replica_that_does_not_end_is_told_of_with_the_cure() -> None:
     outcome = Outcome(1, (0, 1))
     outcome.interrupted = True
-    outcome.take(0, Reply(program=1, status="interrupted"))
-    outcome.lose(1, None)
+    outcome.receive(0, Reply(program=1, status="interrupted"))
+    outcome.mark_lost(1, None)
     with pytest.raises(KeyboardInterrupt, match=r"replica 1 still busy.*%distnb restart 1 starts anew"):
         raise_failure(outcome, TEAM)
 
@@ -127,7 +127,7 @@ def test_a_replica_that_does_not_end_is_told_of_with_the_cure() -> None:
 def test_a_collective_that_ends_because_a_process_died_is_not_the_reason(error: Exception, raised: type) -> None:
     name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
     outcome = Outcome(1, (0, 1))
-    outcome.take(
+    outcome.receive(
         0,
         Reply(
             program=1,
@@ -135,16 +135,16 @@ def test_a_collective_that_ends_because_a_process_died_is_not_the_reason(error: 
             error=ErrorReport(pickled=pickle.dumps(error), type_name=name, text=str(error), traceback=(), rendered=()),
         ),
     )
-    outcome.lose(1, "was killed by SIGKILL")
+    outcome.mark_lost(1, "was killed by SIGKILL")
     with pytest.raises(raised):
         raise_failure(outcome, TEAM)
 
 
 def test_who_was_given_up_on_and_ended_well_after_all_is_no_failure() -> None:
     outcome = Outcome(1, (0, 1))
-    outcome.take(0, Reply(program=1, status="ok"))
-    outcome.lose(1, None)
-    outcome.take(1, Reply(program=1, status="ok"))
+    outcome.receive(0, Reply(program=1, status="ok"))
+    outcome.mark_lost(1, None)
+    outcome.receive(1, Reply(program=1, status="ok"))
     assert outcome.ok
     assert not outcome.left_group_whole
     raise_failure(outcome, TEAM)
@@ -155,7 +155,7 @@ def test_where_an_ordinary_cell_called_stands_above() -> None:
     report = ErrorReport(
         pickled=pickle.dumps(KeyError("k")), type_name="KeyError", text="'k'", traceback=("where",), rendered=("there",)
     )
-    outcome.take(0, Reply(program=1, status="error", error=report))
+    outcome.receive(0, Reply(program=1, status="error", error=report))
     for called in (True, False):
         with pytest.raises(KeyError) as raised:
             raise_failure(
@@ -171,7 +171,7 @@ def test_where_an_ordinary_cell_called_stands_above() -> None:
 @pytest.mark.parametrize("name", ["CollectiveError", "CollectiveMismatchError"])
 def test_what_another_replicas_error_brings_about_does_not_hide_it_when_it_is_told_sooner(name: str) -> None:
     outcome = Outcome(1, (0, 1))
-    outcome.take(
+    outcome.receive(
         0,
         Reply(
             program=1,
@@ -184,6 +184,6 @@ def test_what_another_replicas_error_brings_about_does_not_hide_it_when_it_is_to
     cause = ErrorReport(
         pickled=pickle.dumps(ValueError("mine")), type_name="ValueError", text="mine", traceback=("2",), rendered=("2",)
     )
-    outcome.take(1, Reply(program=1, status="error", error=cause))
+    outcome.receive(1, Reply(program=1, status="error", error=cause))
     with pytest.raises(ValueError, match="mine"):
         raise_failure(outcome, TEAM)

@@ -16,8 +16,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import distnb
 from distnb.magics import tracebacks
-from distnb.notebook.programs.dispatch import Outcome
 from distnb.notebook.programs.failures import raise_failure
+from distnb.notebook.programs.outcome import Outcome
 from distnb.topology import Device, Team, parse_device
 from distnb.wire.messages import ErrorReport, Reply
 
@@ -177,7 +177,7 @@ def test_a_replicas_error_is_as_short_as_xmode_asks(
 def _failed() -> Outcome:
     outcome = Outcome(1, (0,))
     error = pickle.dumps(RuntimeError("there"))
-    outcome.take(
+    outcome.receive(
         0,
         Reply(
             program=1,

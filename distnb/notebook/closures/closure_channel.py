@@ -34,13 +34,14 @@ from distnb.errors import MessageError, ServerLost, StartError
 from distnb.notebook.closures.coordinator_watch import CoordinatorWatch
 from distnb.notebook.output.wording import cell_name
 from distnb.notebook.programs.failures import reported
+from distnb.notebook.programs.outcome import Outcome, oldest_awaiting
 from distnb.notebook.programs.supervision import GiveUpOn
 from distnb.notebook.session_part import Ask, SessionPart
 from distnb.notebook.views.closures_model import runs_text, server_texts
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import drain
 from distnb.runtime.servers.here import servers_here
-from distnb.topology import PS, WORKER, Task, Team
+from distnb.topology import PS, WORKER, Task
 from distnb.wire.closure_messages import RunClosure, ServersReplaced, TakeTask
 from distnb.wire.messages import Died, ErrorReport, GivenBack, Hello, Output, Reply, Unread
 
@@ -55,33 +56,6 @@ _logger = logging.getLogger("distnb.notebook.closures")
 
 _MEETING_S = 30.0
 _COORDINATOR = 0  # how the parameter servers know this process; engine e is e + 1
-
-
-class _UnderWay:
-    """A program that was sent to the engines of a worker."""
-
-    __slots__ = ("engines", "given_up", "replies", "team")
-
-    def __init__(self, engines: tuple[int, ...], team: Team | None) -> None:
-        self.engines = engines
-        self.team = team
-        self.replies: dict[int, Reply] = {}
-        self.given_up: set[int] = set()
-
-    @property
-    def waiting(self) -> list[int]:
-        """The engines that have not replied."""
-        return [engine for engine in self.engines if engine not in self.replies]
-
-    def outcome(self) -> tuple[Reply, tuple[Reply, ...]]:
-        """Of all replies the one that tells how it ended, and, if it ended well, the others."""
-        first, *others = (self.replies[engine] for engine in self.engines)
-        failed = min((each for each in (first, *others) if each.status != "ok"), key=_gravity, default=None)
-        return (first, tuple(others)) if failed is None else (failed, ())
-
-
-def _gravity(reply: Reply) -> int:
-    return ("error", "interrupted", "aborted").index(reply.status)
 
 
 class ClosureChannel(SessionPart):
@@ -112,7 +86,7 @@ class ClosureChannel(SessionPart):
         self._addresses: dict[int, Any] = {}
         self._client: Servers | None = None
         # What follows is changed by the thread alone, but for programs that are sent.
-        self._under_way: dict[int, _UnderWay] = {}  # by program
+        self._under_way: dict[int, Outcome] = {}  # by program
         self._up: dict[int, int] = {}  # engine: its process
         self._listeners: list[tuple[Callable[[Event | None], None], Callable[[], float | None]]] = []
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -213,7 +187,7 @@ class ClosureChannel(SessionPart):
         engines, program = self._engines_of[worker], message.program
         if len(engines) > 1:
             message = message._replace(team=self._engines.team_of(engines))
-        self._under_way[program] = _UnderWay(engines, message.team)
+        self._under_way[program] = Outcome(program, engines, team=message.team)
         self._supervisor.program_began(program, engines)
         if all(map(self._peers.is_near, engines)):
             self._peers.send(engines, message)  # if one has ended, its pidfd tells
@@ -373,8 +347,8 @@ class ClosureChannel(SessionPart):
             return
         if isinstance(message, Unread | MessageError):
             # It stands for the oldest program that the engine has not replied to.
-            waiting = (each for each, found in self._under_way.items() if engine in found.waiting)
-            if (program := min(waiting, default=None)) is None:
+            outcome = oldest_awaiting(list(self._under_way.values()), engine)
+            if outcome is None:
                 return
             if isinstance(message, MessageError):
                 text = str(message)
@@ -383,31 +357,31 @@ class ClosureChannel(SessionPart):
                 )
             else:
                 report = message.error
-            message = Reply(program=program, status="error", error=report)
+            message = Reply(program=outcome.program, status="error", error=report)
         self._supervisor.replied(engine, message.program)
-        found = self._under_way.get(message.program)
-        if found is None:
-            return  # its worker was lost
-        found.replies[engine] = message
-        if found.waiting:
-            self._tell_given_up(worker, message.program, found)
-            return
-        del self._under_way[message.program]
-        if found.team is not None and any(reply.renew for reply in found.replies.values()):
-            self._engines.teams.renew(after=found.team)
-        self._tell(ClosureEnded(worker, *found.outcome()))
+        outcome = self._under_way.get(message.program)
+        if outcome is not None:  # else its worker was lost
+            outcome.receive(engine, message)
+            self._advance(worker, outcome)
 
     def _give_up(self, engine: int, program: int) -> None:
-        found = self._under_way.get(program)
-        if found is not None:
-            found.given_up.add(engine)
-            self._tell_given_up(self._tasks[engine].index, program, found)
+        outcome = self._under_way.get(program)
+        if outcome is not None and outcome.awaits(engine):
+            outcome.mark_lost(engine, None)
+            self._advance(self._tasks[engine].index, outcome)
 
-    def _tell_given_up(self, worker: int, program: int, found: _UnderWay) -> None:
-        """All that will come of a program for now has come, and not from every replica."""
-        if found.given_up and found.given_up.issuperset(found.waiting):
-            failed = next((reply for reply in found.replies.values() if reply.status == "error"), None)
-            self._tell(ClosureGivenUp(worker, program, failed))
+    def _advance(self, worker: int, outcome: Outcome) -> None:
+        """Report a closure once every engine has replied, or has been given up on."""
+        if not outcome.complete:
+            return
+        if outcome.stuck:  # their replies may still come, so the closure stays under way
+            failed = next((reply for reply in outcome.replies.values() if reply.status == "error"), None)
+            self._tell(ClosureGivenUp(worker, outcome.program, failed))
+            return
+        del self._under_way[outcome.program]
+        if outcome.team is not None and outcome.asks_to_renew:
+            self._engines.teams.renew(after=outcome.team)
+        self._tell(ClosureEnded(worker, *outcome.decisive()))
 
     def _is_up(self, worker: int) -> bool:
         return all(engine in self._up for engine in self._engines_of[worker])
@@ -425,7 +399,7 @@ class ClosureChannel(SessionPart):
         was_up = self._is_up(task.index)
         if self._up.pop(engine, None) is None:
             return
-        for program in [each for each, found in tuple(self._under_way.items()) if engine in found.engines]:
+        for program in [each for each, outcome in tuple(self._under_way.items()) if engine in outcome.engines]:
             del self._under_way[program]
             self._supervisor.replied(engine, program)
         if was_up:

@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from distnb.errors import EngineDied, ReplicaStuck
+from distnb.notebook.programs.outcome import Outcome, oldest_awaiting
 from distnb.notebook.programs.prompts import Prompts
 from distnb.notebook.programs.supervision import GiveUpOn
 from distnb.notebook.programs.supervisor import Supervisor
 from distnb.runtime.interrupts import Interrupts, drain
-from distnb.topology import Team
 from distnb.wire.channel import Programs
 from distnb.wire.messages import Died, Hello, Reply, Unread
 
-__all__ = ["Dispatch", "Outcome"]
+__all__ = ["Dispatch"]
 
 _logger = logging.getLogger("distnb.notebook.dispatch")
 
@@ -27,69 +27,6 @@ _LOOK_S = 0.02
 _UNREACHED = (
     "could not be reached, since its connection with the notebook has ended (%distnb restart {engine} starts it anew),"
 )
-
-
-class Outcome:
-    """How a program ended on each engine of its team.
-
-    Attributes:
-        replies: By engine, in the order in which they came.
-        died: Exit status of engines that died before they replied.
-        stuck: Engines that did not follow the order to end.
-        quiet: Whether an engine that ends well tells so by its reply alone.
-        interrupted: Whether the user asked for the end.
-    """
-
-    def __init__(self, program: int, engines: tuple[int, ...], *, quiet: bool = True) -> None:
-        self.program = program
-        self.engines = engines
-        self.replies: dict[int, Reply] = {}
-        self.died: dict[int, str] = {}
-        self.stuck: set[int] = set()
-        self.quiet = quiet
-        self.interrupted = self._failed = self._given_up = False
-        self._missing = set(engines)
-
-    def take(self, engine: int, reply: Reply) -> None:
-        """A reply came, be it from an engine that was given up on."""
-        self.replies[engine] = reply
-        self.died.pop(engine, None)
-        self.stuck.discard(engine)
-        self._missing.discard(engine)
-        self._failed = self._failed or reply.status != "ok"
-
-    def lose(self, engine: int, exit_status: str | None) -> None:
-        """An engine's reply will not come: it died so, or did not follow the order to end."""
-        if exit_status is None:
-            self.stuck.add(engine)
-            self._given_up = True
-        else:
-            self.died[engine] = exit_status
-        self._missing.discard(engine)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every engine replied or is known not to."""
-        return not self._missing
-
-    @property
-    def ok(self) -> bool:
-        """Whether every replica ended well."""
-        return not (self._failed or self.died or self.stuck)
-
-    @property
-    def left_group_whole(self) -> bool:
-        """Whether the replicas can go on in the same process group: an order to end the program ends it in any case."""
-        renew = any(reply.renew for reply in self.replies.values())
-        return self.ok and not (renew or self.interrupted or self._given_up)
-
-    def done(self, team: Team) -> dict[int, Any]:
-        """What the program did, by replica.
-
-        Nothing where one of them was ended before it had opened the snapshot: all of it is sent again.
-        """
-        told = {team.rank_of(engine): reply.value for engine, reply in self.replies.items() if reply.value is not None}
-        return told if len(told) == len(self.replies) else {}
 
 
 class Dispatch:
@@ -149,7 +86,7 @@ class Dispatch:
         for engine in left:
             _logger.warning("engine %d cannot be reached", engine)
             status = _UNREACHED.format(engine=engine)
-            outcome.lose(engine, status)
+            outcome.mark_lost(engine, status)
             self._supervisor.failed(engine, outcome.program, status)
 
     def wait(self, outcome: Outcome) -> None:
@@ -214,8 +151,7 @@ class Dispatch:
             self._greeted[engine] = message.pid
             return
         if isinstance(message, Unread):  # it stands for the oldest program that the engine has not replied to
-            waiting = (one for one in self._pending.values() if engine in one.engines and engine not in one.replies)
-            outcome = next(waiting, None)
+            outcome = oldest_awaiting(self._pending.values(), engine)
             if outcome is None:
                 return
             self._supervisor.failed(engine, outcome.program, f"{message.error.type_name}: {message.error.text}")
@@ -223,7 +159,7 @@ class Dispatch:
         outcome = self._pending.get(message.program)
         if outcome is not None:
             _logger.debug("engine %d replied to program %d: %s", engine, message.program, message.status)
-            outcome.take(engine, message)
+            outcome.receive(engine, message)
             if outcome.quiet and message.status == "ok":  # no event tells of its end
                 self._supervisor.replied(engine, message.program)
 
@@ -232,12 +168,12 @@ class Dispatch:
             if isinstance(loss, Died):
                 self._dead[loss.engine] = loss.exit_status
             for outcome in self._pending.values():
-                if loss.engine not in outcome.engines or loss.engine in outcome.replies:
+                if not outcome.awaits(loss.engine):
                     continue
                 if isinstance(loss, Died):
-                    outcome.lose(loss.engine, loss.exit_status)
+                    outcome.mark_lost(loss.engine, loss.exit_status)
                 elif isinstance(loss, GiveUpOn) and loss.program == outcome.program:
-                    outcome.lose(loss.engine, None)
+                    outcome.mark_lost(loss.engine, None)
 
     def require_ready(self, engines: Collection[int]) -> None:
         """Raise if one of these engines has ended, or is busy with a program that was."""

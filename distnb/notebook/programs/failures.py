@@ -11,7 +11,7 @@ from typing import Any
 
 from distnb.errors import CollectiveError, CollectiveMismatchError, EngineDied, OptionError, ProgramError, RemoteError
 from distnb.notebook.output.wording import ranges
-from distnb.notebook.programs.dispatch import Outcome
+from distnb.notebook.programs.outcome import Outcome
 from distnb.objects.placeholder import Placeholder
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport
