@@ -36,7 +36,7 @@ def complete(shell: InteractiveShell) -> None:
 
     def completions(text: str, offset: int) -> Iterator[Any]:
         session = compose.current()
-        with session.looking() if session is not None else nullcontext():
+        with session.inspecting() if session is not None else nullcontext():
             found = list(plainly(text, offset))  # all of it now: who reads on later is not within any more
         yield from found
 

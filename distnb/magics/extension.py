@@ -100,7 +100,7 @@ class Extension:
             with presented():
                 if stop:
                     session.interrupt()
-                session.settle()
+                session.finish_calls()
         except BaseException as error:  # noqa: BLE001  (whatever a replica raised, and the user's interrupt)
             if result is None:
                 return  # it was stopped, and IPython shows no error of it

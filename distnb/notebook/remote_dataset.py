@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import StructureError
 from distnb.input.optional import BatchIterator
-from distnb.notebook.handles.pending import BesideCall, itself
+from distnb.notebook.handles.pending import DeferredCall, itself
 from distnb.notebook.handles.state import state_of_handle
 
 if TYPE_CHECKING:
@@ -18,23 +18,28 @@ if TYPE_CHECKING:
 __all__ = ["RemoteDataset"]
 
 Call = Callable[..., Any]
-"""`call(function, *args)`: calls it on every replica, in cross-replica context, and regroups the results."""
+"""`call(function, *args)` calls a function on every replica, in cross-replica context, and regroups the results."""
 
-Beside = Callable[[Callable[[], Sequence[Any]], Sequence[Any]], BesideCall]
-"""`beside(ask, changed)`: calls what `ask` gives, (function, *args), beside a program; it changes engine objects."""
+Defer = Callable[[Callable[[], Sequence[Any]], Sequence[Any]], DeferredCall]
+"""`defer(ask, changed)` calls `ask()`, which is (function, *args), after the next program; see `Session.defer_call`."""
 
 
 class RemoteDataset:
-    """Iterating it reads a batch on every replica and gives the structure of their slices, behind handles.
+    """A dataset on the engines. Each iteration reads a batch on every replica, and gives its structure with handles.
 
-    Captured by a distributed cell, or passed to `strategy.run`, it stands for the engines' own dataset, `handle`.
-    `note` is told of each batch that is given.
+    In a distributed cell and in `strategy.run` it represents the engines' own dataset.
+
+    Args:
+        handle: The handle of the engines' dataset.
+        call: Calls a function on every replica.
+        defer: Defers such a call.
+        note: Called with each batch that an iteration gives.
     """
 
-    def __init__(self, handle: Any, call: Call, beside: Beside, note: Callable[[Any], None]) -> None:
+    def __init__(self, handle: Any, call: Call, defer: Defer, note: Callable[[Any], None]) -> None:
         self._handle = handle
         self._call = call
-        self._beside = beside
+        self._defer = defer
         self._note = note
 
     is_distributed_dataset = True
@@ -46,27 +51,27 @@ class RemoteDataset:
 
     def __iter__(self) -> RemoteIterator:
         iterator = self._call(iter, self._handle)
-        # The user's data was looked at for this call. Were it looked at for each batch, that would take longer than the
-        # batch; what reading changes in it comes to the notebook at the iteration's end.
+        # This call has compared the user's data with the engines'. To do so for each batch would take longer than the
+        # batch. Changes that reading makes in the data come to the notebook at the iteration's end.
         facts = state_of_handle(iterator).facts
         for replica, fact in facts.items():
             facts[replica] = fact._replace(holds=tuple(held for held in fact.holds if not isinstance(held, str)))
-        return RemoteIterator(iterator, self._handle, self._call, self._beside, self._note)
+        return RemoteIterator(iterator, self._handle, self._call, self._defer, self._note)
 
     def __len__(self) -> int:
         return int(self._call(len, self._handle))
 
     @property
     def element_spec(self) -> Any:
-        """As that of the engines' dataset."""
+        """The element spec of the engines' dataset."""
         return _unpacked(self._call(_spec_of, self._handle))
 
     def state_dict(self) -> Any:
-        """As that of the engines' dataset: one dict, where all replicas read the same data."""
+        """Return the state of the engines' dataset: one dict if all replicas read the same data."""
         return _unpacked(self._call(_state_of, self._handle))
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Have the engines' dataset go on where the state was taken."""
+        """Let the engines' dataset continue from a state."""
         self._call(_load, self._handle, state_dict)
 
     def __repr__(self) -> str:
@@ -84,21 +89,26 @@ class RemoteDataset:
 class RemoteIterator(BatchIterator):
     """One iteration over the engines' dataset.
 
-    The replicas are asked for some of the next batches while they work on the last that is here. Each counts as given
-    only when the cell comes for it; and where reading raises, or could be told by the user's code, none is asked for.
+    It fetches a few batches ahead, with a deferred call that runs behind the program that uses the last batch that is
+    here. With four batches per fetch, the engines and the notebook do in turn:
+
+        batch 0, run(0), fetch 1 to 4, run(1), run(2), run(3), run(4), fetch 5 to 8, …
+
+    A batch counts as given only when the cell asks for it. If reading the next batch raises, or if the user's code
+    could notice the early reading, nothing is fetched ahead.
     """
 
     is_distributed_iterator = True
 
-    def __init__(self, handle: Any, dataset: Any, call: Call, beside: Beside, note: Callable[[Any], None]) -> None:
+    def __init__(self, handle: Any, dataset: Any, call: Call, defer: Defer, note: Callable[[Any], None]) -> None:
         self._handle = handle
         self._dataset = dataset
         self._call = call
-        self._beside = beside
+        self._defer = defer
         self._note = note
         self._here: deque[Any] = deque()
-        self._given = 0  # of those that were here; the replicas hear of it when they are asked for more
-        self._asked: BesideCall | None = None
+        self._given = 0  # of the batches fetched ahead; the next fetch reports the number to the replicas
+        self._asked: DeferredCall | None = None
         self._ahead = 0
         self._ended = False
 
@@ -106,7 +116,7 @@ class RemoteIterator(BatchIterator):
         if self._ended:
             raise StopIteration
         if self._asked is not None and (self._asked.is_sent or not self._here):
-            self._here.extend(self._come(self._asked))
+            self._here.extend(self._fetched(self._asked))
             self._asked = None
         if self._here:
             batch = self._here.popleft()
@@ -116,22 +126,22 @@ class RemoteIterator(BatchIterator):
             if not found:
                 self._ended = True
                 self._note(None)
-                self._call(_nothing, self._dataset)  # what reading changed in the notebook's data comes with it
+                self._call(_nothing, self._dataset)  # fetches what reading changed in the notebook's data
                 raise StopIteration
             (batch,) = found
         if self._ahead:
             if self._asked is None:
-                self._asked = self._beside(self._ask, (self._handle, self._dataset))
-            self._asked.waits = bool(self._here)
+                self._asked = self._defer(self._ask, (self._handle, self._dataset))
+            self._asked.urgent = not self._here
         self._note(batch)
         return batch
 
     def _ask(self) -> tuple[Any, ...]:
         given, self._given = self._given, 0
-        return _look_ahead, self._handle, given, len(self._here), self._ahead - len(self._here)
+        return _read_ahead, self._handle, given, len(self._here), self._ahead - len(self._here)
 
-    def _come(self, asked: BesideCall) -> Sequence[Any]:
-        """The batches that were asked for; none where reading the next one raises."""
+    def _fetched(self, asked: DeferredCall) -> Sequence[Any]:
+        """Return the batches that were fetched ahead; none if reading the next one raises."""
         try:
             batches: Sequence[Any] = asked.result()
         except StructureError:  # the replicas read different data, and some are at the end
@@ -139,12 +149,12 @@ class RemoteIterator(BatchIterator):
         return batches
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._here.clear()  # the program that it is for may take those
+        self._here.clear()  # the program may use these batches itself
         self._asked = None
         return itself, (self._handle,)
 
 
-# Bytes that are equal on all replicas come to the notebook; objects would stay there, behind handles.
+# Bytes that are equal on all replicas come to the notebook. Objects would stay on the replicas, behind handles.
 
 
 def _unpacked(packed: Any) -> Any:
@@ -164,15 +174,21 @@ def _load(dataset: Any, state: Any) -> None:
 
 
 def _advance(iterator: DistributedIterator) -> tuple[int, tuple[Any, ...]]:
-    """How many batches to ask for ahead, and the next one; none at the end: StopIteration would be a failure."""
+    """Return the number of batches to fetch ahead and the next batch; none at the end, as StopIteration is an error."""
     try:
         return iterator.ahead, (next(iterator),)
     except StopIteration:
         return 0, ()
 
 
-def _look_ahead(iterator: DistributedIterator, given: int, here: int, more: int) -> tuple[Any, ...]:
-    """Some more of the next batches, behind those that are `here`, once so many have been counted as `given`."""
+def _read_ahead(iterator: DistributedIterator, given: int, here: int, more: int) -> tuple[Any, ...]:
+    """Return some more of the next batches.
+
+    Args:
+        given: The number of batches that the cell has got since the last fetch.
+        here: The number of batches that the notebook has and has not given to the cell.
+        more: The number of batches to return, behind those.
+    """
     for _ in range(given):
         next(iterator)
     return tuple(iterator.peek(here + more)[here:])

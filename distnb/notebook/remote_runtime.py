@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
-from distnb.notebook.handles.pending import BesideCall, resolve
+from distnb.notebook.handles.pending import DeferredCall, resolve
 from distnb.notebook.remote_dataset import RemoteDataset
 from distnb.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from distnb.runtime.base import Owner
@@ -100,15 +100,15 @@ class Remote:
         """A dataset that every replica reads its slices of."""
         keywords = {"batch_size": batch_size, "options": options}
         handle = self._ask("distribute_dataset", (dataset,), keywords)
-        return RemoteDataset(handle, self.call, self._beside, self._note_batch)
+        return RemoteDataset(handle, self.call, self._defer, self._note_batch)
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
         """A dataset whose pipelines a function makes on the engines."""
         handle = self._ask("distribute_datasets_from_function", (fn,), {"options": options})
-        return RemoteDataset(handle, self.call, self._beside, self._note_batch)
+        return RemoteDataset(handle, self.call, self._defer, self._note_batch)
 
-    def _beside(self, ask: Callable[[], Sequence[Any]], changed: Sequence[Any]) -> BesideCall:
-        return self._session().call_beside(self._strategy.spec, ask, changed)
+    def _defer(self, ask: Callable[[], Sequence[Any]], changed: Sequence[Any]) -> DeferredCall:
+        return self._session().defer_call(self._strategy.spec, ask, changed)
 
     def _note_batch(self, batch: Any) -> None:
         self._session().namespace.batch = batch

@@ -1,4 +1,4 @@
-"""The notebook's session: the programs that are run on a cluster's engines, one at a time."""
+"""The notebook's session with a cluster: it runs programs on the engines, one at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distnb.cluster.start_options import StartOptions
 from distnb.errors import NoClusterError, OptionError, ProgramError
 from distnb.notebook.engines import Engines, EngineStatus
 from distnb.notebook.handles.handle import state_of_handle
-from distnb.notebook.handles.pending import BesideCall, PendingCall, Unsettled
+from distnb.notebook.handles.pending import DeferredCall, PendingCall, PendingCalls
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.output.profiles import write_profiles
 from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, unlike_steps, warn_of_drift
@@ -44,7 +44,7 @@ _OUTPUT_PATIENCE_S = 1.0
 
 
 class _Call(NamedTuple):
-    """A call under way: what follows it, who runs it, what it was sent, and `operations.changes` when it was."""
+    """A call under way: its outcome, team and snapshot, and the value of `operations.changes` when it was sent."""
 
     outcome: Outcome
     team: Team
@@ -53,13 +53,13 @@ class _Call(NamedTuple):
 
 
 class CellTimes(NamedTuple):
-    """Where the time of a cell went, in seconds.
+    """The parts of a cell's time, in seconds.
 
     Attributes:
-        packing: Until it was sent, with what it reads.
-        running: On each replica, in replica order.
-        taking: From the last reply on: what it did was taken over.
-        total: From its beginning to its end.
+        packing: From the beginning until the cell was sent, with the values that it reads.
+        running: The time on each replica, in replica order.
+        taking: From the last reply until the cell's results were merged.
+        total: From the beginning to the end.
     """
 
     packing: float
@@ -69,23 +69,23 @@ class CellTimes(NamedTuple):
 
 
 class Session:
-    """A running cluster as the notebook sees it. `start` makes one.
+    """A running cluster, as the notebook sees it. `start` creates one.
 
     Attributes:
-        events: Everything that happens on the engines; widgets and output listen here.
-        front: Shows what happens.
+        events: The events of all engines, to which widgets and output subscribe.
+        front: The front end that shows output and progress.
         namespace: The notebook's side of the one namespace.
-        unshown: Programs that nobody asked for by running a cell (see `looking`): their output is not shown.
-        failure: The latest cell or call, if it failed: `debug` looks into it.
-        latest_strategy: The word for the one that the latest call was made of.
-        latest_times: Of the latest cell that ended.
+        unshown: The programs that no cell asked for (see `inspecting`). Their output is not shown.
+        failure: The failure of the latest cell or call, for `debug`; None if it went well.
+        latest_strategy: The kind of the strategy of the latest call.
+        latest_times: The times of the latest cell that ended.
     """
 
     def __init__(self, user_ns: dict[str, Any], plan: HostPlan) -> None:
         self.user_ns = user_ns
         self.front = FrontEnd()
         self.namespace = NotebookNamespace(user_ns, self.perform)
-        self.namespace.operations.before = self._send_besides
+        self.namespace.operations.before = self._send_deferred
         self._engines = Engines(plan, self.namespace)
         self._supervisor = self._engines.supervisor
         self.events = self._supervisor.events
@@ -94,9 +94,9 @@ class Session:
         self.failure: Failure | None = None
         self._parts: list[SessionPart] = []
         self._terminal: TerminalSocket | None = None
-        self._unsettled = Unsettled()
-        self._besides: list[BesideCall] = []
-        self._lookers = threading.local()
+        self._pending = PendingCalls()
+        self._deferred: list[DeferredCall] = []
+        self._inspecting = threading.local()
         self.unshown: set[int] = set()
         self._owner = os.getpid()
         self.latest_strategy = ""
@@ -130,7 +130,7 @@ class Session:
         return session
 
     def stop(self) -> None:
-        """End every process of the cluster and free what it held. Calling it again does nothing."""
+        """End every process of the cluster and free its resources. A second call does nothing."""
         if os.getpid() == self._owner:  # a forked child must not end its parent's engines
             for part in self._parts:
                 part.close()
@@ -158,9 +158,9 @@ class Session:
         """Replace engines by new processes of the same ids, on the same devices.
 
         Args:
-            engines: Which; None for all of them (or, with `missing`, those that have ended).
-            missing: Only engines whose process has ended; mirrored objects are restored to them from a survivor.
-                A parameter server comes back empty.
+            engines: The ids of the engines; None for all engines (or, with `missing`, all that have ended).
+            missing: Replace only engines whose process has ended. Mirrored objects are restored to them from a
+                survivor. A parameter server comes back empty.
 
         Returns:
             The engines that were replaced.
@@ -174,13 +174,13 @@ class Session:
             if chosen:
                 for part in self._parts:
                     part.leave(chosen)
-                self._engines.replace(chosen, on_progress, awaited=bool(self._unsettled))
+                self._engines.replace(chosen, on_progress, awaited=bool(self._pending))
                 for part in self._parts:
                     part.enlist(chosen)
         return chosen
 
     def status(self) -> tuple[EngineStatus, ...]:
-        """What each engine is, and does."""
+        """Return the device, process and state of each engine."""
         return self._engines.status()
 
     def work(self) -> dict[str, tuple[str, str]]:
@@ -189,17 +189,17 @@ class Session:
 
     @property
     def stuck(self) -> tuple[int, ...]:
-        """Engines that are busy with a program that was ended."""
+        """The engines that are still busy with a program that was ended."""
         return tuple(sorted(self._supervisor.stuck))
 
     def machines(self) -> tuple[str, ...]:
-        """The other machines where engines were started, those that are lost among them; empty for this one."""
+        """Return the other machines on which engines were started, lost machines included."""
         return self._engines.hosts()
 
     def flush_events(self, timeout_s: float = _OUTPUT_PATIENCE_S) -> bool:
-        """Wait until all that the engines have told so far has been published, output before all.
+        """Wait until all events that the engines have sent so far are published, above all output.
 
-        Calls from ordinary cells end without waiting for it. False when an engine was too busy to answer in time.
+        Calls from ordinary cells end without this wait. Return False if an engine was too busy to answer in time.
         """
         return self._supervisor.await_flush(self._engines.left, timeout_s)
 
@@ -221,32 +221,34 @@ class Session:
         return self._supervisor.story
 
     def stacks(self, timeout_s: float = 0.5) -> dict[int, str]:
-        """Where each engine is in the program that it runs, as lines of a traceback; "" for an idle one.
+        """Return each engine's position in its program, as lines of a traceback; "" for an idle engine.
 
-        Native code that holds Python's lock lets nothing be asked: engines that did not answer in time are missing.
+        Engines that do not answer in time are missing: native code may hold Python's lock.
         """
         return self._supervisor.ask_stacks(self._engines.left, timeout_s)
 
     def timeline(self, timeout_s: float = 2.0) -> TimelineModel:
-        """How the replicas have spent their time lately; nothing of engines that do not answer in time."""
+        """Return how the replicas have spent their time lately, without engines that do not answer in time."""
         model = TimelineModel()
         for sample in self._supervisor.ask_activity(self._engines.left, timeout_s):
             model.feed(sample)
         return model
 
     def memory(self, timeout_s: float = 0.5) -> dict[int, MemoryUse]:
-        """How much memory each engine takes, and what its machine and its device have free, now.
+        """Return the current memory use of each engine, and the free memory of its machine and its device.
 
-        Engines that did not answer in time are missing: native code that holds Python's lock lets nothing be asked.
+        Engines that do not answer in time are missing: native code may hold Python's lock.
         """
         return self._supervisor.ask_memory(self._engines.left, timeout_s)
 
     # -- programs --------------------------------------------------------------------------------------------------
 
     def team(self, spec: StrategySpec) -> Team:
-        """The engines that a strategy runs on: all that are there, or as many, or those devices, as it names.
+        """Return the engines on which a strategy runs: all, as many as it names, or those of the devices that it names.
 
-        Raises OptionError where the cluster does not have those, ClusterError where no engine is left.
+        Raises:
+            OptionError: The cluster does not have these engines.
+            ClusterError: No engine is left.
         """
         return self._engines.team(spec)
 
@@ -268,26 +270,26 @@ class Session:
         detailed: bool = False,
         profile: Path | None = None,
     ) -> None:
-        """Run a cell on every replica of a strategy, and bind what it assigned.
+        """Run a cell on every replica of a strategy, and bind the names that it assigned.
 
         Args:
-            source: Its text, padded with empty lines so that line numbers are the notebook cell's.
-            filename: What code objects of the cell carry.
-            label: How tracebacks call the cell, "Cell In[3]".
-            in_scope: Run it within `strategy.scope()`.
-            function: The user's function that the source is a block of, if it is (see `RunCell`).
-            only: The replicas that run it; None for all.
-            detailed: Have events tell each wait of the replicas.
-            profile: A folder for what torch.profiler records on each replica.
+            source: The cell's text, padded with empty lines so that line numbers are those of the notebook cell.
+            filename: The file name of the cell's code objects.
+            label: The cell's name in tracebacks, such as "Cell In[3]".
+            in_scope: Whether to run the cell within `strategy.scope()`.
+            function: The user's function of which the source is a block, if it is one (see `RunCell`).
+            only: The replicas that run the cell; None for all.
+            detailed: Whether events report each wait of the replicas.
+            profile: A folder for the records of torch.profiler on each replica.
 
         Raises:
             OptionError: There is no such replica.
-            BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
+            BaseException: The failing replica's own exception; KeyboardInterrupt if the user ended the cell.
         """
         began = time.monotonic()
         with self._dispatch.turn:
-            self._send_besides()
-            self.settle()  # what earlier calls did belongs to the namespace that the cell gets
+            self._send_deferred()
+            self.finish_calls()  # the cell reads what earlier calls did
             team = self.team(spec)
             if only and max(only) >= team.size:
                 raise OptionError(f"There is no replica {max(only)}: the program's are 0 to {team.size - 1}.")
@@ -334,20 +336,22 @@ class Session:
         self._raise_failure(outcome, team)
 
     def _wait(self, outcome: Outcome, team: Team) -> None:
-        """Wait for a program's end. The next form a new process group, unless it left the team's whole."""
+        """Wait for a program's end. Unless it left the process group whole, the next program forms a new one."""
         self._dispatch.wait(outcome)
         if not outcome.left_group_whole:
             self._engines.teams.renew(after=team)
 
     def _raise_failure(self, outcome: Outcome, team: Team, *, called: bool = False, kept: bool = True) -> None:
-        """Raise what ended a program; nothing if it went well and nobody interrupted.
+        """Raise the error or the interrupt that ended a program, if one did.
 
-        `called`: by an ordinary cell. `kept`: it was the user's, and can be looked into.
+        Args:
+            called: Whether an ordinary cell called it.
+            kept: Whether it was the user's program, which `debug` can open.
         """
         if not outcome.ok or outcome.interrupted:
             self.front.catch_up()
             if kept and not (outcome.stuck or outcome.died) and team.size > 1:
-                self._tell_of_unlike_steps(team)
+                self._report_unlike_steps(team)
             callers_lines = self.front.callers_lines if called else None
             try:
                 raise_failure(outcome, team, callers_lines=callers_lines, opened=self.namespace.open_error)
@@ -355,14 +359,14 @@ class Session:
                 if kept:
                     asked = self._dispatch.prompts.latest
                     engine = failing_engine(outcome, team)
-                    if engine is None and not outcome.died:  # the user has ended it, perhaps where he was asked
+                    if engine is None and not outcome.died:  # the user has ended it, perhaps at a prompt
                         engine = next((each for each in team.engines if each in outcome.replies), None)
                         if asked is not None and asked.program == outcome.program and asked.engine in outcome.replies:
                             engine = asked.engine
                     self.failure = Failure(error, team, engine)
                 raise
 
-    def _tell_of_unlike_steps(self, team: Team) -> None:
+    def _report_unlike_steps(self, team: Team) -> None:
         """Print a notice if a program that ended early left the replicas' variables at different steps."""
         try:
             writes = self._ask(
@@ -377,73 +381,73 @@ class Session:
     def call(
         self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, wait: bool = True
     ) -> Any:
-        """Call a method of a strategy on every replica: how `strategy.run` works from the notebook.
+        """Call a method of a strategy on every replica, as `strategy.run` does in the notebook.
 
         Args:
-            method: The method's name; "" for the function that is its first argument, which gets the others.
-            wait: False sends the call and returns a result that is waited for when it is used.
+            method: The method's name; "" to call the first argument with the others.
+            wait: Whether to wait for the result. If False, the result is awaited when it is used.
 
         Returns:
-            What the replicas returned, regrouped; tensors and other objects stay where they are, behind handles.
+            The replicas' results, regrouped. Tensors and other objects stay on the replicas, behind handles.
 
         Raises:
-            BaseException: The failing replica's own exception; KeyboardInterrupt when the user ended it.
+            BaseException: The failing replica's own exception; KeyboardInterrupt if the user ended the call.
         """
         with self._dispatch.turn:
             if not (wait and method == "run"):
-                self._send_besides()
+                self._send_deferred()
             with self._dispatch.interrupts:
                 call = self._post(spec, method, args, kwargs)
-                if wait:
-                    ahead = not self.namespace.may_be_changed(call.team)
-                    if ahead:
-                        self._send_besides(due=True)
+                if not wait:
+                    pending = self._pend(call)
+                elif self.namespace.may_be_changed(call.team):  # a deferred call needs what this one changes
                     result = self._finish_call(call)
-                    if not ahead:
-                        self._send_besides(due=True)
+                    self._send_deferred(urgent_only=True)
                     return result
-                pending = self._pend(call)
-            self._unsettled.keep_few()
+                else:
+                    self._send_deferred(urgent_only=True)
+                    return self._finish_call(call)
+            self._pending.keep_few()
             return pending
 
-    def call_beside(self, spec: StrategySpec, ask: Callable[[], Sequence[Any]], changed: Sequence[Any]) -> BesideCall:
-        """Call a function on every replica once they have begun with the next program; what it does is not the user's.
+    def defer_call(self, spec: StrategySpec, ask: Callable[[], Sequence[Any]], changed: Sequence[Any]) -> DeferredCall:
+        """Call a function on every replica once the next program has been sent. The function is distnb's own.
 
         Args:
-            ask: Gives the function, and its arguments, when it is sent.
-            changed: Handles of what it changes: it is sent before a program that reads these.
+            ask: Returns the function and its arguments when the call is sent.
+            changed: The handles of the objects that it changes. It is sent before a program that reads them.
         """
 
         def send() -> PendingCall:
             with self._dispatch.turn, self._dispatch.interrupts:
-                return self._pend(self._post(spec, "", ask(), {}, beside=True), own_error=False)
+                return self._pend(self._post(spec, "", ask(), {}, users=False), users=False)
 
-        beside = BesideCall(send, {state_of_handle(handle).identity for handle in changed})
-        self._besides.append(beside)
-        return beside
+        deferred = DeferredCall(send, {state_of_handle(handle).identity for handle in changed})
+        self._deferred.append(deferred)
+        return deferred
 
-    def _send_besides(self, *, due: bool = False) -> None:
-        """Send the calls that go beside others: all, or those that are `due`."""
-        besides, self._besides = self._besides, [each for each in self._besides if due and each.waits]
-        for beside in besides:
-            if not (due and beside.waits):
-                beside.send()
+    def _send_deferred(self, *, urgent_only: bool = False) -> None:
+        """Send the deferred calls, or the urgent ones of them."""
+        calls, self._deferred = self._deferred, [each for each in self._deferred if urgent_only and not each.urgent]
+        for call in calls:
+            if call.urgent or not urgent_only:
+                call.send()
 
     def _post(
-        self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, beside: bool = False
+        self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, users: bool = True
     ) -> _Call:
-        """Pack a call and send it; with the turn, and within `interrupts`."""
+        """Pack a call and send it. The caller has the turn, and is within `interrupts`."""
         team = self.team(spec)
         self.latest_strategy = spec.kind
         with self._dispatch.interrupts.brief():
-            if self._unsettled and self.namespace.may_be_changed(team):
-                self._unsettled.wait()  # by a call under way: what this one sends depends on that
+            if self._pending and self.namespace.may_be_changed(team):
+                self._pending.wait()  # a call under way may change what this one sends
             snapshot = self.namespace.outgoing_call(args, kwargs, team)
-            if not beside and any(self.namespace.reads(team, each.changes) for each in self._besides):
+            if users and any(self.namespace.reads(team, each.changes) for each in self._deferred):
                 self.namespace.failed(snapshot)
-                self._send_besides()
+                self._send_deferred()
                 snapshot = self.namespace.outgoing_call(args, kwargs, team)
-            self.namespace.operations.changes += not beside
+            self.namespace.operations.changes += users
         program = self._dispatch.number()
         self.failure = None
         try:
@@ -457,17 +461,17 @@ class Session:
             raise
         return _Call(outcome=outcome, team=team, snapshot=snapshot, changes=self.namespace.operations.changes)
 
-    def _pend(self, call: _Call, *, own_error: bool = True) -> PendingCall:
-        """The result of a call that nobody waits for yet."""
+    def _pend(self, call: _Call, *, users: bool = True) -> PendingCall:
+        """Return the pending result of a call; `users` says whether it is the user's call."""
         program = call.outcome.program
 
         def finish(keep: Callable[[Any], object]) -> Any:
             result = self._finish_call(call, call.outcome.interrupted, keep)
-            self._unsettled.discard(program)
+            self._pending.discard(program)
             return result
 
         pending = PendingCall(finish)
-        self._unsettled.add(program, pending, own_error=own_error)
+        self._pending.add(program, pending, users=users)
         return pending
 
     def _finish_call(
@@ -476,16 +480,18 @@ class Session:
         known: bool = False,
         keep: Callable[[Any], object] = lambda result: None,
     ) -> Any:
-        """Wait for a call and take in what it did. `keep` is given the result before SIGINT can raise again.
+        """Wait for a call and merge what it did.
 
-        With `known` the user has heard of it that it was interrupted.
+        Args:
+            known: Whether the user knows already that the call was interrupted.
+            keep: Called with the result before SIGINT can raise again.
         """
         outcome, team, snapshot = call.outcome, call.team, call.snapshot
         with self._dispatch.turn, self._dispatch.interrupts as interrupts:
             self._wait(outcome, team)
             result, well = None, outcome.ok and outcome.interrupted is known
             with interrupts.brief():
-                if outcome.ok:  # perhaps before it heard of an interrupt
+                if outcome.ok:  # an interrupt may have come too late
                     values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
                     step_count.stepped(outcome.replies[team.engines[0]].steps)
                     result = self.namespace.result(team, values, call.changes)
@@ -499,12 +505,13 @@ class Session:
             self._raise_failure(outcome, team, called=True)
         return result
 
-    def settle(self) -> None:
-        """Wait for every call that was sent with `wait=False`; to be called at a cell's end.
+    def finish_calls(self) -> None:
+        """Wait, at the end of a cell, for every call that was sent with `wait=False`.
 
-        Raises what the first of them that failed raised, unless a use of its result has raised it before.
+        Raises:
+            BaseException: The error of the first call that failed, unless a use of its result has raised it already.
         """
-        self._unsettled.settle()
+        self._pending.finish()
 
     def perform(
         self,
@@ -514,18 +521,19 @@ class Session:
         payload: Any = None,
         give_up: Callable[[dict[int, Any]], None] = lambda results: None,
     ) -> dict[int, Any]:
-        """Apply an operation to an object on some engines: how handles read and change what they stand for.
+        """Apply an operation to an object on some engines, as handles do to read and change their objects.
 
         Args:
-            engines: Those that hear of it, in replica order.
-            payload: What the operation needs besides.
-            give_up: If it raises, called with what it did until then, by replica; with nothing if that is not known.
+            engines: The engines, in replica order.
+            payload: Further input of the operation.
+            give_up: Called if the operation fails, with its results until then by replica; with nothing if these are
+                unknown.
 
         Returns:
             The operation's value by engine.
 
         Raises:
-            BaseException: What the operation raised there; KeyboardInterrupt when the user ended it.
+            BaseException: The operation's own exception; KeyboardInterrupt if the user ended it.
         """
         return self._ask(
             engines,
@@ -544,10 +552,16 @@ class Session:
         *,
         called: bool = False,
     ) -> dict[int, Any]:
-        """Run a program, of which a number and a team make a message, on some engines. The replies by engine."""
+        """Run a program on some engines, and return the values of its replies by engine.
+
+        Args:
+            message_of: Returns the program's message, from its number and team.
+            give_up: See `perform`.
+            called: Whether the user's code called it.
+        """
         with self._dispatch.turn:
             program = self._dispatch.number()
-            if getattr(self._lookers, "deep", 0):
+            if getattr(self._inspecting, "depth", 0):
                 self.unshown.add(program)
             team = self._engines.team_of(engines)
             with self._dispatch.interrupts as interrupts:
@@ -565,14 +579,14 @@ class Session:
         return {engine: reply.value for engine, reply in outcome.replies.items()}
 
     def debug(self, replica: int | None = None) -> None:
-        """Open a debugger's prompt where the latest cell or call failed, in the frames of one replica.
+        """Open a debugger's prompt at the error of the latest cell or call, in the frames of one replica.
 
         Args:
-            replica: Which; None for the one that failed.
+            replica: The replica's number; None for the replica that failed.
 
         Raises:
-            ProgramError: It went well, or this replica's part of it did; or another one has begun since.
-            OptionError: There is no such replica, or the process of the one that failed has ended.
+            ProgramError: The program went well, or this replica's part of it did; or another program has begun since.
+            OptionError: There is no such replica, or the process of the failing replica has ended.
         """
         if self.failure is None:
             raise ProgramError(
@@ -607,23 +621,23 @@ class Session:
 
     @contextmanager
     def between_programs(self) -> Iterator[None]:
-        """Within it no program runs: those of other threads have ended, or wait."""
+        """Let no program run within the block: programs of other threads have ended, or wait."""
         with self._dispatch.turn:
             yield
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
-        """Look at objects for the user, who has run nothing: Tab does. What that makes replicas print is not shown."""
-        self._lookers.deep = getattr(self._lookers, "deep", 0) + 1
+    def inspecting(self) -> Iterator[None]:
+        """Inspect objects for a user who has run nothing, as Tab does. Output of the replicas is not shown."""
+        self._inspecting.depth = getattr(self._inspecting, "depth", 0) + 1
         try:
             yield
         finally:
-            self._lookers.deep -= 1
+            self._inspecting.depth -= 1
 
     def interrupt(self) -> bool:
-        """End the program that runs, as the notebook's stop button does; from any thread. False if none runs.
+        """End the running program, as the notebook's stop button does, from any thread. Return False if none runs.
 
-        The programs of its parts end, too.
+        The programs of the session's parts end, too.
         """
         ended = [part.user_interrupts() for part in self._parts]
         return self._dispatch.interrupt() or any(ended)

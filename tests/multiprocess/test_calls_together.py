@@ -138,7 +138,7 @@ def test_they_are_sent_though_nobody_waits_for_them(strategy: Any, tmp_path: Pat
 
     call_often(strategy, leaves_a_mark, str(tmp_path), calls=50)
     wait_until(lambda: len(os.listdir(tmp_path)) == 100, 60, "all calls were performed")
-    sessions.require().settle()
+    sessions.require().finish_calls()
 
 
 def test_a_slow_call_keeps_no_earlier_reply_back(strategy: Any, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_the_users_interrupt_ends_all_of_them(strategy: Any, tmp_path: Path) -> 
         with pytest.raises(KeyboardInterrupt):
             resolve(one)
     with pytest.raises(KeyboardInterrupt):
-        session.settle()
+        session.finish_calls()
     assert len(os.listdir(tmp_path)) == 2, "none of the others began"
     assert strategy.run(lambda: 3) == 3
 
@@ -198,7 +198,7 @@ def test_an_engine_that_is_killed_amid(strategy: Any) -> None:
     with pytest.raises(EngineDied):  # from a result, or from the next call if the engine has died by then
         [resolve(one) for one in call_often(strategy, dies, "killed", pid, calls=40)]
     with contextlib.suppress(EngineDied):  # from calls that were sent before its end was known, if any
-        session.settle()
+        session.finish_calls()
     session.restart(missing=True)
     assert [int(one) for one in call_often(strategy, make_counter(), "afterwards", calls=9)] == list(range(1, 10))
     distnb.stop()  # the cluster has an engine that this test replaced

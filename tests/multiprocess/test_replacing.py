@@ -61,7 +61,7 @@ def test_one_with_calls_under_way(session: Session) -> None:
     pending: Any = distnb.MirroredStrategy().run(never_ends, options=distnb.RunOptions(wait=False))
     session.restart([1])
     with pytest.raises(EngineDied, match="was ended by a restart"):
-        session.settle()
+        session.finish_calls()
     del pending
     assert replicas() == [0, 1]
 

@@ -233,7 +233,7 @@ def test_an_engine_that_is_killed_amid() -> None:
         def pipeline() -> None:
             for number in range(8):
                 session.call(MIRRORED, "run", (end_the_second, (tensor, number)), {}, wait=False)
-            session.settle()
+            session.finish_calls()
 
         with pytest.raises(EngineDied):
             pipeline()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distnb.errors import EngineDied
-from distnb.notebook.handles.pending import BesideCall, PendingCall
+from distnb.notebook.handles.pending import DeferredCall, PendingCall
 from distnb.objects.modes import cell_began
 from tests.worlds import DoubleWorld
 
@@ -130,16 +130,16 @@ def test_what_functions_close_over_is_let_go(world: DoubleWorld) -> None:
     assert kept() is None
 
 
-def test_what_keeps_a_call_beside_others_from_being_sent_is_told_where_it_is_wanted() -> None:
+def test_an_error_that_keeps_a_deferred_call_from_being_sent_is_raised_where_its_result_is_used() -> None:
     tries = []
 
     def send() -> PendingCall:
         tries.append(1)
         raise EngineDied("engine 1 has ended")
 
-    beside = BesideCall(send, set())
-    beside.send()  # with another program
+    deferred = DeferredCall(send, set())
+    deferred.send()  # with another program
     for _ in range(2):
         with pytest.raises(EngineDied, match="engine 1 has ended"):
-            beside.result()
+            deferred.result()
     assert tries == [1]

@@ -1,4 +1,4 @@
-"""The result of a call that nobody waits for yet: `RunOptions(wait=False)`."""
+"""Pending results of calls that were sent with `RunOptions(wait=False)`, and calls that are sent later."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from distnb.notebook.handles.computing import special_methods
 from distnb.values.structure import map_structure
 from distnb.wire.messages import ObjectId
 
-__all__ = ["BesideCall", "PendingCall", "Unsettled", "itself", "resolve"]
+__all__ = ["DeferredCall", "PendingCall", "PendingCalls", "itself", "resolve"]
 
-# Calls under way; more would only fill queues. Many are waited for at once: that sends what waits to leave together.
-_MOST_UNSETTLED, _FEW_UNSETTLED = 1000, 900
+# More calls under way would only fill queues. A hundred at a time are awaited, so that the queues stay full meanwhile.
+_MOST_PENDING, _FEW_PENDING = 1000, 900
 
 
 class PendingCall:
-    """Stands for a result that is still on its way; using it in any way waits for it, and raises what went wrong."""
+    """The pending result of a call. Any use of it waits for the result, or raises the call's error."""
 
     __slots__ = ("_error", "_finish", "_value")
 
     def __init__(self, finish: Callable[[Callable[[Any], None]], Any]) -> None:
-        """`finish` waits for the result, gives it to its argument to be kept, and returns it."""
+        """Create the pending result; `finish` waits for it, passes it to its argument to keep it, and returns it."""
         object.__setattr__(self, "_finish", finish)
         object.__setattr__(self, "_error", None)
 
@@ -49,7 +49,7 @@ class PendingCall:
 
 
 def itself(value: Any) -> Any:
-    """What is pickled is replaced by what it stands for."""
+    """Return the value. Pickles use it to replace a representative by its object."""
     return value
 
 
@@ -61,7 +61,7 @@ def _forwarded(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args: _call(self, function, (self, *args))
 
 
-# What Python looks for in the class: a name of `operator`, or of a builtin function, is its special method's.
+# Python looks for special methods in the class. Each is named as its function in `operator` or its builtin function.
 for _name, _method in special_methods(_call).items():
     setattr(PendingCall, _name, _method)
 for _name in ["getitem", "setitem", "contains", "eq", "ne", "lt", "le", "gt", "ge", "index"]:
@@ -71,7 +71,7 @@ for _builtin in (iter, len, float, int, complex, hash, format):
 
 
 def resolve(value: Any) -> Any:
-    """The value itself, once it is there, or what the call raised; anything else is returned as it is."""
+    """Wait for a pending result and return it, or raise the call's error. Return any other value unchanged."""
     if type(value) is not PendingCall:
         return value
     get = object.__getattribute__
@@ -88,36 +88,37 @@ def resolve(value: Any) -> Any:
         raise
 
 
-def _was_told(value: PendingCall) -> bool:
-    """Whether a use of the result has raised already what went wrong: once is enough."""
+def _is_reported(value: PendingCall) -> bool:
+    """Return whether a use of the result has raised the call's error already: once is enough."""
     return object.__getattribute__(value, "_error") is not None
 
 
-class BesideCall:
-    """A call that is sent once the replicas have begun with the next program: they need it later than that.
+class DeferredCall:
+    """A call that is sent after the next program, and runs behind it while the notebook handles that one's result.
 
     Args:
-        send: Sends it.
-        changes: The ids of engine objects that it changes.
+        send: Sends the call.
+        changes: The ids of the engine objects that it changes.
 
     Attributes:
-        waits: It is not needed soon: it is sent before a program that reads what it changes, and not beside others.
+        urgent: Whether to send it after the next call. If not, it is sent only before a program that reads what it
+            changes.
     """
 
     def __init__(self, send: Callable[[], PendingCall], changes: set[ObjectId]) -> None:
         self._send = send
         self.changes = changes
-        self.waits = False
+        self.urgent = True
         self._sent: PendingCall | None = None
         self._error: Exception | None = None
 
     @property
     def is_sent(self) -> bool:
-        """Whether it was sent, or could not be."""
+        """Whether the call was sent, or an error kept it from being sent."""
         return self._sent is not None or self._error is not None
 
     def send(self) -> None:
-        """Send it, unless that was done. What keeps it from being sent is told where its result is wanted."""
+        """Send the call, once. `result` raises an error that keeps it from being sent."""
         if not self.is_sent:
             try:
                 self._sent = self._send()
@@ -125,10 +126,10 @@ class BesideCall:
                 self._error = error
 
     def result(self) -> Any:
-        """Wait for its result.
+        """Wait for the result and return it.
 
         Raises:
-            BaseException: What it raised on the replicas, or kept it from being sent.
+            BaseException: The error of the replicas, or the one that kept the call from being sent.
         """
         self.send()
         if self._error is not None:
@@ -136,8 +137,8 @@ class BesideCall:
         return resolve(self._sent)
 
 
-class Unsettled:
-    """The calls that nobody has waited for yet, by their programs, in the order in which they were sent."""
+class PendingCalls:
+    """The calls that have been sent and not awaited, by their programs, in order."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[PendingCall, bool]] = {}
@@ -145,30 +146,30 @@ class Unsettled:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def add(self, program: int, call: PendingCall, *, own_error: bool) -> None:
-        """A call was sent. `own_error`: what it raises is told even if nobody uses its result."""
-        self._calls[program] = call, own_error
+    def add(self, program: int, call: PendingCall, *, users: bool) -> None:
+        """Add a call that was sent. The error of a `users` call is raised even if its result is never used."""
+        self._calls[program] = call, users
 
     def discard(self, program: int) -> None:
-        """A call went well, and its result is there: whoever wants that has it."""
+        """Remove a call that went well, whose result has come."""
         self._calls.pop(program, None)
 
     def keep_few(self) -> None:
-        """Wait for the oldest of them, where they have become too many; raises what one of them raised."""
-        if len(self._calls) > _MOST_UNSETTLED:
-            while len(self._calls) > _FEW_UNSETTLED:
+        """Wait for the oldest calls if there are too many, and raise the error of one that failed."""
+        if len(self._calls) > _MOST_PENDING:
+            while len(self._calls) > _FEW_PENDING:
                 resolve(self._calls.pop(next(iter(self._calls)))[0])
 
     def wait(self) -> None:
-        """Wait for all of them; what they raise is told where their results are used, or when they are settled."""
+        """Wait for all calls. Their errors are raised by a use of their results, or by `finish`."""
         for call, _ in list(self._calls.values()):
             with contextlib.suppress(Exception):
                 resolve(call)
 
-    def settle(self) -> None:
-        """Wait for all of them; raises what the first that failed did, unless a use of its result has done so."""
+    def finish(self) -> None:
+        """Wait for all calls. Raise the error of the first that failed, unless a use of its result has raised it."""
         calls, self._calls = self._calls, {}
-        for call, own_error in calls.values():
-            if not _was_told(call):
-                with contextlib.nullcontext() if own_error else contextlib.suppress(Exception):
+        for call, users in calls.values():
+            if not _is_reported(call):
+                with contextlib.nullcontext() if users else contextlib.suppress(Exception):
                     resolve(call)
