@@ -1,7 +1,7 @@
-"""The coordinator's way to the cluster: a channel of its own to the workers, and a thread that reads it.
+"""The coordinator's channel to the workers, and the thread that reads it.
 
-Closures go out from the thread that schedules them, or from this one, when a reply has come. Each is a program of one
-engine: the supervisor follows it, so that it can be ended, and what it writes is shown as any program's is.
+Closures are sent by the thread that schedules them, or by this thread after a reply. Each closure is a program of one
+worker. The supervisor follows it, so that it can be ended, and its output is shown as that of any program.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["ClosureChannel"]
 _logger = logging.getLogger("distnb.notebook.closures")
 
 _MEETING_S = 30.0
-_COORDINATOR = 0  # how the parameter servers know this process; engine e is e + 1
+_COORDINATOR = 0  # the number of this process at the parameter servers; that of engine e is e + 1
 
 
 class ClosureChannel(SessionPart):
@@ -63,8 +63,8 @@ class ClosureChannel(SessionPart):
 
     Attributes:
         workers: The indices of the worker tasks.
-        replicas_per_worker: How many engines each of them has.
-        num_servers: How many parameter servers there are.
+        replicas_per_worker: The number of engines of each worker.
+        num_servers: The number of parameter servers.
         closed: Whether the cluster was stopped.
     """
 
@@ -85,31 +85,31 @@ class ClosureChannel(SessionPart):
         self._peers, self._url = engines.open_peers()
         self._addresses: dict[int, Any] = {}
         self._client: Servers | None = None
-        # What follows is changed by the thread alone, but for programs that are sent.
+        # Only the thread changes the following, except for adding programs that are sent.
         self._under_way: dict[int, Outcome] = {}  # by program
         self._up: dict[int, int] = {}  # engine: its process
         self._listeners: list[tuple[Callable[[Event | None], None], Callable[[], float | None]]] = []
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._peers.watch(self._wake_fd)
-        self._unsubscribe = self._supervisor.events.subscribe(self._notice)
+        self._unsubscribe = self._supervisor.events.subscribe(self._handle_event)
         self._thread = threading.Thread(target=self._serve, name="distnb-closures", daemon=True)
         self._thread.start()
 
     # -- engines take their tasks ----------------------------------------------------------------------------------
 
     def enlist(self, engines: Iterable[int]) -> None:
-        """Let engines that have just come up take their tasks. Who calls it has the session's turn."""
+        """Give their tasks to engines that have just come up. The caller has the session's turn."""
         engines = [engine for engine in engines if engine in self._tasks]
         servers = [engine for engine in engines if self._tasks[engine].job == PS]
-        # The replicas of a worker begin together: what the others know the new one does not.
+        # All replicas of a worker start over together, because the new one lacks what the others know.
         indices = sorted({self._tasks[engine].index for engine in engines if self._tasks[engine].job == WORKER})
         mates = [self._engines_of[index] for index in indices]
         workers = [engine for its in mates if set(its) <= set(self._engines.left) for engine in its]
         if servers:
             for engine, address in self._ask(servers, self._task_message).items():
                 self._accept_server(self._tasks[engine].index, address)
-            # Those who knew the servers before are told of the new ones, before the closures that need them.
+            # The other workers learn the new addresses before the closures that need them.
             others = [engine for engine in self._up if engine in self._engines.left and engine not in workers]
             self._run(partial(self._peers.send, others, ServersReplaced(dict(self._addresses))))
         if workers:
@@ -117,7 +117,7 @@ class ClosureChannel(SessionPart):
             self._ask(workers, self._task_message)
             self._meet(workers)
         for engine in servers:
-            self._run(partial(self._tell, ServerUp(self._tasks[engine].index)))
+            self._run(partial(self._report, ServerUp(self._tasks[engine].index)))
 
     def _task_message(self, program: int, team: Any) -> TakeTask:
         listener = self._peers.listener
@@ -144,23 +144,23 @@ class ClosureChannel(SessionPart):
             self._client.replace(server, address)
 
     def _meet(self, engines: Sequence[int]) -> None:
-        """Wait until workers have said on the new channel that they are there."""
+        """Wait until workers have sent their hello on the new channel."""
         hellos = [self._supervisor.hellos[engine] for engine in engines]
 
         self._run(self._peers.let_in)
         deadline = time.monotonic() + _MEETING_S
         while missing := [hello for hello in hellos if self._up.get(hello.engine) != hello.pid]:
             if all(hello.engine not in self._engines.left for hello in missing):
-                return  # they ended meanwhile
+                return  # these engines ended meanwhile
             if time.monotonic() > deadline:
                 raise StartError(
-                    f"Engine {missing[0].engine} did not open its channel for closures in {_MEETING_S:.0f} s. Start it "
-                    f"anew: %distnb restart {missing[0].engine}."
+                    f"Engine {missing[0].engine} did not open its channel for closures in {_MEETING_S:.0f} s. "
+                    f"Restart it: %distnb restart {missing[0].engine}."
                 )
             time.sleep(0.001)
 
     def leave(self, engines: Iterable[int]) -> None:
-        """Engines are about to be replaced."""
+        """Drop engines that are about to be replaced."""
         for engine in engines:
             self._run(partial(self._lose, engine, "was ended by a restart"))
 
@@ -179,23 +179,23 @@ class ClosureChannel(SessionPart):
         return self._client
 
     def number(self) -> int:
-        """The serial number of the next program."""
+        """Return the serial number of the next program."""
         return self._engines.dispatch.number()
 
     def send(self, worker: int, message: RunClosure) -> None:
-        """Send a closure; from any thread."""
+        """Send a closure, from any thread."""
         engines, program = self._engines_of[worker], message.program
         if len(engines) > 1:
             message = message._replace(team=self._engines.team_of(engines))
         self._under_way[program] = Outcome(program, engines, team=message.team)
         self._supervisor.program_began(program, engines)
         if all(map(self._peers.is_near, engines)):
-            self._peers.send(engines, message)  # if one has ended, its pidfd tells
+            self._peers.send(engines, message)  # the pidfd of an engine that has ended reports that
         else:
             self._do(partial(self._peers.send, engines, message))
 
     def take_back(self, worker: int, program: int) -> None:
-        """Ask for a program that the worker may not have begun."""
+        """Ask the worker to return a program that it has not begun."""
         self._supervisor.take_back(self._engines_of[worker][0], program)
 
     def interrupt(self, program: int) -> None:
@@ -203,22 +203,22 @@ class ClosureChannel(SessionPart):
         self._supervisor.interrupt(program)
 
     def error(self, report: ErrorReport, worker: int, closure: str) -> BaseException:
-        """The exception that a worker has reported."""
+        """Return the exception that a worker has reported."""
         device = self._engines.cluster.engines[self._engines_of[worker][0]].device
         who = f"orker {worker} ({device}), in {closure},"
         lines = self._front().callers_lines
         return reported(report, f"W{who}", f"w{who}", callers_lines=lines, opened=self._open_error)
 
     def watch(self, coordinator: ClusterCoordinator) -> None:
-        """Show what a coordinator does."""
+        """Show the progress of a coordinator."""
         self._front().watch(coordinator, CoordinatorWatch)
 
     def cell_name(self, filename: str) -> str:
-        """How tracebacks call a cell."""
+        """Return a cell's name in tracebacks."""
         return cell_name(filename)
 
     def catch_up(self) -> None:
-        """Show what workers have written so far."""
+        """Show all that workers have written so far."""
         if self._is_shown():
             self._front().catch_up()
         elif not self.closed:
@@ -227,7 +227,7 @@ class ClosureChannel(SessionPart):
     def subscribe(
         self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]
     ) -> Callable[[], None]:
-        """Tell of events from now on, of those that are there first."""
+        """Report events to a listener from now on, and first the workers that are up."""
         entry = listener, deadline
 
         def begin() -> None:
@@ -242,9 +242,9 @@ class ClosureChannel(SessionPart):
     # -- the session's -----------------------------------------------------------------------------------------------
 
     def user_interrupts(self) -> bool:
-        """The user wants closures to end. False if none is under way. Those of a later cell are not meant."""
+        """End all closures that are under way, as the user asks. Return False if there are none."""
         busy = bool(self._under_way)
-        self._run(partial(self._tell, UserInterrupted()))
+        self._run(partial(self._report, UserInterrupted()))
         return busy
 
     def work(self) -> dict[str, tuple[str, str]]:
@@ -264,12 +264,12 @@ class ClosureChannel(SessionPart):
         return found
 
     def close(self) -> None:
-        """The cluster is stopped."""
+        """Close the channel: the cluster is stopped."""
         if self.closed:
             return
         self.closed = True
         self._unsubscribe()
-        self._do(partial(self._tell, LinkClosed()))
+        self._do(partial(self._report, LinkClosed()))
         self._jobs.put(None)
         os.eventfd_write(self._wake_fd, 1)
         if threading.current_thread() is not self._thread:
@@ -282,12 +282,12 @@ class ClosureChannel(SessionPart):
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _do(self, job: Callable[[], object]) -> None:
-        """Let the thread do something."""
+        """Run a job on the thread."""
         self._jobs.put(job)
         os.eventfd_write(self._wake_fd, 1)
 
     def _run(self, job: Callable[[], object]) -> None:
-        """The same, and wait until it has."""
+        """Run a job on the thread, and wait for its end."""
         if threading.current_thread() is self._thread:
             job()
             return
@@ -296,7 +296,7 @@ class ClosureChannel(SessionPart):
         def run() -> None:
             try:
                 job()
-            except BaseException as error:  # noqa: BLE001  # whoever waits raises it
+            except BaseException as error:  # noqa: BLE001  # raised in the thread that waits
                 failed.append(error)
             done.set()
 
@@ -318,35 +318,35 @@ class ClosureChannel(SessionPart):
             came = False
             for engine, message in self._peers.receive(readable):
                 came = True
-                self._guarded(partial(self._take, engine, message))
+                self._guarded(partial(self._handle, engine, message))
             if not came:
-                self._tell(None)
+                self._report(None)
 
     def _guarded(self, job: Callable[[], object]) -> None:
         try:
             job()
         except Exception:
             _logger.exception("a job of the thread failed")
-            traceback.print_exc()  # a defect of ours; others still wait for this thread
+            traceback.print_exc()  # a defect in distnb; the thread must go on, since others wait for it
 
     def _patience_s(self) -> float | None:
         deadlines = [each for _, deadline in self._listeners if (each := deadline()) is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
-    def _tell(self, event: Event | None) -> None:
+    def _report(self, event: Event | None) -> None:
         for listener, _ in tuple(self._listeners):
             listener(event)
 
-    def _take(self, engine: int, message: Any) -> None:
+    def _handle(self, engine: int, message: Any) -> None:
         worker = self._tasks[engine].index
         if isinstance(message, Hello):
             _logger.info("engine %d of worker %d is there: process %d", engine, worker, message.pid)
             self._up[engine] = message.pid
             if self._is_up(worker):
-                self._tell(WorkerUp(worker))
+                self._report(WorkerUp(worker))
             return
         if isinstance(message, Unread | MessageError):
-            # It stands for the oldest program that the engine has not replied to.
+            # It takes the place of the reply to the oldest program, since engines reply in order.
             outcome = oldest_awaiting(list(self._under_way.values()), engine)
             if outcome is None:
                 return
@@ -358,7 +358,10 @@ class ClosureChannel(SessionPart):
             else:
                 report = message.error
             message = Reply(program=outcome.program, status="error", error=report)
-        self._supervisor.replied(engine, message.program)
+            # The worker's other replicas have begun, and would wait for this one.
+            self._supervisor.failed(engine, outcome.program, f"{report.type_name}: {report.text}")
+        else:
+            self._supervisor.replied(engine, message.program)
         outcome = self._under_way.get(message.program)
         if outcome is not None:  # else its worker was lost
             outcome.receive(engine, message)
@@ -376,12 +379,12 @@ class ClosureChannel(SessionPart):
             return
         if outcome.stuck:  # their replies may still come, so the closure stays under way
             failed = next((reply for reply in outcome.replies.values() if reply.status == "error"), None)
-            self._tell(ClosureGivenUp(worker, outcome.program, failed))
+            self._report(ClosureGivenUp(worker, outcome.program, failed))
             return
         del self._under_way[outcome.program]
         if outcome.team is not None and outcome.asks_to_renew:
             self._engines.teams.renew(after=outcome.team)
-        self._tell(ClosureEnded(worker, *outcome.decisive()))
+        self._report(ClosureEnded(worker, *outcome.decisive()))
 
     def _is_up(self, worker: int) -> bool:
         return all(engine in self._up for engine in self._engines_of[worker])
@@ -392,10 +395,10 @@ class ClosureChannel(SessionPart):
         if task.job == PS:
             if self._client is not None:
                 self._client.lost(task.index, how)
-            self._tell(ServerGone(task.index, how))
+            self._report(ServerGone(task.index, how))
             return
         for message in self._peers.part(engine):
-            self._take(engine, message)
+            self._handle(engine, message)
         was_up = self._is_up(task.index)
         if self._up.pop(engine, None) is None:
             return
@@ -403,33 +406,33 @@ class ClosureChannel(SessionPart):
             del self._under_way[program]
             self._supervisor.replied(engine, program)
         if was_up:
-            self._tell(WorkerLost(task.index, how))
+            self._report(WorkerLost(task.index, how))
 
     # -- the supervisor's thread -------------------------------------------------------------------------------------
 
-    def _notice(self, event: Any) -> None:
+    def _handle_event(self, event: Any) -> None:
         if isinstance(event, Output):
             if not self._is_shown() and event.engine in self._up:
                 stream = sys.stdout if event.stream == "stdout" else sys.stderr
                 stream.write(event.text)
                 stream.flush()
         elif isinstance(event, Died):
-            self._do(partial(self._bury, event))
+            self._do(partial(self._remove_dead, event))
         elif isinstance(event, GiveUpOn):
             self._do(partial(self._give_up, event.engine, event.program))
         elif isinstance(event, GivenBack):
             self._do(partial(self._give_back, event))
 
-    def _bury(self, event: Died) -> None:
+    def _remove_dead(self, event: Died) -> None:
         pid = self._up.get(event.engine)
-        if event.engine in self._tasks and pid in (None, event.pid):  # another may have taken its place already
+        if event.engine in self._tasks and pid in (None, event.pid):  # a replacement may be up already
             self._lose(event.engine, event.exit_status)
 
     def _give_back(self, event: GivenBack) -> None:
         if self._under_way.pop(event.program, None) is not None:
             self._supervisor.replied(event.engine, event.program)
-            self._tell(ClosureGivenBack(self._tasks[event.engine].index, event.program))
+            self._report(ClosureGivenBack(self._tasks[event.engine].index, event.program))
 
     def _is_shown(self) -> bool:
-        """Whether a front end shows what replicas write: a plain script has none."""
+        """Return whether a front end shows the replicas' output: a plain script has none."""
         return self._front() != FrontEnd()
