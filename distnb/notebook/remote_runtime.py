@@ -1,4 +1,4 @@
-"""The runtime of a strategy in the notebook: every method is called on the engines' own strategy object."""
+"""The runtime of a strategy in the notebook, which calls every method on the engines' own strategy object."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Remote:
         return self._ask("", (function, *args), {})
 
     def num_replicas(self) -> int:
-        """As many as the team has."""
+        """Return the number of the team's replicas."""
         return self._session().team(self._strategy.spec).size
 
     def worker_devices(self) -> tuple[str, ...]:
-        """The device of each replica, in order."""
+        """Return the device of each replica, in order."""
         return tuple(map(str, self._session().team(self._strategy.spec).devices))
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Stands for a scope whose block the notebook sends to the engines."""
+        """Return the representative of a scope, whose block the notebook sends to the engines."""
         return RemoteScope()
 
     def run(
@@ -66,8 +66,8 @@ class Remote:
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         """Combine the replicas' components into one value.
 
-        It stays on the engines, but for numbers in host memory, which come as tensors. Where the notebook knows the
-        components, as it does numbers that `run` returned, no message is needed.
+        The value stays on the engines, except for numbers in host memory, which come as tensors. If the notebook knows
+        the components, as it does for numbers that `run` returned, no message is needed.
         """
         leaves, shape = flatten(map_structure(resolve, value))
         known = []
@@ -85,25 +85,25 @@ class Remote:
         return self._ask("gather", (value, axis), {})
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """One replica's component, on all."""
+        """Give one replica's component to all replicas."""
         return self._ask("broadcast", (value, source), {})
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Every replica's component, fetched: in the notebook they are all equally far."""
+        """Fetch every replica's component. None of them is local to the notebook."""
         return local_components(resolve(value))
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
-        """A distributed value made by a function, which each replica calls for itself."""
+        """Create a distributed value with a function that each replica calls for itself."""
         return self._ask("distribute_values_from_function", (fn,), {})
 
     def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
-        """A dataset that every replica reads its slices of."""
+        """Create a dataset of which every replica reads its slices."""
         keywords = {"batch_size": batch_size, "options": options}
         handle = self._ask("distribute_dataset", (dataset,), keywords)
         return RemoteDataset(handle, self.call, self._defer, self._note_batch)
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
-        """A dataset whose pipelines a function makes on the engines."""
+        """Create a dataset with a function that creates the pipelines on the engines."""
         handle = self._ask("distribute_datasets_from_function", (fn,), {"options": options})
         return RemoteDataset(handle, self.call, self._defer, self._note_batch)
 
@@ -114,27 +114,27 @@ class Remote:
         self._session().namespace.batch = batch
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients belong to a function that `run` calls, or to a distributed cell, and so does this."""
+        """Raise ContextError: gradients exist only in functions that `run` calls, and in distributed cells."""
         raise ContextError(
             "strategy.no_sync() was called in the notebook, where no gradients are. Use it in the function that "
             "strategy.run calls, or in a %%distribute cell."
         )
 
     def assert_in_sync(self, value: Any) -> None:
-        """Raise when replicas hold different bits."""
+        """Raise if the replicas hold different bits."""
         self._ask("assert_in_sync", (value,), {})
 
 
 def _fetched_number(value: Any) -> Any:
-    """A number that is equal on all replicas, and known; anything else as it is."""
+    """Return the number behind a mirrored handle if the notebook knows it, else the value unchanged."""
     known = state_of_handle(value).all_known() if isinstance(value, Mirrored) and type(value) in HANDLES else []
     return known[0] if known else value
 
 
 class RemoteScope:
-    """A scope that was entered in the notebook, where its block is not: entering it raises.
+    """The representative of a scope in the notebook. Entering it raises.
 
-    A `with` in a cell is never entered here: the notebook's transformer has the block run on the replicas.
+    A `with` statement in a cell never enters it: the notebook's transformer sends the block to the replicas.
     """
 
     def __enter__(self) -> Any:

@@ -1,9 +1,9 @@
-"""Computing with handles: where `loss + 1`, `torch.stack(losses)` and `round(loss)` of mirrored objects happen.
+"""Arithmetic and torch's functions with handles of mirrored objects: `loss + 1`, `torch.stack(losses)`, `round(loss)`.
 
-What is computed of handles alone is computed on the replicas, and its result is a handle. Where one of the notebook's
-own tensors takes part, the notebook computes, with copies: that tensor may be part of a graph of its autograd, or what
-is to be changed. Unless the replicas' graph would end there: then the tensor goes to them, and gradients reach the
-model, as from `cross_entropy(model(x), y)`.
+If all operands are handles, the replicas compute, and the result is a handle. If one is a tensor of the notebook's, the
+notebook computes with copies, because that tensor may belong to its autograd graph or be changed in place. There is one
+exception: if copies would cut the replicas' graph, the tensor is sent to the replicas, so that gradients reach the
+model, as in `cross_entropy(model(x), y)`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def compute(
     """Call a function that has handles among its arguments: torch's, or one of `operator`.
 
     Args:
-        operations: Those of one of the handles.
-        function: It travels by its name.
+        operations: The operations of one of the handles.
+        function: The function, which is sent by its name.
 
     Raises:
-        DistributedValueError: A value that differs from replica to replica is among them, or a graph of the replicas
-            and one of the notebook's would have to become one.
-        BaseException: What the function raises.
+        DistributedValueError: An argument differs from replica to replica, or the result would need a graph of the
+            replicas and one of the notebook's.
+        BaseException: The function's own exception.
     """
     import torch
 
@@ -69,7 +69,7 @@ def compute(
 def _would_lose_graph(
     function: Callable[..., Any], handles: Sequence[DistributedValues], tensors: Sequence[Any]
 ) -> bool:
-    """Whether copies of the handles' tensors would lack what a backward pass has to know."""
+    """Return whether copies of the handles' tensors would lack a graph that a backward pass needs."""
     import torch
 
     if not torch.is_grad_enabled() or not any(_tracked(handle) for handle in handles):
@@ -92,7 +92,7 @@ def _tracked(handle: DistributedValues) -> bool:
 
 
 def _changed_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a function changes in place; None if nothing."""
+    """Return the argument that a function changes in place, or None."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
     name = getattr(function, "__name__", "")
@@ -103,10 +103,10 @@ def _changed_by(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 def special_methods(
     call: Callable[[Any, Callable[..., Any], tuple[Any, ...]], Any],
 ) -> dict[str, Callable[..., Any]]:
-    """The methods of all arithmetic, by name. Comparisons and containers are not among them.
+    """Return the special methods of arithmetic by name, without those of comparisons and containers.
 
     Args:
-        call: Told the object that an operator was used on, calls a function with arguments; that object is among them.
+        call: Called with the object of the method, a function and the function's arguments, among them the object.
     """
 
     def straight(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,4 +127,4 @@ def special_methods(
 
 
 FORWARDED = special_methods(lambda handle, function, args: compute(state_of_handle(handle).operations, function, args))
-"""The special methods of a mirrored handle that are computed so."""
+"""The special methods of a mirrored handle that `compute` implements."""

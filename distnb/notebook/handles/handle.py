@@ -1,7 +1,7 @@
-"""Handles: what the notebook holds of objects that live on the engines.
+"""Handles: the notebook's references to objects that live on the engines.
 
-A handle shows what lives where, forwards attributes and calls, and fetches only when it is asked for a value. It
-stands for each replica's own component where it is passed to a program, or captured by one.
+A handle shows what lives where, forwards attributes and calls, and fetches a value only on request. In a program to
+which it is passed, or that captures it, it represents each replica's own component.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _OWN = frozenset({"_components", "_num_replicas", "_global_batch_size", "_kinds"})
-_PROTOCOLS = ("_repr_", "_ipython_", "_typ")  # by which IPython and pandas know a class
+_PROTOCOLS = ("_repr_", "_ipython_", "_typ")  # IPython and pandas recognise classes by these
 
 
 def _apply(handle: DistributedValues, function: Callable[..., Any], *others: Any) -> Any:
@@ -54,11 +54,11 @@ def _reads(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class _Handle(DistributedValues):
-    """What both kinds of handles do. It adds no slots, so that a handle can change its kind in place."""
+    """The base of both kinds of handles. It adds no slots, so that a handle can change its kind in place."""
 
     __slots__ = ()
 
-    # -- looking at it ---------------------------------------------------------------------------------------------
+    # -- showing -------------------------------------------------------------------------------------------------
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -192,30 +192,30 @@ class RemotePerReplica(_Handle, PerReplica):
         return int(_apply(self, len)) if _is_dataset(self) else self._refuse("has no length")
 
     def numpy(self) -> PerReplica:
-        """Each replica's array, fetched."""
+        """Fetch each replica's array."""
         return PerReplica([_as_array(value) for value in self.values])
 
     def item(self) -> PerReplica:
-        """Each replica's number, fetched."""
+        """Fetch each replica's number."""
         return PerReplica([value.item() for value in self.values])
 
 
 class RemoteMirrored(_Handle, Mirrored):
-    """A handle of objects that are the same on every replica."""
+    """A handle of objects that are equal on every replica."""
 
     __slots__ = ()
 
     def numpy(self) -> Any:
-        """The array, fetched from the first replica."""
+        """Fetch the array from the first replica."""
         return _as_array(self._read())
 
-    to_numpy = numpy  # by which Matplotlib and its like ask, instead of iterating over thousands of handles
+    to_numpy = numpy  # Matplotlib and others call it, and would else iterate over thousands of handles
 
     def _read(self) -> Any:
         return state_of_handle(self).operations.read(self)
 
     def item(self) -> Any:
-        """The number, fetched from the first replica."""
+        """Fetch the number from the first replica."""
         return self._read().item()
 
     __float__ = _reads(float)
@@ -243,17 +243,17 @@ class RemoteMirrored(_Handle, Mirrored):
         return format(self._read(), spec) if spec else repr(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As what it stands for, fetched: what is written to a file is read where there are no engines."""
+        """Pickle a copy of the object, which can be opened where there are no engines."""
         value = self._read()
         if type(value) is dict:
-            # A type of its own cannot pass for another's; torch.load(weights_only=True) takes this one from everybody.
+            # pickle refuses a dict, since the handle has another class. torch.load(weights_only=True) allows this type.
             return OrderedDict, (), None, None, iter(value.items())
         if type(value) is list:
             return type(value), (), None, iter(value)
         if type(value) in (str, bytes):
             return type(value), (value,)
         reduced = value.__reduce_ex__(protocol)
-        # pickle knows this function, and compares its class with the handle's; the one of protocol 1 does the same.
+        # pickle compares the class that `__newobj__` creates with the handle's. Protocol 1 uses another function.
         return value.__reduce_ex__(1) if getattr(reduced[0], "__name__", "") == "__newobj__" else reduced
 
     @classmethod
@@ -268,7 +268,7 @@ for _name, _method in FORWARDED.items():
 
 
 class RemoteMapping(RemoteMirrored):
-    """A handle of mappings that are the same on every replica: for functions that take any mapping, as it is one."""
+    """A handle of equal mappings, which functions accept as a `Mapping`."""
 
     __slots__ = ()
 
@@ -277,7 +277,7 @@ Mapping.register(RemoteMapping)
 
 
 class RemoteSequence(RemoteMirrored):
-    """A handle of equal sequences, which `match` and functions that ask for a `Sequence` take for one."""
+    """A handle of equal sequences, which `match` and functions accept as a `Sequence`."""
 
     __slots__ = ()
 
@@ -288,7 +288,7 @@ HANDLES: tuple[type[DistributedValues], ...] = (RemotePerReplica, RemoteMirrored
 
 
 class Components(tuple[Any, ...]):
-    """The components of a handle, as `handle.values`. On a mapping's handle, `values()` calls the mapping's method."""
+    """The value of `handle.values`: the components. Called, as in `mapping.values()`, it calls the object's method."""
 
     _handle: Any = None
 
@@ -306,17 +306,17 @@ class Components(tuple[Any, ...]):
 
 
 def _is_dataset(handle: DistributedValues) -> bool:
-    """Whether it is a distributed dataset that a cell made: each replica's own, and read by all together."""
+    """Return whether the object is a distributed dataset of a cell, which all replicas read together."""
     return state_of_handle(handle).type_name == "distnb.input.dataset.DistributedDataset"
 
 
 def _has_labels(handle: DistributedValues) -> bool:
-    """Return whether a handle stands for a pandas object, which is more than its values: it has labels."""
+    """Return whether the object belongs to pandas, and so has labels besides its values."""
     return state_of_handle(handle).type_name.partition(".")[0] == "pandas"
 
 
 def _check_not_scalar(handle: DistributedValues, wish: str) -> None:
-    """Tell it at once of a number: `torch.tensor([handle, …])` takes it for a sequence, as all it does not know."""
+    """Raise if the object is a number: `torch.tensor([handle, …])` treats objects of unknown types as sequences."""
     if any(fact.summary is not None and fact.summary.shape == "()" for fact in state_of_handle(handle).facts.values()):
         raise DistributedValueError(
             f"A 0-d tensor cannot be {wish}, and this is a handle of one. Its number is handle.item(), or "
@@ -329,7 +329,7 @@ def _is_iterator(handle: DistributedValues) -> bool:
 
 
 def make_handle(state: RemoteState, *, mirrored: bool, size: int) -> DistributedValues:
-    """A handle of an object on `size` replicas."""
+    """Create a handle of an object on `size` replicas."""
     library_guards.install()
     kind = _kind_of(state, mirrored=mirrored)
     handle = kind.__new__(kind)
@@ -341,7 +341,7 @@ def make_handle(state: RemoteState, *, mirrored: bool, size: int) -> Distributed
 
 
 def change_kind(handle: DistributedValues, *, mirrored: bool) -> None:
-    """Turn a handle into one of the other kind, for everyone who holds it."""
+    """Change the kind of a handle in place, for all its holders."""
     object.__setattr__(handle, "__class__", _kind_of(state_of_handle(handle), mirrored=mirrored))
 
 
@@ -366,7 +366,7 @@ class RemoteMethod:
         return state_of_handle(self._handle).operations.run(self._handle, "call", args, kwargs, self._path)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return follow, (self._handle, self._path)  # there it is the method itself
+        return follow, (self._handle, self._path)  # on a replica it is the method itself
 
     def __repr__(self) -> str:
         return f"<method {self.__name__!r} of a {state_of_handle(self._handle).type_name} on the engines>"

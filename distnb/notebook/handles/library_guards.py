@@ -1,4 +1,4 @@
-"""Errors of ours where torch and Keras are to build on a handle: they need the object, which lives on the replicas."""
+"""Clear errors where torch or Keras is given a handle, though it needs the object, which lives on the replicas."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["install"]
 
 _GUARDED = {
     "torch": ("nn.Module.add_module", "optim.Optimizer.add_param_group"),
-    # Not `__init__`, of which Keras asks the names of arguments.
+    # Not `__init__`, because Keras inspects the names of its arguments.
     "keras": ("Model.__new__", "Sequential.add", "Model.compile", "models.clone_model", "models.save_model"),
 }
 _guarded: set[str] = set()
 
 
 def install() -> None:
-    """Guard the libraries that are loaded. Idempotent; loads none."""
+    """Guard the libraries that are loaded, without loading any. Idempotent."""
     for library in _GUARDED.keys() - _guarded:
         module = sys.modules.get(library)
         if module is not None and all(_has(module, path) for path in _GUARDED[library]):
@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def _has(module: Any, path: str) -> bool:
-    """Return whether a library has been loaded as far as that."""
+    """Return whether a library has been loaded up to this attribute."""
     try:
         functools.reduce(getattr, path.split("."), module)
     except AttributeError:
@@ -42,7 +42,7 @@ def _has(module: Any, path: str) -> bool:
 def _guard(module: Any, library: str, path: str) -> None:
     *owners, name = path.split(".")
     owner = functools.reduce(getattr, owners, module)
-    if isinstance(owner, type):  # a subclass that has the method from another class is not to have one of its own
+    if isinstance(owner, type):  # the class that defines the method, which may be a base class
         owner = next(cls for cls in owner.__mro__ if name in vars(cls))
     plain: Callable[..., Any] = getattr(owner, name)
     shown = ".".join((library, *owners[:1])) if name.startswith("__") else f"{library}.{path}"
@@ -57,7 +57,7 @@ def _guard(module: Any, library: str, path: str) -> None:
 
 
 def _handles_in(value: Any) -> Iterator[Any]:
-    from distnb.notebook.handles.handle import HANDLES  # which installs the guards
+    from distnb.notebook.handles.handle import HANDLES  # here, since that module installs the guards
 
     if isinstance(value, HANDLES):
         yield value

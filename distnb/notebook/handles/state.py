@@ -1,4 +1,4 @@
-"""What the notebook knows of an object on the engines without asking: the state of a handle."""
+"""The state of a handle: the facts about an object on the engines that the notebook has without a message."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ __all__ = ["RemoteState", "state_of_handle"]
 
 @dataclass
 class RemoteState:
-    """What a handle knows without asking.
+    """The state of a handle.
 
     Attributes:
         identity: The object's id on every replica.
-        facts: How it was described, by replica; a replica that never assigned the name has none.
-        local: Components that only the notebook holds, by replica: the name's value where it was not assigned.
-        name: The name that a cell made it under; "" for what calls returned.
-        gone: Engines that held a component and have ended since.
-        apart: Components that only the notebook holds, by engine, of engines that have ended and not been replaced.
-        as_of: What `operations.changes` was when its summaries were made; -1: they are to be asked for in any case.
-        ancestors: The handles that it was asked of, nearest first: they hold, too, what this one is given. Each is
-            referred to by itself, since those between may be gone (`a` of `a[0][1][2]`).
-        given: How many values it has given to the notebook since it was described: it may hold them.
+        facts: The description by replica. A replica that never assigned the name has none.
+        local: The components that only the notebook holds, by replica: the name's value where it was not assigned.
+        name: The name that a cell assigned; "" for results of calls.
+        gone: The engines that held a component and have ended.
+        apart: The components that only the notebook holds, by engine, of ended engines without a replacement.
+        as_of: The value of `operations.changes` when the summaries were made; -1 if they are out of date.
+        ancestors: The handles from which this one was obtained, nearest first. Values that are given to this one may be
+            held by them as well. Each has its own reference, since handles in between may be gone, as for `a` of
+            `a[0][1][2]`.
+        given: The number of values that the object has given to the notebook since its description, and may hold.
     """
 
     tracked: TrackedObjects
@@ -50,17 +51,17 @@ class RemoteState:
 
     @property
     def label(self) -> str:
-        """How messages call it: by a name that the notebook has for it."""
+        """The handle's name in messages: a name that the notebook has bound to it."""
         name = self.operations.name_of(self) or self.name
         return f"`{name}`" if name else "this handle"
 
     @property
     def dated(self) -> bool:
-        """Whether what the summaries tell may be out of date: it is asked for again when it is shown."""
+        """Whether the summaries may be out of date, and are fetched again before they are shown."""
         return self.as_of != self.operations.changes
 
     def give(self, names: Iterable[str]) -> None:
-        """The object may hold from now on what the notebook has under these names."""
+        """Note that the object may hold the notebook's objects of these names from now on."""
         given = tuple(names)
         alive = [handle for each in self.ancestors if (handle := each()) is not None]
         for state in (self, *map(state_of_handle, alive)):
@@ -70,9 +71,10 @@ class RemoteState:
                     state.facts[replica] = fact._replace(holds=fact.holds + more)
 
     def known(self, replica: int, *, detached: bool = False) -> Any:
-        """A copy of a replica's component, if the notebook has heard what it is; else None.
+        """Return a copy of a replica's component if the notebook knows it, else None.
 
-        Of what autograd computed a copy is had only `detached`.
+        Args:
+            detached: Whether the copy of a tensor that autograd computed may be detached. If not, there is none.
         """
         fact = self.facts.get(replica)
         summary = None if fact is None or self.dated else fact.summary
@@ -83,9 +85,10 @@ class RemoteState:
         return torch.tensor(summary.number, dtype=getattr(torch, summary.dtype), device="cpu")
 
     def all_known(self, engines: tuple[int, ...] | None = None) -> list[Any]:
-        """Detached copies of all components, by replica, if they are known; else nothing.
+        """Return detached copies of all components in replica order, or nothing if one is unknown.
 
-        With `engines`: if they live on these.
+        Args:
+            engines: The engines on which the components have to live; None for any.
         """
         team = self.tracked.key[0]
         if self.tracked.ended or self.gone or self.local or (engines or team) != team:
@@ -95,7 +98,7 @@ class RemoteState:
 
     @property
     def type_name(self) -> str:
-        """The class of the object, on the first replica that has one."""
+        """The name of the object's class, on the first replica that has the object."""
         return next((fact.summary.type for fact in self.facts.values() if fact.summary), "object")
 
     @property
@@ -105,16 +108,16 @@ class RemoteState:
 
     @property
     def together(self) -> bool:
-        """Whether the replicas hold parts, of which they make one value together."""
+        """Whether the replicas hold parts of one value, which they combine together."""
         return any(fact.together for fact in self.facts.values())
 
     @property
     def lost(self) -> set[int]:
-        """Replicas whose component has ended with its engine."""
+        """The replicas whose component was lost with its engine."""
         return {replica for replica, engine in enumerate(self.tracked.key[0]) if engine in self.gone}
 
     def check(self, replicas: Iterable[int] | None = None) -> None:
-        """Raise StaleHandleError if components of these replicas are gone; None: of all that there ever were."""
+        """Raise StaleHandleError if components of these replicas are gone; None for all replicas."""
         lost = self.lost if self.gone else set()
         left = sorted({*self.facts, *self.local} - lost)
         missing = lost if replicas is None or not left else lost.intersection(replicas)
@@ -137,7 +140,7 @@ class RemoteState:
         )
 
     def move(self, before: Sequence[int], now: Sequence[int]) -> None:
-        """The replicas are on other engines: components are renumbered, those of engines that have ended are lost."""
+        """Renumber the components for other engines. Those of engines that have ended are lost."""
         places = {old: now.index(engine) for old, engine in enumerate(before) if engine in now}
         self.gone.update(before[replica] for replica in self.facts if replica not in places)
         self.facts = {places[replica]: fact for replica, fact in self.facts.items() if replica in places}
@@ -148,13 +151,13 @@ class RemoteState:
             self.gone.update(now)
 
     def restored(self, replicas: Iterable[int], survivor: int) -> None:
-        """New engines have got the component that another replica has."""
+        """Note that new engines have received a copy of a survivor's component."""
         if survivor in self.facts:
             self.facts.update({replica: self.facts[survivor] for replica in replicas if replica not in self.local})
         self.gone.difference_update(self.tracked.key[0][replica] for replica in replicas)
 
     def check_assigned(self, replica: int) -> None:
-        """Raise UnassignedError if a replica never assigned it."""
+        """Raise UnassignedError if a replica never assigned the name."""
         if replica not in self.facts and replica not in self.local:
             raise UnassignedError(
                 f"name {self.name!r} is not defined on replica {replica}: only replicas "
@@ -163,6 +166,6 @@ class RemoteState:
 
 
 def state_of_handle(handle: DistributedValues) -> RemoteState:
-    """The state of a handle."""
+    """Return the state of a handle."""
     state: RemoteState = object.__getattribute__(handle, "_components")
     return state

@@ -1,4 +1,4 @@
-"""How handles look: a few lines of text, from what is known without asking; or all that is drawn of them."""
+"""The texts and the models by which handles are shown."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _EARLIER = " as last seen (an engine is stuck: %distnb status)"
 
 
 def as_text(state: RemoteState, size: int, *, mirrored: bool, fresh: bool = True) -> str:
-    """The repr of a handle: one line for a mirrored object, one per replica for others.
+    """Return the repr of a handle: one line for a mirrored object, one line per replica for others.
 
     Args:
-        fresh: The engines were asked, if there was a reason to.
+        fresh: Whether the summaries are up to date.
     """
     earlier = "" if fresh else _EARLIER
     if state.tracked.ended:
@@ -41,7 +41,7 @@ def _line(state: RemoteState, replica: int) -> str:
 
 
 def _cells(state: RemoteState, replica: int) -> tuple[str, str, str, str, str]:
-    """(type, shape, dtype, device, value) of one replica's component."""
+    """Return (type, shape, dtype, device, value) of one replica's component."""
     if replica in state.lost:
         return "", "", "", "", _LOST
     if replica in state.local:
@@ -57,7 +57,7 @@ def _cells(state: RemoteState, replica: int) -> tuple[str, str, str, str, str]:
 
 
 def as_model(handle: DistributedValues) -> ValueModel:
-    """What is drawn of a handle: its components as the engines find them now, if they can be asked."""
+    """Return the model of a handle's view, with the current components if the engines can be asked."""
     from distnb.runtime.inspection.inspecting import inspect
 
     state, size = state_of_handle(handle), handle.num_replicas
