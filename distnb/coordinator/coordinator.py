@@ -38,7 +38,7 @@ from distnb.coordinator.per_worker import (
     takes_context,
 )
 from distnb.coordinator.pickling import open_value
-from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Reclaim, Send, TellNobodyRuns
+from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Order, Reclaim, ReportNoWorker, Send
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.coordinator.sent import Sent
 from distnb.coordinator.status import CoordinatorStatus, WorkerState, WorkerStatus
@@ -153,7 +153,7 @@ class ClusterCoordinator:
         self._waiters: list[Waiter] = []
         self._interrupts = Interrupts()
         self._seed: int | None = None
-        self._link.subscribe(self._hear, self._next_deadline)
+        self._link.subscribe(self._handle, self._next_deadline)
 
     # -- scheduling ------------------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class ClusterCoordinator:
             self._await(lambda: self._queue.idle or self._trouble)
             self._raise_error()
         self._link.catch_up()
-        self._bring(roles.coordinating(self.strategy).access.fetch_changes)
+        self._catch_up(roles.coordinating(self.strategy).access.fetch_changes)
 
     def done(self) -> bool:
         """Return whether every scheduled closure has ended.
@@ -420,12 +420,12 @@ class ClusterCoordinator:
         if self._is_current or not self._queue.idle or self._lost_servers or self._link.closed:
             return
         with suppress(ServerLost, NoClusterError):
-            self._bring(roles.coordinating(self.strategy).access.refresh_tensors)
+            self._catch_up(roles.coordinating(self.strategy).access.refresh_tensors)
 
-    def _bring(self, bring: Callable[[], None]) -> None:
+    def _catch_up(self, refresh: Callable[[], None]) -> None:
         self._is_current = True  # unless another thread schedules something meanwhile
         try:
-            bring()
+            refresh()
         except BaseException:
             self._is_current = False
             raise
@@ -514,7 +514,7 @@ class ClusterCoordinator:
         with _lock:
             return self._queue.next_deadline()
 
-    def _hear(self, event: Event | None) -> None:
+    def _handle(self, event: Event | None) -> None:
         """Handle one event; None: time has passed."""
         now = time.monotonic()
         with _lock:
@@ -595,7 +595,7 @@ class ClusterCoordinator:
                 return self._failed(closure, worker, number, refusal, now)
             self._staleness.extend(reply.value.staleness)
             self._steps += len(reply.value.staleness)
-            closure.value.settle(reply.value.value, open_value)
+            closure.value.resolve(reply.value.value, open_value)
             return self._queue.ended(worker, number, "done", now)
         if reply.status == "aborted" and self._queue.is_asked_back(worker, number):
             return self._queue.given_back(worker, number, now)  # its reply came before the news of that
@@ -648,7 +648,7 @@ class ClusterCoordinator:
                 self._link.interrupt(self._closures[order.closure].program)
             elif isinstance(order, Reclaim):
                 self._link.take_back(order.worker, self._closures[order.closure].program)
-            elif isinstance(order, TellNobodyRuns):
+            elif isinstance(order, ReportNoWorker):
                 print(f"distnb: {self._nobody()}", file=sys.stderr)
 
     def _send(self, order: Send) -> None:

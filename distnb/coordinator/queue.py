@@ -23,8 +23,8 @@ __all__ = [
     "Interrupt",
     "Order",
     "Reclaim",
+    "ReportNoWorker",
     "Send",
-    "TellNobodyRuns",
     "WorkerState",
 ]
 
@@ -58,11 +58,11 @@ class Cancel(NamedTuple):
     closure: int
 
 
-class TellNobodyRuns(NamedTuple):
+class ReportNoWorker(NamedTuple):
     """Closures wait, and there is no worker to run them."""
 
 
-Order = Send | Reclaim | Interrupt | Cancel | TellNobodyRuns
+Order = Send | Reclaim | Interrupt | Cancel | ReportNoWorker
 
 _State = tuple[dict[int, tuple[int, ...]], int, int, int, int]
 
@@ -363,7 +363,7 @@ class ClosureQueue(StateMachine):
             free = [each for each in self._workers.items() if not each[1].stuck_in]
             if not free:
                 told, self._told = self._told, True
-                return orders if told else [*orders, TellNobodyRuns()]
+                return orders if told else [*orders, ReportNoWorker()]
             worker, least = min(free, key=lambda each: len(each[1].closures))
             if len(least.closures) >= self._depth:
                 return orders

@@ -61,7 +61,7 @@ class RemoteValue:
         """Return the same as `fetch`: the value is a copy that is here."""
         return self.fetch()
 
-    def settle(self, packed: Any, opener: Callable[[Any], Any]) -> None:
+    def resolve(self, packed: Any, opener: Callable[[Any], Any]) -> None:
         """Keep the result of a closure that ended well. It is opened when it is asked for."""
         self.packed, self._open, self.state = packed, opener, "done"
 

@@ -198,7 +198,7 @@ class Engines:
             OptionError: There is no such level.
         """
         process_log.set_level(level)
-        self.supervisor.tell_all(SetLogLevel(level))
+        self.supervisor.send_to_all(SetLogLevel(level))
 
     def log_texts(self, timeout_s: float) -> dict[str, str]:
         """Return each process's log, by the process's name. Those of other machines are fetched."""

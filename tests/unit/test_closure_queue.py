@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Reclaim, Send, TellNobodyRuns
+from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Reclaim, ReportNoWorker, Send
 
 
 def test_closures_go_to_the_worker_that_has_least_in_the_order_in_which_they_were_scheduled() -> None:
@@ -25,7 +25,7 @@ def test_what_a_lost_worker_had_comes_next_and_in_order() -> None:
     queue.worker_up(0, 0.0)
     for number in range(4):
         queue.scheduled(number, 0.0)
-    assert queue.worker_lost(0, 0.0) == [TellNobodyRuns()]
+    assert queue.worker_lost(0, 0.0) == [ReportNoWorker()]
     assert queue.counts.retried == 2
     assert queue.worker_up(1, 0.0) == [Send(0, 1), Send(1, 1)]
     assert queue.ended(0, 0, "done", 0.0) == []  # the lost one's word comes too late
@@ -34,10 +34,10 @@ def test_what_a_lost_worker_had_comes_next_and_in_order() -> None:
 
 def test_without_a_worker_it_says_so_once() -> None:
     queue = ClosureQueue()
-    assert queue.scheduled(0, 0.0) == [TellNobodyRuns()]
+    assert queue.scheduled(0, 0.0) == [ReportNoWorker()]
     assert queue.scheduled(1, 0.0) == []
     queue.worker_up(0, 0.0)
-    assert queue.worker_lost(0, 0.0) == [TellNobodyRuns()]
+    assert queue.worker_lost(0, 0.0) == [ReportNoWorker()]
 
 
 def test_an_error_ends_all_others() -> None:
@@ -80,7 +80,7 @@ def test_a_worker_that_is_stuck_gets_nothing_until_it_is_free() -> None:
     queue.scheduled(0, 0.0)
     assert queue.cancel(0.0) == [Interrupt(0, 0)]
     assert queue.given_up(0, 0, 1.0) == [Cancel(0)]
-    assert queue.scheduled(1, 1.0) == [TellNobodyRuns()]
+    assert queue.scheduled(1, 1.0) == [ReportNoWorker()]
     assert queue.workers[0].stuck
     assert queue.ended(0, 0, "done", 2.0) == [Send(1, 0)]
     assert queue.counts.cancelled == 1

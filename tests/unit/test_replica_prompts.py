@@ -214,8 +214,8 @@ class Notebook:
         self.events = EventHub()
         supervisor: Any = SimpleNamespace(
             events=self.events,
-            tell=lambda engine, message: self.told.append((engine, message)),
-            tell_all=lambda message: self.told.append((None, message)),
+            send=lambda engine, message: self.told.append((engine, message)),
+            send_to_all=lambda message: self.told.append((None, message)),
         )
         self.interrupts = Interrupts()
         self.prompts = Prompts(supervisor, self.interrupts)

@@ -56,7 +56,7 @@ class Prompts:
                 self._there.add(event.engine)
                 first = len(self._there) == 1
             if first:
-                self._supervisor.tell_all(Prompting(True))
+                self._supervisor.send_to_all(Prompting(True))
             os.eventfd_write(self.fd, 1)
         elif isinstance(event, GoesOn | ProgramEnded | Died | GiveUpOn):
             with self._lock:
@@ -68,7 +68,7 @@ class Prompts:
                 self._there.discard(event.engine)
                 asked = self._waiting.pop(event.engine, None) is not None and self._current == event.engine
             if last:
-                self._supervisor.tell_all(Prompting(False))
+                self._supervisor.send_to_all(Prompting(False))
             if asked:
                 self._interrupts.withdraw()
             os.eventfd_write(self.fd, 1)  # it may be another's turn
@@ -97,7 +97,7 @@ class Prompts:
             if answer is None or self._waiting.get(asks.engine) is not asks:
                 return
             del self._waiting[asks.engine]
-        self._supervisor.tell(asks.engine, answer)
+        self._supervisor.send(asks.engine, answer)
 
     def _answer(self, asks: Asks) -> Answer | None:
         if threading.current_thread() is not threading.main_thread():

@@ -146,20 +146,20 @@ class Supervisor:
 
     def take_back(self, engine: int, program: int) -> None:
         """Ask an engine for a program that it may not have begun."""
-        self.tell(engine, TakeBack(program))
+        self.send(engine, TakeBack(program))
 
-    def tell(self, engine: int, message: Any) -> None:
+    def send(self, engine: int, message: Any) -> None:
         """Send a message on the control channel."""
         self._do(partial(self._send, engine, message))
 
-    def tell_all(self, message: Any) -> None:
+    def send_to_all(self, message: Any) -> None:
         """Send a message to every engine that is up."""
         for engine in self.hellos:
-            self.tell(engine, message)
+            self.send(engine, message)
 
     def engine_died(self, engine: int, pid: int, exit_status: str) -> None:
         """The cluster's watcher saw a process end."""
-        self._do(lambda: self._bury(Died(engine, pid, exit_status)))
+        self._do(lambda: self._remove(Died(engine, pid, exit_status)))
 
     def publish(self, event: Any) -> None:
         """Publish an event of the notebook's own, in order with those of the engines."""
@@ -229,16 +229,16 @@ class Supervisor:
         missing = set(self.hellos).intersection(engines)
         all_here = threading.Event()
 
-        def hear(event: Any) -> None:
+        def receive(event: Any) -> None:
             if isinstance(event, Died) or answers(event):
                 missing.discard(event.engine)
                 if not missing:
                     all_here.set()
 
-        unsubscribe = self.events.subscribe(hear)
+        unsubscribe = self.events.subscribe(receive)
         try:
             for engine in tuple(missing):
-                self.tell(engine, question)
+                self.send(engine, question)
             return not missing or all_here.wait(timeout_s)
         finally:
             unsubscribe()
@@ -285,10 +285,10 @@ class Supervisor:
                 task()
             for engine, batch in receive_from(self._control):
                 for event in batch:
-                    self._hear(engine, event)
+                    self._handle_event(engine, event)
             self._advance(self._state.tick)
 
-    def _hear(self, engine: int, event: Any) -> None:
+    def _handle_event(self, engine: int, event: Any) -> None:
         if isinstance(event, Hello):
             _logger.info("engine %d said hello: process %d on %s", engine, event.pid, event.host)
             with self._changed:
@@ -301,7 +301,7 @@ class Supervisor:
             ok = event.status == "ok"
             self._advance(lambda now: self._state.ended(engine, event.program, ok, event.summary, now))
 
-    def _bury(self, death: Died) -> None:
+    def _remove(self, death: Died) -> None:
         _logger.info("%s", death)
         self._lose(death)
         self.events.publish(death)
