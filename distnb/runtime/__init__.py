@@ -1,1 +1,1 @@
-"""Where a strategy's work is done: in this process, on the replicas of which this process is one, or on engines."""
+"""Runtimes: the place of a strategy's work, which is this process, the replicas that it is one of, or engines."""

@@ -1,4 +1,4 @@
-"""What a strategy asks of the place where it runs. Importing this loads no torch."""
+"""The questions that a strategy asks its runtime. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Runtime(Protocol):
         """Replicas in sync."""
 
     def worker_devices(self) -> tuple[str, ...]:
-        """The device of each replica, in order."""
+        """Return the device of each replica, in order."""
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Where variables are made."""
+        """Return the context in which variables are made."""
 
     def run(
         self,
@@ -76,19 +76,19 @@ class Runtime(Protocol):
         """Concatenate the replicas' components."""
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """One replica's component, on all."""
+        """Return one replica's component, on all."""
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components that are here."""
+        """Return the components that are here."""
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
-        """A distributed value made by a function."""
+        """Return a distributed value made by a function."""
 
     def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
-        """A dataset whose global batches are cut into one slice per replica."""
+        """Return a dataset whose global batches are cut into one slice per replica."""
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
-        """A dataset of the batches that a function's pipelines give, one for each replica."""
+        """Return a dataset of the batches of a function's pipelines, one pipeline for each worker or replica."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally."""

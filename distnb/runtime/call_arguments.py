@@ -1,4 +1,4 @@
-"""What `run` and its kin accept: checked the same way in every runtime. Loads no torch."""
+"""The arguments of `run` and related methods, checked in the same way in every runtime. Loads no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def _kind(value: Any) -> str:
-    """What it is, in a word; short plain values themselves."""
+    """Return the kind of a value in a word; a short plain value itself."""
     if isinstance(value, (str, int, float, type(None))) and len(repr(value)) < 40:
         return repr(value)
     return value._word if isinstance(value, DistributedValues) else type(value).__name__

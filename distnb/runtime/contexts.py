@@ -1,4 +1,4 @@
-"""Which strategy is in force, and whether this is inside or outside a replica: per thread. Loads no torch."""
+"""The strategy in force on each thread, inside or outside a replica. Loads no torch."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ _CURES = {
 
 
 def entries() -> list[tuple[Any, ReplicaContext | None]]:
-    """This thread's stack of (strategy, replica context or None for a cross-replica context); the last is in force."""
+    """Return this thread's stack of (strategy, replica context or None for cross-replica); the last is in force."""
     return _here.stack
 
 
 def innermost() -> tuple[Any, ReplicaContext | None] | None:
-    """What is in force on this thread; None outside every scope."""
+    """Return the entry in force on this thread; None outside every scope."""
     stack = _here.stack
     return stack[-1] if stack else None
 
@@ -93,12 +93,12 @@ def stand_in(strategy: Any, error: BaseException | None = None) -> None:
 
 
 def has_standing() -> bool:
-    """Whether nothing but a standing scope is in force."""
+    """Return whether only a standing scope is in force."""
     return _here.standing is not None and len(_here.stack) == 1
 
 
 def in_replica() -> bool:
-    """Whether this thread is in a function that `run` called."""
+    """Return whether this thread is in a function that `run` called."""
     stack = _here.stack
     return bool(stack) and stack[-1][1] is not None
 
@@ -144,7 +144,7 @@ def in_default_run(inside: bool) -> None:
 
 
 def mixing(outer: Any, inner: Any) -> ContextError:
-    """The error for what belongs to one strategy and is used while another is in force."""
+    """Return the error for an object of one strategy that is used while another is in force."""
     return ContextError(
         f"Mixing different Strategy objects: {inner!r} was used while {outer!r} is in force. Leave the one's scope "
         "before the other is used; equal arguments give the same strategy object."
@@ -153,7 +153,7 @@ def mixing(outer: Any, inner: Any) -> ContextError:
 
 @contextmanager
 def enter_cross_replica(strategy: Any) -> Iterator[Any]:
-    """A cross-replica context of this strategy."""
+    """Enter a cross-replica context of this strategy."""
     stack = _here.stack
     stack.append((strategy, None))
     try:

@@ -21,7 +21,7 @@ __all__ = ["InProcess", "local_components"]
 
 
 class InProcess:
-    """One replica, here. Without a device everything stays as it is (the default strategy, whose `run` is its own)."""
+    """The only replica, in this process. Without a device nothing is moved: the default strategy has its own `run`."""
 
     def __init__(self, strategy: Owner, device: str | None = None) -> None:
         self._strategy = strategy
@@ -37,7 +37,7 @@ class InProcess:
         return (str(self._device or Device("cpu")),)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """New tensors and modules land on the device; nothing else happens."""
+        """Return the context that places new tensors and modules on the device."""
         return nullcontext(self._strategy) if self._device is None else self._scope(self._device)
 
     @contextmanager
@@ -83,7 +83,7 @@ class InProcess:
         return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
 
     def gather(self, value: Any, axis: int) -> Any:
-        """The value itself, once rank and axis are checked."""
+        """Return the value itself, once rank and axis are checked."""
         from distnb.runtime.reduction.reducing import checked_axis, tensor_of
 
         value = select(value, 0, 1)
@@ -103,7 +103,7 @@ class InProcess:
         return fn(ValueContext(0, 1))
 
     def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
-        """The dataset itself by default; on a named device, its whole batches, moved there."""
+        """Return the dataset itself by default; on a named device, its whole batches, moved there."""
         if self._device is None and batch_size is None:
             return dataset
         from distnb.input.distribute import distribute
@@ -119,7 +119,7 @@ class InProcess:
         )
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
-        """What the function makes, by default; on a named device, its batches, moved there."""
+        """Return the function's dataset by default; on a named device, its batches, moved there."""
         if self._device is None:
             return fn(InputContext())
         from distnb.input.distribute import distribute_from_function
@@ -129,15 +129,15 @@ class InProcess:
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing: there is nobody to be in sync with."""
+        """Return a context that does nothing: there is one replica."""
         return nullcontext()
 
     def assert_in_sync(self, value: Any) -> None:
-        """Nothing: one replica is always in sync."""
+        """Do nothing: one replica is always in sync."""
 
 
 def local_components(value: Any) -> tuple[Any, ...]:
-    """The components of a structure that are in this process: one structure for each replica that is here."""
+    """Return the components of a structure that are in this process: one structure for each replica that is here."""
     distributed = [leaf for leaf in flatten(value)[0] if isinstance(leaf, DistributedValues)]
     if not distributed:
         return (value,)

@@ -1,4 +1,4 @@
-"""Ctrl-C while the main thread reads messages: told by a flag, so that no message is lost half-read."""
+"""Ctrl-C while the main thread reads messages: a flag reports it, so that no message is lost half-read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AGAIN_S = 0.2
 
 
 class Interrupts:
-    """Within it, in the main thread, SIGINT is counted and makes `fd` readable instead of raising.
+    """A context in the main thread in which SIGINT is counted and makes `fd` readable instead of raising.
 
     What nobody has taken is raised at its end. It may be entered again within itself.
 
@@ -71,14 +71,14 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def take(self) -> bool:
-        """Whether SIGINT has come since this was last asked: who asks sees to what the user wants."""
+        """Return whether SIGINT has come since the last call. The caller handles it."""
         self._asking = 0  # if a SIGINT came just as that ended
         count, self.count = self.count, 0
         return count > 0
 
     @contextmanager
     def brief(self) -> Iterator[None]:
-        """Within it objects are packed or unpacked: what is noted as sent or received must be all of it.
+        """Enter a context in which objects are packed or unpacked: all that is noted as sent or received must be so.
 
         How long that takes is up to the user's objects: where it takes long, SIGINT raises all the same.
         """
@@ -107,7 +107,7 @@ class Interrupts:
             self._withdrawn = False
 
     def withdraw(self) -> None:
-        """From another thread: let who is asked at the moment be asked no more."""
+        """Stop asking, from another thread, the party that is asked at the moment."""
         if self._asking:
             _thread.start_new_thread(self._press, (self._asking,))
 
@@ -122,7 +122,7 @@ class Interrupts:
             time.sleep(_AGAIN_S)
 
     def note(self) -> None:
-        """The user's SIGINT was raised; it counts as one that was not."""
+        """Count a SIGINT that was raised like one that was not."""
         self.count += 1
 
     def _note(self, signum: int, frame: FrameType | None) -> None:

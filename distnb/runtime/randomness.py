@@ -4,7 +4,7 @@ Outside replicas every process draws from the same state, so initial values and 
 default generators hold a state that was folded with the replica's id. Their states are swapped, because user code and
 torch's kernels draw from them and from nothing else. `random` and `numpy.random` have one stream, in `run`, too.
 
-A replica's own stream begins anew, derived from the shared one, whenever the shared one moved (drawn from, seeded, or
+A replica's own stream starts again, derived from the shared one, whenever the shared one moved (drawn from, seeded, or
 set) since the last `run`; otherwise it goes on. So a program that seeds at its beginning repeats itself exactly, and
 the shared stream is the same as in a run with one replica.
 """
@@ -49,7 +49,7 @@ class Streams:
             self.generators.append(found)
 
     def enter(self, replica_id: int) -> None:
-        """From the shared stream to the replica's own."""
+        """Switch from the shared stream to the replica's own."""
         self._runs += 1
         if self._runs > 1:
             self._swap()
@@ -95,7 +95,7 @@ class Streams:
         self._other, self._is_own = here, not self._is_own
 
     def read(self) -> list[torch.Tensor]:
-        """The generators' states."""
+        """Return the generators' states."""
         return [each.get_state() for each in self.generators]
 
     def write(self, states: list[torch.Tensor]) -> None:
@@ -117,7 +117,7 @@ def _fold(states: bytes, replica_id: int) -> int:
 
 
 # -- seeing that torch was seeded --------------------------------------------------------------------------------------
-# Seeding with the number of the last time must begin the replica's stream anew, but yields a state that is equal to an
+# Seeding with the number of the last time must restart the replica's stream, but yields a state that is equal to an
 # earlier one. So the shared state, when it is written back, carries a mark in a field that seeding clears: the cached
 # single-precision normal, which CPU kernels never use (they cache a double). tests/unit/test_randomness.py looks at it.
 
@@ -126,7 +126,7 @@ _MARK = torch.tensor([0, 0, 0, 63, 1, 0, 0, 0], dtype=torch.uint8, device="cpu")
 
 
 def captured() -> bytes:
-    """The random states that all replicas share, to be compared."""
+    """Return the random states that all replicas share, to be compared."""
     with streams.shared():
         return pickle.dumps(RngState.capture(streams.generators))
 

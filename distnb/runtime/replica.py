@@ -1,4 +1,4 @@
-"""What a strategy does on one replica of several."""
+"""The runtime of a strategy on one replica of several."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ __all__ = ["Spmd"]
 
 
 class Spmd:
-    """One strategy on this replica. Every replica makes the same calls in the same order.
+    """A strategy on this replica. Every replica makes the same calls in the same order.
 
     Args:
         process: The replica that this process is.
@@ -98,18 +98,18 @@ class Spmd:
         self._steps_told = False
 
     def _aggregation(self) -> Aggregation:
-        """How this strategy adds up, on the group of the present generation."""
+        """Return the strategy's aggregation, on the group of the present generation."""
         group, found = self._process.group, self._of_group
         if found is None or found.group is not group:
             found = self._of_group = Aggregation(group, self._ops, self._packs)
         return found
 
     def owns(self, made: Any) -> bool:
-        """Whether this strategy keeps a parameter, or a model's parameters, in sync."""
+        """Return whether this strategy keeps a parameter, or a model's parameters, in sync."""
         return self.registration.owns(made)
 
     def changed_by_hand(self) -> dict[str, int]:
-        """The mirrored parameters that may differ between replicas, with numbers to compare.
+        """Return the mirrored parameters that may differ between replicas, with numbers to compare.
 
         In a new generation the first use of the strategy compares all of them, so there are none until then.
         """
@@ -120,7 +120,7 @@ class Spmd:
     def writes(self) -> dict[str, int]:
         """Count the writes to each model's parameters in this generation, for a program that failed.
 
-        The notebook tells the user of replicas that ended at different steps: what makes them equal again need not.
+        The notebook reports replicas that ended at different steps; the code that makes them equal again need not.
         """
         if self._shared is not None or self._generation != self._process.group.generation:
             return {}
@@ -293,7 +293,7 @@ class Spmd:
         raise plain_value_error(op, leaf, self._process.size)
 
     def _has_components(self, leaf: Any) -> bool:
-        """Whether a value has a component of its own on each replica."""
+        """Return whether a value has a component of its own on each replica."""
         if not isinstance(leaf, torch.Tensor):
             return isinstance(leaf, DistributedValues)
         return self.registration.owns(leaf) or is_scope_buffer(leaf)
@@ -330,7 +330,7 @@ class Spmd:
         return own if process.size == 1 else broadcast_tree(process.group, own, source)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """This replica's component, in a tuple."""
+        """Return this replica's component, in a tuple."""
         if any(isinstance(leaf, SyncOnReadVariable) for leaf in flatten(value)[0]):
             value = map_structure(self._own, value)  # its value outside replicas would be that of all components
         return local_components(value)
@@ -343,17 +343,17 @@ class Spmd:
     # Values and data ----------------------------------------------------------------------------------------------
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
-        """What the function returns for this replica, as a component."""
+        """Return the function's value for this replica, as a component."""
         rank, size = self._process.rank, self._process.size
         value = fn(ValueContext(rank, size))
         return value if size == 1 else distributed(self._process.group, value)
 
     def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
-        """This replica's slices of the dataset's global batches."""
+        """Return this replica's slices of the dataset's global batches."""
         return distribute(dataset, batch_size=batch_size, options=options, **self._reading())
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
-        """This replica's batches of its worker's pipeline."""
+        """Return this replica's batches of its worker's pipeline."""
         return distribute_from_function(fn, options=options, **self._reading())
 
     def _reading(self) -> dict[str, Any]:
@@ -364,6 +364,6 @@ class Spmd:
             "device": process.device,
             "workers": process.workers,
             "shared_randomness": streams.shared,
-            # The group of the day: the dataset may outlive this one.
+            # The current group: the dataset may outlive this one.
             "agree": lambda value: process.group.all_gather_object(value),
         }

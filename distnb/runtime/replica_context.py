@@ -1,4 +1,4 @@
-"""What a replica knows of itself, and how it talks to the others. Loads torch only when it talks."""
+"""A replica's number, batch and collectives. Loads torch only when it communicates."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ReplicaContext:
             reduce_op: "sum" or "mean", in any case, or a `distnb.ReduceOp`.
             value: A tensor, an array, a Python number, or a nested structure of them; equal shapes on all replicas. Of
                 sparse (COO) tensors only the entries are sent; no gradient flows through them.
-            options: How to communicate in this call and its gradients', instead of what the strategy was told.
+            options: How to communicate in this call and its gradients', instead of the strategy's options.
 
         Returns:
             The same structure of results. MEAN of integers is float64.
@@ -134,7 +134,7 @@ class ReplicaContext:
         return select(result, own, total)
 
     def _communicating(self, options: object) -> Aggregation | None:
-        """How to bring this call's tensors together; None where there is one replica only."""
+        """Return the aggregation of this call's tensors; None where there is one replica only."""
         if options is not None and not isinstance(options, CommunicationOptions):
             raise OptionError(f"options={options!r}: give a distnb.CommunicationOptions, or leave it out.")
         self._check()

@@ -1,4 +1,4 @@
-"""This process is one replica of several: in an engine, or in a script under torchrun or `distnb run`."""
+"""The process as one replica of several: in an engine, or in a script under torchrun or `distnb run`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["SpmdProcess", "enter", "join_from_env", "register_restored"]
 
 
 class SpmdProcess:
-    """What this process is: replica `rank` of a team. It stays the same object as teams come and go.
+    """The process as replica `rank` of a team. It stays the same object as teams come and go.
 
     Attributes:
         team: The replicas.
@@ -56,11 +56,11 @@ class SpmdProcess:
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether NCCL connects the replicas."""
+        """True if NCCL connects the replicas."""
         return self.group.process_group.name() == "nccl"
 
     def runtime_of(self, strategy: Owner) -> Spmd:
-        """The runtime of a strategy in this process; it lives as long as the process, and its variables with it."""
+        """Return the runtime of a strategy in this process. It, and its variables, live as long as the process."""
         runtime = self._runtimes.get(strategy)
         if runtime is None:
             runtime = self._runtimes[strategy] = strategy.make_runtime(self)
@@ -70,15 +70,15 @@ class SpmdProcess:
 
     @always_eager
     def home_of(self, strategy: Owner) -> ReplicaHome:
-        """Where the variables of a strategy are in this process."""
+        """Return the home of a strategy's variables in this process."""
         return self.runtime_of(strategy).home
 
     def runs(self, strategy: Any) -> bool:
-        """Whether this is a strategy whose replicas are those of the team (and not one that computes here alone)."""
+        """Return whether a strategy's replicas are those of the team (and it does not compute here alone)."""
         return strategy in self._runtimes
 
     def changed_by_hand(self) -> dict[str, int]:
-        """The mirrored parameters that may differ between replicas since the last look, with numbers to compare."""
+        """Return the mirrored parameters that may differ between replicas since the last call, with numbers."""
         return {name: number for each in self._runtimes.values() for name, number in each.changed_by_hand().items()}
 
     def writes(self) -> dict[str, int]:
@@ -86,7 +86,7 @@ class SpmdProcess:
         return {name: number for each in self._runtimes.values() for name, number in each.writes().items()}
 
     def strategy_of(self, made: torch.Tensor | torch.nn.Module) -> Owner | None:
-        """The strategy in whose scope a parameter, or a model as `Registration.owns` has it, was made, if in any."""
+        """Return the strategy whose scope made a parameter, or a model as `Registration.owns` has it; else None."""
         return next((strategy for strategy, each in self._runtimes.items() if each.registration.owns(made)), None)
 
 
@@ -130,7 +130,7 @@ def register_restored(strategy: Owner, value: Any, places: Sequence[ParameterKey
 
 
 def _numbered(names: Sequence[str]) -> tuple[int, ...]:
-    """The number of each name, in the order in which they first appear."""
+    """Return the number of each name, in the order in which they first appear."""
     different = list(dict.fromkeys(names))
     return tuple(different.index(name) for name in names)
 

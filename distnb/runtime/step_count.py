@@ -1,4 +1,4 @@
-"""What this process has computed, in plain integers: counting costs next to nothing, and any thread may read them.
+"""Counters of this process's work, in plain integers: counting costs next to nothing, and any thread may read them.
 
 A *training step* is a call of `strategy.run` in which an optimizer stepped, however often it did. Evaluation is none.
 Outside `run`, in code that was written for torchrun say, each step of an optimizer is one.
@@ -37,11 +37,11 @@ examples = 0
 """Examples in this replica's slices of the batches given to `run`."""
 
 StepPosition = tuple[int, int]
-"""Of a value that is told: the training step, and the number of the call of `run` that tells it, 0 outside."""
+"""The training step of a live value, and the number of the call of `run` that reports it, 0 outside."""
 
 
 class Reading(NamedTuple):
-    """How far the reading of the data that is trained on has come; see `distnb.input.progress.Progress`."""
+    """The position in the data that is trained on; see `distnb.input.progress.Progress`."""
 
     epoch: int
     batch: int
@@ -56,7 +56,7 @@ _stepped = _watching = False
 
 
 class _Calling:
-    """Within it, a function runs that `strategy.run` called."""
+    """A context in which a function runs that `strategy.run` called."""
 
     def __enter__(self) -> None:
         global _call, _calls, _stepped
@@ -79,7 +79,7 @@ calling = _Calling()
 
 
 def place() -> StepPosition:
-    """Where a value that is told now belongs: in a function that `run` calls, to the step under way."""
+    """Return the position of a live value: in a function that `run` calls, the step under way."""
     return (steps + 1, _call) if _call else (steps, 0)
 
 
@@ -96,12 +96,12 @@ def stepped(count: int = 1) -> None:
 
 
 def epochs_begun() -> tuple[tuple[int, int], ...]:
-    """Of each iteration over data that training began since the last call: the steps before it, and its number."""
+    """Return (steps before it, number) of each iteration over data that training began since the last call."""
     return tuple(_epochs.popleft() for _ in range(len(_epochs)))
 
 
 def reading() -> Reading | None:
-    """How far the latest iteration has come whose batches were trained on; None where there was none."""
+    """Return the position of the latest iteration whose batches were trained on; None where there was none."""
     here = _pass
     return (
         None if here is None else Reading(epoch=here.epoch, batch=here.steps, batches=here.batches, epochs=here.epochs)
@@ -109,9 +109,9 @@ def reading() -> Reading | None:
 
 
 class Axis:
-    """Where one replica's values stand on an axis of training steps: all that are told within a step at one place.
+    """The positions of a replica's values on an axis of training steps: all values of a step share one place.
 
-    A program that does not train, or not yet, has no steps: there a name that is told again begins the next place.
+    A program that does not train, or not yet, has no steps: there a name that is reported again begins the next place.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Axis:
         self._told: set[str] = set()
 
     def put(self, place: StepPosition, names: Collection[str]) -> int:
-        """Where values of these names stand that were told at a place; it never goes back."""
+        """Return the place of values of these names that were reported at a position; it never goes back."""
         step, call = place
         if step > self._step:
             self._step, self._told = step, set()
@@ -145,7 +145,7 @@ def watch_optimizers() -> None:
 
 
 def note_step(own_examples: int) -> None:
-    """In a function that `run` calls: it trains by something else than torch's optimizers, on so many examples here."""
+    """Count a step, of so many examples, by other means than torch's optimizers in a function that `run` calls."""
     global _stepped, examples
     _stepped = True
     examples += own_examples

@@ -1,4 +1,4 @@
-"""What this process is, and who hosts it: one object, in which the parts that are put together register themselves.
+"""The process's role and host: one object, in which the engine or the notebook registers its functions.
 
 A plain script that nobody hosts has nothing of it. Loads no torch.
 """
@@ -16,7 +16,7 @@ __all__ = ["this_process"]
 
 
 class _ThisProcess:
-    """There is one instance, `this_process`.
+    """The slots of this process. There is one instance, `this_process`.
 
     Attributes:
         replica: Which of several replicas it is, if it is one: an engine is the replica of the program that it runs; a

@@ -24,7 +24,7 @@ __all__ = ["AloneHome", "ReplicaHome", "home_on_replicas"]
 
 
 class AloneHome(Home):
-    """One copy of each variable, in this process: a strategy that computes here, or a copy fetched from replicas.
+    """The home of single copies in this process: of a strategy that computes here, or fetched from replicas.
 
     Args:
         strategy: The strategy that made the variables.

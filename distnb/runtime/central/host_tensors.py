@@ -23,11 +23,11 @@ class HostTensors:
         self._hosts = WeakTensorKeyDictionary()
 
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The host's tensor for a parameter; None if it has none."""
+        """Return the host's tensor for a parameter; None if it has none."""
         return self._hosts.get(tensor)  # type: ignore[no-any-return]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What lives once: a tensor of the host itself; for one on an accelerator, the host's tensor for it."""
+        """Return the tensor that lives once: one on the host itself; for one on an accelerator, the host's tensor."""
         if tensor.device.type == "cpu":
             return tensor
         if tensor not in self._hosts:
@@ -35,7 +35,7 @@ class HostTensors:
         return self._hosts[tensor]  # type: ignore[no-any-return]
 
     def release_replaced(self) -> Iterator[torch.Tensor]:
-        """The parameters that were given another device, dtype or shape; they have no tensor of the host any more."""
+        """Return the parameters that were given another device, dtype or shape. They have no host tensor any more."""
         for parameter, host in list(self._hosts.items()):
             if parameter.device.type == "cpu" or parameter.dtype is not host.dtype or parameter.shape != host.shape:
                 del self._hosts[parameter]
@@ -43,7 +43,7 @@ class HostTensors:
 
     def take_over(self) -> None:
         """Write to the tensors of the host what programs changed on the device since they were renewed."""
-        # No counter tells of every write: `p.data.mul_(2)` leaves the version of p as it is.
+        # No counter covers every write: `p.data.mul_(2)` leaves the version of p unchanged.
         for parameter, host in list(self._hosts.items()):
             copied = parameter.detach().cpu()
             if not torch.equal(_bytes(copied), _bytes(host)):  # to the last bit, NaNs included
@@ -51,7 +51,7 @@ class HostTensors:
 
 
 class OnHost:
-    """While it lasts, an optimizer holds tensors of the host in place of its parameters on an accelerator.
+    """A context in which an optimizer holds tensors of the host in place of its parameters on an accelerator.
 
     What it keeps for them is on the host from then on.
     """
@@ -77,7 +77,7 @@ class OnHost:
             kept.update({key: value.cpu() for key, value in kept.items() if isinstance(value, torch.Tensor)})
 
     def end(self) -> None:
-        """The optimizer holds its parameters again, and these are renewed."""
+        """Give the optimizer its parameters again, and renew these."""
         for group, before in zip(self._optimizer.param_groups, self._before, strict=True):
             kept = {name: value for name, value in before.items() if isinstance(value, torch.Tensor)}
             group.update(kept, params=before["params"])

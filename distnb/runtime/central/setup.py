@@ -1,4 +1,4 @@
-"""Where central storage can have its variables, and where its replicas can compute. Loads no torch."""
+"""The places of central storage's variables and replicas that are possible. Loads no torch."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _DIVISIBLE = frozenset(
 
 @dataclass
 class _SharedStep:
-    """One step under way."""
+    """A step under way."""
 
     optimizer: Optimizer
     on_host: OnHost  # the optimizer's parameters on an accelerator are replaced meanwhile
@@ -168,7 +168,7 @@ class SharedOptimizers:
         return mirror is not None and mirror.sync() is self._sync
 
     def _keeps_all_in_common(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-        """Whether whatever an optimizer keeps for a parameter lies in the common memory."""
+        """Return whether all that an optimizer keeps for a parameter lies in the common memory."""
         kept = _kept(optimizer, parameter).values()
         return id(parameter) in self._stepped.get(optimizer, ()) and all(
             self._variables.owner_of(value) is not None for value in kept
@@ -185,7 +185,7 @@ def _kept(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, torch.Tens
 
 
 def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Its backward pass takes part in collectives, on every replica: it comes before the work is divided."""
+    """Call the closure for its backward pass, which takes part in collectives on every replica, before the step."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs

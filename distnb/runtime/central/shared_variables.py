@@ -35,7 +35,7 @@ _ALIGNMENT = 64
 
 @dataclass(eq=False)
 class _Place:
-    """Where one tensor lies: in `own` while the program runs, in `common`, which all see, while its owner updates it.
+    """The memory of a tensor: `own` while the program runs; `common`, which all see, while its owner updates it.
 
     Its number is the same on every replica.
     """
@@ -55,7 +55,7 @@ class _Place:
             tensor.data = view
 
     def still_holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies here, and was not given other memory (`p.data = …`, `module.to(…)`)."""
+        """Return whether a tensor lies here, and was not given other memory (`p.data = …`, `module.to(…)`)."""
         own = self.own
         same = tensor.device == own.device and tensor.dtype is own.dtype and tensor.data_ptr() == own.data_ptr()
         return same and tensor.shape == own.shape and tensor.stride() == own.stride()
@@ -95,7 +95,7 @@ class SharedVariables:
             self._await(known[identity])
 
     def expect_once(self, label: str, tensor: torch.Tensor) -> None:
-        """The same for what is expected anew if it loses its place: a replica that was replaced knows nothing of it."""
+        """Share a tensor likewise, until it loses its place. The caller then expects it again."""
         if self.owner_of(tensor) is None:
             self._await((label, weakref.ref(tensor)))
 
@@ -104,12 +104,12 @@ class SharedVariables:
         self._awaited[self._expected] = named
 
     def owner_of(self, tensor: torch.Tensor) -> int | None:
-        """The replica that updates a tensor; None if it is not shared."""
+        """Return the replica that updates a tensor; None if it is not shared."""
         place = self._places.get(id(tensor))
         return place.owner if place is not None and place.tensor() is tensor else None
 
     def open(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
-        """From now on what is written to these tensors is written to the common memory, until the result is called."""
+        """Direct writes to these tensors to the common memory, until the result is called."""
         places = [place for tensor in tensors if (place := self._places.get(id(tensor))) is not None]
         for place in places:
             place.point(place.common)
@@ -141,7 +141,7 @@ class SharedVariables:
             self._collect(group)
 
     def _restart(self, group: Group) -> None:
-        """A program was ended, or replicas were replaced: whoever is there now shares everything that there is."""
+        """Share everything among the present replicas: a program was ended, or replicas were replaced."""
         self._generation = group.generation
         self._release_replaced()
         self._places, self._loads = {}, [0] * group.size
@@ -270,7 +270,7 @@ def _offer(label: str, tensor: torch.Tensor) -> _Offer:
 
 
 def _placed(tensor: torch.Tensor, offer: _Offer, number: int, owner: int, memory: SharedMemory, begin: int) -> _Place:
-    """A place for a tensor in some memory: its shape, strides and offset stay."""
+    """Return a place for a tensor in some memory: its shape, strides and offset stay."""
     own, common = (
         torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             part.untyped_storage(), offer.offset, tensor.shape, offer.stride
@@ -295,7 +295,7 @@ def _can_be_shared(tensor: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory in which a tensor lies."""
+    """Return all of the memory in which a tensor lies."""
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
 
 

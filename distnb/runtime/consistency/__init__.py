@@ -1,1 +1,1 @@
-"""Whether the replicas hold and do the same."""
+"""Checks that the replicas hold and do the same."""

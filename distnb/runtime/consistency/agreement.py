@@ -1,4 +1,4 @@
-"""What `run` returned on the other replicas, as far as it must be known: with no message in the usual case.
+"""The results of `run` on the other replicas, as far as they must be known: with no message in the usual case.
 
 Tensors become PerReplica wherever they are, so nothing has to be said about them once the replicas have seen, at a
 function's first call in a program, that they return the same structure. Plain Python values are compared at each call,
@@ -47,11 +47,11 @@ class Agreement:
             self._is_left_to_caller = before
 
     def forget(self) -> None:
-        """A new program begins. What an earlier one agreed on may have been interrupted half-way."""
+        """Forget earlier agreements, which may have been interrupted half-way: a new program begins."""
         self._seen.clear()
 
     def regroup(self, group: Group, fn: Callable[..., Any], result: Any, args: Any = ()) -> Any:
-        """One replica's result, of a function that `run` gave these arguments, as PerReplica and plain values.
+        """Return one replica's result, of a function that `run` gave these arguments, as PerReplica and plain values.
 
         Raises:
             StructureError: Replicas returned different structures.
@@ -105,7 +105,7 @@ class Agreement:
 def _wrap(
     group: Group, shape: Any, leaves: Sequence[Any], equal: Sequence[bool], unlike: Sequence[tuple[str, ...] | None]
 ) -> Any:
-    """A tree of leaves that are equal on all replicas, and of a PerReplica for each other one."""
+    """Build a tree of leaves that are equal on all replicas, and of a PerReplica for each other leaf."""
     rank, size = group.rank, group.size
     three = zip(leaves, equal, unlike, strict=True)
     return unflatten(
@@ -114,7 +114,7 @@ def _wrap(
 
 
 def _code_of(fn: Any) -> Any:
-    """What is the same for one function at every call, and on every replica at the same call."""
+    """Return the code of a function, the same at every call, and on every replica at the same call."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     if isinstance(fn, types.MethodType):
@@ -144,19 +144,19 @@ def _require_same_structure(structures: Sequence[str]) -> None:
 
 
 def _held(leaf: Any) -> str:
-    """What a replica holds, in a word or two."""
+    """Describe a replica's value in a word or two."""
     if leaf is None:
         return "None"
     return "a tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
 
 
 def _unlike_kinds(replicas: Sequence[Sequence[str]]) -> list[tuple[str, ...] | None]:
-    """For each leaf what the replicas hold, if these are unlike things, else None."""
+    """Return for each leaf the kinds that the replicas hold, if these are unlike, else None."""
     return [column if len(set(column)) > 1 else None for column in zip(*replicas, strict=True)]
 
 
 def distributed(group: Group, tree: Any) -> Any:
-    """What one replica made as its component of a distributed value. All replicas call it together.
+    """Return one replica's component as a distributed value. All replicas call it together.
 
     Raises:
         StructureError: The replicas made different structures.

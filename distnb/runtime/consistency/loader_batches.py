@@ -29,7 +29,7 @@ _latest: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_LATEST)
 
 @functools.cache
 def install() -> None:
-    """From now on the batches of torch's loaders are noted. Idempotent."""
+    """Note the batches of torch's loaders from now on. Idempotent."""
     plain = loader_internals.next_batch()
 
     @functools.wraps(plain)
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def digest_of_batch(args: Any) -> int:
-    """A number for the loader's batch among the arguments of `run`, equal for equal ones; 0 where there is none."""
+    """Return a number for the loader's batch among the arguments of `run`, equal for equal ones; 0 without one."""
     if not _latest or has_distributed(args):
         return 0
     known = [reference() for reference in _latest]

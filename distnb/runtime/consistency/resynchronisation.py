@@ -36,7 +36,7 @@ Buffers = Mapping[Any, tuple[str, Sequence[torch.Tensor]]]
 
 
 class _Optimizer(NamedTuple):
-    """How all replicas call an optimizer: its class, and the (parameter group's identity, place) of each parameter."""
+    """The name of an optimizer on all replicas: its class, and the (group's identity, place) of each parameter."""
 
     name: str
     places: tuple[tuple[Identity, int], ...]
@@ -52,13 +52,13 @@ def resynchronise(
     """Compare what the replicas hold of one strategy; where it differs take over what replica 0 holds, and warn.
 
     Every replica calls it at the same place of its program, between steps, when a generation of the group is new. What
-    some replicas have and others have not, or otherwise, is left to the first pass that reaches it, which tells of it.
+    some replicas have and others have not, or otherwise, is left to the first pass that reaches it, which reports it.
 
     Args:
         group: The replicas.
         groups: The strategy's parameters.
         buffers: Those of its models.
-        steps_told: Of this replica's part the user has been told how many steps it made. If all are told of, those that
+        steps_told: Whether the user knows how many steps this replica made. If that is so of all replicas, those that
             made different ones are known, and there is no second warning.
     """
     optimizers = _optimizers_of(groups) if groups else {}
@@ -115,7 +115,7 @@ def _held(
     optimizers: dict[_Optimizer, torch.optim.Optimizer],
     buffers: Buffers,
 ) -> dict[Any, Any]:
-    """What this replica holds, by digests."""
+    """Return digests of this replica's values."""
     held: dict[Any, Any] = {}
     for group in groups:
         living = [parameter for _, parameter in group.living()]

@@ -1,4 +1,4 @@
-"""Whether the replicas hold the same bits, and if not, which and where."""
+"""A check that the replicas hold the same bits, which reports the values that differ."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_in_sync(group: Group, value: Any) -> None:
 
 
 def drift_report(group: Group, value: Any) -> str:
-    """What `assert_in_sync` finds, in words; the same text on every replica, all of which call this."""
+    """Return the finding of `assert_in_sync` in words; the same text on every replica, all of which call this."""
     if group.size == 1:
         return "there is one replica, which is in sync with itself."
     total, unlike = _compare(group, value)
@@ -56,12 +56,12 @@ def drift_report(group: Group, value: Any) -> str:
 
 
 def contents(value: Any) -> dict[str, str]:
-    """What modules, optimizers, tensors and plain values hold, by name: texts that are equal for equal bits."""
+    """Return the content of modules, optimizers, tensors and plain values by name: texts, equal for equal bits."""
     return {name: _described(leaf) for name, leaf in _named_leaves(value).items()}
 
 
 def _compare(group: Group, value: Any) -> tuple[int, dict[str, str]]:
-    """How many values there are, and in what those differ that do, by name."""
+    """Return the number of values, and a description of the difference of each that differs, by name."""
     mine = _named_leaves(value)
     told: list[dict[str, str]] = group.all_gather_object(contents(value))
     names = list(dict.fromkeys(name for one in told for name in one))
@@ -103,7 +103,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def _is_left_out(leaf: Any) -> bool:
-    """Whether replicas hold parts of it, or all that it tells of itself is where it lies in this process."""
+    """Return whether a value is skipped: replicas hold parts of it, or its text only has its address here."""
     if isinstance(leaf, SyncOnReadVariable) or (isinstance(leaf, torch.Tensor) and is_scope_buffer(leaf)):
         return True
     return _as_tensor(leaf) is None and f" at {id(leaf):#x}" in repr(leaf)
@@ -128,7 +128,7 @@ def _as_tensor(leaf: Any) -> torch.Tensor | None:
 
 
 def _difference(leaves: dict[int, Any]) -> str:
-    """In words, how other replicas' values differ from replica 0's."""
+    """Describe the difference of other replicas' values from replica 0's."""
     texts: dict[str, list[int]] = {}
     for replica, other in leaves.items():
         if replica:

@@ -1,1 +1,1 @@
-"""Looking at values where they are: what a process tells of those it holds, in few bytes and without communicating."""
+"""Descriptions of values by the process that holds them, in few bytes and without communication."""

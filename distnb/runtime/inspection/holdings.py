@@ -1,4 +1,4 @@
-"""Which parts of a value this process holds, and where: the rows of a batch, a shard, a copy of the whole."""
+"""The parts of a value that this process holds: the rows of a batch, a shard, a copy of the whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST = 5_000  # parts of one value
 
 
 def report(value: Any) -> dict[str, Any]:
-    """What a replica tells of a value for others to draw: what it holds of it, and who asks.
+    """Describe the parts of a value on this replica, for others to draw, with the replica's number.
 
     Raises:
         OptionError: It is nothing that could hold a tensor.
@@ -42,12 +42,12 @@ def report(value: Any) -> dict[str, Any]:
 
 
 def may_hold(value: Any) -> bool:
-    """Whether it is something of which tensors are expected, though it may have none yet, as an optimizer."""
+    """Return whether tensors are expected of a value, though it may have none yet, as an optimizer."""
     return isinstance(value, torch.nn.Module | torch.optim.Optimizer | DistributedValues | torch.Tensor)
 
 
 def no_tensor(value: Any) -> OptionError:
-    """The error for a value that has nothing to be drawn."""
+    """Return the error for a value that has nothing to be drawn."""
     return OptionError(
         f"visualize got a {type(value).__name__} without any tensor. It draws where models, optimizers, tensors, "
         "batches, distributed datasets and strategies are, and whatever is nested of these."
@@ -55,7 +55,7 @@ def no_tensor(value: Any) -> OptionError:
 
 
 def holdings_of(value: Any) -> tuple[Holding, ...]:
-    """The parts of a value's tensors that are here: of a module, an optimizer, a dataset, or anything nested.
+    """Return the parts of a value's tensors that are here: of a module, an optimizer, a dataset, or nested ones.
 
     Nothing is computed, and no other replica has to take part.
     """
@@ -84,7 +84,7 @@ def _holdings(value: Any, name: str, left: Iterator[int], depth: int) -> Iterato
 
 
 def _components(value: DistributedValues, name: str, left: Iterator[int], depth: int) -> Iterator[Holding]:
-    """The components that are here: of a batch its rows, which lie in the order of the replicas."""
+    """Return the components that are here: of a batch its rows, which lie in the order of the replicas."""
     examples = value.global_batch_size
     for replica, component in zip(value.replica_ids, value.values, strict=True):
         holder = f"replica {replica}" if len(value.values) > 1 else ""
@@ -141,7 +141,7 @@ def _tensor(value: Any, name: str) -> Iterator[Holding]:
 
 
 def _part(value: Any, whole: tuple[int, ...]) -> tuple[Kind, Bounds, str]:
-    """Which part of a tensor is here, and as what."""
+    """Return the part of a tensor that is here, and its kind."""
     everything = tuple((0, size) for size in whole)
     if hasattr(value, "device_mesh"):
         return _shard(value, everything)
@@ -169,7 +169,7 @@ def _placement(placement: Any) -> str:
 
 
 def _owner(value: Any) -> int | None:
-    """The replica that updates a variable of central storage; None of all others."""
+    """Return the replica that updates a variable of central storage; None of all others."""
     process = this_process.replica
     strategy = None if process is None or not isinstance(value, torch.Tensor) else process.strategy_of(value)
     if process is None or strategy is None:
@@ -182,7 +182,7 @@ def _owner(value: Any) -> int | None:
 
 
 def _stored(value: Any) -> Any:
-    """Where a variable on parameter servers is; None of others."""
+    """Return the shards of a variable on parameter servers; None of others."""
     servers = servers_here.access
     return None if servers is None or not isinstance(value, torch.Tensor) else servers.stored_of(value)
 
@@ -191,7 +191,7 @@ def _stored(value: Any) -> Any:
 
 
 def _batches(dataset: DistributedDataset) -> Iterator[Holding]:
-    """The rows of each global batch that this replica gets: of a full one and, if it is smaller, of the last."""
+    """Return this replica's rows of each global batch: of a full one and, if it is smaller, of the last."""
     place, sizes = dataset.place, dataset.sizes
     if place.turns is not None:
         turns = place.turns

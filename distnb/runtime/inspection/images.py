@@ -17,7 +17,7 @@ _MOST_NBYTES = 2 << 20  # of a figure with a million points
 
 
 def picture_of(value: Any) -> str:
-    """A data URL that shows an image or a figure, no larger than a thumbnail; "" for other values."""
+    """Return a data URL that shows an image or a figure, no larger than a thumbnail; "" for other values."""
     figures, images = sys.modules.get("matplotlib.figure"), sys.modules.get("PIL.Image")
     if figures is not None and isinstance(value, figures.Figure):
         drawn = io.BytesIO()
@@ -31,7 +31,7 @@ def picture_of(value: Any) -> str:
 
 
 def tensor_picture(tensor: torch.Tensor) -> str:
-    """A data URL that shows `[height, width]`, `[1 or 3, height, width]` or `[height, width, 1 or 3]`; else "".
+    """Return a data URL for `[height, width]`, `[1 or 3, height, width]` or `[height, width, 1 or 3]`; else "".
 
     Numbers between 0 and 1, and bytes, are shades as they are; others are scaled to their range.
     """

@@ -1,4 +1,4 @@
-"""What a value is, told by the process that holds it: a tree of a few facts, to be drawn elsewhere."""
+"""Descriptions of values by the process that holds them: trees of a few facts, to be drawn elsewhere."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def inspect(value: Any) -> Inspected:
 
 
 def report(value: DistributedValues) -> dict[str, Any]:
-    """What a process tells of a distributed value for others to draw: the components that are here, and who asks."""
+    """Describe a distributed value for others to draw: the components that are here, and the replica's number."""
     components = dict(zip(value.replica_ids, map(inspect, value.values), strict=True))
     site = callsite.current().identity
     return {"kind": type(value).__name__, "size": value.num_replicas, "replicas": components, "site": site}
 
 
 def displayed(value: DistributedValues) -> dict[str, Any]:
-    """What IPython's `display` makes of a distributed value on a replica."""
+    """Return the data that IPython's `display` shows of a distributed value on a replica."""
     return {VALUE: report(value), "text/plain": repr(value)}
 
 
@@ -104,7 +104,7 @@ class _Inspection:
         )
 
     def _metric(self, metric: Any, depth: int) -> Inspected:
-        """A metric by its states, which are each replica's own until it is read."""
+        """Describe a metric by its states, which are each replica's own until it is read."""
         told = self._container(metric, structure.children(dict(metric.metric_state)) or [], depth)
         items = tuple((name, each._replace(content=0)) for name, each in told.items)
         return told._replace(text="", content=0, items=items, note="each replica's own states, put together when read")
@@ -130,7 +130,7 @@ class _Inspection:
 
 
 def _module(module: torch.nn.Module) -> Inspected:
-    """A module as its layers. Norms of all parameters and gradients are read from the device at once."""
+    """Describe a module by its layers. Norms of all parameters and gradients are read from the device at once."""
     named = dict(_named_tensors(module))
     tensors = {name: local_part(tensor) for name, tensor in named.items()}
     gradients = {name: local_part(each.grad) for name, each in named.items() if each.grad is not None}
@@ -170,7 +170,7 @@ def _layer(module: torch.nn.Module, path: str, leaves: Mapping[str, Inspected], 
         if depth < _DEEPEST
     ]
     items = [*layers, *own]
-    # Of a layer that is used twice, the tensors are told where they are first: a sum counts them once.
+    # The tensors of a layer that is used twice are reported where they are first: a sum counts them once.
     below = [leaf for full, leaf in leaves.items() if full.startswith(path)]
     return Inspected(
         type=type(module).__name__,
@@ -187,7 +187,7 @@ def _layer(module: torch.nn.Module, path: str, leaves: Mapping[str, Inspected], 
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-    """What an optimizer keeps for each parameter that it has stepped, by their place; as it is here."""
+    """Describe the state of an optimizer for each parameter that it has stepped, by place, as it is here."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     return {place: dict(optimizer.state[each]) for place, each in enumerate(parameters) if each in optimizer.state}
 
@@ -213,7 +213,7 @@ def _together(parts: Iterable[float | None]) -> float | None:
 
 
 def as_tensor(value: Any) -> torch.Tensor | None:
-    """What this process holds of a tensor or an array of numbers; None for other values."""
+    """Describe this process's part of a tensor or an array of numbers; None for other values."""
     if isinstance(value, torch.Tensor):
         return None if torch.nn.parameter.is_lazy(value) else local_part(value)
     numpy = sys.modules.get("numpy")
@@ -224,7 +224,7 @@ def as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def _is_odd(array: Any) -> bool:
-    """Whether torch refuses an array's memory, or would warn of it."""
+    """Return whether torch refuses an array's memory, or would warn of it."""
     return not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides)
 
 
@@ -240,12 +240,12 @@ def _facts(value: Any, tensor: torch.Tensor) -> Inspected:
 
 
 def device_of(value: Any) -> str:
-    """Where a tensor or an array is."""
+    """Return the device of a tensor or an array."""
     return str(getattr(value, "device", "cpu"))
 
 
 def elements(tensor: torch.Tensor) -> str:
-    """A tensor's elements as text."""
+    """Return a tensor's elements as text."""
     if not tensor.dim():
         return f"{tensor.item():.6g}" if tensor.is_floating_point() else str(tensor.item())
     text: str = torch_internals.elements_as_text(tensor.cpu(), 0)
@@ -253,7 +253,7 @@ def elements(tensor: torch.Tensor) -> str:
 
 
 def short_text(value: Any) -> str:
-    """A value's repr, cut off where it is long."""
+    """Return a value's repr, cut off where it is long."""
     try:
         text = repr(value)
     except Exception as error:  # noqa: BLE001  # whatever a user's class raises
@@ -262,5 +262,5 @@ def short_text(value: Any) -> str:
 
 
 def type_name(value: Any) -> str:
-    """The class of a value."""
+    """Return the name of a value's class."""
     return type(value).__name__

@@ -22,7 +22,7 @@ _BLOCKS = 1 << 10  # of which a sample consists: neighbours in memory are read t
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor: of a DTensor the local part, of a sparse one the elements that it has.
+    """Describe this process's part of a tensor: of a DTensor the local part, of a sparse one its elements.
 
     It has no graph. Nothing is communicated.
     """
@@ -84,7 +84,7 @@ def _as_floats(values: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:
-    """A norm in float64, computed in the values' own type, for which processors are many times as fast."""
+    """Return a norm in float64, computed in the values' own type, for which processors are many times as fast."""
     norm: torch.Tensor = torch.linalg.vector_norm(values).double()
     if values.dtype is torch.float32 and (norm.isinf() or not norm):  # its squares are too large or too small
         norm = torch.linalg.vector_norm(values, dtype=torch.float64)
@@ -100,7 +100,7 @@ def _histogram(values: torch.Tensor, low: float, high: float) -> tuple[int, ...]
 
 
 def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """The elements in a row; or about so many of them, in blocks that are evenly spread over its memory."""
+    """Return the elements in a row; or about so many of them, in blocks that are evenly spread over its memory."""
     count = tensor.numel()
     if count <= most:
         return tensor.reshape(-1)
@@ -118,7 +118,7 @@ def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def digest_of(tensor: torch.Tensor, most: int = MOST_ELEMENTS) -> int:
-    """A number that is equal for equal elements, of so many that are looked at; 0 where there are none.
+    """Return a number that is equal for equal elements, of so many that are read; 0 where there are none.
 
     An accelerator's are copied to its host for it.
     """
@@ -128,7 +128,7 @@ def digest_of(tensor: torch.Tensor, most: int = MOST_ELEMENTS) -> int:
 
 
 def norms(tensors: Sequence[torch.Tensor], most: int = MOST_ELEMENTS) -> list[float]:
-    """The Euclidean norms of many tensors, read from each device at once; nan of a fake one.
+    """Return the Euclidean norms of many tensors, read from each device at once; nan of a fake one.
 
     Of each at most so many elements are looked at: what they let expect.
     """

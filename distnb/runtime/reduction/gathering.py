@@ -37,7 +37,7 @@ def _gathered_parts(group: Group, tensor: torch.Tensor, axis: int, method: str) 
 
 
 def gather_tensor(group: Group, tensor: torch.Tensor, axis: int, method: str) -> torch.Tensor:
-    """The replicas' tensors concatenated along `axis`."""
+    """Concatenate the replicas' tensors along `axis`."""
     return torch.cat(_gathered_parts(group, tensor, axis, method), dim=axis)
 
 
@@ -87,7 +87,7 @@ def broadcast_bytes(group: Group, data: bytes | None, source: int) -> bytes:
 
 
 def broadcast_like(group: Group, tensor: torch.Tensor, source: int) -> torch.Tensor:
-    """A new tensor with what the source replica gives; shapes and dtypes must be equal on all."""
+    """Return a new tensor with the source replica's values; shapes and dtypes must be equal on all."""
     with torch.no_grad():
         # New memory: an expanded tensor shares its elements' and cannot be written to.
         message = tensor.detach().to(torch_device(group.device)).clone(memory_format=torch.contiguous_format)
@@ -97,7 +97,7 @@ def broadcast_like(group: Group, tensor: torch.Tensor, source: int) -> torch.Ten
 
 
 def broadcast_tree(group: Group, tree: Any, source: int) -> Any:
-    """A whole structure of the source replica; what the others give is only a place holder.
+    """Return a whole structure of the source replica; the others' argument is only a placeholder.
 
     Tensors land on the receiving replica's device of the same type.
     """

@@ -38,7 +38,7 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 
 
 def tensor_of(value: Any, method: str, device: torch.device | None = None, *, sparse: bool = False) -> torch.Tensor:
-    """A leaf as a tensor: tensors (with `sparse` COO ones, too), arrays and Python numbers, which land on a device.
+    """Return a leaf as a tensor: tensors (with `sparse` COO ones, too), arrays and numbers, moved to a device.
 
     Raises DistributedValueError, or NotImplementedError for sparse ones; `method` is the user's call.
     """
@@ -69,7 +69,7 @@ def _shown(value: Any) -> str:
 
 
 def plain_value_error(op: ReduceOp, value: Any, num_replicas: int) -> DistributedValueError:
-    """The error for a plain value where components are reduced."""
+    """Return the error for a plain value where components are reduced."""
     return DistributedValueError(
         f"reduce {op.name} over {num_replicas} replicas got a plain value, the same on all of them: "
         f"{_shown(value)}. It sums what strategy.run returned per replica. If a "
@@ -79,14 +79,14 @@ def plain_value_error(op: ReduceOp, value: Any, num_replicas: int) -> Distribute
 
 
 def _python_number(tensor: torch.Tensor, value: Any) -> Any:
-    """A Python number where the value was one, else the tensor."""
+    """Return a Python number where the value was one, else the tensor."""
     return tensor.item() if isinstance(value, numbers.Number) and tensor.ndim == 0 else tensor
 
 
 def _summand(
     value: Any, op: ReduceOp, method: str, device: torch.device | None = None, *, sparse: bool = False
 ) -> torch.Tensor:
-    """A leaf as a tensor that can be added up and, for a mean, divided."""
+    """Return a leaf as a tensor that can be added up and, for a mean, divided."""
     tensor = tensor_of(value, method, device, sparse=sparse)
     if tensor.dtype is torch.bool:
         raise DistributedValueError(
@@ -98,7 +98,7 @@ def _summand(
 
 
 def checked_axis(axis: object, tensor: torch.Tensor, method: str) -> int:
-    """The axis as a number from 0. OptionError if it is no whole number or out of range, or the tensor has no axis."""
+    """Return the axis as a number from 0. Raise OptionError for none, one out of range, or a tensor without axes."""
     if isinstance(axis, bool) or not isinstance(axis, int):
         wanted = "axis=None, a whole number, or a tuple of them," if method == "reduce" else "one whole number as axis"
         raise OptionError(f"{method} needs {wanted} and got {axis!r}.")
@@ -122,7 +122,7 @@ def _axes_of(axis: Any, tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
-    """One leaf, when there is one replica only: unchanged for axis=None, else reduced along its axes."""
+    """Reduce a leaf where there is one replica: unchanged for axis=None, else along its axes."""
     if axis is None:
         if value is not None and not isinstance(value, (str, bytes)):
             _summand(value, op, "reduce", sparse=True)  # raises for booleans and such
@@ -137,7 +137,7 @@ def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
 def reduce_leaves(
     aggregation: Aggregation, op: ReduceOp, values: Sequence[Any], axis: Any, device: torch.device
 ) -> list[Any]:
-    """This replica's components of several leaves, combined with the other replicas', and along the axes if given."""
+    """Combine this replica's components of several leaves with the other replicas', and along the axes if given."""
     tensors = [_summand(value, op, "reduce", device, sparse=axis is None) for value in values]
     if axis is None:
         results = _reduce_elements(aggregation, op, tensors)
@@ -147,7 +147,7 @@ def reduce_leaves(
 
 
 def reduce_numbers(op: ReduceOp, components: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """What `reduce_leaves` gives for scalars, where all replicas' components of each leaf are at hand."""
+    """Return the result of `reduce_leaves` for scalars, where all replicas' components of each leaf are at hand."""
     with torch.no_grad():
         results = []
         for tensors in components:

@@ -1,1 +1,1 @@
-"""What a strategy's scope does with modules, buffers and metrics."""
+"""The modules, buffers and metrics of a strategy's scope."""

@@ -1,6 +1,6 @@
 """Metrics by which other processes count, such as workers of parameter servers.
 
-What they have counted is kept beside a metric's own states, and combined with these when the metric is read, as the
+Their counts are kept next to a metric's own states, and combined with these when the metric is read, as the
 states of replicas are: torchmetrics gives the metric its own states back afterwards. So any metric will do, also one
 whose combined states cannot be updated any more, such as PearsonCorrCoef's.
 """
@@ -29,12 +29,12 @@ _lock = threading.RLock()  # contributions arrive on another thread than the one
 
 
 class Contribution(NamedTuple):
-    """What a process has counted by a metric.
+    """The counts of a process by a metric.
 
     Attributes:
         updates: How often it was updated.
         states: By name.
-        attributes: What `update` has set beside the states, such as a dtype.
+        attributes: Attributes other than states that `update` has set, such as a dtype.
     """
 
     updates: int
@@ -44,7 +44,7 @@ class Contribution(NamedTuple):
 
 @dataclass
 class _Counted:
-    """What others have counted by a metric.
+    """The counts of other processes by a metric.
 
     Attributes:
         parts: By state, values that are yet to be combined; of a listed state, its elements.
@@ -123,7 +123,7 @@ def reset(root: Any) -> None:
 
 
 def note_attributes(root: Any) -> None:
-    """Note what a metric, and those in it, have beside states before they are updated."""
+    """Note the attributes of a metric, and of those in it, other than states, before they are updated."""
     for _, metric in _within(root):
         vars(metric)["_distnb_attributes"] = _attributes(metric)
 

@@ -6,7 +6,7 @@
         head = torch.nn.Linear(8, 1)  # noted, and taken as the scope ends
 
 A module that was taken may get parameters later: a layer that is built by its first call, or a head that is attached
-to it. The registration hears of these as well, wherever it happens.
+to it. The registration is notified of these as well, wherever it happens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _owners = WeakIdKeyDictionary()
 
 
 class MadeObjects:
-    """What the scopes of one strategy have made that its registration has not taken yet.
+    """Objects that the scopes of one strategy have made and that its registration has not taken yet.
 
     Args:
         strategy: Objects are noted in its cross-replica context.
@@ -72,7 +72,7 @@ class MadeObjects:
 
     @property
     def pending(self) -> bool:
-        """Whether anything was noted."""
+        """True if anything was noted."""
         return bool(self._noted)
 
     @contextmanager
@@ -117,7 +117,7 @@ class MadeObjects:
         self._noted.clear()
 
     def own(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Hear of what these modules get from now on."""
+        """Notice the parameters that these modules get from now on."""
         for module in modules:
             if _owners.get(module) is not self:
                 _owners[module] = self
@@ -127,7 +127,7 @@ class MadeObjects:
 
 
 def own_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of a module and its submodules, with their names.
+    """Yield the parameters of a module and its submodules, with their names.
 
     Keras's layers keep theirs in a submodule that they make when they are asked for parameters. Made before the layer
     is built, it would be given variables that exist only while Keras traces the layer.
@@ -149,14 +149,14 @@ def _tensors(made: Any) -> Iterator[torch.Tensor]:
 
 
 def _open_here() -> MadeObjects | None:
-    """The objects of the scope in which this thread is."""
+    """Return the objects of the scope in which this thread is."""
     innermost = contexts.innermost()
     return _open.get(innermost[0]) if innermost is not None and innermost[1] is None else None
 
 
 @functools.cache
 def _install_hooks() -> None:
-    """Hear from now on of every parameter, buffer and submodule that a module gets. Idempotent."""
+    """Notice from now on every parameter, buffer and submodule that a module gets. Idempotent."""
     torch_module.register_module_parameter_registration_hook(_registered)
     torch_module.register_module_module_registration_hook(_registered)
     torch_module.register_module_buffer_registration_hook(_buffer_registered)

@@ -1,11 +1,11 @@
 """torchmetrics' metrics on replicas: each replica updates its own, and reading a metric of a scope aggregates them.
 
 A metric finds its replicas through functions of this module, never through a strategy: so it can be copied and sent,
-and in a process without replicas it is a plain metric again. torchmetrics wraps `update` anew in every copy, so the
+and in a process without replicas it is a plain metric again. torchmetrics wraps `update` again in every copy, so the
 class's own wrapper is replaced, and not the method of one metric.
 
 An update without rows, from an empty slice of a batch, counts as nothing, whatever the metric. A replica without any
-row adds no state to the aggregate: not every metric could tell an untouched state from a counted one.
+row adds no state to the aggregate: not every metric could distinguish an untouched state from a counted one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def install() -> None:
     @functools.wraps(merge_groups)
     def merge(collection: Any) -> None:
         # torchmetrics has metrics share a state if their states are equal after the first batch. On replicas and in
-        # scheduled functions a batch may be too small to tell them apart, or empty.
+        # scheduled functions a batch may be too small to distinguish them, or empty.
         servers = servers_here.access
         if not aggregates_here() and (servers is None or not servers.is_worker):
             merge_groups(collection)
@@ -101,7 +101,7 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Whether `install` was called."""
+    """Return whether `install` was called."""
     return install.cache_info().currsize > 0
 
 
@@ -239,7 +239,7 @@ def states_of(metric: Any) -> dict[str, Any]:
 
 
 def _share_attributes(metric: Any, source: int, lacks: bool) -> None:
-    """Give a metric that was never updated what another replica's `update` has set besides states, such as a dtype."""
+    """Give a metric that was never updated the attributes other than states that another replica's `update` has set."""
     process = this_process.replica
     assert process is not None
     simple = (bool, int, float, str, torch.dtype, torch.Tensor)

@@ -32,7 +32,7 @@ def add_names() -> None:
 
 
 def _update_state(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Take in more values, in Keras's order.
+    """Update with more values, in Keras's order.
 
     `update_state(y_true, y_pred)` for a metric that compares, whose own `update` takes (preds, target): its arguments
     (threshold, num_classes, …) say how predictions are read. `update_state(values, sample_weight=None)` for one that
@@ -109,14 +109,14 @@ def _as_taken(metric: Any, values: tuple[Any, ...], weight: Any) -> tuple[tuple[
 
 
 def _predicted_and_true(metric: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
-    """What torchmetrics takes as (preds, target)."""
+    """Return the arguments of torchmetrics, (preds, target)."""
     true, predicted = _tensor(metric, y_true), _tensor(metric, y_pred)
     if not (isinstance(true, torch.Tensor) and isinstance(predicted, torch.Tensor)):
         return predicted, true
     if predicted.ndim == true.ndim + 1 and predicted.shape[-1] == 1:
         predicted = predicted.squeeze(-1)
     elif true.ndim > 1 and true.shape[-1] == 1 and (true.ndim > predicted.ndim or predicted.shape[-1:] != (1,)):
-        true = true.squeeze(-1)  # also labels [batch, 1] beside probabilities [batch, classes]
+        true = true.squeeze(-1)  # also labels [batch, 1] with probabilities [batch, classes]
     # A classification's labels are whole numbers.
     classes = (cls.__module__ for each in metric.modules() for cls in type(each).__mro__)
     if true.is_floating_point() and any(name.startswith("torchmetrics.classification") for name in classes):
@@ -135,7 +135,7 @@ def _tensor(metric: Any, value: Any) -> Any:
 
 
 def _compares(metric: Any) -> bool:
-    """Whether a metric's `update` takes (preds, target); of a collection or a wrapper, what is in it decides."""
+    """Return whether a metric's `update` takes (preds, target); of a collection or a wrapper, its content decides."""
     import torchmetrics
 
     if isinstance(metric, torchmetrics.MetricCollection):

@@ -49,12 +49,12 @@ _buffers = WeakIdKeyDictionary()
 
 
 def is_scope_buffer(value: object) -> bool:
-    """Whether a tensor is a buffer of a model that a scope of some strategy made: each replica has its own."""
+    """Return whether a tensor is a buffer of a model that a scope of some strategy made: each replica has its own."""
     return value in _buffers
 
 
 class ParameterKey(NamedTuple):
-    """What all replicas call a parameter: its group, how errors call that, and the place in it."""
+    """The name of a parameter on all replicas: its group, the group's description in errors, and the place in it."""
 
     identity: Identity
     place: int
@@ -62,7 +62,7 @@ class ParameterKey(NamedTuple):
 
 
 def parameters_of(value: Any) -> list[Any]:
-    """A parameter itself; those of a module or an optimizer, and what belongs to a model of another library."""
+    """Return a parameter itself; those of a module or an optimizer, and those of another library's model."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, torch.nn.Module):
@@ -74,7 +74,7 @@ def parameters_of(value: Any) -> list[Any]:
 
 
 def adopters_of(module: torch.nn.Module) -> list[Any]:
-    """What sees to a module that is another library's model."""
+    """Return our modules that adopt a module as a model of another library."""
     models = ((getattr(sys.modules.get(library), name, None), where) for (library, name), where in _ADOPTERS.items())
     return [
         importlib.import_module(where) for model, where in models if model is not None and isinstance(module, model)
@@ -112,7 +112,7 @@ class Registration:
         return self._group()
 
     def owns(self, made: torch.Tensor | torch.nn.Module) -> bool:
-        """Whether a parameter was made in a scope of this strategy; or a model of a library that makes them later."""
+        """Return whether a scope of this strategy made a parameter, or a model of a library that makes them later."""
         if isinstance(made, torch.nn.Module):
             return made in self._adopted
         parameter = made
@@ -122,7 +122,7 @@ class Registration:
         return mirror is not None and mirror.sync() is self._sync
 
     def buffers(self) -> dict[Any, tuple[str, list[torch.Tensor]]]:
-        """The buffers of each model, by what all replicas call its parameters, with the model's name."""
+        """Return the buffers of each model, by the key of its parameters on all replicas, with the model's name."""
         return {
             self._sync.identity_of(key) or (key.label, number): (
                 key.label,
@@ -132,12 +132,12 @@ class Registration:
         }
 
     def average_statistics(self, keys: Iterable[Any]) -> None:
-        """A backward pass has reached the parameters of these keys, on every replica."""
+        """Average the running statistics of models: a backward pass has reached these parameters on every replica."""
         models = [key.model() for key in keys if key.has_statistics]
         running_statistics.average(self.group, [model for model in models if model is not None])
 
     def take_variable(self, variable: Variable) -> None:
-        """A variable was made, in a scope or in a replica: at once replica 0's value for all."""
+        """Keep a new variable in sync: it was made in a scope or in a replica, and gets replica 0's value on all."""
         # Replica 0 counts: a replica that was replaced knows less.
         number = torch.tensor(self._made_variables + 1)
         if self.group.size > 1:
@@ -159,7 +159,7 @@ class Registration:
 
     @property
     def pending(self) -> bool:
-        """Whether there is anything for `take_made`."""
+        """True if there is anything for `take_made`."""
         return self._made.pending
 
     def take_made(self) -> bool:
@@ -219,7 +219,7 @@ class Registration:
             self._adopted.add(module)
 
     def take(self, model: torch.nn.Module, beside: Iterable[torch.nn.Parameter]) -> None:
-        """Register what a model that a scope made has got since, and parameters beside it. All replicas do so."""
+        """Register the parameters that a model of a scope has got since. All replicas do so."""
         self.take_made()
         self._take([model], beside)
 
@@ -229,7 +229,7 @@ class Registration:
         note_versions(self._sync.groups)
 
     def place_of(self, made: torch.Tensor) -> ParameterKey | None:
-        """Where a parameter is that is kept in sync, for a replica that gets a copy."""
+        """Return the key of a parameter that is kept in sync, for a replica that gets a copy."""
         mirror = find_mirror(made)
         if mirror is None or mirror.sync() is not self._sync:
             return None
@@ -346,7 +346,7 @@ class Registration:
 
     @property
     def _told(self) -> str:
-        """What the strategy was told that must be the same on every replica: all but who is where."""
+        """The strategy's options that must be the same on every replica: all but the replicas' own tasks."""
         options = self.strategy.spec.options
         plain = [(name, value) for name, value in options if isinstance(value, (str, bool, CommunicationOptions))]
         return f"{self.strategy.spec.kind}({', '.join(f'{name}={value!r}' for name, value in plain)})"
@@ -354,7 +354,7 @@ class Registration:
     def _register(
         self, parameter: torch.nn.Parameter, key: _GroupKey, name: str = "", at: ParameterKey | None = None
     ) -> bool:
-        """Whether it is new, and is kept in sync from now on."""
+        """Return whether a parameter is new, and keep it in sync from now on."""
         if parameter.is_meta:
             return False  # another takes its place when there is data
         if isinstance(parameter, Variable):
@@ -379,7 +379,7 @@ class Registration:
 
 
 def same_everywhere(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """A model's parameters or buffers, in an order and by names that are the same on all replicas.
+    """Return a model's parameters or buffers, in an order and by names that are the same on all replicas.
 
     Keras's names are paths, `sequential_1/dense_2/bias`, with counts of the layers that a process has made; a copy's
     lack their beginning. What is left is the same on a replica that was replaced, or made models alone. torch keeps
@@ -403,7 +403,7 @@ def same_everywhere(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _counts_in(path: str) -> list[tuple[str, int]]:
-    """What sorts paths by the numbers in them."""
+    """Return a key that sorts paths by the numbers in them."""
     return [(text, int(number or -1)) for text, number in re.findall(r"([^0-9]*)([0-9]*)", path)]
 
 
@@ -412,11 +412,11 @@ def _named(module: torch.nn.Module, prefix: str = "") -> list[tuple[str, torch.n
 
 
 def _parameters_in(part: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that a module itself has."""
+    """Return the parameters that a module itself has."""
     return [parameter for _, parameter in torch.nn.Module.named_parameters(part, recurse=False)]
 
 
 def roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Those of the modules that are in none of the others."""
+    """Return the modules that are in none of the others."""
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in inner]

@@ -24,7 +24,7 @@ __all__ = ["average", "has_statistics"]
 
 
 def has_statistics(model: torch.nn.Module) -> bool:
-    """Whether a model may have some."""
+    """Return whether a model may have running statistics."""
     return any(isinstance(part, NormBase) for part in model.modules())
 
 

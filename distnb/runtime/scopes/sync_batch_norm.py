@@ -21,7 +21,7 @@ __all__ = ["install"]
 
 @functools.cache
 def install() -> None:
-    """From now on layers in training normalise CPU tensors by what all replicas hold. Idempotent.
+    """Have layers in training normalise CPU tensors by the values of all replicas, from now on. Idempotent.
 
     Layers with a process group of their own, and other devices, are left to torch.
     """

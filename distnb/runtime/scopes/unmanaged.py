@@ -38,7 +38,7 @@ _MAX_DEPTH = 8
 
 
 class UnmanagedCheck:
-    """The checks of one strategy on this replica; `owns` tells whether it made a parameter."""
+    """The checks of one strategy on this replica; `owns` returns whether it made a parameter."""
 
     def __init__(self, strategy: Any, owns: Callable[[torch.Tensor], bool]) -> None:
         self._strategy = strategy

@@ -1,6 +1,6 @@
-"""How the replicas of a cluster of machines meet at the chief's store, before they form their process group.
+"""The meeting of a cluster's replicas at the chief's store, before they form their process group.
 
-They compare what each was told of the cluster first: a TF_CONFIG that differs is an error on every machine, and not a
+They compare their descriptions of the cluster first: a TF_CONFIG that differs is an error on every machine, and not a
 wait without end.
 """
 
@@ -28,7 +28,7 @@ _PAUSE_S = 0.02
 
 
 class _Patience:
-    """A wait with an end, which tells now and then what it waits for."""
+    """A wait with an end, which reports now and then what it waits for."""
 
     def __init__(self, placement: WorkerPlacement) -> None:
         self._who = placement.me
@@ -47,7 +47,7 @@ class _Patience:
 
 
 def connect(host: str, port: int, placement: WorkerPlacement) -> Store:
-    """The chief's store, as soon as it answers. Raises CollectiveError if it does not in half an hour."""
+    """Return the chief's store, as soon as it answers. Raise CollectiveError if it does not in half an hour."""
     patience = _Patience(placement)
     while True:
         # torch would try in C++, where Ctrl-C does not reach, and log each attempt.
@@ -66,7 +66,7 @@ def meet_workers(store: Store, placement: WorkerPlacement, rank: int, replicas: 
         replicas: How many each worker has.
 
     Raises:
-        OptionError: The workers were told of different clusters, or have different numbers of replicas.
+        OptionError: The workers were given different clusters, or have different numbers of replicas.
         CollectiveError: Two processes are the same task; or the chief went away, or somebody never came.
     """
     try:
@@ -97,7 +97,7 @@ def meet_workers(store: Store, placement: WorkerPlacement, rank: int, replicas: 
 
 
 def _compare(store: Store, placement: WorkerPlacement, rank: int, replicas: int, patience: _Patience) -> None:
-    """What rank 0 was told is what holds."""
+    """Use the description that rank 0 was given."""
     me, chief = placement.me, placement.chief
     workers = [[worker.task_type, worker.task_id, worker.address] for worker in placement.workers]
     mine = {"workers": workers, "replicas": replicas}

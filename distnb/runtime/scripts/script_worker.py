@@ -30,7 +30,7 @@ _store: RendezvousStore | None = None  # served as long as the chief's process l
 
 
 def resolver_of(spec: StrategySpec) -> ClusterResolver:
-    """Where a strategy's cluster is asked for: TF_CONFIG, unless it was made with a resolver."""
+    """Return the resolver of a strategy's cluster: TF_CONFIG, unless it was made with one."""
     return spec.option("cluster_resolver") or TFConfigClusterResolver()
 
 
@@ -132,7 +132,7 @@ def check_notebook(spec: StrategySpec, machines: Sequence[str]) -> None:
 
 
 def check_communication(spec: StrategySpec, devices: tuple[str, ...], nccl: bool) -> None:
-    """Raise OptionError if replicas on these devices cannot communicate as the strategy was told to."""
+    """Raise OptionError if replicas on these devices cannot communicate as the strategy asks."""
     implementation = spec.option("communication_options", CommunicationOptions()).implementation
     if implementation is CommunicationImplementation.NCCL and not nccl:
         raise OptionError(

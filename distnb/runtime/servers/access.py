@@ -1,4 +1,4 @@
-"""What one process, the coordinator or a worker, does with the variables on the servers."""
+"""Access of one process, the coordinator or a worker, to the variables on the servers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _sent(value: torch.Tensor) -> torch.Tensor:
 
 
 def _pulls(copies: Iterable[Copy]) -> dict[int, Pull]:
-    """The operations that read copies anew, by server."""
+    """Return the operations that read copies again, by server."""
     known: dict[int, dict[Shard, int]] = {}
     for copy in copies:
         for place, (shard, part) in enumerate(copy.stored.shards()):
@@ -91,7 +91,7 @@ class ServerAccess:
     Args:
         servers: The connections.
         is_worker: Whether copies are fresh by themselves: a worker's are when a closure starts. The coordinator's are
-            read anew at each use.
+            read again at each use.
         device: Where copies are made.
 
     Attributes:
@@ -183,12 +183,12 @@ class ServerAccess:
         return self._each_part(stored, lambda shard, part: _creation(stored, shard, part, value))
 
     def own(self, stored: Stored, owner: torch.Tensor) -> None:
-        """This tensor of the coordinator's stands for a variable: once it is gone, the servers' memory is free."""
+        """Free a variable's memory on the servers once this tensor of the coordinator, which represents it, is gone."""
         self._owners[stored] = TensorWeakRef(owner)
         self._stored[owner] = stored
 
     def drop_copy(self, stored: Stored) -> None:
-        """A variable's whole value is not kept here any more."""
+        """Forget the copy of a variable's whole value."""
         self._copies.pop(stored.number, None)
 
     def free_what_is_gone(self) -> None:
@@ -228,7 +228,7 @@ class ServerAccess:
             self._recreated[server] = generation
 
     def _recreate(self, stored: Stored, owner: torch.Tensor | None, server: int) -> None:
-        value = None if hasattr(owner, "stored") else owner  # a stand-in has no value
+        value = None if hasattr(owner, "stored") else owner  # a ServerVariable has no value
         places = [place for place, part in enumerate(stored.parts) if part.server == server]
         if not places:
             return
@@ -243,7 +243,7 @@ class ServerAccess:
                 copy.versions[place] = version
 
     def read(self, stored: Stored) -> torch.Tensor:
-        """Its value now, a new tensor."""
+        """Return the variable's value now, a new tensor."""
         parts = [
             found[1]
             for found in self._each_part(stored, lambda shard, part: Pull({shard: UNKNOWN}))
@@ -275,7 +275,7 @@ class ServerAccess:
     # Rows -----------------------------------------------------------------------------------------------------------
 
     def read_rows(self, stored: Stored, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows, whose numbers ascend: `[k, ...]`."""
+        """Return some rows, whose numbers ascend: `[k, ...]`."""
         requests: dict[int, list[Any]] = {}
         places = []
         for shard, part, inside in stored.shards_of_rows(rows):
@@ -291,7 +291,7 @@ class ServerAccess:
         return (values[0].clone() if len(values) == 1 else torch.cat(values)).to(self.device)
 
     def write_rows(self, stored: Stored, method: str, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """`scatter_add` and its kin: change some rows, in the order in which they are named."""
+        """Change some rows, in the order in which they are named: `scatter_add` and related methods."""
         requests: dict[int, list[Any]] = {}
         for shard, part in stored.shards():
             inside = (rows >= part.first) & (rows < part.last)
@@ -378,7 +378,7 @@ class ServerAccess:
         return copy.tensor
 
     def stored_of(self, tensor: Any) -> Stored | None:
-        """The variable that a tensor is this process's copy of; None: of none."""
+        """Return the variable that a tensor is this process's copy of; None of other tensors."""
         found: Stored | None = getattr(tensor, "stored", None) or self._stored.get(tensor)
         return found
 
@@ -407,7 +407,7 @@ class ServerAccess:
             self._merge(copies, (news for (news,) in answers.values()))
 
     def _merge(self, copies: Sequence[Copy], news: Iterable[Mapping[Shard, tuple[int, torch.Tensor]]]) -> None:
-        """Take in what was read of these copies: the parts that had changed since."""
+        """Apply to these copies the parts that were read: those that had changed since."""
         changed: dict[int, dict[int, tuple[int, torch.Tensor]]] = {}
         for each in news:
             for (variable, number), found in each.items():
@@ -423,14 +423,14 @@ class ServerAccess:
             copy.doubtful = True
 
     def refresh_copies(self, copies: Iterable[torch.Tensor]) -> None:
-        """Of the coordinator's copies, tell the servers what was changed here, and bring some up to date."""
+        """Send the servers the changes of the coordinator's copies, and update some of these."""
         with self._turn:
             numbers = [stored.number for each in copies if (stored := self.stored_of(each)) is not None]
             self.send_changes(numbers)
             self.refresh(numbers)
 
     def versions(self, shards: Iterable[Shard]) -> dict[Shard, int]:
-        """The versions of which this process computes with parts of variables."""
+        """Return the versions with which this process computes, of parts of variables."""
         found = {}
         for variable, place in shards:
             copy = self._copies.get(variable)
@@ -440,7 +440,7 @@ class ServerAccess:
         return found
 
     def send_changes(self, numbers: Iterable[int] | None = None, *, thorough: bool = True) -> None:
-        """Tell the servers of copies that were changed in place here: those of some variables, or all.
+        """Send the servers the changes of copies that were made in place here: of some variables, or all.
 
         Args:
             thorough: See `Copy.is_changed`.
@@ -459,7 +459,7 @@ class ServerAccess:
     def _send_new_values(self, changed: Sequence[Copy]) -> None:
         """Set parts that the coordinator has changed, or add its changes where workers have changed them, too."""
         for copy in changed:
-            copy.doubtful = True  # if an interrupt comes meanwhile, it is not known whether the servers were told
+            copy.doubtful = True  # if an interrupt comes meanwhile, the servers may or may not have got them
         requests: dict[int, list[Any]] = {}
         parts = []
         for copy in changed:
@@ -483,7 +483,7 @@ class ServerAccess:
             copy.note_sent(versions[copy.stored.number])
 
     def _additions(self) -> dict[int, list[Any]]:
-        """The operations that add up what closures change in place: what has no gradients, such as buffers.
+        """Return the operations that add up closures' changes in place: of values without gradients, such as buffers.
 
         Raises:
             ProgramError: A parameter was changed, which only optimizers and `assign` may do.
@@ -510,7 +510,7 @@ class ServerAccess:
         return requests
 
     def fetch_changes(self) -> None:
-        """Tell the servers what was changed here, and read what workers have changed, of the coordinator's tensors."""
+        """Send the servers the changes made here, and read those of workers, of the coordinator's tensors."""
         with self._turn:
             self.send_changes()
             self.refresh_tensors()
@@ -579,7 +579,7 @@ class ServerAccess:
         return fresh if time.monotonic() - when < _MOMENT_S else frozenset()
 
     def optimizer_states(self, number: int, servers: Iterable[int]) -> dict[int, Any]:
-        """What an optimizer keeps, by server."""
+        """Return the state of an optimizer, by server."""
         return {
             server: found
             for server, (found,) in self.exchange({each: [GetOptimizer(number)] for each in servers}).items()
@@ -595,7 +595,7 @@ class ServerAccess:
     def running(
         self, closure: ClosureRun, variables: Iterable[int], fresh: Collection[int] = ()
     ) -> Iterator[ClosureRun]:
-        """A closure runs, and reads these variables. Their copies are read first, but for those that are `fresh`."""
+        """Run a closure that reads these variables. Their copies are read first, but for those that are `fresh`."""
         if not self._ended_well:
             self._forget_the_latest()
         self.closure, self._variables, self._ended_well = closure, frozenset(variables), False
@@ -630,7 +630,7 @@ class ServerAccess:
             variable.grad = None
 
     def placement(self) -> tuple[PlacedShard, ...]:
-        """What the servers hold, in the order in which it was made. One message for each server."""
+        """Return the shards on the servers, in the order in which they were made, with one message to each server."""
         answers = self.exchange({server: [Describe()] for server in range(self.servers.count)})
         found = sorted(
             ((row, server) for server, (rows,) in answers.items() for row in rows), key=lambda each: each[0].shard

@@ -1,4 +1,4 @@
-"""How workers and the coordinator reach the parameter servers."""
+"""The connections of workers and the coordinator to the parameter servers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Servers:
 
     @property
     def count(self) -> int:
-        """How many there are, those that are lost among them."""
+        """The number of servers, those that are lost among them."""
         return len(self._connections)
 
     def exchange(self, requests: Mapping[int, Sequence[Any]], fence: Fence = NO_FENCE) -> dict[int, tuple[Any, ...]]:
@@ -114,7 +114,7 @@ class Servers:
         return {server: answers[server].results for server in requests}
 
     def _collect(self, waiting: dict[int, int]) -> dict[int, ServerReply]:
-        """The answers to requests, given by their numbers."""
+        """Return the replies to requests, by server. `waiting` has the number of each server's request."""
         answers: dict[int, ServerReply] = {}
         ready = list(waiting)
         while True:
@@ -146,7 +146,7 @@ class Servers:
                 raise ServerLost(f"Parameter server {server} is lost: {how}. {_CURE}")
 
     def lost(self, server: int, how: str) -> None:
-        """A server has ended, as another thread knows: exchanges with it raise ServerLost, also those under way."""
+        """Mark a server that has ended: exchanges with it raise ServerLost, also those under way. From any thread."""
         self._lost[server] = how
         os.eventfd_write(self._wake, 1)
 
@@ -201,7 +201,7 @@ class Servers:
 
 
 class _Connection:
-    """The way to a server: made when it is first used, and anew when an interrupt left it in the midst of a message.
+    """A connection to a server, made at its first use, and again after an interrupt in mid-message.
 
     Args:
         make: Makes it.
@@ -217,7 +217,7 @@ class _Connection:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing will come any more."""
+        """True if nothing more will come."""
         return self._link is not None and self._link.ended
 
     def send(self, message: Any) -> None:
@@ -234,7 +234,7 @@ class _Connection:
         self._within = False
 
     def receive(self) -> Iterator[Any]:
-        """What has come. Never blocks."""
+        """Return the messages that have come. Never blocks."""
         if self._within:
             self.close()
         link = self._link

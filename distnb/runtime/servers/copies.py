@@ -31,7 +31,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Copy:
-    """This process's copy of a variable's whole value.
+    """A process's copy of a variable's whole value.
 
     Attributes:
         reference: Gives the tensor. Its memory stays the same; it is a leaf of graphs if the variable is trainable.
@@ -116,7 +116,7 @@ class Copy:
         self.doubtful = anew and len(news) < len(self.versions)
 
     def note_sent(self, versions: Mapping[int, int]) -> None:
-        """Note that the servers have been told of all changes.
+        """Note that the servers have got all changes.
 
         Args:
             versions: Of the parts that were sent; UNKNOWN for those to which something was added. The server's value is

@@ -1,4 +1,4 @@
-"""This process's part in a cluster with parameter servers. Loads no torch."""
+"""The process's part in a cluster with parameter servers. Loads no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _require(resolver: ClusterResolver | None) -> None:
 
 
 class _ServersHere:
-    """There is one instance, `servers_here`.
+    """The slots of a process of such a cluster. There is one instance, `servers_here`.
 
     Attributes:
         access: The ServerAccess by which this process, a coordinator or a worker, reads and changes variables on

@@ -55,13 +55,13 @@ class ServerOptimizer:
             )
 
     def __bool__(self) -> bool:
-        """Whether it has a shard."""
+        """Return whether it has a shard."""
         return bool(self._parameters)
 
     def prepare(
         self, gradients: Mapping[Shard, Gradient], options: Sequence[Mapping[str, Any]]
     ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """What `step` takes: parameters with their gradients. Nothing changes.
+        """Return the arguments of `step`, parameters with their gradients. Nothing changes.
 
         Raises:
             StaleHandleError: The optimizer has no such shard.
@@ -104,7 +104,7 @@ class ServerOptimizer:
         return self._parameters[shard]
 
     def state(self) -> dict[Shard, dict[str, Any]]:
-        """The state of each shard that has some: the optimizer's own tensors, not copies."""
+        """Return the state of each shard that has some: the optimizer's own tensors, not copies."""
         known = self._optimizer.state
         return {shard: dict(known[parameter]) for shard, parameter in self._parameters.items() if parameter in known}
 
@@ -120,7 +120,7 @@ class ServerOptimizer:
         self.steps = steps
 
     def forget(self, shard: Shard) -> None:
-        """A shard is gone."""
+        """Forget a shard that is gone."""
         parameter = self._parameters.pop(shard, None)
         if parameter is not None:
             self._optimizer.state.pop(parameter, None)
@@ -129,7 +129,7 @@ class ServerOptimizer:
 
 
 def _fitting(shard: Shard, parameter: torch.nn.Parameter, gradient: Gradient) -> torch.Tensor:
-    """A gradient as the optimizer takes it."""
+    """Return a gradient in the form that the optimizer takes."""
     values = gradient.values if isinstance(gradient, RowsGradient) else gradient
     wanted = parameter.shape
     if isinstance(gradient, RowsGradient):

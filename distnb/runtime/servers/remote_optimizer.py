@@ -1,4 +1,4 @@
-"""Optimizers whose steps are taken on the servers, beside the variables and what is kept for them."""
+"""Optimizers that step on the servers, where the variables and the optimizers' state are."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NOT_SENT = frozenset(
 
 @dataclass(frozen=True)
 class _ServerSide:
-    """What an optimizer is to the servers."""
+    """The identity of an optimizer on the servers."""
 
     number: int
     groups: tuple[tuple[Stored, ...], ...]
@@ -51,7 +51,7 @@ class _ServerSide:
 
 
 class RemoteSteps:
-    """What takes the place of an optimizer's own methods; its class is made of this one and the user's.
+    """The methods that replace an optimizer's own; its class is made of this one and the user's.
 
     `step` sends the gradients that are here, and the servers update. State lives there: `state_dict` asks for it.
     Options in `param_groups`, such as the learning rate, go with each step.
@@ -64,7 +64,7 @@ class RemoteSteps:
 
     @property
     def iterations(self) -> int:
-        """How many steps the servers have taken with it, of all workers."""
+        """The number of steps that the servers have taken with it, for all workers."""
         if not is_remote(self):
             return 0 if self._loaded is None else _steps_in_state(self._loaded)
         return self._steps_in(servers_here.access.optimizer_states(self._remote.number, self._remote.servers))
@@ -102,7 +102,7 @@ class RemoteSteps:
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is made."""
+        """Add a group of parameters, only while the optimizer is made."""
         if hasattr(self, "_remote"):
             raise ContextError(
                 "add_param_group of an optimizer whose variables live on servers: it is there already. Make a new one "
@@ -111,7 +111,7 @@ class RemoteSteps:
         super().add_param_group(param_group)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, as torch has it: of variables in several shards what was kept for the whole."""
+        """Return its state, as torch has it: of variables in several shards that of the whole."""
         if not is_remote(self):
             plain: dict[str, Any] = super().state_dict()  # type: ignore[misc]
             loaded = self._loaded
@@ -174,7 +174,7 @@ class RemoteSteps:
 
 
 def by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iterable[tuple[Any, Gradient]]:
-    """What of a gradient belongs to each part of its variable; of some it may be no rows, which is a step as well."""
+    """Return the part of a gradient for each part of its variable. It may have no rows, which is a step as well."""
     if not gradient.is_sparse:
         for each in stored.shards():
             yield each, stored.piece(gradient, each[1]).cpu().contiguous()
@@ -190,7 +190,7 @@ def by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Itera
 
 
 def joined(stored: Stored, parts: Sequence[Any]) -> Any:
-    """What was kept for a whole variable, of what was kept for its parts."""
+    """Join the states of a variable's parts into that of the whole."""
     first = parts[0]
     if not isinstance(first, torch.Tensor):
         return first
@@ -200,7 +200,7 @@ def joined(stored: Stored, parts: Sequence[Any]) -> Any:
 
 
 def piece_of_state(stored: Stored, part: Any, value: Any) -> Any:
-    """What belongs to a part of its variable of what was kept for the whole."""
+    """Return a part's share of the state of a whole variable."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return stored.piece(value, part).contiguous() if value.shape == stored.shape else value
@@ -224,12 +224,12 @@ def _remote_class(cls: Any) -> type:
 
 
 def is_remote(optimizer: Any) -> bool:
-    """Whether its steps are taken on the servers."""
+    """Return whether an optimizer's steps are taken on the servers."""
     return isinstance(optimizer, RemoteSteps) and hasattr(optimizer, "_remote")
 
 
 def will_be_remote(optimizer: Any) -> None:
-    """An optimizer is being made in a scope: its methods are ours from now on, also for what wraps them."""
+    """Replace the methods of an optimizer that is made in a scope, before other code can wrap them."""
     cls: Any = type(optimizer)
     optimizer.__class__ = _remote_class(cls)
     torch_internals.patch_step(optimizer)  # torch calls hooks of steps: training steps are counted by one
@@ -267,7 +267,7 @@ def make_remote(optimizer: Any) -> None:
 
 
 def _template(optimizer: Any) -> tuple[type, dict[str, Any], list[dict[str, Any]]]:
-    """Its class, its own attributes, and the options of its groups: all but parameters and state."""
+    """Return its class, its own attributes, and the options of its groups: all but parameters and state."""
     cls = getattr(type(optimizer), "of", type(optimizer))
     own = {
         name: value
@@ -288,7 +288,7 @@ def _built(template: tuple[Any, dict[str, Any], list[dict[str, Any]]], params: S
 
 
 def _factory(optimizer: Any) -> bytes:
-    """What makes the servers' optimizers, of the parameters of each group."""
+    """Return the makers of the servers' optimizers, of the parameters of each group."""
     data: bytes = cloudpickle.dumps(functools.partial(_built_on_server, _template(optimizer)))
     return data
 

@@ -73,12 +73,12 @@ class Coordinating(InProcess):
         )
 
     def num_replicas(self) -> int:
-        """Those of each worker: a step is of theirs."""
+        """Return the number of each worker's replicas, which make a step together."""
         return int(self._link.replicas_per_worker)
 
     @contextmanager
     def scope(self) -> Iterator[Owner]:
-        """What is made here is made on the servers."""
+        """Return a context whose variables are made on the servers."""
         with contexts.enter_cross_replica(self._strategy):
             with self.registration.noting():
                 yield self._strategy
@@ -101,7 +101,7 @@ class Working(InProcess):
 
 
 def coordinating(strategy: Owner) -> Coordinating:
-    """The strategy as its coordinator has it.
+    """Return the runtime of a strategy on its coordinator.
 
     Raises:
         ContextError: This process is a worker.
@@ -113,7 +113,7 @@ def coordinating(strategy: Owner) -> Coordinating:
 
 
 def models() -> list[Any]:
-    """The models that scopes of all such strategies have made here: their variables are on the same servers."""
+    """Return the models that scopes of all such strategies have made here: their variables are on the same servers."""
     return [root for each in _runtimes.values() if isinstance(each, Coordinating) for root in each.registration.roots]
 
 
@@ -121,7 +121,7 @@ _runtimes: dict[Owner, Coordinating | Working | WorkingTogether] = {}
 
 
 def runtime_of(strategy: Owner) -> Coordinating | Working | WorkingTogether:
-    """Where a ParameterServerStrategy is, from this process.
+    """Return the runtime of a ParameterServerStrategy in this process.
 
     Raises:
         NoClusterError: This process is no worker, and has no workers and servers.

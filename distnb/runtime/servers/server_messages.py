@@ -1,7 +1,7 @@
-"""What is asked of a parameter server, and what it answers.
+"""The messages to a parameter server, and its replies.
 
 A variable lies on the servers in *shards*. A request is a tuple of operations that a server does in one atomic turn.
-What an operation gives is told in its docstring.
+An operation's docstring names its result.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ class Drop(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Gives `dict[Shard, (version, tensor)]` of those whose version is not the known one (-1: none is known)."""
+    """Read `dict[Shard, (version, tensor)]` of those whose version is not the known one (-1: none is known)."""
 
     known: Mapping[Shard, int]
 
 
 class PullRows(NamedTuple):
-    """Gives `(version, values [k, ...])` of some rows `[k]` of a shard."""
+    """Read `(version, values [k, ...])` of some rows `[k]` of a shard."""
 
     shard: Shard
     rows: torch.Tensor
@@ -119,11 +119,11 @@ class WriteShard(NamedTuple):
 
 
 class Describe(NamedTuple):
-    """Gives a `ShardInfo` of each shard, in a tuple."""
+    """Read a `ShardInfo` of each shard, in a tuple."""
 
 
 class ShardInfo(NamedTuple):
-    """What a shard is.
+    """The description of a shard.
 
     Attributes:
         version: Grows by one with each change, from a number that no earlier server has used.
@@ -175,7 +175,7 @@ class StepOptimizer(NamedTuple):
 
 
 class StepDone(NamedTuple):
-    """What a step did.
+    """The result of a step.
 
     Attributes:
         versions: Of the shards that had gradients, now.
@@ -189,7 +189,7 @@ class StepDone(NamedTuple):
 
 
 class GetOptimizer(NamedTuple):
-    """Gives `{"state": {shard: {name: tensor or number}}, "steps": how many there were}`."""
+    """Read `{"state": {shard: {name: tensor or number}}, "steps": the number of steps}`."""
 
     optimizer: int
 
@@ -206,7 +206,7 @@ class SetOptimizer(NamedTuple):
 
 
 class ServerRequest(NamedTuple):
-    """What a client asks.
+    """A client's request.
 
     Attributes:
         number: The answer carries it.
@@ -219,7 +219,7 @@ class ServerRequest(NamedTuple):
 
 
 class ServerReply(NamedTuple):
-    """What a server answers.
+    """A server's reply.
 
     Attributes:
         number: The request's; -1: some request of this client could not be read.
@@ -233,7 +233,7 @@ class ServerReply(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where a server is reached.
+    """The address of a server.
 
     Attributes:
         path: That of its UNIX socket, for clients of its host.

@@ -31,7 +31,7 @@ _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 class RefreshHook:
-    """On the coordinator, a model's copies are read anew before it computes; on a worker, when a closure starts."""
+    """A hook that reads a model's copies before it computes on the coordinator. Closures read when they start."""
 
     def __call__(self, module: torch.nn.Module, _args: Any) -> None:
         servers = servers_here.access
@@ -40,7 +40,7 @@ class RefreshHook:
         servers.refresh_copies((*module.parameters(), *module.buffers()))
 
     def before_state_dict(self, module: torch.nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        """As torch calls it."""
+        """Read the copies: torch calls this before the model computes."""
         self(module, ())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -48,7 +48,7 @@ class RefreshHook:
 
 
 class ServerRegistration:
-    """Makes variables on the servers, for one strategy."""
+    """The maker of variables on the servers, for one strategy."""
 
     def __init__(self, strategy: Any, access: ServerAccess, placement: Placement) -> None:
         self.strategy = strategy
@@ -64,7 +64,7 @@ class ServerRegistration:
         return [root for each in self._roots if (root := each()) is not None]
 
     def make_variable(self, value: torch.Tensor, settings: Settings) -> ServerVariable:
-        """A variable that a scope makes."""
+        """Make a variable in a scope."""
         name = settings.name or "Variable"
         stored = self.placement.place(name, value.shape, value.dtype, trainable=settings.trainable)
         self.access.create(stored, value)
@@ -73,13 +73,13 @@ class ServerRegistration:
         return made
 
     def make_table(self, shape: tuple[int, ...], dtype: torch.dtype, name: str, *, trainable: bool) -> ServerVariable:
-        """A variable of zeros of which rows are read; it takes no memory here."""
+        """Make a variable of zeros of which rows are read; it takes no memory here."""
         stored = self.placement.place(name, shape, dtype, trainable=trainable)
         self.access.create(stored, None)
         return self._table(stored)
 
     def as_table(self, parameter: torch.Tensor) -> ServerVariable:
-        """What stands for a parameter, which is on the servers, from now on: rows of it are read."""
+        """Replace a parameter by a variable on the servers, of which rows are read."""
         stored = self.access.stored_of(parameter)
         assert stored is not None
         self.access.send_changes()

@@ -30,7 +30,7 @@ _SMALL_NBYTES = 1 << 20  # below, all is read where some rows would do
 
 
 def represent(stored: Stored, settings: Settings, strategy: Any, *, rows_apart: bool = False) -> ServerVariable:
-    """Return this process's representative of a variable. `rows_apart`: it is a table, of which rows are read."""
+    """Make the representative of a variable in this process. `rows_apart`: it is a table, of which rows are read."""
     cls = ShardedVariable if rows_apart or len(stored.parts) > 1 else ServerVariable
     # Without memory: what it holds is read when it is used.
     empty = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
@@ -63,7 +63,7 @@ class ServerVariable(Variable):
 
     @property
     def data(self) -> torch.Tensor:
-        """Its value, without a graph: a view, by which it can be changed."""
+        """The value, without a graph: a view, by which it can be changed."""
         return self.detach()
 
     @data.setter
@@ -78,12 +78,12 @@ class ServerVariable(Variable):
 
     @property
     def name(self) -> str | None:
-        """As given; of a shard with its number."""
+        """The name as given; of a shard with its number."""
         return self.stored.name if self._settings.name else None
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What backward passes have added up here; sparse where single rows were read."""
+        """The sum of the gradients of backward passes; sparse where single rows were read."""
         return self._gradient
 
     @grad.setter
@@ -110,7 +110,7 @@ class ServerVariable(Variable):
         return value
 
     def read_value(self) -> torch.Tensor:
-        """Its value now, as a tensor of its own."""
+        """Return the value now, as a tensor of its own."""
         return self._seen("read_value")
 
     value = read_value
@@ -132,7 +132,7 @@ class ServerVariable(Variable):
         leaf.grad = None
 
     def _is_table(self) -> bool:
-        """Whether only the rows that are asked for are read."""
+        """Return whether single rows are read, and only those that are asked for."""
         return self.numel() * self.dtype.itemsize > _SMALL_NBYTES
 
     def lookup(
@@ -314,12 +314,12 @@ class ShardedVariable(ServerVariable):
 
     @property
     def device(self) -> Any:  # type: ignore[override]
-        """Where its value, or rows of it, are in torch's operations. Where a shard lives, its own `device` tells."""
+        """The device of its value, or of rows of it, in torch's operations. A shard's own `device` is its server's."""
         return servers_here.access.device
 
     @property
     def variables(self) -> list[ServerVariable]:
-        """Its shards, in order: variables named `name/part_0` and so on."""
+        """The shards, in order: variables named `name/part_0` and so on."""
         return [_shard(self, number) for number in range(len(self.stored.parts))]
 
     def __iter__(self) -> Iterator[Any]:
@@ -339,7 +339,7 @@ class ShardedVariable(ServerVariable):
 
 
 class _Shard(ServerVariable):
-    """One part of a sharded variable: a view of its rows."""
+    """A part of a sharded variable: a view of its rows."""
 
     whole: ShardedVariable
 
@@ -362,7 +362,7 @@ def _rest(index: Any) -> tuple[Any, ...]:
 
 
 def _is_backwards(index: Any) -> bool:
-    """Whether it is a slice with a negative step, which torch does not know."""
+    """Return whether it is a slice with a negative step, which torch does not know."""
     return isinstance(index, slice) and index.step is not None and index.step < 0
 
 
@@ -426,7 +426,7 @@ def _embedding_bag(
 
 
 def _place_of(row: int | None, unique: torch.Tensor, weight: ServerVariable) -> int | None:
-    """Which of the rows that were read is one that gets no gradient."""
+    """Return which of the rows that were read gets no gradient."""
     if row is None:
         return None
     found = (unique == row % weight.shape[0]).nonzero()

@@ -99,7 +99,7 @@ class Service:
 
 
 def _that_travels(error: BaseException) -> BaseException:
-    """An error as it can be sent."""
+    """Return an error in a form that can be sent."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - whatever hinders it

@@ -1,4 +1,4 @@
-"""Which server holds what of a variable."""
+"""The placement of a variable's parts on the servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _numbers = itertools.count(1)  # strategies share the servers
 
 
 def _device(server: int) -> str:
-    """A server, as TensorFlow spells it."""
+    """Return a server's name in TensorFlow's spelling."""
     return f"/job:ps/replica:0/task:{server}/device:CPU:0"
 
 
@@ -53,12 +53,12 @@ class Part(NamedTuple):
 
     @property
     def device(self) -> str:
-        """Where it is, as TensorFlow spells it."""
+        """The server's name in TensorFlow's spelling."""
         return _device(self.server)
 
 
 class Stored(NamedTuple):
-    """What every process knows of a variable on the servers.
+    """The description of a variable on the servers, which every process has.
 
     Attributes:
         number: Which of the strategy's variables it is.
@@ -75,11 +75,11 @@ class Stored(NamedTuple):
     first_part: int = 0
 
     def shards(self) -> Iterator[tuple[Shard, Part]]:
-        """Its parts, each with what the servers call it."""
+        """Return its parts, each with its name on the servers."""
         return (((self.number, self.first_part + place), part) for place, part in enumerate(self.parts))
 
     def shards_of_rows(self, rows: torch.Tensor) -> Iterator[tuple[Shard, Part, torch.Tensor]]:
-        """The parts that ascending row numbers are in, with the numbers within each."""
+        """Return the parts that ascending row numbers are in, with the numbers within each."""
         rows = rows.cpu()
         if len(self.parts) == 1:
             yield from ((shard, part, rows) for shard, part in self.shards() if len(rows))
@@ -93,22 +93,22 @@ class Stored(NamedTuple):
             begin = end
 
     def only(self, place: int) -> Stored:
-        """One of its parts as a variable by itself."""
+        """Return a part as a variable by itself."""
         part = self.parts[place]
         name = f"{self.name}/part_{place}" if self.name else f"part_{place}"
         alone = Part(part.server, 0, part.last - part.first)
         return self._replace(name=name, shape=self.part_shape(part), parts=(alone,), first_part=place)
 
     def piece(self, value: torch.Tensor, part: Part) -> torch.Tensor:
-        """The rows of a value that belong to a part; the value itself where there is one."""
+        """Return the rows of a value that belong to a part; the value itself where there is one part."""
         return value if len(self.parts) == 1 else value[part.first : part.last]
 
     def like(self) -> torch.Tensor:
-        """A tensor of its shape and dtype that takes no memory, and holds nothing to be read."""
+        """Return a tensor of its shape and dtype that takes no memory, and has no content to be read."""
         return torch.empty((), dtype=self.dtype).expand(self.shape)
 
     def part_shape(self, part: Part) -> tuple[int, ...]:
-        """The shape of one part."""
+        """Return the shape of a part."""
         return (part.last - part.first, *self.shape[1:]) if self.shape else ()
 
 
@@ -123,7 +123,7 @@ class Placement:
     def place(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, *, trainable: bool, whole: bool = False
     ) -> Stored:
-        """Where a new variable goes. `whole`: it is not to be parted, whatever the partitioner says."""
+        """Choose the servers of a new variable. `whole`: it is not divided, whatever the partitioner says."""
         shape = tuple(shape)
         shards = 1
         if self._partitioner is not None and not whole and shape and shape[0] > 1:

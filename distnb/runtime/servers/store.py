@@ -1,4 +1,4 @@
-"""What a parameter server holds, and how requests change it. No sockets, no threads."""
+"""The variables on a parameter server, and the operations on them. No sockets, no threads."""
 
 from __future__ import annotations
 

@@ -74,10 +74,10 @@ class WorkerReplicas:
         return self._of_group
 
     def begin(self, access: ServerAccess) -> None:
-        """A closure begins, in the process group of the day.
+        """Begin a closure, in the current process group.
 
         Args:
-            access: Another one than before if a replica was replaced: then all of them have begun anew.
+            access: Another one than before if a replica was replaced: then all of them start again.
         """
         if access is not self.access:
             self.sync.detach()
@@ -105,11 +105,11 @@ class WorkerReplicas:
                 metric_binding.bind(each)
 
     def owns(self, made: Any) -> bool:
-        """Whether it is the copy of a variable on the servers, or stands for one."""
+        """Return whether a tensor is the copy of a variable on the servers, or represents one."""
         return self.registration.owns(made) or self.access.stored_of(made) is not None
 
     def ask_once(self, ask: Callable[[], Any]) -> Any:
-        """What replica 0 is answered, on all replicas, which all call this. An error of it ends them all."""
+        """Return replica 0's answer on all replicas, which all call this. Its error ends them all."""
         if self._group.rank == 0:
             answers = ask()
             broadcast_bytes(self._group, _joined(encode_tensors(answers)), 0)
@@ -117,7 +117,7 @@ class WorkerReplicas:
         return decode(_split(broadcast_bytes(self._group, None, 0)))
 
     def whole(self, value: Any) -> Any:
-        """The result of a function with the components of all replicas."""
+        """Return the result of a function with the components of all replicas."""
         return map_structure(self._gathered, value)
 
     def _gathered(self, leaf: Any) -> Any:
