@@ -466,7 +466,7 @@ class SimulatedWaiter:
     def __init__(self, ready: Callable[[], bool]) -> None:
         self._ready = ready
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Do nothing: waiting itself makes things happen."""
 
     def wait(self, interrupts_fd: int | None) -> bool:

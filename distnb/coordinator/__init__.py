@@ -1,4 +1,4 @@
-"""The coordinator of a cluster with parameter servers: it schedules closures, and workers run them."""
+"""The coordinator of a cluster with parameter servers: it schedules closures that workers run."""
 
 from __future__ import annotations
 

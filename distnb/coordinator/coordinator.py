@@ -1,4 +1,4 @@
-"""The coordinator: it schedules closures on the workers of a cluster, and gives their results."""
+"""The coordinator: it schedules closures on the workers of a cluster, and returns their results."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from distnb.coordinator.link import (
 )
 from distnb.coordinator.packer import ClosurePacker, PackedClosure
 from distnb.coordinator.per_worker import (
-    MakeDataset,
-    MakeValue,
+    DatasetMaker,
     PerWorkerDataset,
     PerWorkerValues,
+    ValueMaker,
     is_function,
     takes_context,
 )
@@ -58,13 +58,13 @@ __all__ = ["ClusterCoordinator", "running_coordinators", "stories"]
 
 _logger = logging.getLogger("distnb.coordinator")
 
-_DEPTH = 3  # of empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
+_DEPTH = 3  # with empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
 _LATEST_STEPS = 256
-_END_S = 5.0  # workers that do not end in a second are given up on; longer than this, nobody waits
+_END_S = 5.0  # after a second the link gives up workers that do not end; this is the limit of the wait
 
-_numbers = itertools.count(1)  # of closures: the servers know changes by them, whoever scheduled
+_numbers = itertools.count(1)  # of closures, unique in the process: the servers identify changes by them
 _coordinators: dict[Strategy, ClusterCoordinator] = {}
-_lock = threading.RLock()  # of all coordinators' state
+_lock = threading.RLock()  # protects the state of all coordinators
 
 
 @dataclass
@@ -75,19 +75,19 @@ class _Closure:
 
 
 class ClusterCoordinator:
-    """Schedules functions on the workers of a cluster, and coordinates their results.
+    """Scheduler of functions on the workers of a cluster.
 
-    A scheduled function, a *closure*, runs on the next worker that is free, at some time, once: when its worker is
-    lost, another one runs it. Closures of one worker run one after another; nothing is said about the order in which
-    those of several workers end. There is one coordinator for each strategy.
+    A scheduled function, a *closure*, runs on the next free worker, at some time, once. If its worker is lost, another
+    worker runs it. Closures of one worker run one after another; the order in which those of several workers end is not
+    defined. There is one coordinator for each strategy.
 
     Args:
         strategy: The ParameterServerStrategy that the closures use.
-        max_queued: How many closures may wait for a worker; `schedule` waits when so many do.
-        max_queued_nbytes: How much memory their functions and arguments may take.
+        max_queued: The number of closures that may wait for a worker before `schedule` waits.
+        max_queued_nbytes: The memory that their functions and arguments may take.
 
     Raises:
-        OptionError: The strategy is of another kind, or a number makes no sense. (It is a ValueError.)
+        OptionError: The strategy is of another kind, or a number is invalid. (It is a ValueError.)
         NoClusterError: No cluster is running.
 
     Example:
@@ -101,7 +101,7 @@ class ClusterCoordinator:
     """
 
     strategy: Strategy
-    reading: Reading | None  # how far a loop over epochs has come that schedules here: set by who has one
+    reading: Reading | None  # progress of a loop over epochs that schedules here; the loop sets it
 
     def __new__(
         cls, strategy: Strategy, *, max_queued: int = 4096, max_queued_nbytes: int = 1 << 30
@@ -137,14 +137,14 @@ class ClusterCoordinator:
         runtime.access.fence = _fence
         self._packer = ClosurePacker(roles.models, runtime.access)
         self._closures: dict[int, _Closure] = {}
-        self._programs: dict[int, tuple[int, int]] = {}  # by number: the closure, and the worker
+        self._programs: dict[int, tuple[int, int]] = {}  # by program number: the closure, and the worker
         self._sent: dict[int, Sent] = {}  # by worker
         self._lost: dict[int, str] = {}
         self._lost_servers: dict[int, str] = {}
-        self._empty_servers: set[int] = set()  # of those, they have come back
+        self._empty_servers: set[int] = set()  # those of them that have a replacement
         self._nbytes = 0
-        self._errors: list[BaseException] = []  # to be raised, the first first
-        self._why = ""  # those that are cancelled are
+        self._errors: list[BaseException] = []  # to be raised, the first one first
+        self._why = ""  # the reason for cancellation
         self._interrupted = False
         self._is_current = True  # whether the tensors here are those of the latest closure
         self._staleness: deque[int] = deque(maxlen=_LATEST_STEPS)
@@ -160,13 +160,14 @@ class ClusterCoordinator:
     def schedule(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> RemoteValue:
-        """Queue a function for a worker, and return at once.
+        """Queue a function for a worker, and return immediately.
 
-        Function and arguments are sent as they are now. Among the arguments, also within nested structures, per-worker
-        values and iterators become those of the worker that runs the function, and a RemoteValue becomes the result
-        that it stands for, once that is there.
+        The function and its arguments are sent in their current state. Among the arguments, also within nested
+        structures,
+        per-worker values and iterators become those of the worker that runs the function, and a RemoteValue becomes its
+        result, once that is available.
 
-        When too many closures wait, this waits (`max_queued`).
+        If too many closures wait (`max_queued`), this call waits, too.
 
         Args:
             fn: Any callable.
@@ -174,26 +175,26 @@ class ClusterCoordinator:
             kwargs: Its keyword arguments.
 
         Returns:
-            What stands for the result.
+            The result, to be fetched.
 
         Raises:
-            BaseException: What an earlier closure raised, once; then this one is not scheduled.
-            OptionError: The arguments are no tuple and dict, or `fn` is not callable. (It is a ValueError.)
+            BaseException: The error of an earlier closure, once; this one is not scheduled then.
+            OptionError: The arguments are not a tuple and a dict, or `fn` is not callable. (It is a ValueError.)
             CannotTravelError: Something in it cannot be sent.
         """
         if not callable(fn):
             raise OptionError(f"schedule needs a function; got {fn!r}.")
         if args is not None and not isinstance(args, (tuple, list)):
-            raise OptionError(f"args is a tuple or list of arguments; got {args!r}. One argument: args=(value,).")
+            raise OptionError(f"args must be a tuple or list of arguments; got {args!r}. One argument: args=(value,).")
         if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise OptionError(f"kwargs is a dict of keyword arguments; got {kwargs!r}.")
+            raise OptionError(f"kwargs must be a dict of keyword arguments; got {kwargs!r}.")
         with self._held():
             self._raise_error()
         roles.coordinating(self.strategy).registration.take_made()
         packed = self._packer.pack(fn, tuple(args or ()), dict(kwargs or {}), at_rest=self._queue.idle)
         with self._held():
             if self._full():
-                self._await(lambda: self._roomy() or self._trouble)
+                self._await(lambda: self._has_room() or self._must_raise)
                 self._raise_error()
             with _lock:
                 return self._enter(fn, packed)
@@ -205,7 +206,7 @@ class ClusterCoordinator:
         for each in packed.inputs:
             if each.state in ("failed", "cancelled"):
                 text = f"{value.name} was not run: an argument is the result of {each.name}, which has {each.state}."
-                value.spoil(ClosureCancelled(text), "cancelled")
+                value.fail(ClosureCancelled(text), "cancelled")
                 return value
         self._closures[number] = _Closure(value, packed)
         self._is_current = False
@@ -218,20 +219,22 @@ class ClusterCoordinator:
         queued = self._queue.queued
         return queued >= self._max_queued or (queued > 0 and self._nbytes > self._max_nbytes)
 
-    def _roomy(self) -> bool:
-        """Return whether several closures fit at once: one wake-up for each would cost more than it gains."""
+    def _has_room(self) -> bool:
+        """Return whether several closures fit at once, because a wake-up for each would cost both threads more than it
+        gains.
+        """
         queued = self._queue.queued
         return queued <= self._max_queued * 7 // 8 and (not queued or self._nbytes <= self._max_nbytes)
 
     def join(self) -> None:
-        """Wait until every scheduled closure has ended. Then the parameters of models here are those of now.
+        """Wait until every scheduled closure has ended. Then models here have the current parameters.
 
         Raises:
-            BaseException: What a closure raised, once. Those that had not ended then are cancelled.
-            KeyboardInterrupt: The user interrupted: all are cancelled.
+            BaseException: The error of a closure, once. The closures that had not ended then are cancelled.
+            KeyboardInterrupt: The user interrupted: all closures are cancelled.
         """
         with self._held():
-            self._await(lambda: self._queue.idle or self._trouble)
+            self._await(lambda: self._queue.idle or self._must_raise)
             self._raise_error()
         self._link.catch_up()
         self._catch_up(roles.coordinating(self.strategy).access.fetch_changes)
@@ -240,53 +243,55 @@ class ClusterCoordinator:
         """Return whether every scheduled closure has ended.
 
         Raises:
-            BaseException: What a closure raised, once.
+            BaseException: The error of a closure, once.
         """
         with self._held():
             self._raise_error()
             idle = self._queue.idle
-        self._come_to_rest()
+        self._update_if_idle()
         return idle
 
     def fetch(self, val: Any) -> Any:
-        """Wait for results, and return them. If nothing else is under way, models here have the parameters of now.
+        """Wait for results, and return them. If nothing else is running, models here then have the current parameters.
 
         Args:
-            val: A RemoteValue, or a nested structure of them and of other values, which stay as they are.
+            val: A RemoteValue, or a nested structure of them and of other values, which are returned unchanged.
 
         Returns:
             The same structure of results.
 
         Raises:
-            BaseException: What one of the closures raised; each time.
-            ClosureCancelled: One of them was ended before it had a result.
+            BaseException: The error of one of the closures; each time.
+            ClosureCancelled: One of them was cancelled before it had a result.
         """
         return map_structure(_fetched, val)
 
     def wait(self, values: Sequence[RemoteValue], left: int) -> None:
-        """Wait until at most so many of these results have not come yet, or a closure has raised.
+        """Wait until at most `left` of these results are outstanding, or a closure has raised.
 
         Raises:
-            KeyboardInterrupt: The user interrupted: all are cancelled.
+            KeyboardInterrupt: The user interrupted: all closures are cancelled.
         """
-        self._await_held(lambda: sum(not each.ended for each in values) <= left or self._trouble)
+        self._await_held(lambda: sum(not each.ended for each in values) <= left or self._must_raise)
 
     def forget(self, obj: Any) -> None:
-        """Send a model to workers again: more has changed than its values. No closure that uses it is scheduled."""
+        """Send a model to workers again, because more than its values has changed. No scheduled closure uses it."""
         self._packer.forget(obj)
 
     def recover(self, checkpoint: Any) -> None:
-        """Go on after a parameter server was lost, once another one is in its place (`%distnb restart --missing`).
+        """Continue after a parameter server was lost and replaced (`%distnb restart --missing`).
 
-        Variables and optimizers that were on it are made again, and all are restored, so that they fit together. What
-        was scheduled when it was lost was cancelled.
+        Variables and optimizers that were on it are created again, and all are restored, so that they are consistent.
+        The
+        closures that were scheduled when it was lost have been cancelled.
 
         Args:
-            checkpoint: A `CheckpointManager`, whose newest whole checkpoint is restored; or a function that restores.
+            checkpoint: A `CheckpointManager`, whose newest complete checkpoint is restored; or a function that
+                restores.
 
         Raises:
             ServerLost: A server is still missing.
-            CheckpointError: There is no checkpoint, or it does not fit. Call this again with another one.
+            CheckpointError: There is no checkpoint, or it does not match. Call this again with another one.
         """
         with _lock:
             missing = sorted(self._lost_servers.keys() - self._empty_servers)
@@ -294,14 +299,14 @@ class ClusterCoordinator:
         if missing:
             raise ServerLost(self._server_text(missing[0]))
         for each in running_coordinators():
-            each._await_held(each._have_ended)  # what still runs would change what is restored
+            each._await_held(each._have_ended)  # a closure that still runs would change the restored values
         runtime = roles.coordinating(self.strategy)
         for server in filled:
             runtime.access.recreate(server)
         runtime.access.refresh_tensors()
         restored = getattr(checkpoint, "restore_or_initialize", None)
         if restored is not None and restored() is None:
-            raise CheckpointError(f"{checkpoint!r} has no checkpoint yet, from which variables could be restored.")
+            raise CheckpointError(f"{checkpoint!r} has no checkpoint to restore variables from.")
         if restored is None:
             checkpoint()
         runtime.access.fetch_changes()
@@ -312,42 +317,43 @@ class ClusterCoordinator:
                     del self._lost_servers[server]
             self._errors.clear()
 
-    # -- what each worker has of its own ---------------------------------------------------------------------------
+    # -- per-worker values -----------------------------------------------------------------------------------------
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
-        """Make a dataset on each worker.
+        """Create a dataset on each worker.
 
-        Each worker makes its own when a closure first uses it, and so does one that takes a lost worker's place.
-        `iter` of what is returned stands for an iterator on each worker, to be passed to `schedule`.
+        Each worker makes its own when a closure first uses it; so does a replacement of a lost worker. `iter` of the
+        returned
+        object represents an iterator on each worker, for `schedule`.
 
-        Datasets are best shuffled and endless. Workers draw different random numbers, so each shuffles in its own way.
+        Datasets should be shuffled and endless. Workers draw different random numbers, so each shuffles differently.
 
         Args:
             dataset_fn: A function without arguments, or of an `InputContext` (one pipeline for each worker), that
-                returns a dataset: a DataLoader, or anything that can be iterated. Or a dataset, which is sent.
+                returns a dataset: a DataLoader, or any iterable. Or a dataset, which is sent.
         """
         if is_function(dataset_fn):
             takes_context(dataset_fn)
         elif not hasattr(dataset_fn, "__iter__") and not hasattr(dataset_fn, "__getitem__"):
-            raise OptionError(f"A per-worker dataset is made of a function or a dataset; got {dataset_fn!r}.")
+            raise OptionError(f"A per-worker dataset needs a function or a dataset; got {dataset_fn!r}.")
         replicas = self.strategy.num_replicas_in_sync
-        made = MakeDataset(dataset_fn, len(self._link.workers), replicas)
+        made = DatasetMaker(dataset_fn, len(self._link.workers), replicas)
         return PerWorkerDataset(made, _name_of(dataset_fn))
 
     def create_per_worker_value(self, fn: Callable[[], Any]) -> PerWorkerValues:
-        """Make a value on each worker, when a closure first uses it there.
+        """Create a value on each worker, which makes it when a closure first uses it.
 
         Args:
-            fn: A function without arguments.
+            fn: A function without arguments that returns the value.
         """
         if not callable(fn):
-            raise OptionError(f"A per-worker value is made by a function without arguments; got {fn!r}.")
-        return PerWorkerValues(MakeValue(fn), _name_of(fn))
+            raise OptionError(f"A per-worker value needs a function without arguments; got {fn!r}.")
+        return PerWorkerValues(ValueMaker(fn), _name_of(fn))
 
-    # -- being looked at -------------------------------------------------------------------------------------------
+    # -- status ----------------------------------------------------------------------------------------------------
 
     def status(self) -> CoordinatorStatus:
-        """Return the current state. This is cheap, works on any thread, and asks no worker."""
+        """Return a snapshot of the current state. Cheap, from any thread, and without a message to a worker."""
         now = time.monotonic()
         with _lock:
             workers = []
@@ -380,15 +386,15 @@ class ClusterCoordinator:
         shown = ", ".join(f"{number} {name}" for name, number in counts._asdict().items() if number)
         return f"<ClusterCoordinator of {len(self._link.workers)} workers: {shown or 'nothing scheduled yet'}>"
 
-    # -- waiting, and what is raised -------------------------------------------------------------------------------
+    # -- waiting, and raising errors -------------------------------------------------------------------------------
 
     @property
-    def _trouble(self) -> bool:
+    def _must_raise(self) -> bool:
         return bool(self._errors or self._lost_servers) or self._interrupted or self._link.closed
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """SIGINT is noted, and not raised, while the state is looked at and changed; at the end it is."""
+        """Defer SIGINT while the state is read and changed. Raise KeyboardInterrupt at the end."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -409,13 +415,14 @@ class ClusterCoordinator:
     def _await_result(self, ready: Callable[[], bool]) -> None:
         if not ready():
             self._await_held(ready)
-        self._come_to_rest()
+        self._update_if_idle()
 
-    def _come_to_rest(self) -> None:
-        """Bring the tensors here up to date once all has ended: the user goes on from what is seen here.
+    def _update_if_idle(self) -> None:
+        """Update the tensors here once everything has ended, because the user continues from the values seen here.
 
-        What is changed in place is then a change of what the servers hold. While closures are under way it is a change
-        of what was read last, and what the closures change is added to it.
+        A change in place is then a change of the servers' values. While closures run, it is a change of the values read
+        last,
+        and the closures' changes are added to it.
         """
         if self._is_current or not self._queue.idle or self._lost_servers or self._link.closed:
             return
@@ -423,7 +430,7 @@ class ClusterCoordinator:
             self._catch_up(roles.coordinating(self.strategy).access.refresh_tensors)
 
     def _catch_up(self, refresh: Callable[[], None]) -> None:
-        self._is_current = True  # unless another thread schedules something meanwhile
+        self._is_current = True  # unless another thread schedules something in the meantime
         try:
             refresh()
         except BaseException:
@@ -431,7 +438,7 @@ class ClusterCoordinator:
             raise
 
     def _await(self, ready: Callable[[], bool]) -> None:
-        """Wait for a condition. KeyboardInterrupt: the user interrupted, and everything was ended."""
+        """Wait for a condition. On an interrupt, end everything and raise KeyboardInterrupt."""
         with _lock:
             if ready():
                 return
@@ -450,7 +457,7 @@ class ClusterCoordinator:
             waiter.close()
 
     def _end_all(self) -> None:
-        """Cancel everything for the user's interrupt, and wait until the workers have followed or are given up on."""
+        """Cancel everything after an interrupt, and wait until the workers have followed or are given up."""
         with _lock:
             self._cancel("the user interrupted")
             self._wake()
@@ -467,8 +474,8 @@ class ClusterCoordinator:
         self._carry_out(self._queue.cancel(time.monotonic()))
 
     def _raise_error(self) -> None:
-        """Raise what closures have raised, once; and that a server or the cluster is gone, as long as it is."""
-        if not self._trouble:
+        """Raise the closures' errors, once. Raise the loss of a server or of the cluster as long as it lasts."""
+        if not self._must_raise:
             return
         self._await(self._have_ended)
         with _lock:
@@ -478,19 +485,19 @@ class ClusterCoordinator:
             raise KeyboardInterrupt
         if errors:
             self._link.catch_up()
-            self._come_to_rest()
+            self._update_if_idle()
             first, *others = errors
             for other in others:
                 first.add_note(f"(another closure failed, too: {type(other).__name__}: {other})")
             try:
                 first.others = tuple(others)  # type: ignore[attr-defined]
             except AttributeError:
-                pass  # a class with slots; the notes have the text
+                pass  # a class with slots; the notes name the others
             raise first.with_traceback(None)
         if self._link.closed:
             raise NoClusterError(
                 "The cluster of this coordinator was stopped. Start one with %distnb start --workers 2 --ps 1, or "
-                "distnb.start(workers=2, ps=1), and make strategy and coordinator anew."
+                "distnb.start(workers=2, ps=1), and create the strategy and the coordinator again."
             )
         if self._lost_servers:
             raise ServerLost(self._server_text(next(iter(self._lost_servers))))
@@ -499,12 +506,12 @@ class ClusterCoordinator:
         how = self._lost_servers[server]
         if server in self._empty_servers:
             return (
-                f"Parameter server {server} {how}. Another one is in its place, and holds nothing yet. Restore the "
-                "variables from a checkpoint: coordinator.recover(checkpoint_manager)."
+                f"Parameter server {server} {how}. Its replacement is empty. Restore the variables from a checkpoint: "
+                "coordinator.recover(checkpoint_manager)."
             )
         return (
-            f"Parameter server {server} {how}, and the variables that it held are gone. Start another one in its place "
-            "with %distnb restart --missing, and restore the variables from a checkpoint: "
+            f"Parameter server {server} {how}, and its variables are lost. Start a replacement with "
+            "%distnb restart --missing, and restore the variables from a checkpoint: "
             "coordinator.recover(checkpoint_manager)."
         )
 
@@ -515,7 +522,7 @@ class ClusterCoordinator:
             return self._queue.next_deadline()
 
     def _handle(self, event: Event | None) -> None:
-        """Handle one event; None: time has passed."""
+        """Handle one event; None: a deadline has passed."""
         now = time.monotonic()
         with _lock:
             if event is not None and _logger.isEnabledFor(logging.DEBUG):
@@ -532,7 +539,7 @@ class ClusterCoordinator:
                 number, worker = self._programs.pop(program, (None, 0))
                 return [] if number is None else queue.given_back(worker, number, now)
             case ClosureGivenUp(program=program, reply=reply):
-                number, worker = self._programs.get(program, (None, 0))  # its reply may come yet
+                number, worker = self._programs.get(program, (None, 0))  # its reply may still arrive
                 if number is None:
                     return []
                 orders: list[Order] = []
@@ -579,7 +586,7 @@ class ClusterCoordinator:
         if number is None:
             return []
         closure = self._closures.get(number)
-        if closure is None or closure.program != reply.program:  # it was given up on
+        if closure is None or closure.program != reply.program:  # it was given up
             return self._queue.ended(worker, number, "cancelled", now)
         name = closure.value.name
         if reply.status == "ok":
@@ -589,31 +596,32 @@ class ClusterCoordinator:
                     if each.value.contributions is not None:
                         self._packer.merge(each.value.contributions)
             except Exception as refusal:  # noqa: BLE001 - a metric's own code
-                refusal.add_note(f"What {name} had counted on worker {worker} could not be added to the metric.")
+                refusal.add_note(f"The counts of {name} on worker {worker} could not be added to the metric.")
                 if not self._queue.ending:
-                    self._why = f"what {name} had counted could not be added to a metric"
+                    self._why = f"the counts of {name} could not be added to a metric"
                 return self._failed(closure, worker, number, refusal, now)
             self._staleness.extend(reply.value.staleness)
             self._steps += len(reply.value.staleness)
             closure.value.resolve(reply.value.value, open_value)
             return self._queue.ended(worker, number, "done", now)
         if reply.status == "aborted" and self._queue.is_asked_back(worker, number):
-            return self._queue.given_back(worker, number, now)  # its reply came before the news of that
+            # the reply arrived before the report that the program was returned
+            return self._queue.given_back(worker, number, now)
         if reply.status != "error" or reply.error is None:
             if not self._queue.ending:
-                self._why = "its worker was told to end it"
+                self._why = "its worker was ordered to end it"
             return self._queue.ended(worker, number, "cancelled", now)
         error = self._error_of(reply, worker, name)
         self._forget(number)
         return self._failed(closure, worker, number, error, now)
 
     def _failed(self, closure: _Closure, worker: int, number: int, error: BaseException, now: float) -> list[Order]:
-        closure.value.spoil(error, "failed")
+        closure.value.fail(error, "failed")
         self._errors.append(error)
         return self._queue.ended(worker, number, "failed", now)
 
     def _error_of(self, reply: Reply, worker: int, name: str) -> BaseException:
-        """Return the exception that a closure raised. The others are cancelled for that."""
+        """Return the error of a closure, which is the reason for cancelling the others."""
         report = reply.error
         assert report is not None
         if not self._queue.ending:
@@ -632,9 +640,9 @@ class ClusterCoordinator:
 
     def _wake(self) -> None:
         for waiter in self._waiters:
-            waiter.look()
+            waiter.check()
 
-    # -- carrying out ----------------------------------------------------------------------------------------------
+    # -- carrying out orders -------------------------------------------------------------------------------------
 
     def _carry_out(self, orders: Sequence[Order]) -> None:
         for order in orders:
@@ -643,13 +651,13 @@ class ClusterCoordinator:
             elif isinstance(order, Cancel):
                 value = self._forget(order.closure).value
                 text = f"{value.name} was cancelled before it had a result: {self._why}"
-                value.spoil(ClosureCancelled(text if text.endswith(".") else f"{text}."), "cancelled")
+                value.fail(ClosureCancelled(text if text.endswith(".") else f"{text}."), "cancelled")
             elif isinstance(order, Interrupt):
                 self._link.interrupt(self._closures[order.closure].program)
             elif isinstance(order, Reclaim):
                 self._link.take_back(order.worker, self._closures[order.closure].program)
             elif isinstance(order, ReportNoWorker):
-                print(f"distnb: {self._nobody()}", file=sys.stderr)
+                print(f"distnb: {self._no_worker_text()}", file=sys.stderr)
 
     def _send(self, order: Send) -> None:
         closure = self._closures[order.closure]
@@ -663,31 +671,32 @@ class ClusterCoordinator:
         self._link.send(order.worker, message)
 
     def _seed_of(self, worker: int) -> int:
-        """Return the seed of a worker's random numbers: each has its own, derived from the seed that is set here."""
+        """Return the seed of a worker. Each worker draws different numbers, all determined by the seed set here."""
         if self._seed is None:
             import torch
 
             self._seed = int(torch.randint(1 << 62, ()))
         return random.Random(f"{self._seed} {worker}").getrandbits(63)
 
-    def _nobody(self) -> str:
+    def _no_worker_text(self) -> str:
         stuck = [str(worker) for worker, state in self._queue.workers.items() if state.stuck]
         if stuck:
             return (
-                f"closures wait: worker {', '.join(stuck)} is busy with one that was ended, and no other worker is "
-                "there. %distnb restart starts it anew."
+                f"closures wait: worker {', '.join(stuck)} is busy with one that was cancelled, and there is no other "
+                "worker. Restart it with %distnb restart."
             )
         return (
-            "closures wait, and no worker is there to run them. They go on when one comes: %distnb restart --missing "
-            "starts those that are missing, and so does distnb.Cluster.restart(missing=True)."
+            "closures wait, and there is no worker to run them. They continue when one starts: start the missing "
+            "workers with %distnb restart --missing, or distnb.Cluster.restart(missing=True)."
         )
 
 
 def _fence() -> Fence:
-    """Return the closures that have ended, whoever scheduled them.
+    """Return the closures of all coordinators that have ended.
 
-    Every request to a server carries it. So whoever has seen a value after a closure was cancelled, the coordinator or
-    a later closure, has also ordered the server that held it to refuse that closure's changes.
+    Every request to a server carries them. So the coordinator, or a later closure, that has seen a value after a
+    closure was
+    cancelled has also made the value's server refuse that closure's changes.
     """
     with _lock:
         queues = [each._queue for each in _coordinators.values()]
@@ -711,7 +720,7 @@ def stories() -> list[list[Transition]]:
 def _fetched(value: Any) -> Any:
     if isinstance(value, PerWorkerValues):
         raise OptionError(
-            f"fetch got {value!r}, which each worker has its own of. Fetch what a closure returns: "
+            f"fetch got {value!r}, of which each worker has its own. Fetch the result of a closure: "
             "coordinator.fetch(coordinator.schedule(lambda value: value, args=(per_worker,)))."
         )
     return value.fetch() if isinstance(value, RemoteValue) else value

@@ -1,4 +1,4 @@
-"""Treatment in closures of objects of torchmetrics, and of libraries that are loaded later, such as Keras."""
+"""Support in closures for objects of torchmetrics, and of libraries that are loaded later, such as Keras."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Library", "ResourceDescription", "libraries", "library_of", "parts_o
 
 
 class ResourceDescription(NamedTuple):
-    """A resource.
+    """The description of a resource.
 
     Attributes:
-        describe: Gives what a worker makes its own of.
-        settings: What may change later, and goes with each closure.
+        describe: A function that returns the data from which a worker makes its own object.
+        settings: Settings that may change later, and are sent with each closure.
     """
 
     describe: Callable[[], Any]
@@ -27,59 +27,60 @@ class ResourceDescription(NamedTuple):
 
 
 class Library(ABC):
-    """Another library's objects in closures: how they are pickled, what is a resource, and what is a metric.
+    """Support for another library's objects in closures: pickling, resources, and metrics.
 
-    A metric counts on workers, from a closure's beginning; what it has counted is added up on the coordinator once the
-    closure has ended.
+    A metric counts on workers, from a closure's start. When the closure has ended, the coordinator adds the counts.
     """
 
     def parts(self, root: Any) -> Iterable[Any]:
-        """Return the modules in a model that belong to its description, and may be none of its own to torch."""
+        """Return the modules of a model that belong to its description, although torch may not know them as its
+        modules.
+        """
         return ()
 
     def reduced(self, obj: Any) -> Any:
-        """Return the pickled form of an object, as `__reduce__` does; None for the usual one."""
+        """Return the reduction of an object, as `__reduce__` does, or None for the default."""
         return None
 
     def described(self, obj: Any) -> ResourceDescription | None:
-        """Return the type of an object that is a resource, and no module."""
+        """Return the description of an object that is a resource but not a module, or None."""
         return None
 
     def set(self, resource: Any, settings: Any) -> bool:
-        """Give a worker's own what goes with a closure. False: it is not of this library."""
+        """Apply the settings of a closure to a worker's object. Return False if it is not of this library."""
         return False
 
     def load(self) -> None:
-        """Prepare the library as the coordinator's is: a function that may use it is about to run."""
+        """Prepare the library as on the coordinator, before a function that may use it runs."""
         return
 
     def check(self, metric: Any) -> None:
-        """Raise CannotTravelError if workers cannot count by a metric."""
+        """Raise CannotTravelError if workers cannot use a metric."""
         return
 
     def opened(self, metric: Any) -> None:
-        """Prepare a metric that a worker has made its own of."""
+        """Prepare a worker's own copy of a metric."""
         return
 
     @abstractmethod
     def is_metric(self, obj: Any) -> bool:
-        """Return whether workers count something by it that is added up on the coordinator."""
+        """Return whether workers count with the object, and the coordinator adds the counts."""
 
     @abstractmethod
     def reset(self, metric: Any) -> None:
-        """Reset the metric on a worker: a closure begins."""
+        """Reset a worker's metric at the start of a closure."""
 
     @abstractmethod
     def contribution(self, metric: Any) -> Any:
-        """Return the closure's contribution; None if there is none."""
+        """Return the counts of the closure that has ended, or None if there are none."""
 
     @abstractmethod
     def merge(self, metric: Any, contribution: Any) -> None:
-        """Add it, on the coordinator."""
+        """Add the counts to the coordinator's metric."""
 
 
 class _Torchmetrics(Library):
-    """Metrics, collections of metrics, and wrappers."""
+    """Metrics, collections of metrics, and wrappers of torchmetrics."""
 
     def is_metric(self, obj: Any) -> bool:
         torchmetrics: Any = sys.modules.get("torchmetrics")
@@ -107,16 +108,16 @@ class _Torchmetrics(Library):
 
 
 libraries: list[Library] = [_Torchmetrics()]
-"""Those that are known; one that is loaded later adds its own."""
+"""The libraries with support. One that is loaded later appends its own."""
 
 
 def library_of(metric: Any) -> Library | None:
-    """Return the library of a metric; None of other objects."""
+    """Return the library of a metric, or None if the object is not a metric."""
     return next((each for each in libraries if each.is_metric(metric)), None)
 
 
 def parts_of(root: Any) -> Iterator[Any]:
-    """Yield an object and, of a model, all modules in it, in the same order in every process."""
+    """Yield an object and, for a model, all modules in it, in the same order in every process."""
     yield from root.modules() if isinstance(root, torch.nn.Module) else (root,)
     for library in libraries:
         yield from library.parts(root)

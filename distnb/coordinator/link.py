@@ -1,4 +1,4 @@
-"""The coordinator's connection to the cluster: messages to workers, and their events. The notebook implements it."""
+"""The coordinator's interface to the cluster: messages to workers, and events of workers and servers."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ __all__ = [
 
 
 class WorkerUp(NamedTuple):
-    """A worker takes closures. One that has taken another's place knows nothing of what that one was sent."""
+    """A worker accepts closures. A replacement knows nothing that its predecessor was sent."""
 
     worker: int
 
 
 class WorkerLost(NamedTuple):
-    """A worker is gone, and all its messages have arrived."""
+    """A worker is lost. All its messages have arrived."""
 
     worker: int
     how: str
 
 
 class ServerUp(NamedTuple):
-    """A parameter server is there, and holds nothing yet."""
+    """A parameter server is available, and holds nothing yet."""
 
     server: int
 
 
 class ServerGone(NamedTuple):
-    """A parameter server is gone, and with it all that it held."""
+    """A parameter server is lost, with everything that it held."""
 
     server: int
     how: str
@@ -57,8 +57,8 @@ class ClosureEnded(NamedTuple):
     """A worker has replied to a program.
 
     Attributes:
-        reply: Its first replica's; or the one that reports a failure.
-        others: Those of its other replicas, if all went well.
+        reply: The reply of its first replica, or the one that reports a failure.
+        others: The replies of its other replicas, if all ended well.
     """
 
     worker: int
@@ -67,7 +67,7 @@ class ClosureEnded(NamedTuple):
 
 
 class ClosureGivenBack(NamedTuple):
-    """A worker will not begin with a program that was taken back."""
+    """A worker will not start a program that was reclaimed."""
 
     worker: int
     program: int
@@ -77,7 +77,7 @@ class ClosureGivenUp(NamedTuple):
     """A worker did not follow the order to end a program, and is still busy with it.
 
     Attributes:
-        reply: What another replica of it has replied that failed; that is why it was to end.
+        reply: The reply of another of its replicas that failed, which is the reason for the order.
     """
 
     worker: int
@@ -86,7 +86,7 @@ class ClosureGivenUp(NamedTuple):
 
 
 class UserInterrupted(NamedTuple):
-    """The user wants all to end, by `%distnb interrupt`."""
+    """The user wants everything to end, by `%distnb interrupt`."""
 
 
 class LinkClosed(NamedTuple):
@@ -107,12 +107,12 @@ Event = (
 
 
 class ClusterLink(Protocol):
-    """A running cluster.
+    """A running cluster. The notebook implements it.
 
     Attributes:
-        workers: The indices of its worker tasks, of those that are lost, too.
-        replicas_per_worker: How many replicas each of them has.
-        num_servers: How many parameter servers it has.
+        workers: The indices of its worker tasks, including lost ones.
+        replicas_per_worker: The number of replicas of each.
+        num_servers: The number of its parameter servers.
         servers: This process's connections with them.
         closed: Whether the cluster was stopped.
     """
@@ -129,38 +129,40 @@ class ClusterLink(Protocol):
         """Return the serial number of the next program."""
 
     def send(self, worker: int, message: RunClosure) -> None:
-        """Send a closure; from any thread. Programs sent to one worker have ascending numbers."""
+        """Send a closure, from any thread. Programs sent to one worker have ascending numbers."""
 
     def take_back(self, worker: int, program: int) -> None:
-        """Ask for a program that the worker may not have begun: `ClosureGivenBack`, or it runs to its end.
+        """Reclaim a program that the worker may not have started. `ClosureGivenBack` follows, or the program runs to
+        its end.
 
-        Only of workers of one replica: of several, some may have begun.
+        Only for workers of one replica: of several replicas, some may have started.
         """
 
     def interrupt(self, program: int) -> None:
-        """End a program: its reply comes soon, or `ClosureGivenUp`."""
+        """End a program. Its reply follows soon, or `ClosureGivenUp`."""
 
     def error(self, report: ErrorReport, worker: int, closure: str) -> BaseException:
-        """Return the exception that a worker has reported, to be raised here with the worker's own traceback."""
+        """Return the exception that a worker has reported, with the worker's own traceback."""
 
     def watch(self, coordinator: ClusterCoordinator) -> None:
-        """Show what this coordinator does, until its closures have ended. Calls are frequent, and so are cheap."""
+        """Show this coordinator's progress until its closures have ended. It is called often, so it must be cheap."""
 
     def cell_name(self, filename: str) -> str:
-        """Return the name of a cell in tracebacks, by what its code objects carry; "" if it is none."""
+        """Return the name of a cell in tracebacks from the file name in its code objects, or "" for other files."""
 
     def catch_up(self) -> None:
-        """Show what workers have written so far."""
+        """Show the workers' output so far."""
 
     def subscribe(
         self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]
     ) -> Callable[[], None]:
-        """Report events from now on, one after another; first of the workers that are there.
+        """Report events from now on, one after another, starting with the workers that exist already.
 
         Args:
-            listener: Called with each, on a thread of the link's own. Called with None at `deadline()` (of
-                `time.monotonic`), which is asked after each event.
+            listener: A function called with each event, on a thread of the link. It is called with None at the time
+                that
+                `deadline()` returns (of `time.monotonic`), which is called after each event.
 
         Returns:
-            The function that ends it.
+            The function that ends the subscription.
         """

@@ -1,9 +1,15 @@
-"""Closures as the coordinator packs them: a function, its arguments, and what they refer to.
+"""The coordinator's form of closures: a function, its arguments, and the resources that they refer to.
 
-What belongs to the coordinator and has an object of its own on each worker is a *resource*: a model, an optimizer, a
-metric, a per-worker value; also a function that is scheduled again and again. A closure refers to resources by number,
-and a worker is sent what it lacks of them, once. What may change of them later (whether a model trains, a learning
-rate) goes with each closure.
+A *resource* belongs to the coordinator and has a counterpart on each worker: a model, an optimizer, a metric, a
+per-worker value, and a function that is scheduled repeatedly. A closure refers to resources by number. A worker
+receives the definition of each resource once. Settings that may change later (training mode, learning rate) are sent
+with each closure.
+
+Example: `schedule(step, args=(iterator,))` with a model in `step` sends
+
+    first closure   definitions of 1 (model), 2 (iterator); step by value; (2,); settings {1: modes}
+    second closure  definition of 3 (step, which has repeated);     3; (2,); settings {1: modes}
+    third closure                                                   3; (2,); settings {1: modes}
 """
 
 from __future__ import annotations
@@ -39,20 +45,20 @@ from distnb.runtime.servers.server_variable import ServerVariable
 
 __all__ = ["ClosurePacker", "PackedClosure"]
 
-_numbers = itertools.count(1)  # a worker may serve several coordinators
-_FUNCTIONS = 256  # that are remembered, to be known when they are scheduled again
+_numbers = itertools.count(1)  # unique in the process, because a worker may serve several coordinators
+_FUNCTIONS = 256  # functions that are remembered, to be recognised when they are scheduled again
 _NO_MODES = Environment()
 
 
 class PackedClosure(NamedTuple):
-    """A closure as it is queued.
+    """A queued closure.
 
     Attributes:
-        data, buffers: The function, or its number; the arguments; and what is set of resources.
-        needs: The resources that a worker must know.
-        inputs: Results of other closures that are among the arguments.
-        holds: What these resources are of: they are there as long as the closure is.
-        modes: Torch's and others of this process; the same object as that of the closure before if they are equal.
+        data, buffers: The function, or its number; the arguments; and the settings of resources.
+        needs: The numbers of the resources that a worker must know.
+        inputs: Results of other closures among the arguments.
+        holds: The objects of these resources, which must live as long as the closure.
+        modes: This process's modes, of torch and others. Equal modes of successive closures are the same object.
     """
 
     data: bytes
@@ -75,15 +81,15 @@ class _Known(NamedTuple):
 
 
 class ClosurePacker:
-    """Packs closures by value, and knows the resources that they refer to.
+    """Packer of closures by value that knows the resources they refer to.
 
     Args:
-        roots: Gives the models that scopes of strategies with parameter servers made.
+        roots: A function that returns the models that scopes of strategies with parameter servers made.
         access: The variables on the servers.
 
     Attributes:
-        forgotten: How many resources are gone: workers that know them may forget them, too.
-        sources: The texts of cells that packed functions are from, by what their code objects carry.
+        forgotten: The number of resources that no longer exist. Workers may drop them, too.
+        sources: The texts of cells that define packed functions, by the file name in their code objects.
     """
 
     def __init__(self, roots: Callable[[], Sequence[torch.nn.Module]], access: ServerAccess) -> None:
@@ -92,8 +98,8 @@ class ClosurePacker:
         self._roots = roots
         self._access = access
         self._known: dict[int, _Known] = {}
-        self._functions: dict[bytes, int] = {}  # by digest; 0: met once
-        self._objects: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity: it, and its number
+        self._functions: dict[bytes, int] = {}  # by digest; 0: seen once
+        self._objects: dict[int, tuple[weakref.ref[Any], int]] = {}  # by identity: the object, and its number
         self._metrics: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
         self._captured: Environment | None = None
@@ -107,11 +113,11 @@ class ClosurePacker:
         *,
         at_rest: bool = True,
     ) -> PackedClosure:
-        """Take a closure as it is now.
+        """Pack a closure in its current state.
 
         Args:
-            at_rest: Whether no closure is under way. Only then changes by way of `.data`, which torch does not count,
-                are looked for: to compare every parameter takes time.
+            at_rest: Whether no closure is running. Only then changes through `.data`, which torch does not count, are
+                detected, because comparing every parameter takes time.
 
         Raises:
             CannotTravelError: Something in it cannot be sent to a worker.
@@ -140,7 +146,7 @@ class ClosurePacker:
         )
 
     def _modes_now(self) -> Environment:
-        """Modes, without random states: workers have their own."""
+        """Return the current modes without random states: workers have their own."""
         found = capture_environment(self._captured, "call")
         if found is not self._captured:
             self._captured = found
@@ -157,7 +163,7 @@ class ClosurePacker:
         return number in self._known
 
     def merge(self, contributions: Mapping[int, Any]) -> None:
-        """Add what a closure added to metrics."""
+        """Add a closure's counts to the metrics."""
         for number, contribution in contributions.items():
             metric = self._metrics.get(number)
             library = library_of(metric)
@@ -165,14 +171,16 @@ class ClosurePacker:
                 library.merge(metric, contribution)
 
     def forget(self, obj: Any) -> None:
-        """Send an object that has changed to workers again. No closure that uses it is under way."""
+        """Drop the definition of an object that has changed, so that workers receive it again. No running closure uses
+        it.
+        """
         with self._lock:
             found = self._objects.get(id(obj))
             if found is not None:
                 self._forget(id(obj), found[1])
 
     def _function(self, function: Callable[..., Any]) -> tuple[int | PickledParts, Any]:
-        """Pack a function. If it was packed before, return its number: it is a resource, sent to each worker once."""
+        """Pack a function. A function that was seen before becomes a resource; return its number."""
         packed, found = dump(function, "The function", self)
         digest = xxhash.xxh3_128(packed.data)
         for each in packed.buffers:
@@ -191,7 +199,7 @@ class ClosurePacker:
         return number, found
 
     def _with_needs(self, numbers: Mapping[int, Any], settings: dict[int, Any]) -> dict[int, Any]:
-        """Collect these resources and all that they need; `settings` receives what is set of these."""
+        """Return resources with everything that they need. Add the settings of those to `settings`."""
         every = dict(numbers)
         pending = list(numbers)
         while pending:
@@ -206,10 +214,10 @@ class ClosurePacker:
                 settings.setdefault(number, its)
         return every
 
-    # What is no plain value -----------------------------------------------------------------------------------------
+    # References -------------------------------------------------------------------------------------------------------
 
     def reference(self, obj: Any, pickler: ClosurePickler) -> tuple[Any, ...] | None:
-        """Return the pickled form of a resource, or of a variable on the servers; None for others."""
+        """Return the reduction of a resource or of a variable on the servers, or None for other objects."""
         if isinstance(obj, torch.Tensor):
             stored = self._access.stored_of(obj)
             if stored is None:
@@ -254,29 +262,29 @@ class ClosurePacker:
                 return (open_module, (*opened[1], place)) if place else opened
         if any(each.requires_grad for each in module.parameters()):
             raise CannotTravelError(
-                f"A {type(module).__name__} that was made outside strategy.scope() is used in a function that is "
-                "scheduled: each worker would train a copy of its own. Make it within `with strategy.scope():`."
+                f"A {type(module).__name__} that was made outside strategy.scope() is used in a scheduled function: "
+                "each worker would train its own copy. Make it within `with strategy.scope():`."
             )
         return None
 
     def _resource(
         self, obj: Any, pickler: ClosurePickler, describe: Callable[[], Any], settings: Any = None
     ) -> tuple[Any, tuple[int]]:
-        """Refer to a resource, which is described when it is first met."""
+        """Return a reference to a resource. Its first reference also describes it."""
         found = self._objects.get(id(obj))
         if found is not None and found[0]() is obj:
             number = found[1]
         else:
             number, identity = next(_numbers), id(obj)
             self._objects[identity] = (weakref.ref(obj, lambda _: self._forget(identity, number)), number)
-            self._known[number] = _Known(PickledParts(b""), {}, {})  # it may refer to itself
+            self._known[number] = _Known(PickledParts(b""), {}, {})  # the description may refer to the resource itself
             packed, within = dump(describe(), f"A {type(obj).__name__}", self, root=obj)
             if within.inputs:
                 raise CannotTravelError(
                     f"A {type(obj).__name__} refers to a RemoteValue. Use the value: coordinator.fetch(...)."
                 )
             within.needs.pop(number, None)
-            # Nothing is held of what it refers to: an optimizer holds its parameters, and not their model.
+            # Hold no reference to what it needs: an optimizer refers to its parameters, but not to their model.
             self._known[number] = _Known(packed, dict.fromkeys(within.needs), within.settings)
         pickler.needs[number] = obj
         if settings is not None:

@@ -1,4 +1,4 @@
-"""Values of which each worker has its own: it makes them when a closure that it runs first uses them."""
+"""Values of which each worker has its own. A worker makes it when a closure first uses it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ __all__ = ["Maker", "PerWorkerDataset", "PerWorkerIterator", "PerWorkerValues"]
 
 
 class Maker(Protocol):
-    """A maker of a worker's own value; it is sent to each worker once."""
+    """Maker of a worker's own value. It is sent to each worker once."""
 
     def make_for_worker(self, worker: int) -> Any: ...
 
 
 class PerWorkerValues:
-    """A value on each worker: as an argument of a scheduled function it is replaced by the worker's own.
+    """Reference to one value on each worker. Among the arguments of a scheduled function it becomes the worker's own
+    value.
 
-    A worker that replaces a lost one makes it again.
+    A worker that replaces a lost one makes its value again.
     """
 
     def __init__(self, maker: Maker, name: str) -> None:
@@ -35,8 +36,8 @@ class PerWorkerValues:
 
     def __reduce__(self) -> Any:
         raise CannotTravelError(
-            f"A {type(self).__name__} can be sent as an argument of coordinator.schedule only, or in what the "
-            "scheduled function refers to."
+            f"A {type(self).__name__} can only be sent as an argument of coordinator.schedule, or as a value that "
+            "the scheduled function refers to."
         )
 
     def __repr__(self) -> str:
@@ -44,14 +45,18 @@ class PerWorkerValues:
 
 
 class PerWorkerDataset(PerWorkerValues):
-    """A dataset on each worker. `iter` returns an iterator of each, to be passed to scheduled functions."""
+    """Reference to one dataset on each worker. `iter` returns a reference to an iterator on each, for scheduled
+    functions.
+    """
 
     def __iter__(self) -> PerWorkerIterator:
-        return PerWorkerIterator(_MakeIterator(self), self._name)
+        return PerWorkerIterator(_IteratorMaker(self), self._name)
 
 
 class PerWorkerIterator(PerWorkerValues, Iterator[Any]):
-    """An iterator on each worker: `next(iterator)` in a scheduled function returns its worker's next element."""
+    """Reference to one iterator on each worker. In a scheduled function, `next(iterator)` returns its worker's next
+    element.
+    """
 
     def __iter__(self) -> PerWorkerIterator:
         return self
@@ -64,11 +69,11 @@ class PerWorkerIterator(PerWorkerValues, Iterator[Any]):
         )
 
 
-class MakeValue:
-    """A function that makes a worker's own value.
+class ValueMaker:
+    """Maker of a worker's own value.
 
     Args:
-        function: Called without arguments.
+        function: A function without arguments that returns the value.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -79,11 +84,13 @@ class MakeValue:
         return self._function()
 
 
-class MakeDataset:
-    """A function that makes a worker's own dataset.
+class DatasetMaker:
+    """Maker of a worker's own dataset.
 
     Args:
-        dataset: It, or the function that makes it, of no argument or of an InputContext.
+        dataset: The dataset, or the function that makes it, without arguments or with an InputContext.
+        workers: The number of workers.
+        replicas: The number of replicas in sync.
     """
 
     def __init__(self, dataset: Any, workers: int, replicas: int) -> None:
@@ -100,7 +107,7 @@ class MakeDataset:
         return self._dataset(InputContext(self._workers, worker, self._replicas))
 
 
-class _MakeIterator:
+class _IteratorMaker:
     def __init__(self, dataset: PerWorkerDataset) -> None:
         self._dataset = dataset
 
@@ -114,7 +121,7 @@ class _MakeIterator:
 
 
 def is_function(dataset: Any) -> bool:
-    """Return whether a value is a function that makes a dataset."""
+    """Return whether the object is a function that makes a dataset."""
     return callable(dataset) and not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 

@@ -1,4 +1,4 @@
-"""Pickles of closures: objects by value, tensors by their bytes, and of resources their numbers."""
+"""Pickles of closures: objects by value, tensors by their bytes, and resources by their numbers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["ClosurePickler", "PickledParts", "dump", "open_packed", "open_value"
 
 
 class PickledParts(NamedTuple):
-    """A pickle, and its out-of-band buffers."""
+    """A pickle with its out-of-band buffers."""
 
     data: bytes
     buffers: tuple[Any, ...] = ()
 
 
 class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Objects by value, and of resources their numbers.
+    """Pickler of objects by value, and of resources by number.
 
     Attributes:
-        needs: The resources that were met, by number.
-        settings: What may change of them, by number.
+        needs: The resources in the object, by number.
+        settings: Their settings that may change, by number.
         inputs: Results of other closures.
     """
 
@@ -67,7 +67,7 @@ class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _described_with(root: Any) -> Iterator[Any]:
-    """Yield a resource that is described itself, and the parts of a model; metrics in it are resources of their own."""
+    """Yield a resource that is being described, and the parts of a model. Metrics in it are separate resources."""
     apart: set[int] = set()
     is_metric = library_of(root) is not None
     for part in parts_of(root):
@@ -82,12 +82,12 @@ def _described_with(root: Any) -> Iterator[Any]:
 def dump(
     value: Any, what: str, packer: ClosurePacker | None = None, root: Any = None
 ) -> tuple[PickledParts, ClosurePickler]:
-    """Pickle a value. Return the pickle, and the pickler, which knows the resources in it.
+    """Pickle a value. Return the pickle, and the pickler with the resources and inputs in it.
 
     Args:
-        what: What the value is, for errors.
-        packer: Knows the resources; without it there are none.
-        root: A resource that is described itself.
+        what: The name of the value in errors.
+        packer: The packer that knows the resources; None: there are none.
+        root: The resource that is being described.
 
     Raises:
         CannotTravelError: Something in it cannot be pickled.
@@ -97,21 +97,21 @@ def dump(
     try:
         pickler.dump(value)
     except CannotTravelError as error:
-        raise error.with_traceback(None) from None  # from here, and not from within the pickler
+        raise error.with_traceback(None) from None  # the pickler's own frames do not help
     except Exception as error:
         raise CannotTravelError(
-            f"{what} cannot be sent: {type(error).__name__}: {error}. What workers need of that kind they can make "
-            "themselves: coordinator.create_per_worker_value(fn)."
+            f"{what} cannot be sent: {type(error).__name__}: {error}. Let workers make such objects themselves: "
+            "coordinator.create_per_worker_value(fn)."
         ) from error
-    # A buffer is the caller's memory, which may change while the closure waits.
+    # Copied, because a buffer is the caller's memory, which may change while the closure waits.
     return PickledParts(file.getvalue(), tuple(bytearray(each) for each in buffers)), pickler
 
 
 def open_packed(packed: PickledParts) -> Any:
-    """Return the value that `dump` packed."""
+    """Return the value that `dump` pickled."""
     return pickle.loads(packed.data, buffers=packed.buffers)
 
 
 def open_value(value: Any) -> Any:
-    """Return the value that a `ClosureResult.value` represents."""
+    """Return the value that `ClosureResult.value` represents."""
     return open_packed(value) if type(value) is PickledParts else value

@@ -1,4 +1,4 @@
-"""The result of a scheduled closure, at the place where it was scheduled."""
+"""The result of a scheduled closure, in the process that scheduled it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ State = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
 class RemoteValue:
-    """An asynchronously available value of a scheduled function: what `ClusterCoordinator.schedule` returns.
+    """The result of a scheduled function, which `ClusterCoordinator.schedule` returns before it is available.
 
-    It can be an argument of functions that are scheduled later: they run once it is there.
+    It can be an argument of functions that are scheduled later. They run once it is available.
 
     Args:
-        number: The closure's.
-        name: The function's.
-        wait: Waits until a condition is met.
+        number: The number of the closure.
+        name: The name of the function.
+        wait: A function that waits until a condition is met.
 
     Attributes:
         state: "waiting", "running" (or next on a worker), "done", "failed" or "cancelled".
@@ -46,9 +46,9 @@ class RemoteValue:
         """Wait for the result, and return it.
 
         Raises:
-            BaseException: What the function raised, with the worker's own traceback; each time.
-            ClosureCancelled: It was ended before it had a result.
-            KeyboardInterrupt: The user interrupted, which cancels all that was scheduled.
+            BaseException: The function's error, with the worker's own traceback; each time.
+            ClosureCancelled: The closure was cancelled before it had a result.
+            KeyboardInterrupt: The user interrupted, which cancels all scheduled closures.
         """
         self._wait(lambda: self.ended)
         if self._error is not None:
@@ -58,25 +58,25 @@ class RemoteValue:
         return self._value
 
     def get(self) -> Any:
-        """Return the same as `fetch`: the value is a copy that is here."""
+        """Return the same as `fetch`: a copy of the value in this process."""
         return self.fetch()
 
     def resolve(self, packed: Any, opener: Callable[[Any], Any]) -> None:
-        """Keep the result of a closure that ended well. It is opened when it is asked for."""
+        """Accept the result of a closure that ended well. It is unpickled at its first use."""
         self.packed, self._open, self.state = packed, opener, "done"
 
-    def spoil(self, error: BaseException, state: Literal["failed", "cancelled"]) -> None:
-        """Mark that the closure will have no result."""
+    def fail(self, error: BaseException, state: Literal["failed", "cancelled"]) -> None:
+        """Record that the closure will have no result."""
         self._error, self.state = error, state
 
     def __reduce__(self) -> Any:
         raise CannotTravelError(
-            "A RemoteValue can be sent as an argument of coordinator.schedule only, or in what the scheduled function "
-            "refers to. Elsewhere use its value: coordinator.fetch(...)."
+            "A RemoteValue can only be sent as an argument of coordinator.schedule, or as a value that the scheduled "
+            "function refers to. Elsewhere use its result: coordinator.fetch(...)."
         )
 
     def _repr_html_(self) -> str | None:
-        # What draws stands above, and is loaded when there is something to draw.
+        # The drawing code is above this package in the import order, so it is imported when there is something to draw.
         return import_module("distnb.widgets.value_views.showing").result_html(self) if self.state == "done" else None
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The definitions that a worker has been sent, so that each closure carries only those that it lacks."""
+"""The record of what a worker has been sent, so that each closure brings only what the worker lacks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sent:
         link: ClusterLink,
         seed: Callable[[], int],
     ) -> RunClosure:
-        """Return the message that runs a closure on the worker, with what the worker lacks, and note that as sent."""
+        """Return the message that runs a closure on the worker, with everything it lacks, and record that as sent."""
         definitions: tuple[tuple[int, Any], ...] = ()
         if not self.known.issuperset(packed.needs):
             definitions = tuple((each, packer.definition(each)) for each in packed.needs if each not in self.known)

@@ -1,4 +1,4 @@
-"""The state of a coordinator and its workers at one moment."""
+"""A snapshot of what a coordinator and its workers do."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class WorkerStatus:
     """The state of one worker.
 
     Attributes:
-        state: "stuck": it was ordered to end a closure, and did not.
-        closure, seconds: The name of the function that it runs, and since when it does; as far as is known here.
-        done: Closures that it has done, those of processes that were lost among them.
-        how: How it was lost.
+        worker: The index of the worker.
+        state: The worker's state. "stuck": it was ordered to end a closure, and did not.
+        closure, seconds: The name of the function that it runs, and the time since the start, as far as known here.
+        done: The number of closures that it has done, including those of lost processes.
+        how: The reason why it was lost.
     """
 
     worker: int
@@ -34,18 +35,20 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class CoordinatorStatus:
-    """The numbers of closures of each kind, and the state of the workers.
+    """The numbers of closures of each kind, and the states of the workers.
 
     Attributes:
-        waiting: Not with a worker.
-        running: With a worker: what it runs, and the next.
-        done, failed, cancelled: Ended well, by an error, or without a result.
-        retried: How often one was moved from a lost worker to another.
-        mean_staleness, max_staleness: Of the latest optimizer steps: how many updates their gradients had missed.
-        lost_servers: Parameter servers that are gone.
-        steps: Optimizer steps of closures that ended well.
-        replicas_per_worker: Worker *w* has the replicas from *w* times as many on.
-        reading: The position of a loop over epochs that schedules the closures, as Keras's; None where there is none.
+        waiting: Closures that are not with a worker.
+        running: Closures that are with a worker: the running one, and the next.
+        done, failed, cancelled: Closures that ended well, by an error, or without a result.
+        retried: The number of moves of a closure from a lost worker to another.
+        workers: The states of the workers.
+        mean_staleness, max_staleness: The numbers of updates that the gradients of the latest optimizer steps missed.
+        lost_servers: The parameter servers that are lost.
+        steps: The number of optimizer steps of closures that ended well.
+        replicas_per_worker: The number of replicas of each worker. Worker *w* has the replicas from *w* times this on.
+        reading: The progress of a loop over epochs, such as Keras's, that schedules the closures; None if there is
+            none.
     """
 
     waiting: int

@@ -1,4 +1,4 @@
-"""A thread that waits for a condition, and notices SIGINT meanwhile."""
+"""A thread that waits for a condition, or for SIGINT."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Waiter"]
 
 
 class Waiter:
-    """A waiting thread.
+    """A single wait of a thread.
 
     Args:
-        ready: The condition; called with the lock under which it may change.
+        ready: The condition. It is called with the lock under which it may change.
     """
 
     def __init__(self, ready: Callable[[], bool]) -> None:
@@ -25,14 +25,14 @@ class Waiter:
         self._poll.register(self._fd, select.POLLIN)
         self._woken = False
 
-    def look(self) -> None:
-        """Something has changed; with the lock."""
+    def check(self) -> None:
+        """Check the condition after a change. The caller holds the lock."""
         if not self._woken and self._ready():
             self._woken = True
             os.eventfd_write(self._fd, 1)
 
     def wait(self, interrupts_fd: int | None) -> bool:
-        """Wait. False: for this interrupt it was not waited any longer."""
+        """Wait for the condition. Return False if a signal interrupted the wait."""
         if interrupts_fd is not None:
             self._poll.register(interrupts_fd, select.POLLIN)
         ready = [descriptor for descriptor, _ in self._poll.poll()]
@@ -41,10 +41,10 @@ class Waiter:
         return self._fd in ready and self._woken
 
     def wait_for(self, seconds: float) -> None:
-        """Wait for so long at most."""
+        """Wait for at most this time."""
         if not self._ready():
             self._poll.poll(seconds * 1000)
 
     def close(self) -> None:
-        """Free the descriptor."""
+        """Close the file descriptor."""
         os.close(self._fd)

@@ -153,9 +153,8 @@ class _KerasServerSide:
     Attributes:
         number: The number of the optimizer on the servers.
         stored: The variables that it was built with, in order.
-        places: For the position of each variable, the positions of its state in the optimizer's `variables`, by name;
-            -1:
-            of the state for all variables.
+        places: For the position of each variable, the positions of its state in the optimizer's `variables`, by name.
+            Position -1 has those of the state for all variables.
     """
 
     number: int

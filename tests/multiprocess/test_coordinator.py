@@ -89,9 +89,9 @@ def test_a_large_argument_and_result_keep_their_bits(coordinator: ClusterCoordin
 def test_misuse_is_told(coordinator: ClusterCoordinator) -> None:
     with pytest.raises(OptionError, match="needs a function; got 3"):
         coordinator.schedule(3)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="args is a tuple or list"):
+    with pytest.raises(OptionError, match="args must be a tuple or list"):
         coordinator.schedule(whoami, args=5)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="kwargs is a dict"):
+    with pytest.raises(OptionError, match="kwargs must be a dict"):
         coordinator.schedule(whoami, kwargs=[1])  # type: ignore[arg-type]
     with pytest.raises(CannotTravelError, match="argument"):
         coordinator.schedule(whoami, args=(threading.Lock(),))

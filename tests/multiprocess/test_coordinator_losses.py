@@ -109,7 +109,7 @@ def test_a_lost_server_is_an_error_at_once_until_another_takes_its_place(coordin
         servers.exchange({1: [Describe()]})
     assert coordinator.status().lost_servers == (1,)
     require().restart(missing=True)
-    with pytest.raises(ServerLost, match="Another one is in its place"):
+    with pytest.raises(ServerLost, match="Its replacement is empty"):
         coordinator.schedule(whoami)
     coordinator.recover(lambda: None)
     assert servers.exchange({0: [Describe()], 1: [Describe()]})[1] == ((),)

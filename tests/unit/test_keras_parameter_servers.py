@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import distnb
-from distnb.coordinator.per_worker import MakeDataset, PerWorkerDataset
+from distnb.coordinator.per_worker import DatasetMaker, PerWorkerDataset
 from distnb.partitioners import FixedShardsPartitioner
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.here import servers_here
@@ -58,7 +58,7 @@ class Coordinator:
         return Ended(worker.run(self.packer, next(self.numbers), function, *args, **(kwargs or {})))
 
     def create_per_worker_dataset(self, function: Any) -> PerWorkerDataset:
-        return PerWorkerDataset(MakeDataset(function, len(self.workers), 1), "dataset")
+        return PerWorkerDataset(DatasetMaker(function, len(self.workers), 1), "dataset")
 
     def join(self) -> None:
         pass
