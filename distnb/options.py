@@ -137,8 +137,7 @@ class AutoShardPolicy(_Named):
     """
     FILE = "FILE"
     """Each worker reads every n-th file. The dataset has the attribute `files`, a sequence, and the method
-    `with_files(files)`,
-    which returns a dataset of the same kind that reads these files only.
+    `with_files(files)`, which returns a dataset of the same kind that reads these files only.
     """
     DATA = "DATA"
     """The replicas read their slices of the same global batches. The numbers equal those of one replica."""

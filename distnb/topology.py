@@ -92,12 +92,10 @@ class Team:
         generation: A counter that grows whenever the process group must be rebuilt (after an abort, a death, a
             restart).
         store_host, store_port: The address of the rendezvous store (torch's TCPStore, served by the notebook side).
-            With
-            `store_directory` nothing listens there; the program may use the address.
+            With `store_directory` nothing listens there; the program may use the address.
         hosts: The machine of each replica, by any name; empty if all replicas are on one machine.
         store_directory: A private directory whose files are the rendezvous store, if all replicas are on one machine.
-            No
-            other user can read or write it.
+            No other user can read or write it.
     """
 
     engines: tuple[int, ...]

@@ -53,7 +53,7 @@ WORDS = {
     r"of the day": "current",
     r"(brings?|brought|comes?|came) (\w+ )?home": "fetch or return",
     r"lets? go of|let go": "release",
-    r"(takes?|took|taken) (it |them )?in": "accept, apply or merge",
+    r"(takes?|took|taken) (it |them )?in\b(?! (turns?|order|place))": "accept, apply or merge",
     r"stands? in for|stand-ins?": "represent or replace",
     r"nor (has|have|had|is|are|does|do|need|can|will|was|were)": "a sentence of its own",
     r"so that nobody": "an active sentence that names the reader or the code",

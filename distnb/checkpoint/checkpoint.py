@@ -30,8 +30,7 @@ class Checkpoint:
 
     A checkpoint stores each state under the name given here. It is a folder of safetensors files and one JSON file, so
     reading it executes nothing. It appears under its name once all of it is on the disk: if a process is killed while
-    it
-    saves, the earlier checkpoints remain intact. A checkpoint includes digests of its content.
+    it saves, the earlier checkpoints remain intact. A checkpoint includes digests of its content.
 
     In a distributed cell and in scripts all replicas call its methods, in cross-replica context; replica 0 writes and
     reads the files. In the notebook its objects may be handles, and the files are in the notebook's file system.
@@ -78,8 +77,7 @@ class Checkpoint:
         Args:
             path: The path of the new folder. It must not exist yet.
             wait: With False, return once the states are copied to host memory, and write them in a thread. The next
-                call of
-                `write`, `save`, `restore` or `wait` raises the thread's error, if any.
+                call of `write`, `save`, `restore` or `wait` raises the thread's error, if any.
 
         Returns:
             The path.

@@ -38,10 +38,10 @@ def evaluate_checkpoints(
 
     An evaluator calls it while the workers train. The evaluator is a process of its own: the task type "evaluator" in
     TF_CONFIG, or any script. Checkpoints that a newer one overtook during an evaluation are skipped. After a restart,
-    those
-    already in the log are not evaluated again. A checkpoint must appear as a whole, as a `distnb.Checkpoint` does.
-    Otherwise the chief saves under a name that ends in ".tmp", which is ignored, and then renames it by `os.replace`.
-    Archives, such as Keras's `.keras` and torch's `.pt`, are ignored until they are complete, if each has its own name.
+    those already in the log are not evaluated again. A checkpoint must appear as a whole, as a `distnb.Checkpoint`
+    does. Otherwise the chief saves under a name that ends in ".tmp", which is ignored, and then renames it by
+    `os.replace`. Archives, such as Keras's `.keras` and torch's `.pt`, are ignored until they are complete, if each has
+    its own name.
 
     Args:
         directory: The directory where the chief saves. It need not exist yet.

@@ -114,8 +114,7 @@ def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]
 
     Returns:
         The file's size, a digest of its header, and for each slice its start along the first axis, its dtype, and a
-        digest
-        of its bytes.
+        digest of its bytes.
     """
     from safetensors.torch import save_file
 

@@ -163,9 +163,8 @@ class ClusterCoordinator:
         """Queue a function for a worker, and return immediately.
 
         The function and its arguments are sent in their current state. Among the arguments, also within nested
-        structures,
-        per-worker values and iterators become those of the worker that runs the function, and a RemoteValue becomes its
-        result, once that is available.
+        structures, per-worker values and iterators become those of the worker that runs the function, and a RemoteValue
+        becomes its result, once that is available.
 
         If too many closures wait (`max_queued`), this call waits, too.
 
@@ -282,8 +281,7 @@ class ClusterCoordinator:
         """Continue after a parameter server was lost and replaced (`%distnb restart --missing`).
 
         Variables and optimizers that were on it are created again, and all are restored, so that they are consistent.
-        The
-        closures that were scheduled when it was lost have been cancelled.
+        The closures that were scheduled when it was lost have been cancelled.
 
         Args:
             checkpoint: A `CheckpointManager`, whose newest complete checkpoint is restored; or a function that
@@ -323,8 +321,7 @@ class ClusterCoordinator:
         """Create a dataset on each worker.
 
         Each worker makes its own when a closure first uses it; so does a replacement of a lost worker. `iter` of the
-        returned
-        object represents an iterator on each worker, for `schedule`.
+        returned object represents an iterator on each worker, for `schedule`.
 
         Datasets should be shuffled and endless. Workers draw different random numbers, so each shuffles differently.
 
@@ -421,8 +418,7 @@ class ClusterCoordinator:
         """Update the tensors here once everything has ended, because the user continues from the values seen here.
 
         A change in place is then a change of the servers' values. While closures run, it is a change of the values read
-        last,
-        and the closures' changes are added to it.
+        last, and the closures' changes are added to it.
         """
         if self._is_current or not self._queue.idle or self._lost_servers or self._link.closed:
             return
@@ -695,8 +691,7 @@ def _fence() -> Fence:
     """Return the closures of all coordinators that have ended.
 
     Every request to a server carries them. So the coordinator, or a later closure, that has seen a value after a
-    closure was
-    cancelled has also made the value's server refuse that closure's changes.
+    closure was cancelled has also made the value's server refuse that closure's changes.
     """
     with _lock:
         queues = [each._queue for each in _coordinators.values()]

@@ -160,8 +160,7 @@ class ClusterLink(Protocol):
 
         Args:
             listener: A function called with each event, on a thread of the link. It is called with None at the time
-                that
-                `deadline()` returns (of `time.monotonic`), which is called after each event.
+                that `deadline()` returns (of `time.monotonic`), which is called after each event.
 
         Returns:
             The function that ends the subscription.

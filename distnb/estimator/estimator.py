@@ -39,20 +39,15 @@ class Estimator:
     `model_fn(features, labels, mode)` makes the model and defines the use of its outputs. Each `train`, `evaluate` and
     `predict` calls it once, in the strategy's scope: torch's modules are made once and called at each step, whereas
     tf.estimator's function built a graph once that was run at each step. `features` and `labels` are there for
-    inspection,
-    like a graph's placeholders: this replica's part of the first batch, which may have no rows. Values that depend on
-    each
-    batch are returned as functions (see `EstimatorSpec`). If the function has parameters `params` and `config`, it
-    receives
-    these, too.
+    inspection, like a graph's placeholders: this replica's part of the first batch, which may have no rows. Values that
+    depend on each batch are returned as functions (see `EstimatorSpec`). If the function has parameters `params` and
+    `config`, it receives these, too.
 
     An estimator keeps only its options. The trained state is in the checkpoints of its directory, and each call starts
-    with
-    the newest. A checkpoint that was saved under one strategy can be continued under any other, or under none.
+    with the newest. A checkpoint that was saved under one strategy can be continued under any other, or under none.
 
     In distributed cells and scripts all replicas call its methods, in cross-replica context. In ordinary cells the
-    whole
-    methods run on the engines.
+    whole methods run on the engines.
 
     Args:
         model_fn: A function that returns an `EstimatorSpec`.

@@ -86,8 +86,7 @@ class RunConfig:
         log_step_count_steps: Show the loss (see `distnb.live`) whenever the global step is a multiple of this; None:
             never.
         batch_is_per_replica: Whether a batch of the input belongs to one replica, so that a step takes as many batches
-            as
-            there are replicas, as in tf.contrib. Otherwise a batch is a global one, which the replicas share.
+            as there are replicas, as in tf.contrib. Otherwise a batch is a global one, which the replicas share.
 
     Raises:
         OptionError: A value has the wrong type.

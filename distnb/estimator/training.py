@@ -19,10 +19,8 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     """Train, and evaluate each checkpoint that is saved.
 
     All tasks of a cluster that TF_CONFIG describes run the same program. Workers train, and a task of the type
-    "evaluator"
-    evaluates their checkpoints in the estimator's directory, until the checkpoint of `max_steps`. Without TF_CONFIG,
-    the
-    replicas interrupt the training at each checkpoint to evaluate it.
+    "evaluator" evaluates their checkpoints in the estimator's directory, until the checkpoint of `max_steps`. Without
+    TF_CONFIG, the replicas interrupt the training at each checkpoint to evaluate it.
 
     Returns:
         The results of the last evaluation; None in a worker.

@@ -204,9 +204,8 @@ def _candidates(batch: Any) -> Iterator[int]:
     """Yield numbers of examples that a whole batch may hold, the likeliest first.
 
     Collated batches are fields of arrays, so axis 0 of the first array is the best candidate. A list of tuples or dicts
-    of
-    one form holds examples that were not collated. The lengths of inner lists come last. If the outermost list contains
-    arrays, its length is not a candidate: fields of different lengths must not be mistaken for examples.
+    of one form holds examples that were not collated. The lengths of inner lists come last. If the outermost list
+    contains arrays, its length is not a candidate: fields of different lengths must not be mistaken for examples.
     """
     if isinstance(batch, (list, tuple)) and not batch:
         return

@@ -36,14 +36,12 @@ class DistributedDataset(Iterable[Any]):
     replica: the batches themselves, on the device). A second iteration starts from the beginning.
 
     Reading ahead happens on the caller's thread. By default the dataset reads as many batches ahead as there are
-    replicas,
-    if the data is an iterable or a function (generator), or if workers load it or it is in memory and its copies to a
-    GPU can start early. Other data, whose examples this process loads itself (`num_workers=0`), is read on request.
-    `InputOptions(prefetch=k)` reads k batches ahead, and `InputOptions(prefetch=0)` never reads ahead.
+    replicas, if the data is an iterable or a function (generator), or if workers load it or it is in memory and its
+    copies to a GPU can start early. Other data, whose examples this process loads itself (`num_workers=0`), is read on
+    request. `InputOptions(prefetch=k)` reads k batches ahead, and `InputOptions(prefetch=0)` never reads ahead.
 
     Random numbers: samplers draw from the stream that all replicas share, as in a run on one process. Examples that
-    draw
-    while they are loaded (augmentation) use the replica's own stream. If workers read their own pipelines, each
+    draw while they are loaded (augmentation) use the replica's own stream. If workers read their own pipelines, each
     pipeline has its own stream, which is seeded with a number of the shared one.
 
     To resume in the middle of an epoch, use `state_dict` and `load_state_dict`.
@@ -157,8 +155,7 @@ class DistributedDataset(Iterable[Any]):
         """The structure of a batch with a `TensorSpec` for each leaf; with several replicas, a PerReplica of them.
 
         It is derived from a first batch, which is loaded for that purpose if the data is not in memory. Nothing is
-        consumed.
-        The axis of examples has size None; the other axes are as in that batch.
+        consumed. The axis of examples has size None; the other axes are as in that batch.
 
         Raises:
             ProgramError: The data can be read only once, or is empty.
@@ -176,9 +173,8 @@ class DistributedDataset(Iterable[Any]):
         """Return the progress of reading: the epoch, the batch, and the random states of its shuffling.
 
         The state describes the latest iteration and the batches that it returned, regardless of read-ahead. It consists
-        of
-        plain values, the same on all replicas (unless workers read their own data: then each worker has its own state).
-        `torch.save` accepts it.
+        of plain values, the same on all replicas (unless workers read their own data: then each worker has its own
+        state). `torch.save` accepts it.
         """
         if self._resume is not None:
             return dict(self._resume)
@@ -208,12 +204,9 @@ class DistributedDataset(Iterable[Any]):
         """Make the next iteration resume where `state_dict` was called, with exactly the remaining batches.
 
         The dataset must be made of the same data; the number of replicas may differ. The global random generators are
-        set when
-        that iteration starts, so that later epochs are shuffled the same way, too. Skipped map-style data is not
-        loaded;
-        skipped batches of iterable data are read and dropped. The streams from which examples draw while they are
-        loaded on
-        several replicas (augmentation) start again.
+        set when that iteration starts, so that later epochs are shuffled the same way, too. Skipped map-style data is
+        not loaded; skipped batches of iterable data are read and dropped. The streams from which examples draw while
+        they are loaded on several replicas (augmentation) start again.
 
         Raises:
             OptionError: The argument is not such a state, or belongs to other input pipelines.

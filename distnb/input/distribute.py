@@ -88,12 +88,9 @@ def distribute_from_function(
     """Distribute the input pipelines that a function makes. Runs on each replica.
 
     Each replica is a process and makes its worker's pipeline for itself. The pipelines of a worker's replicas are the
-    same,
-    since random numbers are drawn from a stream that these replicas share. Of every n successive batches, the worker's
-    n
-    replicas take one each, in order. Map-style data is loaded only by the replica that takes it. Other pipelines are
-    read
-    completely by every replica of the worker.
+    same, since random numbers are drawn from a stream that these replicas share. Of every n successive batches, the
+    worker's n replicas take one each, in order. Map-style data is loaded only by the replica that takes it. Other
+    pipelines are read completely by every replica of the worker.
 
     `make` is called with an `InputContext`. It returns an iterable of batches (a DataLoader, a generator's function, a
     list) of the size for one replica. The other arguments are those of `distribute`.

@@ -24,8 +24,7 @@ class Progress:
     Attributes:
         epoch: The number of iterations that were started before it.
         before: The state at its start: the states of the shared stream and of the user's own generators, and whether
-            its
-            source had workers.
+            its source had workers.
         steps: The number of batches returned so far.
         ended: Whether it has returned all batches.
         batches: The total number of batches; None if it is unknown beforehand.

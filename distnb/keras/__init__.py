@@ -2,8 +2,7 @@
 
 Every replica runs the whole of `fit`, `evaluate` and `predict` on global batches, as Keras has them. Only the forward
 pass is divided: each replica computes its rows, and the outputs are gathered. So all losses and metrics are those of
-the
-whole batch, and equal on all replicas. Nothing imports this package before Keras is imported.
+the whole batch, and equal on all replicas. Nothing imports this package before Keras is imported.
 """
 
 from distnb.keras.data import DatasetCreator

@@ -42,12 +42,10 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
     """Representative of the user's callbacks on every replica.
 
     The callbacks run once, on replica 0, as Keras calls them. All replicas receive their changes when the call has
-    ended.
-    After calls for epochs and the whole training, these are all changes: weights, the optimizer's variables, the end of
-    training, the first epoch, logs. After calls for batches, which are frequent, they are the end of training and the
-    learning rate. If a callback draws random numbers, all replicas draw them. If a callback raises, all replicas raise
-    its
-    error when the call has ended, and no further callback is called.
+    ended. After calls for epochs and the whole training, these are all changes: weights, the optimizer's variables, the
+    end of training, the first epoch, logs. After calls for batches, which are frequent, they are the end of training
+    and the learning rate. If a callback draws random numbers, all replicas draw them. If a callback raises, all
+    replicas raise its error when the call has ended, and no further callback is called.
 
     Attributes:
         acting: True while the user's callbacks run: what they call on the model concerns this replica alone.

@@ -53,19 +53,15 @@ class DatasetCreator(_Batches):
     """A dataset for `fit`, `evaluate` and `predict` that a function makes in the process that reads it.
 
     With a ParameterServerStrategy each worker makes its own. With other strategies a function that takes an
-    InputContext
-    is called once for each worker (machine), and returns batches of the size for one replica. The worker's replicas
-    take
-    them in turn, and the batches of all replicas together form the global batch. A function without arguments returns
-    global batches, the same on every replica.
+    InputContext is called once for each worker (machine), and returns batches of the size for one replica. The worker's
+    replicas take them in turn, and the batches of all replicas together form the global batch. A function without
+    arguments returns global batches, the same on every replica.
 
     Args:
         dataset_fn: A function that returns an iterable of batches, such as a DataLoader or a generator. It is called
-            with
-            an InputContext (`input_pipeline_id` is the worker, of `num_input_pipelines`), or without arguments if it
-            takes
-            none. With `steps_per_epoch` each epoch continues where the last one ended; without, the function is called
-            again. A ParameterServerStrategy needs an endless dataset.
+            with an InputContext (`input_pipeline_id` is the worker, of `num_input_pipelines`), or without arguments if
+            it takes none. With `steps_per_epoch` each epoch continues where the last one ended; without, the function
+            is called again. A ParameterServerStrategy needs an endless dataset.
         input_options: The options of batches that are read with an InputContext; see `InputOptions`.
 
     Raises:

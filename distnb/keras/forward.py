@@ -173,8 +173,7 @@ def _gathered(group: Group, parts: Sequence[tuple[int, int]], own: torch.Tensor)
 
 class _Gather(torch.autograd.Function):
     """Gathering of all rows. Every replica continues with all of them equally, so the gradient of its own rows is in
-    the
-    gradient that it receives.
+    the gradient that it receives.
     """
 
     @staticmethod

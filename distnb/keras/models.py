@@ -181,8 +181,7 @@ class ModelOnReplicas:
         """Make all replicas draw the same random numbers from here on, such as the order of rows.
 
         To build a model Keras reads a batch, which draws. A replica that has replaced a lost one builds the model
-        again, and
-        the others do not.
+        again, and the others do not.
         """
         process = this_process.replica
         if process is not None and process.size > 1 and self._callbacks is not None and not self._callbacks.acting:

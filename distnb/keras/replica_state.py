@@ -119,8 +119,7 @@ def _is_of_a_user(variable: Any) -> bool:
 
 def _reading_of(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a getter of a variable's value. For a variable of parts it returns a plain tensor: the whole, or this
-    replica's
-    part.
+    replica's part.
     """
 
     def value(variable: Any) -> Any:

@@ -25,8 +25,7 @@ class TensorBoard(keras.callbacks.TensorBoard):  # type: ignore[misc]
     Args:
         log_dir: The folder, for `tensorboard --logdir`.
         options: Options of Keras's callback: `histogram_freq` and `write_images` (weights, every n epochs),
-            `update_freq`
-            (losses and metrics, every n batches; or "epoch"), `write_steps_per_second`.
+            `update_freq` (losses and metrics, every n batches; or "epoch"), `write_steps_per_second`.
 
     Raises:
         OptionError: An option that only TensorFlow can honour: a graph, profile or embeddings.

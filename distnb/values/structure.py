@@ -241,8 +241,7 @@ def regroup(trees: Sequence[Any]) -> Any:
     """Combine the trees of the replicas into one, leaf by leaf.
 
     None on all replicas stays None, and the same immutable Python value on all stays that value. Everything else
-    becomes a
-    PerReplica. A single tree is returned unchanged.
+    becomes a PerReplica. A single tree is returned unchanged.
 
     Raises:
         StructureError: The structures differ; the message shows both.

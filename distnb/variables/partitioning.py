@@ -159,8 +159,7 @@ def checked_shards(partitioner: Callable[..., Any], shape: Sequence[int], dtype:
 
     Raises:
         OptionError: The partitioner did not return a list with a number of shards, from 1 to the number of rows, for
-            the
-            first axis and 1 for each other axis. (It is a ValueError.)
+            the first axis and 1 for each other axis. (It is a ValueError.)
     """
     if not shape or shape[0] < 2:
         return 1

@@ -184,10 +184,8 @@ class Variable(Intercepted, torch.nn.Parameter):
         """Add to some rows: `variable[indices[i]] += updates[i]` for each i.
 
         In a replica, the updates of all replicas are combined first. Aggregation SUM changes the rows of all of them.
-        MEAN
-        (only for additions and subtractions) divides their updates by the number of replicas. ONLY_FIRST_REPLICA
-        changes
-        replica 0's rows. An ON_READ variable changes the replica's own component.
+        MEAN (only for additions and subtractions) divides their updates by the number of replicas. ONLY_FIRST_REPLICA
+        changes replica 0's rows. An ON_READ variable changes the replica's own component.
 
         Args:
             indices: Row numbers along the first axis. Alone, without `updates`, one object with both: the attributes

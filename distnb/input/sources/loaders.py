@@ -41,8 +41,7 @@ class LoaderSource(Source):
     """The batches of a DataLoader.
 
     A copy of the loader does the work. Its batch sampler requests the replica's portions, so torch's own machinery
-    (seeds,
-    persistent workers, pinning, time-outs) acts as it does for the user's loader.
+    (seeds, persistent workers, pinning, time-outs) acts as it does for the user's loader.
     """
 
     def __init__(self, loader: DataLoader[Any], place: ReplicaInput, options: InputOptions, drawing: Drawing) -> None:
