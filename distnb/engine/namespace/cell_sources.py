@@ -1,4 +1,4 @@
-"""The texts of cells, where tracebacks, pdb, inspect and torch.compile look for them."""
+"""The texts of cells, for tracebacks, pdb, inspect and torch.compile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["remember_source"]
 
 
 def remember_source(filename: str, text: str, label: str = "") -> None:
-    """Let a text that is in no file be seen, and called as the notebook calls it ("Cell In[3]")."""
+    """Make the text of a cell available under its file name and its name in the notebook ("Cell In[3]")."""
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     if label:
         telemetry.remember_cell(filename, label)

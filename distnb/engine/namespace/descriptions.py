@@ -201,7 +201,7 @@ class Describer:
         )
 
     def _number(self, value: Any, identity: ObjectId, summary: Summary) -> Described:
-        """A tensor of one number: there is no need to pickle it, as the losses of all steps."""
+        """Describe a tensor of one number, such as a step's loss, without pickling it."""
         tracker = self._objects.tracker
         number = tracker.number_of_memory(value.data_ptr(), 1)
         holds = () if number is None else (tracker.name_of(number),)
@@ -222,7 +222,7 @@ class Describer:
                 self.fresh[identity] = self.object(value, identity, brief=True)
 
     def tree(self, value: Any) -> Any:
-        """A result's structure with a `Leaf` for each of its leaves."""
+        """Return the structure of a result, with a `Leaf` for each of its leaves."""
         if type(value) in SCALARS:
             return Leaf(Described(kind="plain", digest=None, value=value))
         try:
@@ -241,7 +241,7 @@ class Describer:
 
 
 def summarise(value: Any, *, brief: bool = False) -> Summary:
-    """A description short enough to be sent with every effect.
+    """Return a description that is short enough to be sent with every result.
 
     A brief one has nothing that costs time or waits for a device; the notebook asks again when it is shown.
     """
@@ -296,7 +296,7 @@ def _is_variable(value: Any) -> bool:
 
 
 def own_part(value: Any) -> Any:
-    """A value, or a structure that holds distributed ones, as this replica has it: with its own components.
+    """Return a value, or a structure of distributed values, with this replica's own components.
 
     A structure that cannot be taken apart or put together again is given as it is: one that holds itself, or a
     container whose class does as it likes. Nothing is to fail because it is looked at.
@@ -321,7 +321,7 @@ def _type_name(kind: type) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Names for completion: all of them, or only the object's own where the notebook can look at the class itself."""
+    """Return names for completion: all, or only the object's own if the notebook has its class, too."""
     try:
         names = dir(value)
         if is_importable(type(value)):
@@ -332,7 +332,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 class _Brief(reprlib.Repr):
-    """A container's few first members: of a state_dict, the names of tensors and their shapes."""
+    """Return the first few members of a container: of a state_dict, names of tensors and their shapes."""
 
     def repr1(self, x: Any, level: int) -> str:
         if isinstance(x, dict) and type(x) is not dict:
@@ -363,6 +363,6 @@ def _shortened(text: str) -> str:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is a tensor or a numpy array."""
+    """Return whether a value is a tensor or a numpy array."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))

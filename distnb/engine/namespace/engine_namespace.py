@@ -1,4 +1,4 @@
-"""The engine's side of the one namespace: snapshots are opened here, and what programs did is described."""
+"""The engine's side of the one namespace, which opens snapshots and describes results."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _SHOWN = frozenset({"_", "__all__", "__annotations__"})
 
 
 class EngineNamespace:
-    """Keeps the engine's user namespace what the notebook's is, as far as programs read it.
+    """Keeps the engine's user namespace equal to the notebook's, as far as programs read it.
 
     Args:
         user_ns: The engine's one namespace.
         teams: The engine's objects.
-        engine: This engine's id: its place among a team's engines is its replica.
-        reserved: Names that the engine itself binds before a program runs.
+        engine: This engine's id. Its position among a team's engines is its replica.
+        reserved: The names that the engine itself binds before a program runs.
 
     Attributes:
         adopt: Called with each object restored from a survivor, and where it was made, to keep it in sync.
@@ -79,18 +79,18 @@ class EngineNamespace:
         self._snapshot: Snapshot | None = None
 
     def replica_in(self, key: TeamKey) -> int:
-        """Which replica of a group of engines this one is."""
+        """Return the replica that this engine is in a group of engines."""
         return key[0].index(self._engine) if self._engine in key[0] else self.teams.of(key).replica
 
     # -- before a program ----------------------------------------------------------------------------------------------
 
     def open(self, snapshot: Snapshot, replica: int) -> None:
-        """Make the namespace what a snapshot says; before `begin`, and in the order in which snapshots were made."""
+        """Make the namespace what a snapshot says. Call it before `begin`, in the order of the snapshots."""
         self._call, self._moment = None, "end"
         objects = self.teams.of(snapshot.team)
         objects.replica = replica
         self.teams.program_begins(snapshot.serial)
-        torch.clear_autocast_cache()  # what was cast for an earlier program may be out of date
+        torch.clear_autocast_cache()  # values that were cast for an earlier program may be out of date
         self._apply_outcome(objects, snapshot)
         environment = None if snapshot.environment is None else snapshot.environment.on(self.teams.place)
         if environment is not None:
@@ -187,7 +187,7 @@ class EngineNamespace:
     # -- around a program ----------------------------------------------------------------------------------------------
 
     def begin(self, source: str) -> Mark:
-        """Note where the namespace stands, just before a program runs."""
+        """Note the state of the namespace just before a program runs."""
         assert self._snapshot is not None
         snapshot, self._snapshot = self._snapshot, None
         if self._environment is None:
@@ -195,7 +195,7 @@ class EngineNamespace:
         return Mark(dict(self.user_ns), snapshot, self._environment)
 
     def note_names(self) -> Callable[[], None]:
-        """Note what is bound now. What is returned takes back all that was bound since: see `runtime.contexts`."""
+        """Note all bindings, and return a function that restores them (see `runtime.contexts`)."""
         before = dict(self.user_ns)
 
         def take_back() -> None:
@@ -208,9 +208,9 @@ class EngineNamespace:
         return take_back
 
     def refuse_placeholders(self, mark: Mark) -> None:
-        """Raise what a placeholder raises that the program bound to a name, such as one of a handle that is stale.
+        """Raise the error of a placeholder that the program bound to a name, such as one of a stale handle.
 
-        One of an object of the notebook's goes back as that object.
+        A placeholder of an object of the notebook's goes back as that object.
         """
         tracker = self.teams.of(mark.snapshot.team).tracker
         for name in self._assigned(mark.before):
@@ -229,8 +229,8 @@ class EngineNamespace:
 
         Args:
             result: Describes the result of a call.
-            data: Values that go to the notebook as those that the program assigned, by names that are nobody's.
-            result_name: What the result is kept under.
+            data: Values that go to the notebook like assigned ones, by names that no variable has.
+            result_name: The name under which the result is kept.
         """
         snapshot = mark.snapshot
         objects, serial = self.teams.of(snapshot.team), snapshot.serial
@@ -303,8 +303,8 @@ class EngineNamespace:
         held: dict[str, set[str]] = {}
         try:
             every = {**sent, **values}
-            # Code comes first: it may be called to open others. What runs no code when it is opened comes before what
-            # does, and may fail.
+            # Code comes first, since opening others may call it. Values that are opened without running code come
+            # before values that run code, which may fail.
             instances = describer.surveyor.instances
             lacking = sorted([*names, *sent], key=lambda name: (not is_code(every[name]), bool(instances.get(name))))
             pack = tracker.pack(serial << 1 | 1, every, digests, lacking, held)
@@ -312,31 +312,31 @@ class EngineNamespace:
             objects.references.register = None
         describer.note_held(held)
         describer.describe_fresh()
-        # What all replicas have made alike, one sends; what they have changed tells where they differ.
+        # One replica sends what all have made alike. Changed values are sent by all, to find the differences.
         return changed, pack.bare() if objects.replica and not changed else pack
 
     def close_call(self, result: Any) -> Result:
-        """Describe the result of a call that `open_call` began, and what else it did."""
+        """Describe the result and the effects of a call that `open_call` began."""
         if type(result) is Placeholder:
             result.refuse()
         return self.finish_with(lambda describer: describer.tree(result))
 
     def give_up_call(self) -> Result | None:
-        """Describe what a call did that raised; None if it raised before `open_call` was through."""
+        """Describe the effects of a call that raised; None if it raised before the end of `open_call`."""
         mark, self._call = self._call, None
         return self.finish(mark) if mark is not None else None
 
     def finish_with(self, result: Callable[[Describer], Any]) -> Result:
-        """End what `open_call` began, with a result that is described by a function."""
+        """End a call that `open_call` began, with a function that describes its result."""
         mark, self._call = self._call, None
         assert mark is not None
         return self.finish(mark, result)
 
     def finish_operation(self, values: list[Any], *, brief: bool = False) -> Result:
-        """End what `open_call` began, with what an operation on a handle gave: one value, or none.
+        """End an operation on a handle that `open_call` began, with its value, if there is one.
 
-        Data goes to the notebook as that which a cell assigns. What that has already is not sent again. Functions stay:
-        they are called where the object is.
+        Data goes to the notebook like data that a cell assigns. Data that the notebook has is not sent again. Functions
+        stay here, since they are called where the object is.
         """
         mark, self._call = self._call, None
         assert mark is not None
@@ -348,7 +348,7 @@ class EngineNamespace:
         )
 
     def pack_error(self, error: BaseException) -> Packed:
-        """An exception as a whole, with what it holds; its class is the same in the notebook."""
+        """Pack an exception with all that it holds. Its class is the same in the notebook."""
         return self.teams.copies().pack_loose({"": error})
 
     def _assigned(self, before: Mapping[str, Any]) -> list[str]:
@@ -365,7 +365,7 @@ class EngineNamespace:
 
 
 def _with_values(arguments: Any, objects: EngineObjects) -> Any:
-    """The arguments of a call, with values in the place of what stands for them."""
+    """Return the arguments of a call, with values in the place of their representatives."""
     kind = type(arguments)
     if kind is NamedArgument:
         return objects.tracker.root(arguments.name)

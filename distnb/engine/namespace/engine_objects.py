@@ -35,11 +35,11 @@ NOT_THERE: Any = _NotThere()
 
 
 class EngineReferences:
-    """What of an engine's objects stays, and goes to the notebook as a handle.
+    """The rules by which an engine's objects stay on the engine, and go to the notebook as handles.
 
     Attributes:
-        register: Gives an id to an object that is to stay and has none; None while nothing may get one.
-        holders: Instances that hold device objects, by `id()`, as a survey of data has found them.
+        register: Gives an id to an object that stays and has none; None while no object may get one.
+        holders: The instances that hold device objects, by `id()`, as a survey of data has found them.
     """
 
     def __init__(self, objects: EngineObjects) -> None:
@@ -82,7 +82,7 @@ class EngineReferences:
         return (identity,)
 
     def token(self, obj: Any) -> Any:
-        """The id of an object that stays here."""
+        """Return the id of an object that stays here."""
         identity = self._objects.id_of(obj)
         if identity is None and self.register is not None and self.stays(obj):
             identity = self.register(obj)
@@ -97,7 +97,7 @@ class EngineReferences:
             self._parts[id(parts)] = parts
 
     def resolve(self, token: Any) -> Any:
-        """The object that stands by reference in a snapshot."""
+        """Return the object to which a token in a snapshot refers."""
         objects, word = self._objects, token[0]
         if word == "refused":
             return Placeholder(*token[1:])
@@ -156,12 +156,12 @@ class EngineObjects:
 
     @property
     def size(self) -> int:
-        """How many replicas it has."""
+        """The number of replicas."""
         return len(self.key[0])
 
     @property
     def owns_containers(self) -> bool:
-        """Whether plain containers are among the objects behind handles: pickling does not ask for those by itself."""
+        """Whether plain containers are among the objects behind handles. Pickling does not call a reducer for them."""
         return bool(self._containers)
 
     def containers_within(self, ids: KeysView[int]) -> list[ObjectId]:
@@ -169,15 +169,15 @@ class EngineObjects:
         return [self._ids[key][0] for key in self._containers & ids]
 
     def id_of(self, obj: Any) -> ObjectId | None:
-        """The id of an object that the notebook has a handle of, or may get one."""
+        """Return the id of an object of which the notebook has a handle, or may get one."""
         found = self._ids.get(id(obj))
         return found[0] if found is not None else None
 
     def own(self, identity: ObjectId, obj: Any, *, by_value: bool = False) -> ObjectId:
-        """Keep an object under an id. Returns the id that it is known by: the first that it got.
+        """Keep an object under an id, and return the first id that it got, by which it is known.
 
         Args:
-            by_value: The object itself may be sent: the id serves where the replicas do not agree on it.
+            by_value: Whether the object itself may be sent. The id is then needed only if the replicas do not agree.
         """
         self.owned[identity] = obj
         if by_value:
@@ -190,7 +190,7 @@ class EngineObjects:
         return known[0]
 
     def release(self, identities: Iterable[ObjectId]) -> None:
-        """The notebook holds no handles of these any more."""
+        """Release objects of which the notebook holds no handles any more."""
         for identity in identities:
             obj = self.owned.pop(identity, NOT_THERE)
             known = self._ids.get(id(obj), [])
@@ -202,7 +202,7 @@ class EngineObjects:
 
 
 class _NoReferences:
-    """Nothing stays: what is copied is copied whole."""
+    """The references of a pickle that copies everything, so that no object stays."""
 
     def digest_token(self, obj: Any) -> Any:
         """By value."""
@@ -214,12 +214,12 @@ class _NoReferences:
         """Do nothing: a copy has no references."""
 
     def resolve(self, token: Any) -> Any:
-        """Nothing was sent by reference."""
+        """Raise KeyError, since nothing was sent by reference."""
         raise KeyError(token)
 
 
 class ObjectsOfTeams:
-    """The objects of every team that this engine is part of; `place` is its accelerator, or "cpu"."""
+    """The objects of every team to which this engine belongs; `place` is its accelerator, or "cpu"."""
 
     def __init__(self, user_ns: dict[str, Any] | None = None, place: str = "cpu") -> None:
         self.user_ns: dict[str, Any] = {} if user_ns is None else user_ns
@@ -228,7 +228,7 @@ class ObjectsOfTeams:
         self._teams: dict[TeamKey, EngineObjects] = {}
 
     def of(self, key: TeamKey) -> EngineObjects:
-        """Those of a team; made when it is new, and then an older one of the same engines is freed."""
+        """Return a team's objects. A new team gets new ones, and those of an older team of these engines are freed."""
         found = self._teams.get(key)
         if found is None:
             for stale in [old for old in self._teams if old[0] == key[0]]:
@@ -237,13 +237,13 @@ class ObjectsOfTeams:
         return found
 
     def copies(self) -> Tracker:
-        """What packs objects whole, for the notebook or for another engine, whatever team they are of."""
+        """Return a tracker that packs copies of objects of any team, for the notebook or for another engine."""
         return Tracker(
             Side(user_ns=self.user_ns, references=_NoReferences(), classes=self._classes, copying=True), "cpu"
         )
 
     def program_begins(self, serial: int) -> None:
-        """Classes that are sent for the first time are called by the program that made them: on each replica alike."""
+        """Name classes that are sent for the first time after the program, alike on each replica."""
         counts: collections.Counter[str] = collections.Counter()
 
         def new_id(cls: Any) -> str:
@@ -254,7 +254,7 @@ class ObjectsOfTeams:
         self._classes.new_id = new_id
 
     def rename(self, old: TeamKey, new: TeamKey) -> None:
-        """A team goes on with fewer engines, or with more."""
+        """Change the key of a team that continues with fewer engines, or with more."""
         objects = self._teams.pop(old, None)
         if objects is not None:
             objects.key = new

@@ -1,4 +1,4 @@
-"""Modules that the notebook has imported or changed: imported and changed here, too."""
+"""Imports and reloads of the notebook's modules on an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ModuleReloader"]
 
 
 class ModuleReloader:
-    """What became of local modules in the notebook, as far as this engine has followed."""
+    """Imports and reloads local modules as the notebook did."""
 
     def __init__(self) -> None:
         self._followed: dict[str, int] = {}
@@ -24,7 +24,7 @@ class ModuleReloader:
         """Import modules, or reload them, by name."""
         for name, reloads in modules.items():
             known = sys.modules.get(name)
-            with contextlib.suppress(ImportError):  # whoever uses it hears of it
+            with contextlib.suppress(ImportError):  # raised again where the module is used
                 if known is None:
                     importlib.invalidate_caches()
                     importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""What handles ask of the objects they stand for: attributes, items, calls, whole copies."""
+"""The operations that handles request on their objects: attributes, items, calls and copies."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ __all__ = ["QUIET", "carry_out"]
 QUIET = frozenset(
     {"copies", "export", "fetch", "holdings", "import", "inspect", "nbytes", "rename", "summary", "writes"}
 )
-"""Operations that run nothing of the user's which could communicate."""
+"""The operations that run no code of the user's which could communicate."""
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
-    """Carry out one operation. Its results on the namespace are described as those of a call are.
+    """Carry out one operation. Its effects on the namespace are described like those of a call.
 
     Raises:
         StaleHandleError: The object is not here.
@@ -72,11 +72,11 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         return namespace.finish_with(lambda describer: summary)
     result = _OPERATIONS[message.operation](target, args, kwargs)
     if message.operation == "get" and isinstance(result, _METHODS) and getattr(result, "__self__", None) is not None:
-        # The handle calls it by its path: nothing is kept here for it.
+        # The handle calls the method by its path, so nothing is kept here.
         return namespace.finish_with(
             lambda describer: [Leaf(Described(kind="object", summary=summarise(result), value="method"))]
         )
-    # What is computed is mostly computed with: how it looks is asked when it is shown.
+    # Results of operators are mostly operands of others. Their texts are fetched when they are shown.
     brief = message.operation == "apply"
     return namespace.finish_operation([result], brief=brief)
 
@@ -102,7 +102,7 @@ def _owned(objects: EngineObjects, identity: ObjectId) -> Any:
 
 
 def _next(target: Any) -> list[Any]:
-    """The next item of an iterator; empty at its end."""
+    """Return the next item of an iterator in a list, which is empty at the end."""
     try:
         return [next(target)]
     except StopIteration:
@@ -141,7 +141,7 @@ _SUMMARIES: dict[str, Callable[[Any], Summary | Inspected]] = {
 
 
 def _fetch(namespace: EngineNamespace, objects: EngineObjects, request: Request) -> Packed:
-    """Copies of several objects, in one pickle: what they share, their copies share."""
+    """Pack copies of several objects in one pickle, so that the copies share what the objects share."""
     values = [own_part(_object(objects, identity)) for identity in request.targets]
     try:
         return namespace.teams.copies().pack_loose({f"@{place}": value for place, value in enumerate(values)})
@@ -159,14 +159,14 @@ def _copies(namespace: EngineNamespace, objects: EngineObjects, request: Request
     return namespace.teams.copies().pack_loose(values, apart=True)
 
 
-# These can be packed, and not be opened by a process that is in no process group, or did not make their memory.
+# A process without a process group, or without the memory of these objects, cannot open their pickles.
 _STAYS = (DistributedDataParallel, DistributedDataset, DistributedIterator)
 
 
 def _export(
     namespace: EngineNamespace, objects: EngineObjects, request: Request
 ) -> tuple[Packed, tuple[ObjectId, ...]]:
-    """The mirrored objects, for an engine that takes a lost one's place: those of them that can be copied."""
+    """Pack the mirrored objects that can be copied, for the replacement of a lost engine."""
     wanted = {identity: objects.owned.get(identity, NOT_THERE) for identity in request.targets}
     wanted.update({identity: obj for identity, obj in objects.owned.items() if is_mirrored(obj)})
     ready = {identity: obj for identity, obj in wanted.items() if obj is not NOT_THERE and _packable(namespace, obj)}
@@ -175,7 +175,7 @@ def _export(
 
 
 def _packable(namespace: EngineNamespace, obj: Any) -> bool:
-    """Whether a copy of an object can be made, and opened: one that cannot is not to spoil the others."""
+    """Return whether a copy of an object can be packed and opened, so that it does not spoil the others."""
     if isinstance(obj, _STAYS):
         return False
     copies = namespace.teams.copies()

@@ -25,7 +25,7 @@ from distnb.wire.messages import ObjectId
 __all__ = ["MOST_DEVICE_OBJECTS", "ContentSurveyor", "DataSurveyor"]
 
 MOST_DEVICE_OBJECTS = 1000
-"""The most device objects that a container may bring home as handles. A container with more stays as a whole."""
+"""The most device objects of a container that comes to the notebook. A container with more stays as a whole."""
 
 _MOST_PARTS = 50_000  # of a value whose instances are asked what they hold
 

@@ -1,4 +1,4 @@
-"""Which of the notebook's objects the replicas changed differently, where they did not change all of them alike."""
+"""The search for those of the notebook's objects that the replicas have changed differently."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ _MOST = 10_000
 
 
 def differing(tracker: Tracker, packs: Mapping[int, Packed]) -> dict[int, dict[int, int]]:
-    """The objects whose own content differs; what holds them and is else alike does not.
+    """Find the objects whose own content differs. An object that only holds such an object does not count.
 
-    Returns, by the number under which an object is known here, the number that each replica has given it.
+    An example: if the replicas append different numbers to `a` in `outer = [a]`, then `a` is found and `outer` is not.
+
+    Returns:
+        For each object, by its number here, the number that each replica has given it.
     """
     found: dict[int, dict[int, int]] = {}
     digests: dict[int, set[bytes]] = {}

@@ -1,4 +1,4 @@
-"""How handles talk to the objects they stand for."""
+"""The operations of handles on their engine objects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OF_THOSE_LEFT = ("summary", "inspect", "holdings", "nbytes")
 
 
 class Perform(Protocol):
-    """Applies an operation to an object on some engines, and gives the answer of each."""
+    """A function that applies an operation to an object on some engines, and returns the answers by engine."""
 
     def __call__(
         self,
@@ -46,11 +46,11 @@ class Perform(Protocol):
 
 
 class HandleOperations:
-    """What handles can ask for.
+    """The operations on engine objects, for all handles of a session.
 
     Attributes:
-        changes: How many programs there were that may have changed what handles stand for: cells, calls, operations.
-        before: Called before an operation is packed: sends what is to be sent first.
+        changes: The number of programs so far that may have changed engine objects: cells, calls and operations.
+        before: Called before an operation is packed, to send deferred calls first.
     """
 
     def __init__(self, namespace: NotebookNamespace, perform: Perform) -> None:
@@ -78,7 +78,7 @@ class HandleOperations:
         return found if operation == "next" else found[0]
 
     def attribute(self, handle: DistributedValues, path: Path) -> Any:
-        """An attribute of the object: a plain value, a handle, or a method that is called by its path."""
+        """Return an attribute of the object: a plain value, a handle, or a method that is called by its path."""
         state = state_of_handle(handle)
         if not state.facts and state.local:
             raise AttributeError(_no_object(state))
@@ -102,8 +102,9 @@ class HandleOperations:
     def compare(self, handle: DistributedValues, comparison: str, other: Any) -> Any:
         """Compare the object with another, or with a plain value, on every replica: "eq", "lt", … as in `operator`.
 
-        A plain bool where all replicas agree on one, else a handle or a PerReplica of what each answers: of tensors,
-        for each element.
+        Returns:
+            A plain bool if all replicas agree on one. Otherwise a handle or a PerReplica of their answers, which for
+            tensors are elementwise.
         """
         state, other = state_of_handle(handle), resolve(other)
         state.check()
@@ -136,20 +137,20 @@ class HandleOperations:
 
     def _ask(self, tracked: TrackedObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
         def give_up(results: dict[int, Any]) -> None:
-            # An operation that raised, as `hasattr` does, is no reason to send all anew.
+            # After an operation that raised, as in `hasattr`, the engines still have what was sent.
             told = results if all(isinstance(one, Result) for one in results.values()) else {}
             self._namespace.failed(request.snapshot, told)
 
-        # Every engine hears of every snapshot, also those that have nothing to answer.
+        # Every engine receives every snapshot, even if it has nothing to answer.
         answers = self._perform(tracked.key[0], operation, target, request, give_up)
         return {tracked.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
 
     def rename(self, engines: tuple[int, ...], old: TeamKey, new: TeamKey) -> None:
-        """Tell engines that a team of theirs has another key: it is smaller or larger than it was."""
+        """Notify engines that a team has another key, since it has become smaller or larger."""
         self._perform(engines, "rename", (0, ""), (old, new))
 
     def name_of(self, state: RemoteState) -> str:
-        """A name of the notebook that is bound to a handle of this state; "" if there is none."""
+        """Return a name of the notebook that is bound to a handle of this state; "" if there is none."""
         bound = self._namespace.user_ns.items()
         return next(
             (
@@ -160,12 +161,13 @@ class HandleOperations:
             "",
         )
 
-    # -- looking at it ---------------------------------------------------------------------------------------------
+    # -- showing -----------------------------------------------------------------------------------------------------
 
     def refresh(self, handle: DistributedValues) -> bool:
-        """Bring the summaries up to date, if a program may have changed the object or they were never made.
+        """Update the summaries if they do not exist, or if a program may have changed the object since.
 
-        Returns whether they are: not while an engine is stuck.
+        Returns:
+            Whether they are up to date. While an engine is stuck, they may not be.
         """
         state = state_of_handle(handle)
         missing = any(
@@ -188,9 +190,9 @@ class HandleOperations:
         return True
 
     def inspect(self, handle: DistributedValues) -> dict[int, Inspected] | None:
-        """What each replica tells of its component, by replica; None while an engine is stuck.
+        """Return the facts about each replica's component, by replica; None while an engine is stuck.
 
-        What is in the notebook anyway is not asked for.
+        Components that the notebook has itself are left out.
         """
         if not any(fact.summary is not None for fact in state_of_handle(handle).facts.values()):
             return {}
@@ -198,12 +200,12 @@ class HandleOperations:
         return found
 
     def holdings(self, handle: DistributedValues) -> dict[int, tuple[Holding, ...]] | None:
-        """Which parts of a value each replica holds, by replica; None while an engine is stuck."""
+        """Return the parts of a value that each replica holds; None while an engine is stuck."""
         found: dict[int, tuple[Holding, ...]] | None = self._inspect_components(handle, "holdings")
         return found
 
     def nbytes(self, handle: DistributedValues) -> dict[int, int] | None:
-        """What the tensors of a value take, by replica; None while an engine is stuck."""
+        """Return the number of bytes of a value's tensors, by replica; None while an engine is stuck."""
         found: dict[int, int] | None = self._inspect_components(handle, "nbytes")
         return found
 
@@ -221,14 +223,14 @@ class HandleOperations:
         return {replica: one.result for replica, one in results.items()}
 
     def read(self, handle: DistributedValues) -> Any:
-        """A copy of what a mirrored object is: replica 0's, or what all replicas read together."""
+        """Return a copy of a mirrored object: replica 0's, or the value that all replicas combine."""
         if not state_of_handle(handle).together:
             return self.fetch_components(handle, (0,))[0]
         whole = self.run(handle, "read")
         return self.fetch_components(whole, (0,))[0] if isinstance(whole, HANDLES) else whole
 
     def fetch_components(self, handle: DistributedValues, replicas: Iterable[int]) -> dict[int, Any]:
-        """Copies of the components of some replicas."""
+        """Return copies of the components of some replicas."""
         state = state_of_handle(handle)
         wanted = list(replicas)
         state.check(wanted)
@@ -258,7 +260,7 @@ class HandleOperations:
         )
 
     def _transfer(self, tracked: TrackedObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
-        """An operation that has no results."""
+        """Apply an operation that has no results to be merged."""
         answers = self._ask(tracked, operation, target, request)
         tracked.outstanding.pop(request.snapshot.serial, None)
         return answers

@@ -1,4 +1,4 @@
-"""What of the notebook's namespace a program needs: the names that it reads, and what they lead to."""
+"""The part of the notebook's namespace that a program needs: the names that it reads, and what these refer to."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["Needs"]
 
 
 class Needs:
-    """Collected for one program.
+    """The needs of one program, as they are collected.
 
     Attributes:
-        names: Those that are to be bound on the engines.
-        imports: Modules, by the names that are bound to them.
-        plain: Immutable values and handles, by name.
-        sections: All other values, by name; of a call's arguments by their place, "@0".
+        names: The names to be bound on the engines.
+        imports: The modules by the names that are bound to them.
+        plain: The immutable values and handles by name.
+        sections: All other values by name. An argument without a name has one that begins with "@".
         digests: Their digests, and what functions among them read.
-        own_source: File name, text and name in tracebacks of the cell that is run.
-        more: Names to take in; those that the notebook does not have are left out.
-        unseen: Values to take in, under names of their own: what is bound to no name of the notebook's.
+        own_source: The cell's file name, text and name in tracebacks.
+        more: The names still to be added. Names that the notebook does not have are skipped.
+        unseen: The values still to be added, by their section names.
     """
 
     def __init__(self, tracked: TrackedObjects, user_ns: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class Needs:
         tracked.references.met.clear()
 
     def collect(self) -> None:
-        """Follow what was taken in: functions read names, and so on."""
+        """Add everything that the added names and values refer to: functions read names, and so on."""
         references, user_ns = self._tracked.references, self._user_ns
         while self.more or self.unseen:
             more, self.more = self.more, []
@@ -82,7 +82,7 @@ class Needs:
         self.names.append(name)
 
     def follow_handle(self, handle: Any) -> None:
-        """What an engine object's code reads, and what it holds of the notebook's objects and of other handles'."""
+        """Add the names that an engine object's code reads, and the notebook's objects and handles that it holds."""
         state = state_of_handle(handle)
         if state.identity in self._behind:
             return

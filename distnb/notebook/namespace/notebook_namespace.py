@@ -1,4 +1,4 @@
-"""The notebook's side of the one namespace: snapshots go out, what programs did comes in."""
+"""The notebook's side of the one namespace, which packs snapshots and merges results."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _MOST_GIVEN = 16  # values that an object gave, until it is asked which of them 
 
 
 class NotebookNamespace:
-    """Keeps the notebook's namespace and the engines' one and the same, as far as programs can tell.
+    """Keeps the notebook's namespace and that of the engines equal, as far as programs can see.
 
     Args:
         user_ns: The notebook's variables.
-        perform: Applies an operation to an engine object, on several engines: the session's.
-        announce: Where notices go; they are printed unless told otherwise.
+        perform: Applies an operation to an engine object on several engines (`Session.perform`).
+        announce: Shows a notice to the user.
 
     Attributes:
-        most_nbytes: Larger data stays on the engines.
+        most_nbytes: The size above which data stays on the engines.
         batch: What an iteration over a distributed dataset gave last. As an argument of a call, its lists and dicts are
             made anew on the replicas, and are not looked at.
     """
@@ -68,13 +68,13 @@ class NotebookNamespace:
     # -- cells ---------------------------------------------------------------------------------------------------------
 
     def outgoing(self, source: str, team: Team, filename: str = "", label: str = "") -> Snapshot:
-        """What a cell needs. Call it right before the cell is sent, and send what it gives.
+        """Return the snapshot of a cell. Call it right before the cell is sent, and send its result.
 
         Args:
-            source: What is run: the cell's text, or a part of it that was made a program of its own.
-            team: The engines that run it.
-            filename, label: What the code objects carry, and how tracebacks call the cell. Tracebacks show the lines
-                that the notebook has for that file, not those of the source.
+            source: The program's text: the cell's, or a part of it that runs as a program of its own.
+            team: The engines that run the program.
+            filename, label: The file name of the code objects and the cell's name in tracebacks. Tracebacks show the
+                notebook's lines of that file, not those of the source.
         """
         tracked = self._teams.of(team.engines)
         reads = names_read(source)
@@ -100,13 +100,13 @@ class NotebookNamespace:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> Snapshot:
-        """What a call of a strategy's method needs: its arguments, functions among them."""
+        """Return the snapshot of a call of a strategy's method, with the arguments, functions among them."""
         return self.call_snapshot(self._teams.of(team.engines), (tuple(args), dict(kwargs)))
 
     def call_snapshot(
         self, tracked: TrackedObjects, arguments: Any, *, touched: Sequence[DistributedValues] = ()
     ) -> Snapshot:
-        """The snapshot of a call, or of an operation on `touched` handles; its `arguments` are `(args, kwargs)`."""
+        """Return the snapshot of a call, or of an operation on `touched` handles, with arguments `(args, kwargs)`."""
         if tracked.ended:
             raise NamespaceError(
                 "The engines of this strategy were restarted or stopped while it was in use. Run the cell again."
@@ -117,17 +117,17 @@ class NotebookNamespace:
             needs.follow_handle(handle)
         if arguments is not None:
             arguments = _Arguments(tracked, needs, self.user_ns, self.batch, asked=bool(touched)).replaced(arguments)
-        # An object may have given away what it no longer holds: it is asked now and then.
+        # An object may no longer hold the values that it gave, so it is described again now and then.
         crowded = [state_of_handle(each).identity for each in touched if state_of_handle(each).given > _MOST_GIVEN]
         return self._snapshot(tracked, needs, arguments, cell=False, described=crowded)
 
     def may_be_changed(self, team: Team) -> bool:
-        """Whether a call under way may change an object of the notebook's in place."""
+        """Return whether a call under way may change an object of the notebook's in place."""
         tracked = self._teams.of(team.engines)
         return any(serial in tracked.outstanding for serial in tracked.changing)
 
     def reads(self, team: Team, objects: set[ObjectId]) -> bool:
-        """Whether the call that was packed last reads one of these engine objects."""
+        """Return whether the call that was packed last reads one of these engine objects."""
         return not objects.isdisjoint(self._teams.of(team.engines).references.met)
 
     def result(self, team: Team, replies: Mapping[int, Result], changes: int | None = None) -> Any:
@@ -178,21 +178,21 @@ class NotebookNamespace:
         return result
 
     def open_error(self, pack: Packed) -> Any:
-        """An exception that an engine packed: its class is the notebook's own."""
+        """Open an exception that an engine packed. Its class is the notebook's own."""
         return TrackedObjects(((), 0), self.user_ns, self._classes).tracker.open_loose(pack)[""]
 
     # -- engines that come and go --------------------------------------------------------------------------------------
 
     def engine_died(self, engine: int) -> None:
-        """An engine's process has ended; from any thread. Programs on those that are left use what lives there."""
+        """Note that an engine's process has ended, from any thread. Later programs use the objects of the others."""
         self._teams.engine_died(engine)
 
     def engines_replaced(self, engines: Iterable[int], survivors: Iterable[int]) -> None:
-        """New processes, up and ready, have taken the place of some engines; `survivors` kept theirs."""
+        """Note that new processes have replaced some engines and are ready. The `survivors` kept their processes."""
         self._teams.engines_replaced(engines, survivors)
 
     def close(self) -> None:
-        """The cluster is gone: every handle is stale."""
+        """Make every handle stale: the cluster is gone."""
         self._teams.close()
 
     # -- the default strategy ------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class NotebookNamespace:
     ) -> Snapshot:
         serial = next(self._serials)
         tracker = tracked.tracker
-        # In the order in which they are opened: what others need to be opened comes first.
+        # In the order of opening: code comes first, since opening the others may need it.
         sections = dict(sorted(needs.sections.items(), key=lambda section: not is_code(section[1])))
         tracked.forget_arguments(frozenset(sections))
         tracked.bound.send_by_value(sections)
@@ -264,7 +264,7 @@ class NotebookNamespace:
                 self._announce(f"distnb: sending {size}: {what or 'arguments of a call'}")
         names, bound = tuple(needs.names), tracked.bound
         plain = {name: value for name, value in needs.plain.items() if not bound.is_sent(name, value)}
-        # A cell binds them always: a thread of an earlier cell may have bound them to something else.
+        # A cell always binds them, since a thread of an earlier cell may have bound them to something else.
         bind = cell or bool(plain) or any(name in needs.names for name in lacking) or not self._are_bound(bound, names)
         staying = bound.stay(self.user_ns, set(assigned).difference(names)) if bind else ()
         if bind:
@@ -362,9 +362,9 @@ class _Arguments:
         self._asked = asked
 
     def replaced(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """`(args, kwargs)` as they are sent."""
+        """Return `(args, kwargs)` as they are sent."""
         args, kwargs = arguments
-        # Of `run`'s arguments the second and third are a tuple and a dict that were made for the call.
+        # The second and third argument of `run` are a tuple and a dict that were made for the call.
         made = not (self._asked or kwargs) and len(args) == 3 and type(args[1]) is tuple and type(args[2]) is dict
         if made:
             own = {name: self._one(value) for name, value in args[2].items()}

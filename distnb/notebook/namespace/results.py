@@ -1,4 +1,4 @@
-"""Taking in what a program did: names are bound, the notebook's objects brought up to date, handles made."""
+"""Merging a program's results: names are bound, the notebook's objects are updated, and handles are created."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _CHANGED = "was changed differently by the replicas"
 
 
 class Results:
-    """What one program did, as the replicas of a team tell it.
+    """The results of one program, as the replicas of a team report them.
 
     Args:
-        results: By replica; those that died or were cut off have none.
-        changes: What `operations.changes` was when it was sent; None for what it is now.
-        most_nbytes: Larger data has stayed on the engines.
+        results: The results by replica. A replica that died or was cut off has none.
+        changes: The value of `operations.changes` when the program was sent; None for the current value.
+        most_nbytes: The size above which data has stayed on the engines.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Results:
         self._returned: list[Described] = []
 
     def apply(self) -> None:
-        """Bind and update everything."""
+        """Bind all names and update all objects."""
         tracked = self._tracked
         tracked.make_handle = self._fresh_handle
         every = self._results.values()
@@ -76,7 +76,7 @@ class Results:
         if environment is not None:
             apply_environment(environment, early=True)  # paths, before anything is imported
         names = sorted({name for results in every for name in results.names})
-        # What is opened may be opened by code that uses these.
+        # Code that opens other values may use these.
         early = [
             name
             for name in names
@@ -98,13 +98,13 @@ class Results:
             tracked.bound.latest = None  # the program bound names itself
 
     def _import_submodules(self, names: Iterable[str]) -> None:
-        """Import what the program's text has imported: `import xml.dom` there makes `xml.dom` usable here."""
+        """Import the submodules that the program has imported, so that `import xml.dom` works in later cells, too."""
         for name in sorted(names):
-            with contextlib.suppress(Exception):  # it may be on the engines' machines only
+            with contextlib.suppress(Exception):  # the module may exist on the engines' machines only
                 importlib.import_module(name)
 
     def result(self) -> Any:
-        """The result of a call, regrouped: a plain value where all replicas agree on it, else a handle."""
+        """Return the result of a call, regrouped: a plain value if all replicas agree on it, else a handle."""
         trees = {replica: results.result for replica, results in self._results.items()}
         first = next(iter(trees.values()))
         path = self._first.result_name
@@ -128,7 +128,7 @@ class Results:
     # -- values that were sent -----------------------------------------------------------------------------------------
 
     def _open_packs(self) -> None:
-        """Take over what the replicas sent. What they changed differently becomes handles."""
+        """Merge the values that the replicas sent. Objects that they changed differently become handles."""
         every, tracker = list(self._results.values()), self._tracked.tracker
         names = {name for results in every for name in results.changed}
         alike = {name for name in names if len({results.changed.get(name) for results in every}) == 1}
@@ -154,9 +154,9 @@ class Results:
         """Open the first replica's pack.
 
         Args:
-            names: Values of the notebook's that the program changed, and that are brought up to date.
-            alike: Those of them that all replicas changed alike.
-            in_place: Whether memory is written to as it is read: all of them were changed alike.
+            names: The names of the notebook's values that the program changed, and that are updated.
+            alike: The names of the values that all replicas changed alike.
+            in_place: Whether memory is written to as it is read, since all values were changed alike.
         """
         tracker, sent = self._tracked.tracker, self._agreed_sent()
         agreed = [name for name in pack.names if name in sent or name in names]
@@ -168,7 +168,7 @@ class Results:
         failed = self._failed = opening.failed
         common = self._common((sent | alike).intersection(agreed) - failed.keys())
         values = tracker.merge(opening, self._different, common)
-        common -= failed.keys()  # of what could not be brought up to date, too
+        common -= failed.keys()  # merging may have added some
         self._sent = {name: values[name] for name in sent if name not in failed}
         for name, error in failed.items():
             if name in names and name in tracker:
@@ -179,21 +179,21 @@ class Results:
         self._forget_parts(common)
 
     def _common(self, names: set[str]) -> set[str]:
-        """Choose the names whose objects have the same numbers on all replicas: what is equal was packed alike."""
+        """Return the names whose objects have the same numbers on all replicas, since they were packed alike."""
         if len(self._results) < self._tracked.size:
             return set()
         sizes = [results.pack.sizes if results.pack is not None else {} for results in self._results.values()]
         return {name for name in names if len({size.get(name) for size in sizes}) == 1}
 
     def _forget_parts(self, common: set[str]) -> None:
-        """Let the engines forget what they packed under all other names than these."""
+        """Let the engines forget the values that they packed under other names than these."""
         packs = [results.pack for results in self._results.values() if results.pack is not None]
         gone = {(pack.serial, name) for pack in packs for name in pack.names if name not in common}
         self._tracked.unlike_parts.update(part_of(serial, name) for serial, name in gone)
         self._forget(name for _, name in gone)
 
     def _handles_for(self, differing: Mapping[int, Mapping[int, int]]) -> dict[int, Any]:
-        """Handles for objects that the replicas changed differently, by their numbers; names get them, too."""
+        """Create handles of objects that the replicas changed differently, by number, and bind the objects' names."""
         found = {}
         for number, given in differing.items():
             identity = (self._serial, f"#{number}")
@@ -202,7 +202,7 @@ class Results:
         return found
 
     def _handles_by_name(self, names: Iterable[str], what_happened: str = _CHANGED) -> None:
-        """Handles for whole values, where their differences cannot be told."""
+        """Create handles of whole values, whose differences are unknown."""
         for name in names:
             identity = (self._serial, f"#{name}")
             self._tracked.adopt[identity] = name
@@ -226,7 +226,7 @@ class Results:
         return handle
 
     def _rename_former(self) -> None:
-        """What was sent under names that the program assigned is known by other names from now on."""
+        """Rename values that were sent under names which the program has assigned."""
         tracker = self._tracked.tracker
         every = self._results.values()
         for name in {name for results in every for name in results.names if name in tracker}:
@@ -236,7 +236,7 @@ class Results:
                 self._forget((name, new))
 
     def _agreed_sent(self) -> set[str]:
-        """Names of what all replicas sent alike."""
+        """Return the names of the values that all replicas sent alike."""
         agreed = set()
         every = [{**results.names, **results.data_given} for results in self._results.values()]
         for name, described in every[0].items():
@@ -247,7 +247,7 @@ class Results:
         return agreed
 
     def _put_in_place(self, values: Mapping[str, Any]) -> None:
-        """What could not be brought up to date where it stood is another object now: names get that."""
+        """Bind names to new objects where the old ones could not be updated in place."""
         for name, value in values.items():
             if name in self._tracked.tracker:
                 old = self._tracked.tracker.root(name)
@@ -281,7 +281,7 @@ class Results:
             self._user_ns[name] = value
 
     def _combine(self, name: str, described: dict[int, Described], path: str) -> Any:
-        """The one thing that a name, or a result, is in the notebook. The engines keep it under `path`, too."""
+        """Return the notebook's value of a name or a result. The engines keep it under `path`, too."""
         complete = len(described) == len(self._results)
         first = next(iter(described.values()))
         kinds = {one.kind for one in described.values()}
@@ -304,7 +304,7 @@ class Results:
             elif first.kind == "tracked" and len({one.value for one in described.values()}) == 1:
                 tracker = self._tracked.tracker
                 with contextlib.suppress(KeyError):
-                    # Otherwise it was sent with a value that has been forgotten: changes here would not be sent.
+                    # An object of a forgotten value is not returned: changes here would not be sent.
                     if tracker.name_of(first.value) in tracker:
                         return tracker.find(first.value)
             elif (
@@ -325,7 +325,7 @@ class Results:
         return self._plain[replica].get(path)
 
     def _mixed(self, name: str, described: dict[int, Described], path: str) -> Any:
-        """Replicas differ in what they assigned, or in whether they did."""
+        """Return a handle of a name that not all replicas assigned, or that they assigned differently."""
         local = {
             replica: self._plain_value(replica, path, one) for replica, one in described.items() if one.kind == "plain"
         }
@@ -395,7 +395,7 @@ class Results:
         return handle
 
     def _fresh_handle(self, identity: ObjectId) -> Any:
-        """Make a handle for an engine object within data that has arrived. The object may have a name as well."""
+        """Create a handle of an engine object within data that has arrived. The object may have a name as well."""
         unknown = Described(kind="object", identity=identity)
         facts, names = {}, {}
         for replica, one in self._results.items():
@@ -407,7 +407,7 @@ class Results:
         return self._handle(identity, facts, name=next(iter(names.values())))
 
     def release(self) -> None:
-        """Let the engines free what the program made and nobody holds here; at the end."""
+        """Let the engines free the program's objects that have no handle here. To be called last."""
         made = {described.identity for described in self._returned}
         for one in self._results.values():
             made |= {described.identity for described in one.names.values()}
@@ -433,13 +433,13 @@ class Results:
             state.facts.update(facts)
             state.given = 0
             state.as_of = self._changes
-            # Of components that differed, what is left when an engine has ended is not what all have.
+            # The components that are left after an engine has ended do not say what its component was.
             known = len(state.facts) == self._tracked.size and (isinstance(handle, Mirrored) or not state.gone)
             if known and not any(fact.wrapped for fact in facts.values()):
                 change_kind(handle, mirrored=are_equal(state.facts))
 
     def _environment_in_order(self) -> Environment | None:
-        """The modes that the program changed, without those that a later one has set, which was taken in before."""
+        """Return the modes that the program changed, except those that a later program set whose results came first."""
         environment, set_by = self._first.environment, self._tracked.modes_set_by
         if environment is None:
             return None
@@ -455,7 +455,7 @@ class Results:
             return
         alike = all(results.environment == self._first.environment for results in self._results.values())
         complete = len(self._results) == self._tracked.size
-        # Where they differ, the next snapshot brings all of it.
+        # If the replicas differ, the next snapshot sends all modes.
         self._tracked.environment = known.with_changes(environment) if alike and complete else None
 
 
@@ -467,7 +467,7 @@ def _cannot_be_opened(name: str, error: Exception) -> str:
 
 
 def are_equal(facts: Mapping[int, Described]) -> bool:
-    """Whether what was described is the same on every replica."""
+    """Return whether the described object is equal on every replica."""
     described = list(facts.values())
     if any(one.wrapped for one in described):
         return False

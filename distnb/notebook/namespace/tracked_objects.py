@@ -1,4 +1,4 @@
-"""What the notebook knows of one group of engines: what they have of its objects, and what it holds by handles."""
+"""The notebook's knowledge of one group of engines: the objects that they have, and the handles of theirs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MOST_CLASSES = 64
 
 
 class NotebookReferences:
-    """How handles and distributed values stand in what is sent to one group of engines.
+    """The representatives of handles and distributed values in messages to one group of engines.
 
     Attributes:
-        met: Handles that were looked at or sent, by id; whoever asks clears it.
+        met: The handles that were digested or sent, by id, since this was last cleared.
     """
 
     def __init__(self, tracked: TrackedObjects) -> None:
@@ -36,7 +36,7 @@ class NotebookReferences:
         self.met: dict[ObjectId, DistributedValues] = {}
 
     def digest_token(self, obj: Any) -> Any:
-        """What stands for a handle in a digest."""
+        """Return a handle's representative in a digest, or None for other objects."""
         if type(obj) not in HANDLES:
             return None
         state = state_of_handle(obj)
@@ -44,7 +44,7 @@ class NotebookReferences:
         return (state.identity,)
 
     def token(self, obj: Any, word: str = "own") -> Any:
-        """What stands for a handle, or for a distributed value that the notebook made.
+        """Return the representative of a handle, or of a distributed value that the notebook made.
 
         Args:
             obj: Any object; None is returned for others.
@@ -77,7 +77,7 @@ class NotebookReferences:
         """Do nothing: all tensors are sent by value."""
 
     def resolve(self, token: Any) -> Any:
-        """The handle of an engine object that something which arrived refers to."""
+        """Return the handle of an engine object to which an arrived value refers."""
         found = self._tracked.handle(token)
         return found if found is not None else self._tracked.make_handle(token)
 
@@ -86,16 +86,16 @@ class TrackedObjects:
     """The notebook's side of one group of engines.
 
     Attributes:
-        key: Their ids, and how often the group was made anew.
-        tracker: What of its objects the engines have.
-        bound: What names are bound to on the engines.
-        environment: What the engines' environment is; None if that is not known.
-        modes_set_by: Which program, by its snapshot, changed a mode last.
-        ended: The engines were restarted or stopped.
-        sources: Hashes of the texts that the engines have, by file name.
-        modules: What they know of the notebook's modules.
-        forget, adopt, renamed, released, unlike_parts: To be told with the next snapshot.
-        fresh: What was sent is not certain to have arrived: everything is sent again.
+        key: The ids of the engines, and the number of times that the group was formed.
+        tracker: The objects that the engines have.
+        bound: The bindings of names on the engines.
+        environment: The engines' environment; None if it is unknown.
+        modes_set_by: The serial of the snapshot whose program changed a mode last, by mode.
+        ended: Whether the engines were restarted or stopped.
+        sources: The hashes of the texts that the engines have, by file name.
+        modules: The state of the notebook's modules that the engines know.
+        forget, adopt, renamed, released, unlike_parts: The news for the next snapshot.
+        fresh: Whether everything is sent again, because earlier snapshots may not have arrived.
     """
 
     def __init__(self, key: TeamKey, user_ns: dict[str, Any], classes: Classes) -> None:
@@ -122,13 +122,13 @@ class TrackedObjects:
 
     @property
     def size(self) -> int:
-        """How many replicas it has."""
+        """The number of replicas."""
         return len(self.key[0])
 
     # -- handles -------------------------------------------------------------------------------------------------------
 
     def add_handle(self, identity: ObjectId, handle: DistributedValues) -> None:
-        """The notebook holds an engine object; the engines are told when the handle is gone."""
+        """Add a handle of an engine object. The engines are notified when the handle is gone."""
 
         def gone(reference: weakref.ref[Any]) -> None:
             if self._handles.get(identity) is reference:
@@ -140,16 +140,16 @@ class TrackedObjects:
             self.released.remove(identity)
 
     def handle(self, identity: ObjectId) -> Any:
-        """The handle of an engine object; None if the notebook holds none."""
+        """Return the handle of an engine object; None if the notebook holds none."""
         reference = self._handles.get(identity)
         return reference() if reference is not None else None
 
     def handles(self) -> list[DistributedValues]:
-        """Every handle of this tracked that the notebook holds."""
+        """Return all handles of these engines that the notebook holds."""
         return [handle for reference in list(self._handles.values()) if (handle := reference()) is not None]
 
     def check(self, handle: DistributedValues) -> None:
-        """Raise if a handle's object is gone, or is not these engines'."""
+        """Raise if a handle's object is gone, or belongs to other engines."""
         state = state_of_handle(handle)
         state.check()
         if state.tracked is not self:
@@ -160,10 +160,10 @@ class TrackedObjects:
                 "need."
             )
 
-    # -- what the engines are to hear of -------------------------------------------------------------------------------
+    # -- news for the engines ----------------------------------------------------------------------------------------
 
     def held_names(self) -> set[str]:
-        """Names of values that engine objects hold."""
+        """Return the names of values that engine objects hold."""
         return {
             name
             for handle in self.handles()
@@ -194,7 +194,7 @@ class TrackedObjects:
         self.renamed |= renamed
 
     def forget_arguments(self, used: Iterable[str]) -> None:
-        """Of calls' arguments without names only the latest call's are kept, of classes a few, and what others hold."""
+        """Forget unnamed arguments of earlier calls, and classes beyond a few, unless engine objects hold them."""
         unused = dict.fromkeys(name for name in self.tracker.names if name[0] in "@%" and name not in used)
         arguments = [name for name in unused if name[0] == "@"]
         classes = [name for name in unused if name[0] == "%"]
@@ -204,7 +204,7 @@ class TrackedObjects:
             self.forget_names(old)
 
     def forget_names(self, names: Iterable[str]) -> None:
-        """What was sent under these names is not needed any more; the engines are told with the next snapshot."""
+        """Forget the values of these names. The next snapshot notifies the engines."""
         gone = set(names)
         self.tracker.forget(gone)
         self.drop_unreferenced()
@@ -218,13 +218,13 @@ class TrackedObjects:
         self.unlike_parts.update(parts)
 
     def take_released(self) -> tuple[ObjectId, ...]:
-        """Ids of handles that are gone since it was last asked."""
+        """Return the ids of handles that are gone since the last call."""
         found = tuple(self.released)
         del self.released[: len(found)]
         return found
 
     def doubt(self) -> None:
-        """Maybe an engine has not got what was sent: all that a program needs is sent anew, with the next one."""
+        """Send everything again with the next program, since an engine may have missed something."""
         self.tracker.clear()
         self.outstanding.clear()
         self.unlike_parts.clear()
@@ -235,21 +235,21 @@ class TrackedObjects:
         self.fresh = True
 
     def reject(self, snapshot: Snapshot) -> None:
-        """The results of a program will not come: maybe not even its snapshot was opened."""
+        """Give up the results of a program. Its snapshot may not have been opened."""
         self.outstanding.pop(snapshot.serial, None)
         self.released.extend(snapshot.release)
         self.adopt.update(snapshot.adopt)
         self.doubt()
 
     def move(self, key: TeamKey) -> None:
-        """Go on with other engines: components are renumbered, those of engines that are gone are lost."""
+        """Continue with other engines: renumber the components, and drop those of engines that are gone."""
         before, self.key = self.key[0], key
         for handle in self.handles():
             state_of_handle(handle).move(before, key[0])
             object.__setattr__(handle, "_num_replicas", len(key[0]))
-        # A handle of components that differ stands otherwise for fewer replicas.
+        # A PerReplica handle represents other components when the team has fewer replicas.
         self.bound.forget_sent_handles()
 
     def end(self) -> None:
-        """Its engines are gone: every handle of it is stale."""
+        """Make every handle stale: the engines are gone."""
         self.ended = True

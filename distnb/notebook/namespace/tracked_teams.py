@@ -1,4 +1,4 @@
-"""Which objects belong to which engines: they die and are replaced, and what the notebook holds there goes on."""
+"""The tracked objects of each team, across the deaths and replacements of engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TrackedTeams"]
 
 
 class TrackedTeams:
-    """The tracked objects of each team that a strategy has used. Iterating gives them as they are at its beginning."""
+    """The tracked objects of each team that a strategy has used. Iterating uses a copy of the list."""
 
     def __init__(self, operations: HandleOperations, make: Callable[[TeamKey], TrackedObjects]) -> None:
         self._operations = operations
@@ -28,7 +28,7 @@ class TrackedTeams:
         return iter(list(self._teams.values()))
 
     def of(self, engines: tuple[int, ...]) -> TrackedObjects:
-        """Those of some engines: those of a larger team whose survivors they are, or new ones."""
+        """Return the tracked objects of some engines: those of a team whose survivors they are, or new ones."""
         tracked = self._teams.get(engines)
         if tracked is None:
             for other in self:
@@ -39,7 +39,7 @@ class TrackedTeams:
         return tracked
 
     def engine_died(self, engine: int) -> None:
-        """An engine's process has ended; from any thread."""
+        """Note that an engine's process has ended, from any thread."""
         self._dead.add(engine)
 
     def leave_the_dead(self, tracked: TrackedObjects) -> None:
@@ -60,7 +60,7 @@ class TrackedTeams:
         tracked.move(new)
 
     def engines_replaced(self, engines: Iterable[int], survivors: Iterable[int]) -> None:
-        """New processes have taken the place of some engines. Mirrored objects are restored to them from a survivor."""
+        """Note that new processes have replaced some engines, and restore mirrored objects to them from a survivor."""
         replaced, alive = set(engines), set(survivors)
         self._dead -= replaced
         for tracked in self:
@@ -91,7 +91,7 @@ class TrackedTeams:
                 state.gone.update(tracked.key[0][replica] for replica in lost if replica in state.facts)
 
     def close(self) -> None:
-        """The cluster is gone."""
+        """End all teams: the cluster is gone."""
         for tracked in self:
             tracked.end()
         self._teams.clear()
