@@ -1,8 +1,22 @@
-"""Bringing objects that are here up to date from what arrived for them.
+"""The merge: objects that are here receive the content of the objects that arrived for them.
 
-Which object that arrived stands for which one here is told by numbers, never by place: after `records.sort()` the same
-place holds another record. An object that has a counterpart keeps its identity, and takes on the other's content; one
-without is new, and what it holds is merged.
+Numbers say which object here is the counterpart of an object that arrived. Places do not: after `records.sort()` the
+same place holds another record. An object with a counterpart updates the counterpart, which keeps its identity. An
+object without one is new, and the objects that it holds are merged.
+
+An example. Here is `cfg = {"lr": 0.1, "layers": [64]}`. A replica sets `cfg["lr"] = 0.2` and appends to
+`cfg["layers"]`. A dict with the new content arrives, and pairs say that `cfg` is the counterpart of the dict that
+arrived, and `layers` of its list::
+
+    arrived                              here, before                     here, after
+    {"lr": 0.2, "layers": <new list>}    cfg = {"lr": 0.1,                the same dict: {"lr": 0.2,
+                                                "layers": <old list>}                     "layers": <old list>}
+    <new list> [64, 32]                  <old list> [64]                  the same list: [64, 32]
+
+`merged(arrived dict)` looks up its counterpart `cfg`, then merges each value: 0.2 is an atom and is taken as it is;
+the new list is merged into the old list, and the old list goes into `cfg`. Every other reference to `cfg` or `layers`
+in the notebook sees the change. `_done` maps each object that arrived to its result before its items are merged, so an
+object that holds itself ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,20 @@
-"""Opening what the other side packed: what it knows by numbers is found, or brought up to date."""
+"""The reader of packs: it finds known objects by their numbers and makes the others.
+
+A pack holds one pickle for each name, and all of them share one memo. A pickle refers to an object of an earlier pack
+by its number (a persistent id), and to an object of an earlier name by its place in the memo.
+
+A value that cannot be opened must not cost the others. An example: the pack has the names `x`, `model` and `z`, and
+the class of `model` raises in its `__setstate__`::
+
+    name      x          model                   z
+    places    0 to 4     5 to 9                  10 to 12
+    opened    the value  stops at place 7        refers to place 8
+
+The shared memo is incomplete then. `_go_on_after` counts the places and buffers that the pickle of `model` would have
+taken, from its opcodes alone, and reads on behind it: `model` is a placeholder with the reason, the places 5 to 9 hold
+that placeholder, and `z`, which refers to one of them, raises and becomes a placeholder, too. A value that refers to
+none of them is opened as usual.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +43,10 @@ __all__ = ["Opener", "is_lost", "pairs_in"]
 
 
 class Opener:
-    """Reads one pack, a value at a time. One that cannot be opened, whatever a user's class raises, is a placeholder.
+    """The reader of one pack, a value at a time. A value that cannot be opened becomes a placeholder.
 
     Args:
-        packed: What was sent.
+        packed: The pack.
         side: This process.
         find: The object of a number that this side knows.
         place: Where the memory of an accelerator lies here: a device of torch's, or "cpu".

@@ -1,13 +1,29 @@
-"""One end of a pair of processes that keep objects equal: what the other end has, how it looked, and by which number.
+"""One end of a pair of processes that keep objects equal: the values the other end has, their digests and numbers.
 
-Both ends work alike. Before a program the notebook *looks* at what is read, and packs what the engines have not, or
-have otherwise; they open it. After the program the engines digest the same objects again, and pack what changed; the
-notebook opens that. A digest is compared only with an earlier one of the same end.
+Both ends work alike. Before a program the notebook digests the values that it reads, and packs those that the engines
+lack or have with other content. The engines open the pack. After the program they digest the same values again and
+pack what changed, and the notebook opens that. A digest is compared only with an earlier digest of the same end.
 
-Objects have numbers, alike at both ends, and alike in all engines that have packed the same: the part of a pack that
-brought them, which is one name's, and their place in that part of its memo. What else a pack holds does not matter.
-Each end keeps these until all names of the pack have been sent again or are forgotten. When something is sent again,
-pairs of numbers tell which object stands for which, and those that are there are brought up to date in place.
+Every object has a number, equal at both ends and on all engines that have packed the same value: the serial of the
+pack, a digest of the name, and the object's place in that name's part of the pickle's memo. The other content of the
+pack does not matter. Each end keeps the numbers of a pack until all its names have been sent again or are forgotten.
+When a value is sent again, pairs of numbers say which objects in it the receiver has already. The receiver updates
+those in place, so they keep their identity.
+
+An example. The notebook has `records = [a, b]` with `a = [1]` and `b = [2]`, and sends it in pack 8::
+
+    place in the part "records"    0                   1          2    3
+    object                         (list of the root)  records    a    b
+
+A replica runs `records.reverse()`. The digest differs, so the engine packs the value again, as pack 9. The places are
+different now, and the pairs (place now, number before) tell the objects apart::
+
+    place                          1                   2                 3
+    object                         records             b                 a
+    pair                           (1, 8/records/1)    (2, 8/records/3)  (3, 8/records/2)
+
+The notebook finds its own `records`, `b` and `a` by these numbers and only changes the order in its list: `records is
+before` remains true, and `records[1] is a`. By place, `a` would have received the content of `b`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,23 @@
-"""Messages between two processes of one host: packets over a UNIX socket, each received by the thread that wants it.
+"""Messages between two processes of one host: packets over a UNIX socket, read by the thread that waits for them.
 
-A message that ZeroMQ carries passes a thread on either side, and on a busy machine each waits for its turn. Here the
-sender writes into the kernel, and the receiver wakes up. A small message is one packet. A larger one is several: its
-large frames are descriptors of memory (`wire.shared_memory_buffer`), everything else is cut into pieces.
+A message that ZeroMQ carries passes through a thread on either side, and on a busy machine each of them waits for the
+processor. Here the sender writes into the kernel, and the receiver wakes up.
 
-Nothing here blocks. What the kernel has no room for is kept, and a thread sends it later.
+A small message is one packet. A larger one is several packets, and the socket (SOCK_SEQPACKET) keeps their order and
+their boundaries. The first byte of a packet is its kind. Large frames travel as descriptors of memory
+(`wire.shared_memory_buffer`); all other frames are joined and cut into pieces. An example: a header of 2 KB, an array
+of 200 MB, and an array of 70 KB::
+
+    kind       content                                                             descriptor
+    _PIECE     the first 60 KB of header and small array, joined
+    _PIECE     the other 12 KB
+    _BUFFER    (1, 200 MB): frame 1, and its size                                  the memory of the large array
+    _END       [2 KB, None, 70 KB]: the size of each frame, None for a buffer
+
+At `_END` the receiver cuts the joined pieces at these sizes and puts the buffers between them. With `recycles`, a
+message is one `_RECYCLED` packet instead, whose memory is written again later (`wire.recycled_memory`).
+
+Sending never blocks. Packets for which the kernel has no room wait in a queue, and a thread sends them later.
 """
 
 from __future__ import annotations
