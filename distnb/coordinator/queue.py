@@ -1,8 +1,8 @@
 """The assignment of closures to workers: a state machine without IO. Events and the time go in, orders come out.
 
-Closures are numbered in the order in which they were scheduled, and start in that order; one that a lost worker had
-keeps its number, and so comes next. A worker has the closure that it runs, and the next ones: no round trip is lost
-between them. If another worker has nothing to do meanwhile, it gets the last of those.
+Closures are numbered in the order in which they were scheduled, and start in that order. A closure of a lost worker
+keeps its number, and so comes next. A worker has the closure that it runs, and the next ones, so that no round trip
+passes between them. An idle worker gets the last closure that another worker has not started.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ __all__ = [
     "WorkerState",
 ]
 
-_PATIENCE_S = 0.02  # a closure that is about to start where it is need not be taken back, which costs a round trip
+_PATIENCE_S = 0.02  # reclaiming a closure costs a round trip, so one that may start soon is not reclaimed
 
 
 class Send(NamedTuple):
-    """Send a closure to a worker."""
+    """Order to send a closure to a worker."""
 
     closure: int
     worker: int
 
 
 class Reclaim(NamedTuple):
-    """Ask a worker for a closure that it has not begun: another worker has nothing to do."""
+    """Order to reclaim a closure that a worker has not started, because another worker is idle."""
 
     closure: int
     worker: int
 
 
 class Interrupt(NamedTuple):
-    """End a closure that a worker has."""
+    """Order to end a closure that is with a worker."""
 
     closure: int
     worker: int
 
 
 class Cancel(NamedTuple):
-    """A closure has ended without a result."""
+    """Order to mark a closure as ended without a result."""
 
     closure: int
 
 
 class ReportNoWorker(NamedTuple):
-    """Closures wait, and there is no worker to run them."""
+    """Order to report that closures wait and there is no worker to run them."""
 
 
 Order = Send | Reclaim | Interrupt | Cancel | ReportNoWorker
@@ -81,7 +81,7 @@ class Counts(NamedTuple):
 
 
 class WorkerState(NamedTuple):
-    """The closure that a worker runs, since when, and whether it runs on with one given up on."""
+    """The closure that a worker runs, its start time, and whether the worker is stuck in one that was given up."""
 
     closure: int | None
     began: float
@@ -90,20 +90,20 @@ class WorkerState(NamedTuple):
 
 @dataclass
 class _Worker:
-    closures: list[int] = field(default_factory=list)  # in the order in which it runs them
-    began: float = 0.0  # when the first of them did
+    closures: list[int] = field(default_factory=list)  # in the order in which the worker runs them
+    began: float = 0.0  # start time of the first of them
     asked_back: int | None = None
-    stuck_in: set[int] = field(default_factory=set)  # given up on, and not replied to
+    stuck_in: set[int] = field(default_factory=set)  # given up, without a reply so far
 
 
 class ClosureQueue(StateMachine):
-    """Follows every closure from `scheduled` until it has ended: well, by an error, or cancelled.
+    """The queue of closures, each from `scheduled` until it has ended: well, by an error, or cancelled.
 
     Args:
-        depth: How many closures one worker has at most.
+        depth: The largest number of closures that one worker has.
 
     Attributes:
-        done_by: How many closures each worker has done, those that were lost, too.
+        done_by: The number of closures that each worker has done, including lost workers.
     """
 
     log = logging.getLogger("distnb.coordinator.queue")
@@ -112,12 +112,12 @@ class ClosureQueue(StateMachine):
         super().__init__()
         self._depth = depth
         self._waiting: list[int] = []  # a heap
-        self._blocked: dict[int, set[int]] = {}  # by closure: those whose results it needs
+        self._blocked: dict[int, set[int]] = {}  # by closure: the closures whose results it needs
         self._dependents: dict[int, list[int]] = {}
         self._workers: dict[int, _Worker] = {}
         self._ending: set[int] = set()  # with a worker, and ordered to end
         self._unfinished: set[int] = set()
-        self._astray: set[int] = set()  # a process may work for them, though their workers are lost or ordered to end
+        self._astray: set[int] = set()  # a process may still run them, though their workers are lost or ordered to end
         self._oldest = 0
         self._latest = -1
         self._scheduled = 0
@@ -129,7 +129,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def scheduled(self, closure: int, now: float, after: Collection[int] = ()) -> list[Order]:
-        """Add a closure, to run once those before it that are unfinished, `after`, have ended well. Numbers grow."""
+        """Add a closure. It runs once the unfinished closures `after` have ended well. Numbers must grow."""
         self._latest = closure
         self._scheduled += 1
         self._unfinished.add(closure)
@@ -143,7 +143,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def worker_up(self, worker: int, now: float) -> list[Order]:
-        """Add a worker: a new one, or one in the place of one that was lost."""
+        """Add a worker: a new one, or a replacement of a lost one."""
         orders = self._lose(worker, now)
         self._workers[worker] = _Worker()
         self._told = False
@@ -151,7 +151,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def worker_lost(self, worker: int, now: float) -> list[Order]:
-        """Remove a worker. Its closures are run by another."""
+        """Remove a worker. Other workers run its closures."""
         return self._lose(worker, now)
 
     def _lose(self, worker: int, now: float) -> list[Order]:
@@ -200,7 +200,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def given_back(self, worker: int, closure: int, now: float) -> list[Order]:
-        """Handle that a worker gives back a closure, which it has not begun."""
+        """Handle the return of a closure that a worker has not started."""
         current = self._workers.get(worker)
         if current is None or closure not in current.closures:
             return []
@@ -223,7 +223,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def cancel(self, now: float) -> list[Order]:
-        """Every closure that has not ended is to end without a result."""
+        """End every closure that has not ended, without a result."""
         return self._cancel_all()
 
     def _cancel_all(self) -> list[Order]:
@@ -241,7 +241,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def tick(self, now: float) -> list[Order]:
-        """Time has passed."""
+        """Return the orders that are due at this time."""
         return self._assign(now)
 
     # -- the story -------------------------------------------------------------------------------------------------
@@ -287,11 +287,11 @@ class ClosureQueue(StateMachine):
             if self._waiting and len(current.closures) < self._depth and not current.stuck_in:
                 yield f"worker {worker} has room for a closure, and some wait"
 
-    # -- what is so ------------------------------------------------------------------------------------------------
+    # -- the current state -----------------------------------------------------------------------------------------
 
     @property
     def counts(self) -> Counts:
-        """Count the closures of each kind, since the queue was made."""
+        """The numbers of closures of each kind, since the queue was made."""
         running = sum(len(each.closures) for each in self._workers.values())
         return Counts(
             waiting=self.queued,
@@ -304,7 +304,7 @@ class ClosureQueue(StateMachine):
 
     @property
     def queued(self) -> int:
-        """Count the closures that are not with a worker."""
+        """The number of closures that are not with a worker."""
         return len(self._waiting) + len(self._blocked)
 
     @property
@@ -342,7 +342,7 @@ class ClosureQueue(StateMachine):
         }
 
     def is_asked_back(self, worker: int, closure: int) -> bool:
-        """Return whether a worker was asked for a closure, and has not answered."""
+        """Return whether a closure was reclaimed from a worker that has not answered."""
         current = self._workers.get(worker)
         return current is not None and current.asked_back == closure
 
@@ -379,7 +379,7 @@ class ClosureQueue(StateMachine):
         return orders
 
     def _behind(self) -> Iterator[_Worker]:
-        """Workers that are to be asked for what they have not begun, as many as there are with nothing to do."""
+        """Yield the workers to reclaim a closure from: at most as many as there are idle workers."""
         if self._waiting:
             return
         idle = [each for each in self._workers.values() if not each.closures and not each.stuck_in]
