@@ -65,7 +65,7 @@ def _replica(rank: int, size: int, port: int, rounds: int, traffic: Sequence[str
             shared = random.Random(f"{seed}/{generation}")
             stops = shared.randrange(size) if number % 2 else -1
             error, freed = _until_aborted(group, kind, models, shared, stopped=stops == rank)
-            groups.program_ended(failed=True)
+            groups.program_failed()
             del worker
             records.append({"traffic": kind, "freed_s": freed, "error": error, "right": right, "formed_s": formed})
             generation += 1

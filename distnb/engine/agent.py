@@ -42,7 +42,7 @@ from distnb.engine.profiling import Profile
 from distnb.engine.rooms import ROOMS, ProgramKind
 from distnb.engine.started_threads import note_work_of_pools, threads_awaited
 from distnb.engine.warming import warm_up_when_idle
-from distnb.errors import CollectiveMismatchError, ProgramAborted
+from distnb.errors import CollectiveError, ProgramAborted
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
 from distnb.objects import spawned_processes
@@ -78,6 +78,7 @@ __all__ = ["Agent", "install"]
 _logger = logging.getLogger("distnb.engine")
 
 _DRAWING_S = 0.7  # where several replicas fail, each may still tell why; longer than that, nobody waits
+_DRAWING_CAUSE_S = 0.9  # just below the notebook's patience with a program that it has ordered to end
 _DESCRIBING_S = 1.0  # what a program did that was told to end: the notebook waits no longer
 _LINGER_MS = 1  # the next small call often follows at once, and the way through the event loop costs as much as it
 
@@ -153,6 +154,7 @@ class Agent:
         note_work_of_pools()
         this_process.note_names = self._namespace.note_names
         this_process.live_sink = self._control.live
+        groups.when_failed = self._control.end_program
 
     def serve(self) -> None:
         """Begin to serve on the running event loop of this thread, and say hello."""
@@ -325,16 +327,17 @@ class Agent:
     def failed(self, program: int, error: BaseException, value: Any = None, *, alone: bool = False) -> Reply:
         """Return the reply of a program that raised. `alone`: its error is not packed with the namespace."""
         datasets.program_failed()
-        ended = groups.failure()
-        if isinstance(ended, CollectiveMismatchError) and type(error) is RuntimeError:
-            # C++ (DistributedDataParallel's) waits know no exceptions of ours.
-            error = ended.with_traceback(error.__traceback__)
-        left = groups.take_error_left()
-        if left is not None and self._guard.aborted and not self._guard.interrupted:
-            error = left  # others wait in vain for what it left undone: that is why they were told to end
+        cause, reason = groups.take_cause()
+        # What ended the program, and not its consequence: RuntimeError is all that waits in C++ raise.
+        if cause is not None and cause is not error and not self._guard.interrupted:
+            in_c = type(error) is RuntimeError and isinstance(cause, CollectiveError)
+            if in_c or self._guard.aborted or isinstance(error, ProgramAborted):
+                if not in_c:
+                    cause.add_note(reason)
+                error = cause.with_traceback(cause.__traceback__ or error.__traceback__)
         self._keep(error)
         report = None
-        if error is left or not self._guard.aborted:
+        if error is cause or not self._guard.aborted:
             try:
                 report = self._report(program, error, None if alone else self._namespace.pack_error)
             except (KeyboardInterrupt, ProgramAborted):
@@ -349,7 +352,7 @@ class Agent:
         """Describe the error of a program. `pack` is the namespace's: closures know nothing of that."""
         draw = partial(error_reports.report, error, pack)
         if self._guard.aborted:
-            return self._guard.call_last(draw, _DRAWING_S)
+            return self._guard.call_last(draw, _DRAWING_CAUSE_S)
         return self._guard.call(program, draw, _DRAWING_S)
 
     def _keep(self, error: BaseException) -> None:
@@ -388,6 +391,7 @@ class Agent:
                     self._executor.run(message.source, message.filename, message.function)
                     self._namespace.refuse_placeholders(mark)
             self._shell.events.trigger("post_execute")  # figures that were drawn are shown now
+            groups.program_completed()
 
         try:
             self._guard.call(program, body)
@@ -396,7 +400,7 @@ class Agent:
             if self._guard.interrupted:
                 # They do not hear of the interrupt, and a DataLoader waits five seconds for each in mid-item.
                 workers.end_processes(set(multiprocessing.active_children()) - there)
-        renew = groups.program_ended(failed is not None)
+            groups.program_failed()
         results, interrupt = None, None
         if mark is not None:
             results, interrupt = self._described(program, partial(self._namespace.finish, mark))
@@ -405,7 +409,7 @@ class Agent:
         try:
             if failed is None:
                 changed = self._process.changed_by_hand()
-                return Reply(program=program, status="ok", value=results, renew=renew, changed=changed, profile=trace)
+                return Reply(program=program, status="ok", value=results, changed=changed, profile=trace)
             return self.failed(program, failed, results)._replace(profile=trace)
         finally:
             failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
@@ -463,16 +467,17 @@ class Agent:
         def joined() -> Any:
             self.join(team, replica, nothing_new=nothing_new)
             groups.program_began(program)
-            return body()
+            value = body()
+            groups.program_completed()
+            return value
 
         try:
             value = self._guard.call(program, joined)
         except BaseException as error:  # noqa: BLE001  # what it did until then is told, as of a cell
-            groups.program_ended(True)
+            groups.program_failed()
             results, _ = self._described(program, self._namespace.give_up_call)
             return self.failed(program, error, results)
-        renew = groups.program_ended(False)
-        return Reply(program=program, status="ok", value=value, renew=renew, steps=step_count.steps - before)
+        return Reply(program=program, status="ok", value=value, steps=step_count.steps - before)
 
     # -- the user looks around -------------------------------------------------------------------------------------
 

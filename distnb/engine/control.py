@@ -160,6 +160,12 @@ class Control:
         """Make the thread look at its queues now."""
         os.eventfd_write(self._wake_fd, 1)
 
+    def end_program(self, program: int, reason: str) -> None:
+        """Order the end of a program that runs here, from any thread."""
+        # The guard first: it remembers why, so that whatever the freed collective raises is told as an abort.
+        if self._guard.abort(program, reason, free=self._free):
+            self.wake()
+
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:

@@ -93,20 +93,18 @@ class TaskRoom:
             agent.join(message.team or worker.alone, worker.rank)
             groups.program_began(program)
             with threads_awaited():
-                return worker.run(message)
+                value = worker.run(message)
+            groups.program_completed()
+            return value
 
         try:
-            value = agent.guarded(program, body)
-            disturbed = groups.program_ended(False)
+            return Reply(program=program, status="ok", value=agent.guarded(program, body))
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
-            groups.program_ended(True)
+            groups.program_failed()
             reply = agent.failed(program, error, alone=True)
-            disturbed = True
-        else:
-            reply = Reply(program=program, status="ok", value=value)
-        if disturbed and message.team is None:
+        if message.team is None:
             groups.leave()
-        return reply._replace(renew=disturbed)
+        return reply
 
 
 class ServerTask:

@@ -146,8 +146,7 @@ class Spmd:
                 yield self._strategy
                 return
             foreign_libraries.prepare()
-            regions = self._process.group.regions
-            regions.enter()
+            calls = self._process.group.begin_call()
             self._open_scopes += 1
             self._take_back = this_process.note_names()
             try:
@@ -163,11 +162,10 @@ class Spmd:
                 shared_files.explain(error)
                 if self.registration.give_up_made():
                     self._take_back()  # the variables that they name were never made equal
-                regions.leave("strategy.scope", error)
+                calls.fail("strategy.scope", error)
                 raise
-            else:
-                regions.leave()
             finally:
+                calls.leave()
                 self._open_scopes -= 1
 
     def _take_made(self) -> None:
@@ -195,7 +193,7 @@ class Spmd:
             self._generation = group.generation
             if group.size > 1:
                 resynchronise(group, self._sync.groups, self.registration.buffers(), steps_told=self._steps_told)
-                note_versions(self._sync.groups, anew=True)
+                note_versions(self._sync.groups, again=True)
             self._steps_told = False
 
     # Computing on replicas --------------------------------------------------------------------------------------
@@ -214,20 +212,17 @@ class Spmd:
             self._take_made()
             return self._run(fn, args, kwargs)
         foreign_libraries.prepare()
-        regions = process.group.regions
-        regions.enter()
+        calls = process.group.begin_call()
         try:
             if self._generation != process.group.generation:
                 self._resynchronise("strategy.run")
             self._take_made()
-            result = self._run(fn, args, kwargs)
+            return self._run(fn, args, kwargs)
         except BaseException as error:
-            regions.leave("strategy.run", error)
+            calls.fail("strategy.run", error)
             raise
-        regions.leave()
-        if self._generation != process.group.generation:
-            self._resynchronise("strategy.run")  # an error was caught before, and the replicas met again in this call
-        return result
+        finally:
+            calls.leave()
 
     def _run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         __tracebackhide__ = True  # see Strategy.run

@@ -164,7 +164,6 @@ class Reply(NamedTuple):
         seconds: The duration from the beginning of a cell to this reply; of a call that went well it is not measured.
         changed: The mirrored parameters that it changed by hand, with numbers that are equal for equal values.
         profile: What torch.profiler recorded: a Chrome trace, compressed by gzip.
-        renew: Whether it caught errors in which replicas parted: the next program needs a new process group.
         steps: Training steps that a call made.
     """
 
@@ -172,7 +171,6 @@ class Reply(NamedTuple):
     status: Literal["ok", "error", "aborted", "interrupted"]
     error: ErrorReport | None = None
     value: Any = None
-    renew: bool = False
     changed: Mapping[str, int] = {}
     seconds: float = 0.0
     profile: Any = None

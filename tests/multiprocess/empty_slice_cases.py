@@ -177,16 +177,19 @@ for number, batch in enumerate(batches):
             wrong[f"{name} of batch {number}"] = pairs
 
 
+def refused(x: torch.Tensor, at: torch.Tensor) -> None:
+    """Raise torch's error where the slice is empty. The other replica raises too, so both may catch it and go on."""
+    raise RuntimeError(f"The largest is {x.max()}")
+
+
+try:
+    strategy.run(refused, batches[1])
+except RuntimeError as error:
+    result["what torch refuses"] = "".join(getattr(error, "__notes__", ()))
+
+
 # -- gather and reduce -------------------------------------------------------------------------------------------------
 
 twice = strategy.run(lambda x, at: 2 * torch.stack([at, at + 1.0], dim=1), batches[1])
 result["gathered"] = strategy.gather(twice, axis=0).tolist()
 result["reduced"] = [float(value) for op in ("sum", "mean") for value in strategy.reduce(op, twice, axis=0)]
-
-
-# -- what torch refuses: last, since an error of one replica alone ends what it shares with the others ------------------
-
-try:
-    strategy.run(lambda x, at: x.max(), batches[1])
-except RuntimeError as error:
-    result["what torch refuses"] = "".join(getattr(error, "__notes__", ()))

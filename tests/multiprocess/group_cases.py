@@ -93,12 +93,12 @@ def _run_one(function: Callable[[Group], Any], program: int, group: Group) -> En
     result = Ended()
     try:
         result.value = function(group)
-        groups.program_ended(failed=False)
+        groups.program_completed()
     except BaseException as error:
         result.seconds = time.monotonic() - _marked[0]
         result.error, result.text = type(error).__name__, str(error)
         result.trace = traceback.format_exc()
-        groups.program_ended(failed=True)
+        groups.program_failed()
     return result
 
 

@@ -1,21 +1,19 @@
-"""An error that a program catches ends nothing: what replicas meet in afterwards works, in scripts and in cells."""
+"""Errors that a program catches: one that leaves a collective undone ends the program on all replicas, others nothing."""
 
 from __future__ import annotations
 
-import json
 import textwrap
 
 import pytest
 
+from distnb.errors import CollectiveMismatchError
 from tests.multiprocess.sessions import run_cell, started
-from tests.ranks import run_ranks
+from tests.ranks import Rank, run_ranks
 
 _BEGIN = """
-import threading, time
-from types import SimpleNamespace
+import time
 import torch, distnb
 import torch.distributed as dist
-from distnb.errors import CollectiveError, CollectiveMismatchError
 
 def begin():
     torch.manual_seed(0)
@@ -32,7 +30,7 @@ def begin():
         return net.weight.detach().clone()
 
     def after():
-        # What all replicas meet in: a step of training, whose gradient is the sum, a sum, and the same by torch's name.
+        # A step of training, whose gradient is the sum of all replicas'; a sum, and the same by torch's name.
         strategy.run(step)
         strategy.assert_in_sync(net)
         total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(float(distnb.replica_id() + 1))), axis=None)
@@ -46,231 +44,234 @@ def me():
     return distnb.replica_id()
 """
 
-_LEFT = """
-    try:
-        strategy.run(f)
-    except KeyError:
-        return "KeyError"
-    except CollectiveError as error:
-        assert "Replica 0 left strategy.run by KeyError" in str(error), error
-        return "CollectiveError"
-"""
-
-# Each case is a function `case(net, step)` that returns the name of the error that this replica caught, or None.
-_CASES = {
-    "on one replica": """
+# Replica 0, or 1, catches an error that leaves a collective undone. Each is a function `case(net, step, after)`.
+_ENDS = {
+    "on one replica, while the others compare what they returned": """
     def f():
         if me() == 0:
-            raise KeyError("x")
+            raise KeyError("mine")
         return torch.ones(1)
     try:
         strategy.run(f)
     except KeyError:
-        return "KeyError"
-    """,
-    "on one replica, a number": """
-    def f():
-        if me() == 1:
-            raise KeyError("x")
-        return 5
-    try:
-        strategy.run(f)
-    except KeyError:
-        return "KeyError"
-    """,
-    "on all replicas": """
-    def f():
-        raise KeyError("x")
-    try:
-        strategy.run(f)
-    except KeyError:
-        return "KeyError"
+        pass
+    after()
     """,
     "before a step": """
     def f():
         if me() == 0:
-            raise KeyError("x")
+            raise KeyError("mine")
         step()
-    """
-    + _LEFT,
-    "inside a collective's callers": """
-    def f():
-        x = torch.ones(4)
-        dist.all_reduce(x)
-        if me() == 0:
-            raise KeyError("x")
-        big = torch.ones(3_000_000)  # by Gloo
-        dist.all_reduce(big)
-    """
-    + _LEFT,
-    "with what follows skipped": """
-    caught = []
-    for k in range(3):
-        def f():
-            if me() == 0 and k == 0:
-                raise KeyError("x")
-            return torch.ones(1)
-        try:
-            assert float(strategy.reduce("sum", strategy.run(f), axis=None)) == 2
-        except (KeyError, CollectiveError) as error:
-            caught.append(f"{k} {type(error).__name__}")
-    return caught
-    """,
-    "mismatched": """
-    try:
-        if me() == 0:
-            dist.all_reduce(torch.ones(2))
-        else:
-            dist.all_reduce(torch.ones(3))
-    except CollectiveMismatchError as error:
-        return type(error).__name__
-    """,
-    "mismatched in run": """
-    def f():
-        if me() == 0:
-            dist.all_reduce(torch.ones(2))
-        else:
-            dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3))
     try:
         strategy.run(f)
-    except CollectiveMismatchError as error:
-        return type(error).__name__
+    except KeyError:
+        pass
+    after()
     """,
-    "arguments refused": """
+    "and does nothing more": """
+    def f():
+        if me() == 1:
+            raise KeyError("mine")
+        step()
     try:
-        dist.all_gather([torch.ones(4 if me() else 3) for _ in range(2)], torch.ones(3))
-    except CollectiveMismatchError as error:
-        return type(error).__name__
-    except (ValueError, RuntimeError) as error:
-        return "its own"
+        strategy.run(f)
+    except KeyError:
+        pass
     """,
-    # Refused while the thread that tends the group has begun to look for what others called.
-    "arguments refused under a look": """
-    current = dist.distributed_c10d._get_default_group().ready()[0]
-    looking, posting = threading.Event(), current.posting
-
-    class Posting:
-        def __enter__(self):
-            if current.open and threading.current_thread() is not threading.main_thread():
-                looking.set()
-            posting.acquire()
-        def __exit__(self, *error):
-            posting.release()
-
-    def refuse(*args):
-        assert looking.wait(60)
-        while current.verifier.absent(current.verifier.number):
-            time.sleep(0.001)
-        raise ValueError("refused")
-
-    if me():
-        current.posting, current.backends.backends["cpu"] = Posting(), SimpleNamespace(allgather=refuse)
+    "before the others come to the collective": """
+    def f():
+        if me() == 1:
+            raise KeyError("mine")
+        time.sleep(0.7)
+        step()
     try:
-        dist.all_gather([torch.ones(3), torch.ones(3)], torch.ones(3))
-    except (CollectiveMismatchError, ValueError) as error:
-        return type(error).__name__
+        strategy.run(f)
+    except KeyError:
+        pass
+    """,
+    "and computes for ever": """
+    def f():
+        if me() == 0:
+            raise KeyError("mine")
+        step()
+    try:
+        strategy.run(f)
+    except KeyError:
+        pass
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:
+            pass
+    """,
+    "and goes on at the same line with the next element": """
+    total = torch.zeros(1)
+    def f(k):
+        if me() == 0 and k == 0:
+            raise KeyError("mine")
+        value = torch.full((1,), float(k))
+        dist.all_reduce(value)
+        total.add_(value)
+    for k in range(3):
+        try:
+            strategy.run(f, args=(k,))
+        except KeyError:
+            pass
+    """,
+    "in a loop that catches everything on all replicas": """
+    def f():
+        if me() == 0:
+            raise KeyError("mine")
+        step()
+    while True:
+        try:
+            strategy.run(f)
+        except Exception:
+            pass
+    """,
+    "in half a step": """
+    def f():
+        net(torch.ones(1, 3)).sum().backward()
+        if me() == 0:
+            raise KeyError("mine")
+        with torch.no_grad():
+            net.weight.mul_(3)
+        distnb.get_replica_context().all_reduce("sum", torch.ones(1))
+    try:
+        strategy.run(f)
+    except KeyError:
+        pass
+    after()
+    """,
+    "between two collectives, of which the others wait for the second in Gloo": """
+    def f():
+        dist.all_reduce(torch.ones(4))
+        if me() == 0:
+            raise KeyError("mine")
+        dist.all_reduce(torch.ones(3_000_000))
+    try:
+        strategy.run(f)
+    except KeyError:
+        pass
+    after()
     """,
     "in a scope": """
     try:
         with strategy.scope():
             other = torch.nn.Linear(2, 2)
             if me() == 1:
-                raise KeyError("x")
-    except (KeyError, CollectiveError) as error:
-        return type(error).__name__
+                raise KeyError("mine")
+    except KeyError:
+        pass
+    after()
     """,
-    "twice": """
-    def f(one):
-        if me() == one:
-            raise KeyError("x")
-        step()
-    for one in (0, 1):
-        try:
-            strategy.run(f, args=(one,))
-        except (KeyError, CollectiveError) as error:
-            caught = type(error).__name__
-    return caught
-    """,
-    "half a step": """
-    def f():
-        net(torch.ones(1, 3)).sum().backward()
-        if me() == 0:
-            raise KeyError("x")
-        with torch.no_grad():
-            net.weight.mul_(3)
-        sum_of_all = distnb.get_replica_context().all_reduce("sum", torch.ones(1))
+}
+_MISMATCHES = {
+    "a mismatch": """
     try:
-        strategy.run(f)
-    except (KeyError, CollectiveError) as error:
-        return type(error).__name__
+        dist.all_reduce(torch.ones(3 if me() else 2))
+    except Exception:
+        pass
+    after()
+    """,
+    "a mismatch, and nothing more": """
+    try:
+        dist.all_reduce(torch.ones(3 if me() else 2))
+    except Exception:
+        pass
     """,
 }
-_CAUGHT = {
-    "on one replica": ["KeyError", None],
-    "on one replica, a number": [None, "KeyError"],
-    "before a step": ["KeyError", "CollectiveError"],
-    "inside a collective's callers": ["KeyError", "CollectiveError"],
-    "with what follows skipped": [["0 KeyError"], ["0 CollectiveError"]],
-    "on all replicas": ["KeyError"] * 2,
-    "mismatched": ["CollectiveMismatchError"] * 2,
-    "mismatched in run": ["CollectiveMismatchError"] * 2,
-    "arguments refused": ["CollectiveMismatchError", "its own"],
-    "arguments refused under a look": ["CollectiveMismatchError", "ValueError"],
-    "in a scope": ["CollectiveError", "KeyError"],
-    "twice": ["CollectiveError", "KeyError"],
-    "half a step": ["KeyError", "CollectiveError"],
+# Nothing is missed, and the program goes on.
+_GOES_ON = {
+    "on all replicas": """
+    def f():
+        raise KeyError("all")
+    for _ in range(2):
+        try:
+            strategy.run(f)
+        except KeyError:
+            pass
+    """,
+    "where it arose": """
+    def f():
+        try:
+            if me() == 0:
+                raise KeyError("mine")
+        except KeyError:
+            pass
+        step()
+    strategy.run(f)
+    """,
+    "outside of run, before the next collective": """
+    def f(fails):
+        if me() == 0 and fails:
+            raise KeyError("mine")
+    strategy.run(f, args=(False,))  # the replicas have seen what it returns
+    for _ in range(3):
+        try:
+            strategy.run(f, args=(True,))
+        except KeyError:
+            pass
+    """,
+    "on all replicas, in a scope": """
+    try:
+        with strategy.scope():
+            other = torch.nn.Linear(2, 2)
+            raise KeyError("all")
+    except KeyError:
+        pass
+    """,
+    "arguments refused on all replicas": """
+    try:
+        dist.all_gather([torch.ones(4), torch.ones(4)], torch.ones(3))
+    except (ValueError, RuntimeError):
+        pass
+    """,
 }
 
 
-def _function(name: str) -> str:
-    return "def case(net, step):\n" + textwrap.indent(textwrap.dedent(_CASES[name]), "    ")
-
-
-def _right(name: str, found: list[object]) -> None:
-    for rank, (caught, (weights, total, plain)) in enumerate(found):
-        assert caught == _CAUGHT[name][rank], name
-        assert total == 3.0, name
-        assert plain == [2.0, 2.0], name
-        # Two replicas with a gradient of one each: the step is 0.5 * 2.
-        assert len(set(weights)) == 1, name
-    assert found[0][1] == found[1][1], name
-
-
-@pytest.fixture(scope="module")
-def in_script():
-    cases = "\n".join(
-        f"{_function(name)}\nnet, step, after = begin()\nresult[{name!r}] = [case(net, step), after()]"
-        for name in _CASES
+def _program(case: str) -> str:
+    return (
+        f"{_BEGIN}\ndef case(net, step, after):\n{textwrap.indent(textwrap.dedent(case), '    ')}\n"
+        "net, step, after = begin()\ncase(net, step, after)\n"
     )
-    program = "result = {}\n" + _BEGIN + "\nstrategy = distnb.MirroredStrategy()\n" + cases
-    ranks = run_ranks(program, n=2)
-    told = "\n".join(f"rank {each.rank}: {each.stderr}" for each in ranks)
-    assert all(each.returncode == 0 for each in ranks), told
-    return [rank.result for rank in ranks]
 
 
-@pytest.mark.parametrize("name", list(_CASES))
-def test_in_a_script(in_script, name):
-    _right(name, [rank[name] for rank in in_script])
-
-
-@pytest.fixture(scope="module")
-def session():
-    with started(2) as made:
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.soak)])
+def session(request):
+    with started(request.param) as made:
         yield made
 
 
-@pytest.mark.parametrize(
-    "name", ["on one replica", "on all replicas", "before a step", "with what follows skipped", "mismatched"]
-)
-def test_in_a_cell(session, name, tmp_path):
-    where = f"{str(tmp_path)!r} + f'/{{me()}}.json'"
-    write = f"import json\nwith open({where}, 'w') as file:\n    json.dump([case(net, step), after()], file)\n"
-    run_cell(session, f"{_BEGIN}\n{_function(name)}\nnet, step, after = begin()\n{write}", "<caught>")
-    _right(name, [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)])
-    # The next cell has whole replicas, and so has a call from an ordinary one.
+def _next_works(session):
     run_cell(session, "total = strategy.reduce('sum', strategy.run(lambda: torch.ones(1)), axis=None).item()", "<next>")
-    assert session.user_ns["total"] == 2.0
+    assert session.user_ns["total"] == session.user_ns["strategy"].num_replicas_in_sync
+
+
+@pytest.mark.parametrize("name", list(_ENDS))
+def test_an_error_that_leaves_a_collective_undone_ends_the_cell_on_all(session, name):
+    with pytest.raises(KeyError, match="mine") as caught:
+        run_cell(session, _program(_ENDS[name]), "<caught>")
+    assert "although the program went on after it" in "\n".join(caught.value.__notes__)
+    assert 'raise KeyError("mine")' in str(caught.value.__cause__)  # its traceback
+    _next_works(session)
+
+
+@pytest.mark.parametrize("name", list(_MISMATCHES))
+def test_a_mismatch_ends_the_cell_although_all_catch_it(session, name):
+    with pytest.raises(CollectiveMismatchError, match=r"float32\[2\].*float32\[3\]"):
+        run_cell(session, _program(_MISMATCHES[name]), "<caught>")
+    _next_works(session)
+
+
+@pytest.mark.parametrize("name", list(_GOES_ON))
+def test_an_error_after_which_nothing_is_missed_ends_nothing(session, name):
+    run_cell(session, f"{_program(_GOES_ON[name])}found = after()\n", "<caught>")
+    weights, total, plain = session.user_ns["found"]
+    size = session.user_ns["strategy"].num_replicas_in_sync
+    assert len(set(weights)) == 1
+    assert total == size * (size + 1) / 2
+    assert plain == [size] * 2
 
 
 def test_what_nobody_catches_ends_the_cell_on_all(session):
@@ -282,11 +283,12 @@ def f():
 strategy.run(f)
 strategy.reduce("sum", torch.ones(1), axis=None)
 """
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="mine") as caught:
         run_cell(session, cell, "<uncaught>")
+    assert "although" not in "\n".join(caught.value.__notes__)
 
 
-def test_in_ordinary_cells(session):
+def test_ordinary_cells_catch_what_a_call_raises(session):
     strategy = session.user_ns["strategy"]
 
     def f():
@@ -296,6 +298,42 @@ def test_in_ordinary_cells(session):
             raise KeyError("mine")
         return 5
 
-    with pytest.raises(KeyError, match="mine"):
-        strategy.run(f)
-    assert strategy.run(lambda: 5) == 5
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            strategy.run(f)
+        assert strategy.run(lambda: 5) == 5
+
+
+# -- scripts ----------------------------------------------------------------------------------------------------------
+
+
+def _in_script(case: str, n: int = 2) -> list[Rank]:
+    return run_ranks(f"result = {{}}\nimport distnb\nstrategy = distnb.MirroredStrategy()\n{case}", n)
+
+
+@pytest.mark.parametrize(
+    ("name", "n"),
+    [
+        ("before a step", 2),
+        ("in a loop that catches everything on all replicas", 2),
+        *(pytest.param(name, 4, marks=pytest.mark.soak) for name in _ENDS if name != "and computes for ever"),
+    ],
+)
+def test_a_script_ends_on_all_replicas_with_the_error_first(name, n):
+    ranks = _in_script(_program(_ENDS[name]), n)
+    raised = [rank for rank in ranks if "KeyError: 'mine'" in rank.stderr]
+    assert len(raised) == 1, [rank.stderr for rank in ranks]
+    text = raised[0].stderr
+    assert text.index("KeyError: 'mine'") < text.index("although the program went on after it")
+    for rank in ranks:
+        if rank is not raised[0]:
+            assert rank.returncode == 1, rank.stderr
+            assert f"Replica {raised[0].rank} raised KeyError in strategy." in rank.stderr, rank.stderr
+
+
+def test_a_script_goes_on_where_nothing_is_missed():
+    cases = "".join(f"{_program(case)}\nresult[{name!r}] = after()\n" for name, case in _GOES_ON.items())
+    for rank in _in_script(cases):
+        for name, (weights, total, plain) in rank.check().result.items():
+            assert len(set(weights)) == 1, name
+            assert (total, plain) == (3.0, [2.0, 2.0]), name

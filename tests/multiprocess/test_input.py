@@ -89,27 +89,23 @@ def test_data_that_differs_between_replicas_is_an_error() -> None:
         assert "Replicas read different data" in order
 
 
+DATA = {
+    "distributed": "strategy.distribute_dataset([torch.zeros(4)] * (3 + rank))",
+    "of its own": "DataLoader(torch.zeros(3 + rank), batch_size=1)",  # each replica reads data of its own
+}
 FEWER = """
-def batches(kind, count):
-    if kind == "distributed":
-        return strategy.distribute_dataset([torch.zeros(4)] * count)
-    return DataLoader(torch.zeros(count), batch_size=1)  # each replica reads data of its own
-
-result = []
-for kind in ("distributed", "of its own"):
-    try:
-        for batch in batches(kind, 3 + rank):
-            strategy.reduce("sum", strategy.run(torch.sum, args=(batch,)), axis=None)
-        strategy.reduce("sum", strategy.run(torch.zeros, args=(2,)), axis=None)
-    except distnb.errors.CollectiveMismatchError as error:
-        result.append(str(error))
+try:
+    for batch in {batches}:
+        strategy.reduce("sum", strategy.run(torch.sum, args=(batch,)), axis=None)
+    strategy.reduce("sum", strategy.run(torch.zeros, args=(2,)), axis=None)
+except distnb.errors.CollectiveMismatchError as error:
+    result = str(error)
 """
 
 
-def test_one_replica_with_fewer_batches_in_the_midst_of_collectives() -> None:
-    for rank in run_ranks(PRELUDE + FEWER, 2):
-        found = rank.check().result
-        assert len(found) == 2
-        for text in found:
-            assert "replica 0 has no more batches (its data ended after 3), and called" in text, text
-            assert "Give all replicas equally many batches" in text
+@pytest.mark.parametrize("kind", list(DATA))
+def test_one_replica_with_fewer_batches_in_the_midst_of_collectives(kind: str) -> None:
+    for rank in run_ranks(PRELUDE + FEWER.format(batches=DATA[kind]), 2):
+        text = rank.check().result
+        assert "replica 0 has no more batches (its data ended after 3), and called" in text, text
+        assert "Give all replicas equally many batches" in text

@@ -24,11 +24,11 @@ told = []
 warnings.showwarning = lambda message, category, file, line, *rest: told.append((str(message), line))
 try:
     run()
-    groups.program_ended(failed=False)
+    groups.program_completed()
     result = ("", "", told)
 except Exception as error:
     result = (type(error).__name__, str(error), told)
-    groups.program_ended(failed=True)
+    groups.program_failed()
 """
 SWAPPED = {
     "each at its line": """

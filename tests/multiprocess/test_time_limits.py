@@ -90,7 +90,7 @@ no_limit = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's barrie
 @pytest.mark.parametrize(
     "call", [pytest.param("dist.barrier(timeout=short)", marks=no_limit), "dist.monitored_barrier(timeout=short)"]
 )
-def test_after_a_barrier_of_limited_patience_who_came_late_is_told_and_the_next_collective_works(call):
+def test_after_a_barrier_of_limited_patience_who_comes_late_raises_too_and_the_program_ends(call):
     body = f"""
 told = late(lambda: {call})
 if rank == 1:
@@ -100,7 +100,13 @@ if rank == 1:
         assert "within the time limit of 0.4 s" in str(error), error
     else:
         raise AssertionError("nobody met it there")
-assert sum_of() == 2
+from distnb.errors import ProgramAborted
+try:
+    sum_of()
+except ProgramAborted as error:
+    assert "within the time limit of 0.4 s" in str(error.__cause__), error
+else:
+    raise AssertionError("the program went on")
 result = told
 """
     text = told(body)

@@ -91,7 +91,7 @@ def test_texts_are_compared_by_digests_and_stay_here(pair: Pair) -> None:
             verifier.log.exchange()
             verifier.check()
         except CollectiveMismatchError as error:
-            verifier.tell(error)
+            verifier.report_failure(error)
             found.append(str(error))
     assert "in a different order" in found[0]
     assert any(b"in a different order" in packet for packet in store.packets)

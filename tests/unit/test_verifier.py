@@ -7,10 +7,10 @@ import warnings
 import pytest
 
 from distnb import activity
-from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, CollectiveRecord
-from distnb.collectives.verify.regions import PositionTracker, Regions
+from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, CollectiveRecord, Trouble
+from distnb.collectives.verify.program_calls import ProgramCalls
 from distnb.collectives.verify.verifier import Verifier
-from distnb.errors import CollectiveMismatchError
+from distnb.errors import CollectiveError, CollectiveMismatchError
 
 
 def record(operation: str, line: int = 1, chain: str = "", text: str = "", chain_text: str = "") -> CollectiveRecord:
@@ -282,7 +282,7 @@ def test_a_refused_collective_is_told_after_it_was_compared():
 
 def test_what_one_finds_all_learn():
     verifiers = replicas(3)
-    verifiers[0].tell(CollectiveMismatchError("something is wrong"))
+    verifiers[0].report_failure(CollectiveMismatchError("something is wrong"))
     with pytest.raises(CollectiveMismatchError, match="something is wrong"):
         verifiers[2].check()
     with pytest.raises(CollectiveMismatchError, match="something is wrong"):  # also who passed it, and ends
@@ -297,26 +297,128 @@ def test_long_texts_are_cut():
     assert found is not None
     assert found[0].operation.startswith("xxx")
     assert found[1] == 5
-    log.set_verdict("z" * 5000)
-    assert set(log.verdict_of(0)) == {"z"}
+    log.set_trouble(Trouble("failed", "z" * 5000))
+    found_trouble = log.trouble_of(0)
+    assert found_trouble is not None
+    assert set(found_trouble.text) == {"z"}
 
 
-def test_an_error_that_leaves_others_waiting_is_kept_until_all_have_met_again():
-    memory = bytearray(CollectiveLog.nbytes(2))
-    first, second = (
-        Verifier(CollectiveLog(memory, rank, 2), range(2), PositionTracker(Regions())) for rank in range(2)
-    )
-    regions = first._positions.regions, second._positions.regions
-    for verifier, its in zip((first, second), regions, strict=True):
-        verifier.begin(1)
-        its.enter()
+def counted(size: int = 2) -> list[tuple[Verifier, ProgramCalls]]:
+    memory = bytearray(CollectiveLog.nbytes(size))
+    made = []
+    for rank in range(size):
+        calls = ProgramCalls()
+        made.append((Verifier(CollectiveLog(memory, rank, size), range(size), calls), calls))
+        made[-1][0].begin(1)
+    return made
+
+
+def run(calls: ProgramCalls, error: BaseException | None = None) -> None:
+    """Go through one call of `strategy.run`, which an error may leave."""
+    calls.enter()
+    if error is not None:
+        calls.fail("strategy.run", error)
+    calls.leave()
+
+
+def test_an_error_that_leaves_others_waiting_is_found_where_it_arose():
+    (first, its), (second, others) = counted()
+    its.enter()
     error = ValueError("mine")
-    regions[1].leave("strategy.run", error)
-    assert not second.left_undone()  # nobody waits
+    run(others, error)
+    assert second.error_left() is None  # nobody waits yet
+    first.post(record("a"))
+    left = second.error_left()
+    assert left is not None
+    assert left[0] is error
+    assert "Replica 0 waits in a at cell, line 1" in left[1]
+    assert first.error_left() is None
+    second.report_failure(*left)
+    with pytest.raises(CollectiveError, match=r"Replica 1 raised ValueError in strategy.run") as caught:
+        first.check()
+    assert not isinstance(caught.value, CollectiveMismatchError)
+
+
+def test_an_error_that_skips_a_collective_is_found_at_an_equal_one():
+    (first, its), (second, others) = counted()
+    its.enter()
+    first.post(record("a"))
+    run(others, ValueError("mine"))
+    others.enter()
+    with pytest.raises(CollectiveMismatchError, match="An error took a replica to a later call"):
+        second.post(record("a"))
+    assert second.error_left() is not None
+    with pytest.raises(CollectiveMismatchError, match=r"^Replica 1 raised ValueError in strategy.run, and so left a"):
+        first.check()
+
+
+def test_an_error_after_which_no_collective_is_missed_ends_nothing():
+    (first, its), (second, others) = counted()
+    run(its)
+    run(others, ValueError("mine"))
+    for verifier in (first, second):
+        verifier.post(record("a"))
+    second.check()
+    assert second.error_left() is None
+    assert second.pending_error is None  # all have met since
+    for verifier, calls in ((first, its), (second, others)):
+        run(calls)
+        verifier.post(record("b"))
+    for verifier in (first, second):
+        verifier.end(failed=False)
+
+
+def test_an_error_that_all_replicas_catch_ends_nothing_and_is_not_blamed_for_a_later_mismatch():
+    (first, its), (second, others) = counted()
+    for calls in (its, others):
+        run(calls, ValueError("all"))
+    first.post(record("a"))
+    with pytest.raises(CollectiveMismatchError, match=r"^The replicas called different collectives"):
+        second.post(record("b"))
+    assert second.error_left() is None
+    with pytest.raises(CollectiveMismatchError, match=r"^The replicas called different collectives"):
+        first.check()
+
+
+def test_refused_arguments_are_an_error_that_leaves_a_collective_undone():
+    (first, _), (second, others) = counted()
+    first.post(record("a"))
+    error = ValueError("bad shape")
+    second.retract(second.post(record("a")), error)
+    assert second.error_left() is None  # the other's arguments may yet be refused, too
+    assert not second.room()
+    with pytest.raises(CollectiveMismatchError, match="which failed with ValueError") as caught:
+        first.check()
+    first.report_failure(caught.value)
+    left = second.error_left()
+    assert left is not None
+    assert left[0] is error
+    assert others.place == "a"
+
+
+def test_arguments_refused_on_all_replicas_end_nothing():
+    (first, its), (second, others) = counted()
+    second.retract(second.post(record("a")), ValueError("bad shape"))
+    number = first.post(record("a"))  # sees itself whether its arguments are refused
+    assert not second.room()
+    first.retract(number, ValueError("bad shape"))
+    for verifier in (first, second):
+        verifier.check()
+        assert verifier.room()
+        verifier.post(record("b"))
+    second.check()
+    assert its.errors == others.errors == 1
+
+
+def test_who_ends_after_an_error_is_named_with_it():
+    (first, its), (second, others) = counted()
+    its.enter()
+    run(others, ValueError("mine"))
+    second.end(failed=False)
+    assert not second.others_ended()
     number = first.post(record("a"))
-    assert second.left_undone()
-    assert not first.left_undone()
-    assert "left strategy.run by ValueError" in first.departed(number)
-    assert regions[1].error is error
-    second.entered()  # what was agreed on afterwards
-    assert regions[1].error is None
+    with pytest.raises(CollectiveMismatchError, match=r"^Replica 1 raised ValueError in strategy.run, .*finished its"):
+        first.check_departed(number)
+    assert second.error_left() is not None
+    first.end(failed=True)
+    assert second.others_ended()

@@ -1,7 +1,6 @@
-"""What a process group communicates by: formed when it is first needed, watched while replicas wait, ended as one.
+"""The communicator of a process group: formed when it is first needed, watched while replicas wait, ended as one.
 
-A group has one communicator after another: after an abort, for the next generation, and after an error that the program
-caught. Nothing of an old one can touch the one that follows.
+A group has one communicator in each generation. An old one cannot affect the next.
 """
 
 from __future__ import annotations
@@ -16,69 +15,71 @@ from distnb.collectives.group.backends import Backends
 from distnb.collectives.shared_memory.shared_sum import SharedSum
 from distnb.collectives.verify.collective_log import CollectiveRecord, CollectiveWait
 from distnb.collectives.verify.deadlock import DeadlockDetector
-from distnb.collectives.verify.verifier import Superseded, Verifier
+from distnb.collectives.verify.verifier import Verifier
 from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
 
 if TYPE_CHECKING:
     from distnb.collectives.group.process_group import GuardedProcessGroup
 
-__all__ = ["Beginning", "Communicator"]
+__all__ = ["Beginning", "Communicator", "caught"]
 
 _ABORT_GRACE_S = 0.5
 _FAILED_GRACE_S = 3.0
-_LEFT_GRACE_S = 2.0  # an error that nobody catches ends its replica's program by then, whatever that tidies up
+_ORDER_GRACE_S = 1.5  # until a notebook has an error, and has ordered the end of the other replicas
+_GRACE_S = 0.2
 _PAUSE_S = 0.002
 _EARLIER = "This operation belonged to an earlier generation of the process group, which was aborted."
 
 
-class Beginning:
-    """Stands for an operation of Gloo's that begins, until its work is at hand.
+def caught(undone: str) -> str:
+    """Return the reason why an error ends a program that caught it, with what the error left undone."""
+    return f"This error ends the program on every replica, although the program went on after it. {undone}".rstrip()
 
-    An order to end can come between the two: then it stands there for ever, and nobody takes the backend for idle.
+
+class Beginning:
+    """A placeholder for an operation of Gloo that begins, until its work exists.
+
+    An order to end can come between the two. Then the placeholder stays, so that the backend never counts as idle.
     """
 
     def is_completed(self) -> bool:
-        """Nobody knows."""
+        """Return False: the state is not known."""
         return False
 
 
 class Communicator:
-    """One forming of a process group: its backends, what is under way in them, and what ended them.
+    """A process group's backends in one generation, the operations under way, and the error that ended them.
 
     Attributes:
-        failure: What ended it, or keeps it from being formed.
-        mendable: Whether the next operation after the program has heard of the failure makes a new communicator.
-        told: Whether the program has heard of it.
-        former: The verifier of the communicator that broke, and whose place this one takes.
-        name: How all replicas call it.
-        backends, verifier, shared: What it consists of, while it is connected.
+        failure: The error that ended it, or that keeps it from being formed.
+        undone: The collective that the failure left undone, for people, if the program caught the error.
+        name: Its name on all replicas.
+        backends, verifier, shared: Its parts, while it is connected.
     """
 
-    def __init__(
-        self, group: GuardedProcessGroup, failure: BaseException | None = None, former: Verifier | None = None
-    ) -> None:
+    def __init__(self, group: GuardedProcessGroup, failure: BaseException | None = None) -> None:
         self.group = group
         self.failure = failure
-        self.mendable = self.told = self._retired = False
-        self.former = former
-        self.name = ""
+        self.undone = self.name = ""
         self.backends: Backends | None = None
         self.verifier: Verifier | None = None
         self.shared: SharedSum | None = None
         self.posting = threading.RLock()
-        self.failing = threading.Lock()
+        self._failing = threading.Lock()
         self._connecting = threading.Lock()
         self._deadlocks: DeadlockDetector | None = None
         self.open: dict[int, Any] = {}  # works of Gloo's by their numbers
         self._watched: set[Any] = set()
         self._deadlines: dict[Any, tuple[Any, float, float]] = {}  # number or message -> (work, limit, until when)
+        self._retired = False
+        self._ends_program = self._raised = False
+        self._failed_at = 0.0
         self._failed_since: float | None = None
-        self._left_since: float | None = None
 
     # -- from beginning to end ---------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Connect with the other ranks, if that is not done. Raises what ended it, if something did."""
+        """Connect with the other ranks, if that is not done. Raise the failure if there is one."""
         with self._connecting:
             if self.backends is None and self.failure is None:
                 self._connect()
@@ -89,52 +90,79 @@ class Communicator:
 
     def _connect(self) -> None:
         group = self.group
-        self.name = f"{group.member.prefix}/{group.meeting}"
+        self.name = f"{group.member.prefix}/{group.label}"
         what = f"the forming of the process group of replicas {list(group.replicas)}"
         activity.begin("collective", activity.Arrival(at=activity.clock(), group=self.name, what=what))
         try:
             backends, log = group.member.form(self)
-        except BaseException as error:
-            if group.breaks:
-                text = str(error) if isinstance(error, CollectiveError) else "The forming of a group was broken off."
-                self.fail(CollectiveError(text))
-            raise
         finally:
             activity.end()
-        self.verifier = Verifier(log, group.replicas, group.positions, group.breaks)
+        patience_s = _ORDER_GRACE_S if group.member.supervised else 0.0
+        self.verifier = Verifier(log, group.replicas, group.calls, patience_s)
         self.verifier.begin(group.program)
         self._deadlocks = DeadlockDetector(log)
         self.shared = SharedSum.of(log)
-        self.backends, self.former = backends, None
+        self.backends = backends
 
-    def fail(self, error: BaseException, *, mendable: bool = False, told: bool = False, abort: bool = True) -> None:
-        """End every operation under way, and all later ones, with an error. Safe from any thread.
+    def fail(self, error: BaseException, *, raised: bool = False, abort: bool = True) -> None:
+        """End the program's communication with an error: every operation under way, and all later ones.
 
-        With `abort=False` the caller aborts the backends.
+        If an error of this replica's program has led to it, that one is the failure. Other replicas learn of it where
+        they wait. Safe from any thread.
+
+        Args:
+            error: The error.
+            raised: Whether the program gets the error elsewhere.
+            abort: Whether to abort the backends. If not, the caller does.
         """
-        with self.failing:
-            if self.failure is not None and (mendable or not self.mendable):
-                self.told |= told
+        left = self._error_left(_GRACE_S) if isinstance(error, CollectiveError) else None
+        error, undone = left or (error, "")
+        self._end_program(error, undone, raised=raised or left is not None, abort=abort)
+
+    def _end_program(self, error: BaseException, undone: str, raised: bool, abort: bool) -> None:
+        verifier, parent = self.verifier, self.group.parent
+        with self._failing:
+            if self.failure is not None:
                 return
-            self.failure, self.mendable, self.told = error, mendable, told
-        verifier = self.verifier
-        if mendable and verifier is not None and isinstance(error, CollectiveError):
-            self.group.broke(verifier.half_met)
-            verifier.tell(error)
+            self.failure, self.undone, self._raised = error, undone, raised
+            self._failed_at, self._ends_program = time.monotonic(), True
+        if isinstance(error, ProgramAborted):
+            parent = None
+        elif verifier is not None:
+            verifier.report_failure(error, undone)
+        self._free(abort)
+        if parent is not None:
+            parent.communicator._end_program(error, undone, raised, abort=True)
+
+    def stop(self, error: CollectiveError, *, abort: bool = True) -> None:
+        """End every operation of this replica under way, and all later ones, without a report to the others."""
+        with self._failing:
+            self.failure = self.failure or error
+        self._free(abort)
+
+    def _free(self, abort: bool) -> None:
         if abort and (backends := self.backends) is not None:
             backends.abort()
         for work in list(self._watched):
             work.conclude()
 
-    def retire(self, error: BaseException | None = None, abort: bool = True) -> None:
-        """Let go of the backends: another communicator takes this one's place, or none. Never blocks.
+    def _error_left(self, patience_s: float) -> tuple[BaseException, str] | None:
+        """Return the result of `Verifier.error_left`, or None if another thread posts a collective for longer."""
+        verifier = self.verifier
+        if verifier is None or self.group.calls.error is None or not self.posting.acquire(timeout=patience_s):
+            return None
+        try:
+            return verifier.error_left()
+        finally:
+            self.posting.release()
 
-        What is still done with it raises the error; what is under way may end well where it is not aborted.
+    def retire(self, error: BaseException | None = None, abort: bool = True) -> None:
+        """Release the backends, because another communicator or none takes this one's place. Never blocks.
+
+        Later operations raise the error. Operations under way may complete if they are not aborted.
         """
-        with self.failing:
-            self.failure, self.mendable, self._retired = error or CollectiveError(_EARLIER), False, True
-        if self.verifier is not None:
-            self.verifier.close()
+        with self._failing:
+            self.failure, self._ends_program, self._retired = error or CollectiveError(_EARLIER), False, True
         backends, self.backends, self.verifier, self.shared = self.backends, None, None, None
         if backends is not None:
             if abort:
@@ -142,49 +170,74 @@ class Communicator:
             backends.release(lambda: not self.under_way())
 
     def end_process(self, until: float) -> None:
-        """Before the interpreter ends: end what is under way, and the backends' threads, until a moment."""
+        """End operations under way and the backends' threads before the interpreter ends, until a moment."""
         if (backends := self.backends) is None:
             return
-        self.fail(CollectiveError("This replica's program has ended."), abort=self.under_way())
+        self.stop(CollectiveError("This replica's program has ended."), abort=self.under_way())
         while self.under_way() and time.monotonic() < until:
             time.sleep(0.01)
         self.backends = None
         backends.end(idle=not self.under_way(), until=until)
 
     def lost(self, *ended: str) -> int:
-        """How many others are gone, though they have not ended their program in one of these ways."""
+        """Return the number of other replicas that are gone without having ended their program in one of these ways."""
         if (backends := self.backends) is None or (verifier := self.verifier) is None:
             return 0
         return backends.connections.closed() - verifier.count(*ended)
 
     def under_way(self) -> bool:
-        """Whether something runs outside of Python."""
+        """Return whether an operation runs outside of Python."""
         if any(not inner.is_completed() for inner in list(self.open.values())):
             return True
         return any(work.under_way() for work in list(self._watched))
 
     @property
     def failed(self) -> bool:
-        """Whether no work is to be waited for. Once another one took this one's place, what is completed is good."""
+        """True if a wait for a work must fail. After `retire` completed works stay valid."""
         return self.failure is not None and not self._retired
 
-    def raise_failure(self) -> NoReturn:
-        """Raise what ended it."""
+    def raise_failure(self, *, to_program: bool = True) -> NoReturn:
+        """Raise the failure.
+
+        Args:
+            to_program: Whether the program gets the error where this is called.
+
+        Raises:
+            ProgramAborted: The program has had the error before, has caught it, and has called another collective. No
+                `except Exception` catches this.
+        """
         failure = self.failure
         assert failure is not None
-        self.told = True
-        raise type(failure)(*failure.args) from None  # anew: one object would collect the traceback of every raise
+        if not self._ends_program or isinstance(failure, ProgramAborted):
+            # A copy: one object would collect the traceback of every raise.
+            raise type(failure)(*failure.args) from None
+        if to_program and self._raised:
+            raise ProgramAborted(caught(self.undone)) from failure
+        self._raised |= to_program
+        raise failure
+
+    @property
+    def ended_program(self) -> tuple[BaseException, str] | None:
+        """The error that ended the program on all replicas, and the reason for it in case the program caught it."""
+        failure = self.failure
+        if failure is None or not self._ends_program or isinstance(failure, ProgramAborted):
+            return None
+        return failure, caught(self.undone)
+
+    @property
+    def failed_for_s(self) -> float:
+        """The time since `ended_program` is known; 0 if it is None."""
+        return time.monotonic() - self._failed_at if self.ended_program is not None else 0.0
 
     # -- operations --------------------------------------------------------------------------------------------------
 
     def post(self, record: CollectiveRecord, limit_s: float | None = None) -> int:
-        """Number a collective that is about to be entered, and compare it with what others called.
+        """Post a collective that is about to be entered, compare it with the others', and return its number.
 
-        `posting` is held, until it is entered.
+        The caller holds `posting` until it has entered the collective.
 
         Raises:
-            CollectiveError: It must not be entered.
-            Superseded: It is to be posted again, after `supersede`.
+            CollectiveError: The collective must not be entered.
         """
         if (verifier := self.verifier) is None:
             self.raise_failure()
@@ -195,54 +248,49 @@ class Communicator:
         try:
             number = verifier.post(record)
         except CollectiveError as error:
-            self.fail(error, mendable=True, told=True)
-            raise
+            self.fail(error)
+            self.raise_failure()
+        if self.group.parent is None and verifier.pending_error is None:
+            self.group.calls.error = None
         self.limit(number, Beginning(), limit_s)
         if agree:
             self._await(lambda: verifier.agreed(number), number)
-            verifier.entered()
         return number
 
-    def _await(self, heard: Callable[[], bool], number: int | None) -> None:
-        """Wait for what all others tell. Nothing is entered yet that would end in Gloo when one of them dies."""
-        if heard():
+    def _await(self, ready: Callable[[], bool], number: int | None) -> None:
+        """Wait for reports of the others, before Gloo is entered, which would notice the death of one of them."""
+        if ready():
             return
         what = verifier.describe(number) if number is not None and (verifier := self.verifier) is not None else ""
         activity.begin(
             "collective", activity.Arrival(at=activity.clock(), group=self.name, number=number or 0, what=what)
         )
         try:
-            self._hear(heard, number)
+            self._poll(ready, number)
         finally:
             activity.end()
 
-    def wait_until(self, heard: Callable[[], bool]) -> None:
-        """Wait for what another replica does that is no collective."""
-        self._await(heard, None)
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait for an act of another replica that is no collective."""
+        self._await(ready, None)
 
-    def _hear(self, heard: Callable[[], bool], number: int | None) -> None:
+    def _poll(self, ready: Callable[[], bool], number: int | None) -> None:
         closed_since = None
-        while not heard():
+        while not ready():
             self.examine(number)
             if (backends := self.backends) is not None and backends.connections.closed():
                 closed_since = closed_since or time.monotonic()
-                if time.monotonic() - closed_since > _ABORT_GRACE_S:  # what it told before it ended is known by now
+                if time.monotonic() - closed_since > _ABORT_GRACE_S:  # its last reports have arrived by now
                     self.explain(number, RuntimeError("it was closed"))
             time.sleep(_PAUSE_S)
 
     def retract(self, number: int, error: BaseException) -> None:
-        """A collective that was posted is not entered after all."""
+        """Report that a collective that was posted is not entered after all."""
         self._deadlines.pop(number, None)
         if not isinstance(error, (KeyboardInterrupt, ProgramAborted)):  # after these Gloo may be busy with it
             self.open.pop(number, None)
         if (verifier := self.verifier) is not None:
             verifier.retract(number, error)
-
-    def supersede(self, found: Superseded) -> None:
-        """Leave for a new communicator without an error, since this replica had its own."""
-        if (verifier := self.verifier) is not None:
-            verifier.begin_again()
-        self.fail(found.error, mendable=True, told=True)
 
     def limit(self, what: Any, work: Any, limit_s: float | None) -> None:
         """Fail if an operation (a collective's number, or a message) is not completed in time from now on.
@@ -263,133 +311,100 @@ class Communicator:
             work.conclude()
 
     def finished(self, work: Any) -> None:
-        """Forget a work that ended, unless somebody has yet to be told."""
+        """Forget a work that ended, unless its future is yet to be completed."""
         self.open.pop(work.number, None)  # none of a message
         self._deadlines.pop(work.number, None)
         if work in self._watched and not work.under_way():
             self._watched.discard(work)
 
     def waited(self) -> None:
-        """A wait that was long enough to be told of is over."""
+        """Withdraw the report of a long wait, which is over."""
         if (deadlocks := self._whole_deadlocks) is not None:
             deadlocks.stop()
 
-    # -- reasons not to wait any longer ------------------------------------------------------------------------------
+    # -- reasons to end a wait ---------------------------------------------------------------------------------------
 
     @property
     def _whole_deadlocks(self) -> DeadlockDetector | None:
-        """Where this replica tells for whom it waits: in the log of the whole team."""
+        """The detector to which this replica reports its waits: that of the whole team."""
         parent = self.group.parent
         return self._deadlocks if parent is None else parent.communicator._whole_deadlocks
 
     def begin_program(self, program: int) -> None:
-        """A program began on this replica."""
+        """Begin a program on this replica."""
         if self.verifier is not None:
             self.verifier.begin(program)
         if self._deadlocks is not None:
             self._deadlocks.begin_program()
 
     def examine_forming(self, absent: Callable[[], list[int]]) -> None:
-        """Look, while connecting, for reasons not to wait any longer: an abort, or a replica that cannot come any more.
+        """Look for reasons to end the wait for a connection: an abort, or a replica that cannot come any more.
 
-        `absent` gives the ranks that have not come yet.
+        `absent` returns the ranks that have not come yet.
         """
-        group, former = self.group, self.former
+        group = self.group
         if self.failure is not None:
             self.raise_failure()
-        if former is not None:
-            self._mourn(former.check_coming(group.replicas))
-        whole = group.parent.communicator if group.parent is not None else None
-        if whole is not None:
-            whole.examine(None)
-        elif former is None:
+        if group.parent is None:
             return
+        whole = group.parent.communicator
+        whole.examine(None)
         try:
-            if whole is not None and whole.verifier is not None:
-                whole._mourn(whole.verifier.check_coming(group.replicas))
+            if whole.verifier is not None:
+                whole._raise_failed(whole.verifier.check_coming(group.replicas))
             if (deadlocks := self._whole_deadlocks) is not None:
                 names = tuple(group.replicas[rank] for rank in absent())
                 what = f"the first collective of the process group of replicas {list(group.replicas)}"
-                deadlocks.wait(CollectiveWait(group=group.meeting, number=0, absent=names, text=what))
+                deadlocks.wait(CollectiveWait(group=group.label, number=0, absent=names, text=what))
         except CollectiveMismatchError as error:
-            if whole is not None:
-                whole.fail(error, mendable=True, told=True)
-            raise
+            self.fail(error)
+            self.raise_failure()
 
-    def examine(self, number: int | None, waiting: bool = True, mourning_s: float = _FAILED_GRACE_S) -> None:
-        """Look, while waiting, for reasons not to wait any longer, and raise what is found.
+    def examine(self, number: int | None, waiting: bool = True, grace_s: float = _FAILED_GRACE_S) -> None:
+        """Look for reasons to end a wait, and raise the error that is found.
 
         Args:
-            number: Which operation; None of a message.
-            waiting: Whether this replica does nothing else meanwhile.
-            mourning_s: How long a replica must be known to have ended with an error.
+            number: The number of the operation; None for a message.
+            waiting: Whether the program waits in this call, and gets the error.
+            grace_s: The time that must have passed since a replica is known to have ended with an error.
         """
         if self.failure is not None:
-            self.raise_failure()
+            self.raise_failure(to_program=waiting)
         if (verifier := self.verifier) is None:
             return
         if not (waiting and number in self.open):  # the thread that tends the groups does it for who waits there
             verifier.log.exchange()
         failed: list[int] = []
-        left = ""
         try:
             with self.posting:
-                if not waiting and number is not None and number not in self.open:
-                    return  # it was refused as it began: an error of this replica's own is on its way to who catches it
                 verifier.check()
                 if number is not None:
                     failed = verifier.check_departed(number)
-                    left = "" if failed else verifier.departed(number)
-            if waiting and number is not None:
-                self._examine_cycle(verifier, number)
-            self._miss(verifier, left)
+            if waiting and number is not None and (deadlocks := self._whole_deadlocks) is not None:
+                absent = tuple(verifier.absent(number))
+                text = verifier.describe(number)
+                deadlocks.wait(CollectiveWait(group=self.group.label, number=number, absent=absent, text=text))
         except CollectiveError as error:
-            self.fail(error, mendable=True, told=waiting)
-            raise
+            self.fail(error)
+            self.raise_failure(to_program=waiting)
         if self.group.parent is not None:
-            whole = self.group.parent.communicator
             try:
-                whole.examine(None, waiting)
+                self.group.parent.communicator.examine(None, waiting)
             except Exception as error:
-                self.fail(error, mendable=whole.mendable, told=waiting)
+                self.fail(error, raised=waiting)
                 raise
-        self._mourn(failed, mourning_s)
+        self._raise_failed(failed, grace_s, waiting)
 
-    def _examine_cycle(self, verifier: Verifier, number: int) -> None:
-        """Tell for whom this replica waits. A cycle of waits breaks the whole group too, in which others wait."""
-        if (deadlocks := self._whole_deadlocks) is None:
-            return
-        try:
-            deadlocks.wait(
-                CollectiveWait(
-                    group=self.group.label,
-                    number=number,
-                    absent=tuple(verifier.absent(number)),
-                    text=verifier.describe(number),
-                )
-            )
-        except CollectiveMismatchError as error:
-            if self.group.parent is not None:
-                self.group.parent.communicator.fail(error, mendable=True, told=True)
-            raise
+    def _raise_failed(self, failed: list[int], grace_s: float = _FAILED_GRACE_S, waiting: bool = True) -> None:
+        """Raise in a script, after a grace period, if replicas ended their program with an error.
 
-    def _miss(self, verifier: Verifier, text: str) -> None:
-        """Raise if a replica left where this one waits, and has not ended: its program has caught the error."""
-        self._left_since = (self._left_since or time.monotonic()) if text else None
-        if self._left_since is not None and time.monotonic() - self._left_since >= _LEFT_GRACE_S:
-            verifier.half_met = True
-            raise CollectiveError(text)
-
-    def _mourn(self, failed: list[int], mourning_s: float = _FAILED_GRACE_S) -> None:
-        """Raise if replicas ended their program with an error, some time after they did; in a script.
-
-        A notebook hears of the error itself, and orders the end of the others: what they would raise here could come
-        there first, and hide it.
+        A notebook receives that error itself and orders the end of the others. An error raised here could arrive there
+        first and hide it.
         """
         if self.group.member.supervised:
             return
         self._failed_since = (self._failed_since or time.monotonic()) if failed else None
-        if self._failed_since is not None and time.monotonic() - self._failed_since >= mourning_s:
+        if self._failed_since is not None and time.monotonic() - self._failed_since >= grace_s:
             who = ", ".join(str(self.group.replicas[rank]) for rank in failed)
             self.fail(
                 CollectiveError(
@@ -397,16 +412,16 @@ class Communicator:
                     "waits in."
                 )
             )
-            self.raise_failure()
+            self.raise_failure(to_program=waiting)
 
     def explain(self, number: int | None, error: BaseException) -> NoReturn:
-        """Raise what an operation that failed in the backend means."""
-        # Most likely another replica was aborted or died, and who watches over both will say so in a moment.
+        """Raise the meaning of an operation's failure in the backend."""
+        # Most likely another replica was aborted or died, and the notebook will say so in a moment.
         until = time.monotonic() + _ABORT_GRACE_S
         while time.monotonic() < until:
             self.examine(number)
             time.sleep(0.01)
-        self.examine(number, mourning_s=0.0)  # what ended with an error takes its connections along
+        self.examine(number, grace_s=0.0)  # a replica that ended with an error takes its connections along
         self.fail(CollectiveError(f"The connection to another replica was lost, which may have died: {error}"))
         self.raise_failure()
 
@@ -422,9 +437,9 @@ class Communicator:
         )
 
     def tend(self, *, limits_held: bool = False) -> None:
-        """Called ten times a second on a thread of its own: for waits in C++, and for works that nobody waits for.
+        """Examine waits in C++, and works that nobody waits for. A separate thread calls this ten times a second.
 
-        With `limits_held` every time limit begins anew: a user thinks about what is waited for.
+        With `limits_held` every time limit begins again, because the user is being asked something.
         """
         for number, inner in list(self.open.items()):
             if inner.is_completed():
@@ -435,21 +450,50 @@ class Communicator:
             elif limits_held:
                 self.limit(what, work, limit_s)
             elif time.monotonic() > until:
-                self.fail(self._out_of_time(what, limit_s), mendable=True)
-        numbers, verifier = list(self.open), self.verifier
+                self.fail(self._out_of_time(what, limit_s))
+        verifier = self.verifier
         if verifier is None or self.failure is not None:
             return
-        try:
-            if numbers:
-                self.examine(min(numbers), waiting=False)
+        if self.group.calls.error is not None:
+            verifier.log.exchange()
+            if self._fails_by_error(0.0):
                 return
-            if verifier.log.untold:
-                verifier.log.exchange()  # only that: an error of this replica's own may be on its way to who catches it
-            if self.group.member.backend_name != "gloo":
-                # Waits for an accelerator see nothing: look for them whether a replica has left where this one is.
-                self._miss(verifier, verifier.departed(verifier.number))
-        except Superseded:
-            pass  # the thread that posts next goes on with a new one
+        try:
+            if self.open:
+                self.examine(min(self.open), waiting=False)
+            elif verifier.log.untold:
+                verifier.log.exchange()
+            elif self.group.member.backend_name != "gloo":
+                self.examine(None, waiting=False)  # waits for an accelerator see nothing
         except Exception as error:  # noqa: BLE001  (raised where somebody waits)
-            if self.failure is None:
-                self.fail(error, mendable=not numbers)
+            self.fail(error)
+
+    # -- the end of a program ----------------------------------------------------------------------------------------
+
+    def end_program(self, failed: bool) -> None:
+        """End this replica's part of the program.
+
+        Raises:
+            BaseException: It has not failed, but an error that it caught ends it all the same, or what it called
+                differs from what others did.
+        """
+        if (verifier := self.verifier) is None:
+            return
+        try:
+            with self.posting:
+                verifier.end(failed or self.failure is not None)
+        except CollectiveError as error:
+            self.fail(error)
+        if failed:
+            return
+        if self.failure is None and self.group.calls.error is not None:
+            # Others may yet come to a collective that the error left undone.
+            self._await(lambda: verifier.others_ended() or self._fails_by_error(_GRACE_S), None)
+        if self.failure is not None:
+            self.raise_failure()
+
+    def _fails_by_error(self, patience_s: float) -> bool:
+        """End the program if its latest error left a collective undone in which others wait. Return whether it did."""
+        if (left := self._error_left(patience_s)) is not None:
+            self._end_program(*left, raised=True, abort=True)
+        return left is not None

@@ -1,4 +1,4 @@
-"""How a communicator is formed: the replicas meet at the store, share a collective log, connect, and leave together."""
+"""The forming of a communicator: the replicas meet at the store, share a collective log, connect and leave together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distnb.collectives.group.communicator import Communicator
 from distnb.collectives.group.rendezvous import Card
 from distnb.collectives.shared_memory import host, shared_sum
 from distnb.collectives.verify import collective_log
-from distnb.collectives.verify.collective_log import CollectiveLog
+from distnb.collectives.verify.collective_log import CollectiveLog, Trouble
 from distnb.collectives.verify.replicated_log import ReplicatedLog
 from distnb.compat.c10d_internals import PrefixStore
 from distnb.errors import CollectiveError
@@ -27,12 +27,12 @@ __all__ = ["Forming"]
 
 _PERIOD_S = 0.1
 _PAUSE_S = 0.0002
-_LOOKS = 5  # at a replica that is gone, until what it told before is surely known
+_LOOKS = 5  # at a replica that is gone, until its last reports have surely arrived
 _HOPELESS_S = 60.0
 
 
 class Forming:
-    """One forming of one communicator."""
+    """The forming of one communicator."""
 
     def __init__(self, communicator: Communicator, member: Member) -> None:
         self.communicator = communicator
@@ -40,7 +40,7 @@ class Forming:
         self._group = communicator.group
         self._rank: int = self._group.rank()
         self._size: int = self._group.size()
-        self._store = PrefixStore(f"{member.prefix}/{self._group.meeting}", member.client.store())
+        self._store = PrefixStore(f"{member.prefix}/{self._group.label}", member.client.store())
         self._log: CollectiveLog | None = None
         self._connected: Backends | None = None
         self._next_check = 0.0
@@ -48,7 +48,7 @@ class Forming:
         self._local = False
 
     def run(self) -> tuple[Backends, CollectiveLog]:
-        """Form it. Raises CollectiveError if another replica did not come in time, or could not be connected to."""
+        """Form the communicator. Raise CollectiveError if another replica does not come in time or does not connect."""
         try:
             self._log = log = self._share_log()
             return self._connect(log), log
@@ -80,7 +80,8 @@ class Forming:
             connected = self._make_backends(log)
         except BaseException as error:
             with suppress(Exception):
-                log.set_verdict(f"Replica {self._group.replicas[self._rank]} could not connect: {error}")
+                who = self._group.replicas[self._rank]
+                log.set_trouble(Trouble("failed", f"Replica {who} could not connect: {error}"))
                 log.exchange()
             raise
         self._connected = connected
@@ -95,8 +96,8 @@ class Forming:
     def _make_backends(self, log: CollectiveLog) -> Backends:
         """Connect with the others, all of which are known to be on their way here.
 
-        On a thread, since the constructors cannot be interrupted: when a peer dies in these milliseconds, this replica
-        leaves the thread behind instead of waiting with it.
+        The constructors cannot be interrupted, so they run on a thread. If a peer dies in these milliseconds, this
+        replica leaves the thread behind instead of waiting with it.
         """
         made: list[Any] = []
 
@@ -122,7 +123,7 @@ class Forming:
                         f"within {_HOPELESS_S:.0f} s. Is there a firewall between the machines, or is it the wrong "
                         "network interface (set GLOO_SOCKET_IFNAME)?"
                     )
-        except BaseException:  # an order to end the program is raised anywhere, not in `_check` alone
+        except BaseException:  # an order to end the program can be raised anywhere, not only in `_check`
             # The thread may block in the connection to the store: another one is used from now on.
             self._member.client.spoil()
             log.lost = True
@@ -144,13 +145,13 @@ class Forming:
             time.sleep(_PAUSE_S if time.monotonic() - began < 0.05 else 10 * _PAUSE_S)
 
     def _all_agree(self, name: str, agrees: bool) -> bool:
-        """Whether every replica says yes. All learn the same."""
+        """Return whether every replica says yes. All get the same answer."""
         store = PrefixStore(name, self._store)
-        told = rendezvous.exchange(store, self._rank, self._size, "yes" if agrees else "no", self._check)
-        return all(each == b"yes" for each in told)
+        answers = rendezvous.exchange(store, self._rank, self._size, "yes" if agrees else "no", self._check)
+        return all(each == b"yes" for each in answers)
 
     def _check(self, absent: Callable[[], list[int]] = list) -> None:
-        """Look, while waiting, for reasons not to wait any longer."""
+        """Look for reasons to end the wait."""
         self._member.attempt.check()
         if time.monotonic() < self._next_check:
             return
@@ -160,12 +161,12 @@ class Forming:
         if self._lost_looks > _LOOKS:
             raise CollectiveError("The connection to another replica was lost, which may have died.")
         if self._log is not None:
-            found = [self._log.verdict_of(rank) for rank in range(self._size) if rank != self._rank]
-            if any(found):
-                raise CollectiveError(next(filter(None, found)))
+            for rank in range(self._size):
+                if rank != self._rank and (trouble := self._log.trouble_of(rank)) is not None:
+                    raise CollectiveError(trouble.text)
 
     def _lost(self) -> bool:
-        """Whether a replica is gone that has not ended its program."""
+        """Return whether a replica is gone that has not ended its program."""
         if self._connected is not None:
             return self._connected.connections.closed() > 0
         return self._group.parent is not None and self._group.parent.communicator.lost("ended", "failed") > 0

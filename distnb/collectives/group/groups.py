@@ -15,12 +15,15 @@ import os
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
 
 from distnb.accelerators import device_of_rank
 from distnb.collectives.group import exits, rendezvous
+from distnb.collectives.group.communicator import caught
 from distnb.collectives.group.gloo_sockets import LOST_AFTER_S, give_up_on_silence
 from distnb.collectives.group.interface import Group
 from distnb.collectives.group.membership import Attempt, Member
@@ -38,6 +41,7 @@ _logger = logging.getLogger("distnb.collectives")
 
 _EXIT_GRACE_S = 3.0
 _PERIOD_S = 0.1
+_CAUGHT_S = 0.5  # an error that nobody catches has ended its program by then
 _SCRIPT = -1  # begins the key of a group that was joined from the environment
 _SILENT = (
     f"The connection to another replica was lost: its machine has confirmed nothing for {LOST_AFTER_S:g} s. Is it "
@@ -46,14 +50,17 @@ _SILENT = (
 
 
 class Groups:
-    """What this process is a member of. There is one of these, `groups`.
+    """The memberships of this process. The only instance is `groups`.
 
     Attributes:
         joining: The joining under way, if one is.
+        when_failed: Called with a program and a reason if that program goes on although an error has ended it on all
+            replicas: its code has caught the error.
     """
 
     def __init__(self) -> None:
         self.joining: Attempt | None = None
+        self.when_failed: Callable[[int, str], object] | None = None
         self._members: dict[tuple[int, ...], Member] = {}
         self._active: Member | None = None
         self._torch = TorchDistributed()
@@ -61,7 +68,8 @@ class Groups:
         self._pid = os.getpid()
         self._tending: threading.Thread | None = None
         self._limits_held = False
-        self._error_left: BaseException | None = None
+        self._ordered = 0  # the latest program whose end was ordered here
+        self._cause: tuple[BaseException, str] | None = None
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=self._in_forked_child)
 
@@ -71,7 +79,7 @@ class Groups:
         """Make the group of this team and generation the default process group, forming it if it is new.
 
         Waits for the other replicas of the team, without a time limit for as long as nobody aborts. Groups of other
-        teams stay connected beside it, as long as they are of the newest generation. RANK, WORLD_SIZE, LOCAL_RANK,
+        teams stay connected alongside it, as long as they are of the newest generation. RANK, WORLD_SIZE, LOCAL_RANK,
         LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. `supervised`: A notebook orders the end of this replica's
         program, by `abort`, when another replica's has failed.
 
@@ -131,9 +139,9 @@ class Groups:
         return member
 
     def leave(self) -> None:
-        """Drop the connections of the current group: it is formed anew, in the same generation, by the next `join`.
+        """Drop the connections of the current group. The next `join` forms it again, in the same generation.
 
-        For a team of one replica, which nobody else tells of a new generation.
+        This is for a team of one replica, which learns of no new generation.
         """
         with self._lock:
             if self._active is not None:
@@ -183,11 +191,11 @@ class Groups:
         return member.interface
 
     def current(self) -> Group | None:
-        """The group that was joined last, or None."""
+        """Return the group that was joined last, or None."""
         return self._active.interface if self._active is not None else None
 
     def failure(self) -> BaseException | None:
-        """What ended the current group, or None while it is whole. Waits in C++ raise a RuntimeError in its place."""
+        """Return the error that ended the current group, or None. Waits in C++ raise a RuntimeError instead of it."""
         return self._active.group.communicator.failure if self._active is not None else None
 
     def abort(self, reason: str) -> None:
@@ -205,7 +213,7 @@ class Groups:
             member.fail(ProgramAborted(reason))
 
     def hold_limits(self, on: bool) -> None:
-        """From now on let no time limit strike, or let them again, each from then on. Safe from any thread."""
+        """Suspend every time limit, or let them all begin again. Safe from any thread."""
         self._limits_held = on
 
     # -- programs ----------------------------------------------------------------------------------------------------
@@ -213,45 +221,54 @@ class Groups:
     def program_began(self, program: int) -> None:
         """Begin a program on this replica; its serial number is equal on all replicas, and grows.
 
-        An earlier program may have set RANK and its kin for itself: they are this replica's again, with a notice.
+        If an earlier program has set RANK or a related variable, it gets this replica's value again, with a notice.
         """
         if self._active is not None:
             changed = self._active.restore_environment()
             if changed:
-                told = ", ".join(f"{name} was {value or 'deleted'}" for name, value in changed.items())
+                values = ", ".join(f"{name} was {value or 'deleted'}" for name, value in changed.items())
                 print(
                     f"distnb: environment variables that an earlier cell changed are reset to this replica's values "
-                    f"({told}). Set them in the cell that needs them.",
+                    f"({values}). Set them in the cell that needs them.",
                     file=sys.stderr,
                 )
             self._torch.program_began()
             self._active.begin(program)
 
-    def program_ended(self, failed: bool) -> bool:
-        """The program ended on this replica: it will call no further collectives.
+    def program_completed(self) -> None:
+        """End a program that has not failed on this replica: it calls no further collectives.
 
-        If it has not failed, CollectiveMismatchError is raised where another replica's part ended well, too, but with
-        more or fewer collectives.
+        If the program caught an error, this waits until the others have ended theirs: they may come to a collective
+        that the error left undone.
 
-        Returns:
-            Whether it caught errors that left the group less than whole: the next program is to have a new generation.
+        Raises:
+            CollectiveMismatchError: Another replica's part ended well, too, but with more or fewer collectives.
+            BaseException: An error that the program caught left a collective undone; or that error's consequence,
+                ProgramAborted, if the error has been raised before.
         """
-        active = self._active
+        self._cause = None
+        if self._active is not None:
+            self._active.end(failed=False)
+            self._active.group.calls.error = None
+
+    def program_failed(self) -> None:
+        """End a program that has failed on this replica: it calls no further collectives."""
+        self._cause, active = None, self._active
         if active is None:
-            return False
-        disturbed = active.was_disturbed
-        self._error_left = active.error_left() if failed else None
-        active.group.regions.error = None  # it holds all that the program held
-        active.end(failed)
-        return disturbed
+            return
+        active.end(failed=True)
+        self._cause = active.group.communicator.ended_program
+        if self._cause is None and (left := active.error_left()) is not None:
+            self._cause = left[0], caught(left[1])
+        active.group.calls.error = None  # it holds all that the program held
 
-    def take_error_left(self) -> BaseException | None:
-        """Return, once, the error by which the program that failed had left a collective in which others wait.
+    def take_cause(self) -> tuple[BaseException | None, str]:
+        """Return, once, the error that ended the program on all replicas, if that arose here.
 
-        The program may have caught it.
+        The program may have caught it: the text says why it ends the program all the same.
         """
-        error, self._error_left = self._error_left, None
-        return error
+        cause, self._cause = self._cause, None
+        return cause or (None, "")
 
     # -- the process -------------------------------------------------------------------------------------------------
 
@@ -259,23 +276,35 @@ class Groups:
         return [group for member in list(self._members.values()) for group in member.groups()]
 
     def _tend(self) -> None:
-        """On a thread of its own: look after waits in C++, and after works that nobody waits for."""
+        """Examine, on a separate thread, waits in C++ and works that nobody waits for."""
         while not exits.ending.wait(_PERIOD_S):
             for group in self._groups():
-                with suppress(Exception):  # this thread must live; what is wrong is raised where somebody waits
+                with suppress(Exception):  # this thread must live; errors are raised where somebody waits
                     communicator = group.communicator
                     if communicator.backends is not None and communicator.backends.connections.silent():
                         _logger.warning("a connection of the group is silent")
                         communicator.fail(CollectiveError(_SILENT))
                     communicator.tend(limits_held=self._limits_held)
+            self._order_end()
+
+    def _order_end(self) -> None:
+        """Order the end of a program that goes on for a while after an error that ends it."""
+        member = self._active
+        if member is None or self.when_failed is None or self._ordered == member.group.program:
+            return
+        if member.group.communicator.failed_for_s > _CAUGHT_S:
+            self._ordered = member.group.program
+            self.when_failed(self._ordered, "an error left a collective undone")
 
     def _at_exit(self) -> None:
         member = self._active
         if member is not None and member.key[0] == _SCRIPT:
             try:
-                member.end(failed=getattr(sys, "last_value", None) is not None or self.failure() is not None)
+                member.end(failed=getattr(sys, "last_value", None) is not None)
             except CollectiveMismatchError as error:
                 print(f"distnb: {error}", file=sys.stderr)
+            except BaseException as error:  # noqa: BLE001  (an exit has nobody to raise it to)
+                traceback.print_exception(error)
         if os.getpid() != self._pid:
             return
         exits.ending.set()
@@ -285,9 +314,10 @@ class Groups:
         exits.join_all(until)
 
     def _in_forked_child(self) -> None:
-        """A forked child, such as a DataLoader's worker, is no replica.
+        """Forget all groups in a forked child, such as a DataLoader's worker, which is no replica.
 
-        It takes no lock, which the parent's threads may hold, and destroys nothing, which would wait for those threads.
+        The child takes no lock, since the parent's threads may hold it, and destroys nothing, since destructors would
+        wait for those threads.
         """
         if self._members:
             # Garbage of the parent can be the last to hold what Gloo's threads served.

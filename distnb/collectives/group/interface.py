@@ -14,7 +14,7 @@ from torch import Tensor
 from distnb.collectives.group import announcements
 from distnb.collectives.group.process_group import OWN, GuardedProcessGroup
 from distnb.collectives.shared_memory.shared_sum import GATHER, SharedWork
-from distnb.collectives.verify.regions import Regions
+from distnb.collectives.verify.program_calls import ProgramCalls
 from distnb.collectives.verify.signature import Key, of_tensors
 from distnb.compat.c10d_internals import (
     AllgatherOptions,
@@ -34,12 +34,12 @@ _SMALL_NBYTES = 1024
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, for dtypes that a backend does not carry. The tensor must be contiguous."""
+    """View a contiguous tensor as bytes if the backend does not carry its dtype."""
     return tensor if tensor.dtype in _CARRIED else tensor.reshape(-1).view(torch.uint8)
 
 
 class PendingCollective:
-    """A reduction under way in a tensor's own memory, or in a contiguous copy of it; without a work it is done."""
+    """A reduction under way in a tensor's own memory or in a contiguous copy. Without a work it is done."""
 
     def __init__(self, work: Any, tensor: Tensor, divisor: int, whole: Tensor | None = None) -> None:
         self._work = work
@@ -63,16 +63,16 @@ class PendingCollective:
 
 
 class Group:
-    """The replicas of one program, as this one of them sees them.
+    """The replicas of one program, as this replica sees them.
 
     Attributes:
         process_group: torch's process group, which is its default one too.
         rank: This replica's id.
-        size: How many replicas there are.
+        size: The number of replicas.
         device: This replica's device.
         devices: Every replica's device, in replica order.
-        team_generation: That of the team whose group this is.
-        regions: Where this replica is in its program.
+        generation: The generation of the team.
+        calls: The counts of this replica's program.
     """
 
     def __init__(
@@ -82,26 +82,28 @@ class Group:
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self.device = device
-        self.team_generation = generation
+        self.generation = generation
         self.devices = tuple(devices)
-        self.regions: Regions = process_group.regions
+        self.calls: ProgramCalls = process_group.calls
 
-    @property
-    def generation(self) -> int:
-        """Grows with the team's generation, and with errors that replicas caught: what they agreed on may be half."""
-        breaks, number = self.process_group.positions.disturbed
-        return self.team_generation + (breaks << 32) + (number << 64)
+    def begin_call(self) -> ProgramCalls:
+        """Count a call of `strategy.run` or a scope. Raise the error that ended the program, if one was caught."""
+        communicator = self.process_group.communicator
+        if communicator.failure is not None:
+            communicator.raise_failure()
+        self.calls.enter()
+        return self.calls
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Replace each replica's tensor by the "sum" ("mean", "max", "min") of all, which have one shape and dtype."""
         self.all_reduce_start(tensor, op).wait()
 
     def all_reduce_start(self, tensor: Tensor, op: str = "sum") -> PendingCollective | SharedWork:
-        """The same, under way while the caller goes on. The tensor must be left alone until its `wait`."""
+        """Start `all_reduce` and return it under way. The tensor must not be used until its `wait`."""
         return self._reduce("all_reduce", tensor, op, None)
 
     def reduce(self, tensor: Tensor, to: int = 0, op: str = "sum") -> Tensor | None:
-        """The sum (mean, max, min) of all replicas' tensors, on one replica; None on the others. It is not changed."""
+        """Return the sum (mean, max, min) of all replicas' tensors on one replica, and None on the others."""
         self._check_replica(to, "reduce to")
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._reduce("reduce", total, op, to).wait()
@@ -127,7 +129,7 @@ class Group:
         return PendingCollective(work, tensor, self.size if op == "mean" else 1, whole)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every replica's tensor, in replica order. Shape and dtype must be the same everywhere."""
+        """Return every replica's tensor, in replica order. Shape and dtype must be the same everywhere."""
         key = of_tensors(OWN + "all_gather", None, None, [tensor])
         in_memory = self.process_group.start_in_memory(key, tensor, GATHER)
         if in_memory is not None:
@@ -139,7 +141,7 @@ class Group:
         return gathered
 
     def all_gather_uneven(self, tensor: Tensor, dim: int = 0) -> list[Tensor]:
-        """Every replica's tensor, in replica order, where sizes may differ along one dimension.
+        """Return every replica's tensor, in replica order. Sizes may differ along one dimension.
 
         Raises:
             StructureError: They differ in dtype, or along another dimension.
@@ -149,10 +151,10 @@ class Group:
         described = self.all_gather_object((mine.dtype, tuple(mine.shape)))
         shapes = [shape for _, shape in described]
         if len({(dtype, len(shape), shape[:dim] + shape[dim + 1 :]) for dtype, shape in described}) > 1:
-            told = "; ".join(f"replica {rank}: {dtype} {list(shape)}" for rank, (dtype, shape) in enumerate(described))
+            held = "; ".join(f"replica {rank}: {dtype} {list(shape)}" for rank, (dtype, shape) in enumerate(described))
             raise StructureError(
                 f"The replicas' tensors can be gathered along dimension {dim} only if all else is equal; it is not: "
-                f"{told}."
+                f"{held}."
             )
         sizes = [shape[dim] if shape else 1 for shape in shapes]
         most = max(sizes)
@@ -188,24 +190,24 @@ class Group:
                 tensor.copy_(whole)
 
     def gather(self, tensor: Tensor, to: int = 0) -> list[Tensor] | None:
-        """Every replica's tensor, in replica order, on one replica; None on the others. Shapes and dtypes are equal."""
+        """Return every replica's tensor, of equal shapes and dtypes, on one replica, and None on the others."""
         self._check_replica(to, "gather to")
         key = of_tensors(OWN + "gather", None, to, [tensor])
         parts = self._pass_on(key, tensor, range(self.size) if self.rank == to else (), (to,))
         return parts if self.rank == to else None
 
     def exchange(self, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor | None:
-        """One step in which replicas pass tensors to each other. Every replica calls it with the same pairs.
+        """Pass tensors between replicas, in one step. Every replica calls it with the same pairs.
 
         Args:
-            tensor: What this replica sends, if it does. Same shape and dtype everywhere.
+            tensor: The tensor that this replica sends, if it does. Shape and dtype are the same everywhere.
             pairs: (source, target) of each message; a replica sends to one other at most, and gets from one at most.
 
         Returns:
-            What this replica got; None if it is the target of no message.
+            The tensor that this replica received, or None.
 
         Raises:
-            OptionError: A replica stands twice on one side, or there is no such replica.
+            OptionError: A replica is named twice on one side, or does not exist.
         """
         sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
         for each in (*sources, *targets):
@@ -245,7 +247,7 @@ class Group:
         self.process_group.note(of_tensors(OWN + "pack", None, None if layout is None else repr(layout), tensors))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every replica's value, in replica order, pickled. Small ones take one collective, larger ones two."""
+        """Return every replica's value, in replica order. A small pickle takes one collective, a larger one two."""
         data = cloudpickle.dumps(value)
         heads = self._gather_bytes(len(data).to_bytes(8, "little") + data, _SMALL_NBYTES)
         sizes = [int.from_bytes(each[:8], "little") for each in heads]
@@ -266,7 +268,7 @@ class Group:
         return announcements.await_announcement(self.process_group, name, source, what)
 
     def _gather_bytes(self, content: bytes, nbytes: int) -> list[bytes]:
-        """Every replica's bytes, each cut or filled up to a length."""
+        """Return every replica's bytes, each cut or filled up to a length."""
         mine = torch.frombuffer(bytearray(content[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
         return [each.numpy().tobytes() for each in self.all_gather(mine)]
 

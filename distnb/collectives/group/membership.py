@@ -1,4 +1,4 @@
-"""This process as a member of one team: its world, its process group and subgroups, from generation to generation."""
+"""The membership of this process in one team: its world, process group and subgroups, from generation to generation."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ __all__ = ["Attempt", "Member"]
 
 
 class Attempt:
-    """A joining, which can be given up from another thread.
+    """An attempt to join a group, which another thread can cancel.
 
     Attributes:
-        reason: Why it was given up, if it was.
+        reason: The reason for its cancellation, or None.
     """
 
     reason: str | None = None
 
     def check(self) -> None:
-        """Raises ProgramAborted if it was given up."""
+        """Raise ProgramAborted if it was cancelled."""
         if self.reason is not None:
             raise ProgramAborted(self.reason)
 
 
 class Member:
-    """One team, as this replica of it sees it.
+    """The membership of this replica in one team.
 
     Attributes:
-        key: Names the team in this process.
-        rank, device, devices: Which replica this is; its device, and everyone's.
-        backend_name: What carries tensors of the replicas' own devices; "gloo" does where nothing else can.
-        device_types: Whose tensors the groups carry; those that are `staged` go through host memory.
+        key: The team's key in this process.
+        rank, device, devices: This replica's id, its device, and all replicas' devices.
+        backend_name: The backend for tensors of the replicas' own devices; "gloo" if there is no other.
+        device_types: The types of devices whose tensors the groups carry; `staged` ones go through host memory.
         interface: The group of this generation, as the rest of distnb uses it.
-        client, prefix: Where in which store this generation meets.
-        attempt, timeout_s: The joining, and how long it waits for the others; None for as long as there is hope.
+        client, prefix: The store in which this generation meets, and the prefix of its keys.
+        attempt, timeout_s: The attempt to join, and its time limit; None waits while all replicas are alive.
         supervised: Whether a notebook orders the end of this replica's program when another replica's has failed.
     """
 
@@ -86,24 +86,24 @@ class Member:
         self._subgroups: tuple[weakref.ref[GuardedProcessGroup], ...] = ()
 
     def make_subgroup(self, parent: GuardedProcessGroup, ranks: list[int], name: str) -> GuardedProcessGroup | None:
-        """A part of a group of this team; None if this replica is not in it."""
+        """Return a part of a group of this team, or None if this replica is not in it."""
         if self.rank not in ranks:
             return None
         # Unlike torch's, a name is never used twice in a store: not after a destroyed group, nor in a later generation.
         self._names[name] += 1
         made = GuardedProcessGroup(self, f"part/{self.generation}/{name}/{self._names[name]}", ranks, parent)
-        # Never changed in place: other threads look at it.
+        # Never changed in place: other threads read it.
         self._subgroups = (*(each for each in self._subgroups if each() is not None), weakref.ref(made))
         return made
 
     def groups(self) -> list[GuardedProcessGroup]:
-        """The default group and all subgroups."""
+        """Return the default group and all subgroups."""
         return [self.group, *(group for each in self._subgroups if (group := each()) is not None)]
 
     # -- forming -----------------------------------------------------------------------------------------------------
 
     def advance(self, team: Team, client: StoreClient, attempt: Attempt, timeout_s: float | None) -> None:
-        """Be connected in the team's generation."""
+        """Connect in the team's generation, unless that is done."""
         if self.generation == team.generation:
             return
         self.suspend()
@@ -121,7 +121,7 @@ class Member:
         self.attempt = Attempt()
 
     def form(self, communicator: Communicator) -> tuple[Backends, CollectiveLog]:
-        """Connect one with the other replicas."""
+        """Connect a communicator with the other replicas."""
         return Forming(communicator, self).run()
 
     def suspend(self) -> None:
@@ -132,7 +132,7 @@ class Member:
             group.reset()
 
     def set_environment(self, team: Team) -> None:
-        """What torchrun would have set; programs select their GPU by LOCAL_RANK."""
+        """Set the variables that torchrun would set. Programs select their GPU by LOCAL_RANK."""
         beside = team.on_host_of(self.rank)
         local = beside.index(self.rank) if self.device.type == "cpu" else self.device.index
         self._environment = {
@@ -159,35 +159,29 @@ class Member:
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def begin(self, program: int) -> None:
-        """A program began."""
+        """Begin a program."""
         for group in self.groups():
             group.begin(program)
 
     def end(self, failed: bool) -> None:
-        """A program ended. All groups are told before any difference is raised."""
-        problem: Exception | None = None
+        """End a program. All groups learn of the end before an error is raised."""
+        problem: BaseException | None = None
         for group in self.groups():
             try:
-                group.end(failed)
-            except Exception as error:  # noqa: BLE001  (raised below)
+                group.communicator.end_program(failed)
+            except (Exception, ProgramAborted) as error:  # noqa: BLE001  (raised below)
                 problem = problem or error
         if problem is not None:
             raise problem
 
-    @property
-    def was_disturbed(self) -> bool:
-        """Whether errors that the program caught have left a group less than whole."""
-        return any(group.was_disturbed for group in self.groups())
-
-    def error_left(self) -> BaseException | None:
-        """Return the error by which this replica left a collective in which another one waits, if one did."""
+    def error_left(self) -> tuple[BaseException, str] | None:
+        """Return the error of this replica's program that left a collective undone, and what that was, if any."""
         verifiers = [group.communicator.verifier for group in self.groups()]
-        undone = any(verifier.left_undone() for verifier in verifiers if verifier is not None)
-        return self.group.regions.error if undone else None
+        return next((left for each in verifiers if each is not None and (left := each.error_left())), None)
 
     def fail(self, error: BaseException) -> None:
         """End everything under way in this generation."""
         groups = self.groups()
         for group in groups:
-            group.fail(error, abort=False)
+            group.communicator.fail(error, abort=False)
         abort_all([made for group in groups if (made := group.communicator.backends) is not None])

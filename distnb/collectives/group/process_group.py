@@ -1,14 +1,12 @@
-"""The process group that torch and everyone above it see: its operations are recorded, compared, and can be ended.
+"""The process group that torch and its users see: its operations are recorded, compared, and can be ended.
 
-It stands in for Gloo's or NCCL's own group, which its communicator holds. It outlives them: after an abort it has a new
+It represents Gloo's or NCCL's own group, which its communicator holds, and outlives it. After an abort it has a new
 communicator for the next generation, so that a DistributedDataParallel module or a subgroup made in an earlier cell
-stays good. A program that catches an error of a collective goes on: the next one that all replicas reach is met in a
-new communicator, too.
+stays usable.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -27,9 +25,8 @@ from distnb.collectives.group.work import DeviceWork, HostWork, Message, Staging
 from distnb.collectives.shared_memory.shared_sum import SharedWork
 from distnb.collectives.verify import callsite, signature
 from distnb.collectives.verify.collective_log import CollectiveRecord
-from distnb.collectives.verify.regions import PositionTracker, Regions
+from distnb.collectives.verify.program_calls import ProgramCalls
 from distnb.collectives.verify.signature import Key, of_tensors
-from distnb.collectives.verify.verifier import Superseded
 from distnb.compat.c10d_internals import (
     AllgatherOptions,
     AllreduceOptions,
@@ -45,13 +42,13 @@ if TYPE_CHECKING:
 __all__ = ["OWN", "GuardedProcessGroup"]
 
 OWN = "group."
-"""How the operations of distnb itself are called. A time limit that a program gives holds for torch's."""
+"""The prefix of the names of distnb's own operations. A program's time limits hold for torch's operations only."""
 
 _NOT_CONNECTED = (
     "This process group belongs to a team of replicas that is not the one that runs now, or to a generation that ended."
 )
 _IN_CHILD = "A forked child of a replica, such as a DataLoader's worker, cannot take part in its collectives."
-# For the type checker it is anything: torch's stubs have overloads that only the old interface used.
+# The type checker sees Any: torch's stubs have overloads that only the old interface used.
 _ProcessGroup: Any = dist.ProcessGroup
 Work = dist.Work
 _T = TypeVar("_T")
@@ -61,10 +58,14 @@ _ONE, _BOTH = (True,), (True, False)
 def _collective(
     word: str, method: str, written: tuple[bool, ...], default: Callable[[], Any] | None = None, compared: int = -1
 ) -> Callable[..., Work]:
-    """A method of torch's ProcessGroup that takes tensors, or lists of them, and options.
+    """Return a method of torch's ProcessGroup that takes tensors, or lists of them, and options.
 
-    Errors call it by its word, the backend by its method's name. It writes to some of the tensors; those of one place
-    are alike on all replicas.
+    Args:
+        word: The operation's name in errors.
+        method: The backend's method.
+        written: Whether the operation writes to each of the tensor arguments.
+        default: Makes the options if none are given.
+        compared: The place of the tensor argument whose shape is equal on all replicas.
     """
 
     def call(self: GuardedProcessGroup, *args: Any) -> Work:
@@ -82,10 +83,10 @@ def _collective(
 
 
 def _reduce_scatter(word: str, method: str) -> Callable[..., Work]:
-    """A reduce-scatter of torch's ProcessGroup, whose arguments are two tensors, or two lists of equal length.
+    """Return a reduce-scatter of torch's ProcessGroup, whose arguments are two tensors, or two lists of equal length.
 
     Over Gloo it is an all-reduce of a copy, as in torch. But torch wraps that in a work that ignores the time limit of
-    its `wait`, never says that it is completed, and has no future: the main thread would wait in C++ for ever.
+    its `wait`, never reports its completion, and has no future. The main thread would wait in C++ for ever.
     """
 
     def call(self: GuardedProcessGroup, outputs: Any, inputs: Any, opts: Any = None) -> Work:
@@ -106,7 +107,7 @@ def _reduce_scatter(word: str, method: str) -> Callable[..., Work]:
 
 
 def _parts(whole: Tensor | list[Tensor], size: int) -> Sequence[Tensor]:
-    """Cut one of the inputs of a reduce-scatter into the ranks' parts. Raises ValueError if they are not equal."""
+    """Cut one input of a reduce-scatter into the ranks' parts. Raise ValueError if they are not equal."""
     if isinstance(whole, list):
         return whole
     if whole.numel() % size:
@@ -122,19 +123,17 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose operations are recorded, compared and can be aborted.
 
     The operations have the names and arguments of torch's ProcessGroup; where torch renamed one, both names are here.
-    C++ is told no backends: it could go around the guard.
+    C++ knows no backends of it, since it could go around the guard.
 
     Args:
         member: This process in the team.
-        label: Names the group among those of the team, the same on every replica.
+        label: The group's name in the team, the same on every replica.
         replicas: The replica id of each rank.
         parent: The group that this one is a part of.
 
     Attributes:
-        communicator: What it communicates by in this generation, unless that broke.
-        breaks: How often that was replaced in this generation.
-        half_met: Whether what ended the latest was a replica that an error had taken elsewhere.
-        regions, positions: Where this replica is in its program.
+        communicator: The communicator of this generation.
+        calls: The counts of this replica's program.
     """
 
     # C++ keeps these in its backends, of which it knows none here.
@@ -150,18 +149,14 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.replicas = tuple(replicas)
         self.parent = parent
         self.program: int = parent.program if parent is not None else 0
-        self.regions: Regions = parent.regions if parent is not None else Regions()
-        self.positions = PositionTracker(self.regions)
+        self.calls: ProgramCalls = parent.calls if parent is not None else ProgramCalls()
         self.communicator = Communicator(self)
-        self.breaks = 0
-        self.half_met = self._broke_in_program = self._destroyed = False
-        self._failed_before: BaseException | None = None
-        self._replacing = threading.Lock()
+        self._destroyed = False
         self._time_limit_s: float | None = None
         self._patience_s: float | None = None
         self._in_memory = True
 
-    # -- what torch asks it about itself -----------------------------------------------------------------------------
+    # -- torch's questions about it -----------------------------------------------------------------------------------
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -172,7 +167,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.ready()[1].backends[kind]
 
     def _carried_as(self, kind: str) -> str:
-        """The type of device whose backend carries tensors of another type: some go through host memory."""
+        """Return the type of device whose backend carries tensors of a type, since some go through host memory."""
         if kind not in self.member.device_types:
             raise RuntimeError(
                 f"No backend type associated with device type {kind}: these replicas communicate tensors on "
@@ -186,7 +181,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     name = _get_backend_name
 
     def getBackendName(self) -> str:
-        """What C++ is told. No name that it knows: it would take the group for one of its own classes."""
+        """Return the backend's name for C++: none that it knows, or it would assume one of its own classes."""
         return "distnb"
 
     def _set_group_name(self, name: str) -> None:
@@ -196,11 +191,11 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.group_desc = text
 
     def getGroupName(self) -> str:
-        """What C++ asks for the name."""
+        """Return the name, for C++."""
         return self.group_name
 
     def getGroupDesc(self) -> str:
-        """What C++ asks for the description."""
+        """Return the description, for C++."""
         return self.group_desc
 
     def _get_sequence_number_for_group(self) -> int:
@@ -208,7 +203,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return verifier.number if verifier is not None else 0
 
     def _set_sequence_number_for_group(self) -> None:
-        """The verifier numbers operations; there is nothing to agree on."""
+        """Do nothing: the verifier numbers operations."""
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._get_backend(device)._start_coalescing()
@@ -219,13 +214,13 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # -- life --------------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta | None) -> None:
-        """End the communicator if an operation of torch's takes longer than this; None, or torch's default: never."""
+        """Set the time limit of torch's operations, which ends the communicator. None and torch's default mean none."""
         self._time_limit_s = _limit(timeout)
 
     def prefer(self, patience_s: float | None, in_memory: bool) -> tuple[float | None, bool]:
-        """What the strategy that computes now was told of communication. All replicas alike; returns what held before.
+        """Set the preferences of the strategy that computes now, on all replicas alike. Return those that held before.
 
-        A collective that takes longer than `patience_s` ends the communicator; `in_memory` allows memory that replicas
+        A collective that takes longer than `patience_s` ends the communicator. `in_memory` allows memory that replicas
         share instead of sockets.
         """
         before = self._patience_s, self._in_memory
@@ -233,49 +228,34 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return before
 
     def reset(self) -> None:
-        """Let go of the connections; every operation is refused until `renew`. Never blocks."""
+        """Release the connections. Every operation is refused until `renew`. Never blocks."""
         self.communicator.retire()
         self.communicator = Communicator(self, CollectiveError(_NOT_CONNECTED))
-        self.breaks = 0
-        self.positions.forget()
 
     def renew(self) -> None:
-        """The next operation connects again, for a new generation; unless the group was destroyed."""
+        """Let the next operation connect again, for a new generation, unless the group was destroyed."""
         if not self._destroyed:
             self.communicator = Communicator(self)
 
-    def fail(self, error: BaseException, *, abort: bool = True) -> None:
-        """End every operation under way, and all later ones until `renew`. Safe from any thread; see `Communicator`."""
-        failed = None
-        while failed is not self.communicator:  # it may just be replaced
-            failed = self.communicator
-            failed.fail(error, abort=abort)
-
     def abort(self) -> None:
-        """What torch calls to end everything under way on this replica."""
-        self.fail(CollectiveError("The process group was aborted."))
+        """End everything under way on this replica. torch calls this."""
+        self.communicator.stop(CollectiveError("The process group was aborted."))
 
     def shutdown(self) -> None:
-        """What torch calls to end a group that is no longer used; others may still be in their last operation."""
+        """End a group that is no longer used. torch calls this; others may still be in their last operation."""
         self._destroyed = True
         self.communicator.retire(CollectiveError("The process group was destroyed. Make a new one."), abort=False)
 
     def forget_in_child(self) -> None:
-        """In a forked child: let go of the connections, which would otherwise stay open when the replica dies."""
+        """Release the connections in a forked child. Otherwise they would stay open when the replica dies."""
         self.communicator.failure = CollectiveError(_IN_CHILD)
         if (backends := self.communicator.backends) is not None:
             backends.keep_for_ever()
             backends.connections.forget_in_child()
 
-    def broke(self, half_met: bool) -> None:
-        """The communicator ended by an error that the program can catch."""
-        self._broke_in_program, self.half_met = True, half_met
-
     def ready(self) -> tuple[Communicator, Backends]:
-        """What the next operation is done with, connected. Raises what ended the group, if something did."""
+        """Return the connected communicator and its backends. Raise the failure if there is one."""
         current = self.communicator
-        if current.failure is not None and current.mendable and current.told:
-            current = self._replace(current)
         if current.backends is None or current.failure is not None:
             current.connect()
         backends = current.backends
@@ -283,77 +263,29 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
             current.raise_failure()
         return current, backends
 
-    def _replace(self, broken: Communicator) -> Communicator:
-        """Leave a communicator whose end the program has heard of."""
-        with self._replacing:
-            if self.communicator is broken:
-                made = Communicator(self, former=broken.verifier or broken.former)
-                with broken.failing:
-                    if broken.mendable:  # and no order to end has come meanwhile
-                        self.breaks += 1
-                        self.communicator = made
-                if self.communicator is made:
-                    broken.retire()
-            return self.communicator
-
-    @property
-    def meeting(self) -> str:
-        """Where in the store the replicas meet to form a communicator: another place each time."""
-        return f"{self.label}/{self.breaks}" if self.breaks else self.label
-
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def begin(self, program: int) -> None:
-        """A program began on this replica."""
+        """Begin a program on this replica."""
         self.program = program
-        self._broke_in_program = False
-        self._failed_before = self.communicator.failure  # an earlier program's, which was told of it
         if self.parent is None:
-            self.regions.begin_program()
-        self.positions.forget()
+            self.calls.begin_program()
         self.communicator.begin_program(program)
-
-    def end(self, failed: bool) -> None:
-        """The program ended on this replica.
-
-        If it ended well, a failure of the group that nobody saw is raised, and a difference from others that did, too.
-        """
-        current = self.communicator
-        verifier, broken = current.verifier or current.former, current.failure is not None
-        caught = current.mendable and current.told
-        if verifier is not None:
-            with current.posting:
-                verifier.end(failed or (broken and not caught), whole=not broken and current.former is None)
-            if broken and not failed and not caught and current.failure is not self._failed_before:
-                current.raise_failure()
-
-    @property
-    def was_disturbed(self) -> bool:
-        """Whether the program's errors have left the group, or what replicas agreed on, less than whole."""
-        broken = self._broke_in_program or self.communicator.failure is not None
-        return broken or self.positions.excused or self.positions.disturbed > (0, 0)
 
     # -- how operations begin ----------------------------------------------------------------------------------------
 
     def _enter(
         self, record: CollectiveRecord, limit_s: float | None, begin: Callable[[Communicator, Backends, Arrival], _T]
     ) -> tuple[Communicator, int, _T]:
-        """Post a collective, and begin it. Returns what it is done with, its number, and what `begin` returned."""
-        while True:
-            current, backends = self.ready()
-            at = activity.clock()
-            try:
-                with current.posting:
-                    number = current.post(record, limit_s)
-                    arrival = Arrival(
-                        at=at, group=current.name, number=number, what=record.operation, where=record.place
-                    )
-                    made = begin(current, backends, arrival)
-            except Superseded as found:
-                current.supersede(found)
-            else:
-                activity.collective_started(arrival)
-                return current, number, made
+        """Post a collective and begin it. Return its communicator, its number, and the result of `begin`."""
+        current, backends = self.ready()
+        at = activity.clock()
+        with current.posting:
+            number = current.post(record, limit_s)
+            arrival = Arrival(at=at, group=current.name, number=number, what=record.operation, where=record.place)
+            made = begin(current, backends, arrival)
+        activity.collective_started(arrival)
+        return current, number, made
 
     def run(
         self,
@@ -368,10 +300,11 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Record a collective by its key, and enter it by the backend's method.
 
         Args:
-            tensors: Its arguments that are tensors or lists of them; `written` tells which it writes to.
+            tensors: Its arguments that are tensors or lists of them.
+            written: Whether it writes to each of them.
             rest: The other arguments.
             timeout: The caller's own time limit.
-            staging: The memory in which `tensors` are, if they stand for those of the caller.
+            staging: The memory of `tensors`, if they represent those of the caller.
         """
         device = self._carried_as(key[3])
         record = signature.record(key)
@@ -409,13 +342,13 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Begin a reduction, or the copying of tensors, in memory that the replicas share.
 
         Args:
-            tensor: What is reduced, in place, or gathered. As large on all replicas.
+            tensor: The tensor to reduce in place, or to gather. Its size is the same on all replicas.
             op: "sum", "mean", "max", "min" or "gather".
-            sources: Of a gather: whose tensors this replica gets; None for all.
-            wanted: Of a gather: whether any replica gets this one's.
+            sources: The replicas whose tensors this one gathers; None for all.
+            wanted: Whether any replica gathers this one's tensor.
 
         Returns:
-            The work; on all replicas None if such a tensor, or this group, cannot be served so.
+            The work; None, on all replicas, if such a tensor or this group needs a backend.
         """
         shared = self.ready()[0].shared
         if shared is None or not self._in_memory or self._carried_as(key[3]) != "cpu" or not shared.takes(tensor, op):
@@ -431,7 +364,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def note(self, key: Key) -> int:
-        """Record what every replica must do alike, though nothing is communicated in it. Returns its number."""
+        """Record an act that every replica must do alike, though it communicates nothing. Return its number."""
         return self._enter(signature.record(key), None, lambda current, backends, arrival: None)[1]
 
     # -- collectives -------------------------------------------------------------------------------------------------
@@ -466,7 +399,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any
     ) -> Work:
         if output_splits or input_splits:
-            # Each replica may have splits of its own, so they are compared in a way of their own before any data flows.
+            # Splits may differ between replicas, so they are exchanged and compared before any data flows.
             self._compare_splits(output, input, output_splits, input_splits)
             key = ("all_to_all_single", None, None, input.device.type, ("splits", *input.shape[1:]), input.dtype)
         else:
@@ -481,7 +414,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         key = of_tensors("all_to_all_single", None, None, [sent])
         self.run(key, "alltoall_base", (coming, sent), _BOTH, [], [], AllToAllOptions()).wait()
         if not torch.equal(coming, expected):
-            # Whoever expects other sizes than come raises; the others are told when this replica does not enter.
+            # A replica that expects other sizes raises. The others notice that it does not enter.
             raise ValueError(
                 f"all_to_all_single: this replica expects {expected.tolist()} rows from the ranks, but they send "
                 f"{coming.tolist()}. output_split_sizes[j] must be what rank j has as input_split_sizes for this rank."
@@ -505,7 +438,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.run(key, "barrier", (), (), inner, timeout=given.timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier with a time limit, whose error names all replicas that did not come."""
+        """Wait at a barrier with a time limit, whose error names all replicas that did not come."""
         limit_s = _limit(timeout)
         limit = timedelta(seconds=limit_s) if limit_s is not None else None
         self.run(("monitored_barrier", None, None, "cpu"), "barrier", (), (), BarrierOptions(), timeout=limit).wait()
@@ -547,10 +480,10 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         backend: str | None = None,
     ) -> GuardedProcessGroup | None:
-        """A part of this group; None on replicas outside it. It connects when it is first used.
+        """Return a part of this group, which connects when it is first used; None on replicas outside it.
 
-        Whatever backend is asked for (torch says it since 2.14), the part has those of the whole: one that carries each
-        type of device.
+        The part has the backends of the whole, one for each type of device, whichever backend is asked for (torch
+        passes it since 2.14).
         """
         name = str(group_name)
         if name.isdigit():
@@ -584,7 +517,7 @@ def _device_of(value: Any) -> torch.device:
 
 
 def _limit(timeout: timedelta | None) -> float | None:
-    """A time limit in seconds. torch hands down its default of half an hour as if it had been given: that is none."""
+    """Return a time limit in seconds, or None. torch passes its default of half an hour as if it had been given."""
     if timeout is None or timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout):
         return None
     if timeout.total_seconds() <= 0:

@@ -25,7 +25,7 @@ _SLICE = timedelta(milliseconds=100)
 
 
 def _ended(inner: Any) -> RuntimeError | None:
-    """Wait a while for one of Gloo's works. None when it ended well; else its error, or that time is over."""
+    """Wait a while for a work of Gloo. Return None if it completed, otherwise its error, or that of the timeout."""
     try:
         inner.wait(_SLICE)  # one that times out leaves the work as it is: it can be waited for again, or left alone
     except RuntimeError as error:
@@ -34,13 +34,13 @@ def _ended(inner: Any) -> RuntimeError | None:
 
 
 def positive_seconds(timeout: timedelta | None) -> float | None:
-    """A time limit for one wait; torch passes "none given" as zero or as a negative number."""
+    """Return the time limit of one wait, or None, which torch passes as zero or a negative number."""
     seconds = timeout.total_seconds() if timeout is not None else 0.0
     return seconds if seconds > 0 else None
 
 
 class Staging:
-    """Host memory that stands for an operation's tensors, and what is copied from it when the operation has ended.
+    """Host memory that represents an operation's tensors, and the copies to make when the operation has ended.
 
     Two kinds of operations need it: those on tensors of a device, where replicas share one GPU and only Gloo can carry
     them, and reduce-scatters.
@@ -109,7 +109,7 @@ class Staging:
 
 @methods_always_eager
 class _GuardedWork(dist.Work):
-    """What works have in common: they stand in front of the backend's own, and end with their communicator."""
+    """A work that represents the backend's own, and ends with its communicator."""
 
     def __init__(self, communicator: Communicator, inner: Any) -> None:
         super().__init__()
@@ -152,9 +152,9 @@ class DeviceWork(_GuardedWork):
 
 
 class Message(Future[list[Any]]):
-    """Stands for Gloo's own work of a send or a receive, whose wait has no time-out that leaves the connection whole.
+    """A work for Gloo's send or receive, whose own wait has no time-out that leaves the connection intact.
 
-    A thread of its own waits; who waits for the thread, and is freed by an abort, leaves it behind.
+    A separate thread waits in Gloo. The caller waits for the thread, and an abort frees the caller, not the thread.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -173,18 +173,18 @@ class Message(Future[list[Any]]):
             self.set_result([])
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait for a while. Raises a RuntimeError as Gloo's other works do."""
+        """Wait for a while. Raise a RuntimeError as Gloo's other works do."""
         try:
             self.result(timeout.total_seconds())
         except TimeoutError as error:
             raise RuntimeError("It is under way.") from error
 
     def is_success(self) -> bool:
-        """Whether it ended well."""
+        """Return whether it completed without an error."""
         return self.done() and self.exception() is None
 
     def get_future(self) -> Message:
-        """What tells of its end."""
+        """Return the future of its end: the work itself."""
         return self
 
     def _source_rank(self) -> int:
@@ -199,8 +199,8 @@ class HostWork(_GuardedWork):
     """A collective or a message under way in Gloo.
 
     Args:
-        arrival: How this replica came to it; messages have no number in the collective log.
-        staging: The host memory that stands for the tensors, if there is any.
+        arrival: The replica's arrival at it. Messages have no number in the collective log.
+        staging: The host memory that represents the tensors, if there is any.
         limit_s: The program's time limit for each wait, or None.
     """
 
@@ -269,20 +269,20 @@ class HostWork(_GuardedWork):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is completed with the work, and that an abort fails: also for those who wait in C++."""
+        """Return a future that the work completes and an abort fails, also for waits in C++."""
         if self._future is None:
             devices: list[Any] = list(self._staging.devices) if self._staging else []
             self._root: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
             # torch's set_exception is known to Python only; an error raised in a callback is known to C++ too.
             self._future = self._root.then(self._conclude)
-            self._notified = False  # now there is somebody to be told
+            self._notified = False  # the future has yet to be completed
             activity.begin("background", self._arrival, key=id(self))
             self._inner.get_future().add_done_callback(self._inner_done)
             self._communicator.watch(self)
         return self._future
 
     def _inner_done(self, inner: Any) -> None:
-        """Called by Gloo's own thread when it is done, with all that follows from the future."""
+        """Complete the future, with all that follows from it, on Gloo's own thread."""
         activity.end(key=id(self))
         try:
             self.conclude()
@@ -291,7 +291,7 @@ class HostWork(_GuardedWork):
             self._communicator.finished(self)
 
     def conclude(self) -> None:
-        """Complete the future, if anyone asked for one, with the result or the communicator's failure. Idempotent."""
+        """Complete the future, if there is one, with the result or the communicator's failure. Idempotent."""
         if self._future is not None and not self._root.done():
             try:
                 self._root.set_result(None)
@@ -299,10 +299,10 @@ class HostWork(_GuardedWork):
                 pass  # another thread was faster
 
     def _conclude(self, root: torch.futures.Future[Any]) -> Any:
-        """The future's value. Raises what ended the work, or the communicator."""
+        """Return the future's value. Raise the error that ended the work or the communicator."""
         communicator = self._communicator
         if communicator.failed and not self._inner.is_completed():
-            communicator.raise_failure()
+            communicator.raise_failure(to_program=False)
         failed: RuntimeError | None = None
         try:
             value = self._inner.get_future().value()
@@ -316,5 +316,5 @@ class HostWork(_GuardedWork):
         return value
 
     def under_way(self) -> bool:
-        """Whether Gloo still works on it, or tells of its end."""
+        """Return whether Gloo still works on it, or completes its future."""
         return not self._inner.is_completed() or not self._notified

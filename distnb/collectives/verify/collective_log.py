@@ -1,9 +1,22 @@
-"""The collective log: what each replica of a process group tells the others about its collectives.
+"""The collective log: the reports of each replica of a process group about its collectives.
 
-Replicas of one machine share the log's memory, so that a replica sees at once what the others have called. Across
-machines each replica has a copy of its own, and the copies are kept equal through the store (`replicated_log.py`).
+Replicas of one machine share the log's memory, so each sees at once what the others have called. Across machines each
+replica has a copy of its own, and the store keeps the copies equal (`replicated_log.py`).
 
-Each replica writes to its own part only. A part is a header and a ring of slots, one per collective.
+Each replica writes to its own part only, so no lock is needed. A part is a header and a ring of slots:
+
+    header   program │ phase │ last number │ wait: length, text │ trouble: length, text │ end of data
+    slot     number │ key (40 bytes) │ program │ errors │ crossed │ length │ operation \\0 place
+             └────────── compared at once by `same` ──────────┘
+
+Collective n is in slot n % RING. A writer fills the slot first and writes its number last, and a reader that finds
+another number there knows that the slot is not posted yet, or was overwritten. For example, replica 1 is in program 4
+and calls its 17th collective, `all_reduce(float32[10], sum)` in line 3 of cell 8. Its slot 17 becomes
+
+    17 │ digests of the signature and the line │ 4 │ 0 │ 1 │ 43 │ all_reduce(float32[10], sum)\\0cell 8, line 3
+
+and then its header's last number becomes 17. Replica 0, which is about to enter its own collective 17, compares the
+first bytes of both slots 17. If they are equal, nothing else is read.
 """
 
 from __future__ import annotations
@@ -21,38 +34,35 @@ __all__ = [
     "RING",
     "SLOT_NBYTES",
     "CollectiveLog",
-    "CollectiveRecord",
-    "CollectiveWait",
-    "Departure",
     "Phase",
     "Position",
+    "CollectiveRecord",
+    "CollectiveWait",
+    "Trouble",
     "create_memory",
     "open_memory",
 ]
 
 RING: Final = 2048
-"""How many collectives a replica remembers; it never gets further ahead of the others than that."""
+"""The number of collectives that a replica remembers. It never gets further ahead of the others than that."""
 
-# A header: program, phase, last number; a wait and a verdict, each with its length before it; a departure; an end of
-# data.
+# A header: program, phase, last number; a wait and a trouble, each with its length before it; an end of data.
 _HEADER = struct.Struct("<QQQ")
 _NUMBER = struct.Struct("<Q")
 _WAIT_AT: Final = _HEADER.size
 _WAIT_NBYTES: Final = 512
-_VERDICT_AT: Final = _WAIT_AT + 8 + _WAIT_NBYTES
-_VERDICT_NBYTES: Final = 1024
-_DEPARTURE_AT: Final = _VERDICT_AT + 8 + _VERDICT_NBYTES
-_DEPARTURE = struct.Struct("<QII64s")
-_DATA_END_AT: Final = _DEPARTURE_AT + _DEPARTURE.size
+_TROUBLE_AT: Final = _WAIT_AT + 8 + _WAIT_NBYTES
+_TROUBLE_NBYTES: Final = 1024
+_DATA_END_AT: Final = _TROUBLE_AT + 8 + _TROUBLE_NBYTES
 _DATA_END = struct.Struct("<QQ")
 HEADER_NBYTES: Final = _DATA_END_AT + _DATA_END.size
 # A slot: number, the record's key, program, position, length of text, text. What is compared at once stands together.
 SLOT_NBYTES: Final = 256
 KEY_NBYTES: Final = 40
 _KEY_END: Final = 8 + KEY_NBYTES
-_POSITION = struct.Struct("<IIIIQ")
+_POSITION = struct.Struct("<II")
 _POSITION_AT: Final = _KEY_END + 8
-_SAME_END: Final = _POSITION_AT + 8
+_SAME_END: Final = _POSITION_AT + 4
 _TEXT_AT: Final = _POSITION_AT + _POSITION.size + 8
 _PART_NBYTES: Final = HEADER_NBYTES + RING * SLOT_NBYTES
 
@@ -61,7 +71,7 @@ _PHASES: Final[tuple[Phase, ...]] = ("idle", "running", "ended", "failed")
 
 
 class CollectiveWait(NamedTuple):
-    """What a replica waits in: which collective of which group, for which replicas, and a text for people."""
+    """A replica's wait: the group, the number of the collective, the replicas that are not there, a text for people."""
 
     group: str
     number: int
@@ -70,46 +80,33 @@ class CollectiveWait(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where in its program a replica is as it calls a collective. Regions are calls of `run` and scopes, numbered.
+    """The position of a replica in its program as it calls a collective (see `program_calls.py`).
 
     Attributes:
-        low, high: The regions that errors have left since the collective before this one; zeros if none did.
-        outer, inner: The outermost and the innermost region that it is in; zeros outside.
-        serial: The newest region that it entered.
+        errors: The number of errors that have left a call of `run`, a scope or a collective.
+        crossed: The number of times that a call of `run` or a scope has begun or ended.
     """
 
-    low: int = 0
-    high: int = 0
-    outer: int = 0
-    inner: int = 0
-    serial: int = 0
-
-    @property
-    def left(self) -> bool:
-        """Whether an error left a region."""
-        return self.high > 0
-
-    def misses(self, other: Position) -> bool:
-        """Whether this replica left, by an error, where the other one is: it does not come there any more."""
-        return self.left and (
-            self.low <= other.outer <= self.high or self.low <= other.inner <= self.high or self.serial > other.serial
-        )
+    errors: int = 0
+    crossed: int = 0
 
 
-class Departure(NamedTuple):
-    """An error left regions of a replica, from `low` to `high`."""
+class Trouble(NamedTuple):
+    """A replica's report of an error to the others.
 
-    number: int
-    """Of the replica's newest collective then."""
-    low: int
-    high: int
+    Attributes:
+        kind: "raised" for an error of the program that may leave a collective undone; "failed" and "mismatch" for an
+            error that ends the program on every replica.
+        text: The error for people.
+    """
+
+    kind: Literal["raised", "failed", "mismatch"]
     text: str
-    """What the error left, and its type, for people."""
 
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective as one replica called it.
+    """A collective as one replica called it.
 
     Attributes:
         key: Digests, 8 bytes each: of the signature, then the call site's identity (see `callsite.CallSite`).
@@ -123,13 +120,13 @@ class CollectiveRecord:
 
     @cached_property
     def stored(self) -> bytes:
-        """Operation and place as they are written to the log, their length first."""
+        """The operation and the place as bytes of the log, after their length."""
         text = f"{self.operation}\0{self.place}".encode()[: SLOT_NBYTES - _TEXT_AT]
         return _NUMBER.pack(len(text)) + text
 
     @property
     def signature(self) -> bytes:
-        """What must be equal on all replicas."""
+        """The digest that must be equal on all replicas."""
         return self.key[:8]
 
     @property
@@ -142,9 +139,9 @@ class CollectiveLog:
     """The records of every replica, in memory that is zeroed at first, and shared by the replicas of one machine."""
 
     shared = True
-    """Whether what a replica writes is seen by the others at once."""
+    """True if the others see at once what a replica writes."""
     lost = False
-    """Whether the others can no longer be heard of here."""
+    """True if the others' reports no longer arrive here."""
 
     def __init__(self, memory: mmap.mmap | bytearray, me: int, size: int) -> None:
         self.memory = memory
@@ -156,27 +153,27 @@ class CollectiveLog:
 
     @property
     def untold(self) -> bool:
-        """Whether something that is written here has yet to be told to the others, by `exchange`."""
+        """True if `exchange` has yet to send something that is written here."""
         return False
 
     def exchange(self) -> None:
-        """Bring this copy and the others' up to date."""
+        """Update this copy and the others'."""
 
-    def tell_soon(self) -> None:
-        """Have what is written here told to the others, without waiting for that."""
+    def send_soon(self) -> None:
+        """Have the log send to the others what is written here, without waiting for that."""
 
     def publish(self) -> None:
-        """As `exchange`, for certain: what was written before is there for the others."""
+        """Exchange for certain: the others can read all that was written before."""
 
     def acknowledged(self, replica: int) -> int:
-        """Up to which number another replica surely has this one's records."""
+        """Return the number up to which another replica surely has this one's records."""
         return self.last(self.me)
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """How much memory the log of so many replicas takes."""
+        """Return the size of the log of so many replicas, in bytes."""
         return size * _PART_NBYTES
 
     @staticmethod
@@ -192,11 +189,11 @@ class CollectiveLog:
         self.memory[at : at + 8] = _NUMBER.pack(number)
 
     def advance(self, number: int) -> None:
-        """Say that this replica's newest collective is that one."""
+        """Report that this replica's newest collective has that number."""
         _NUMBER.pack_into(self.memory, self._mine + 16, number)
 
     def read(self, replica: int, number: int) -> tuple[CollectiveRecord, int] | None:
-        """A replica's collective of that number with its program; None if not posted yet, or no more remembered."""
+        """Return a replica's collective of that number and its program; None if it is not posted, or overwritten."""
         at = self._slot(replica, number)
         slot = bytes(self.memory[at : at + SLOT_NBYTES])
         if _NUMBER.unpack_from(slot)[0] != number:
@@ -206,28 +203,28 @@ class CollectiveLog:
         return CollectiveRecord(slot[8:_KEY_END], operation, place), program
 
     def position(self, replica: int, number: int) -> Position:
-        """Where a replica was as it called its collective of that number, which must be remembered."""
+        """Return a replica's position as it called its collective of that number, which must not be overwritten."""
         return Position._make(_POSITION.unpack_from(self.memory, self._slot(replica, number) + _POSITION_AT))
 
     def same(self, replica: int, number: int) -> bool:
-        """Whether another replica posted the very same under that number: signature, place, program, regions left."""
+        """Return whether another replica posted the same under that number: signature, place, program, errors."""
         mine, other = self._slot(self.me, number), self._slot(replica, number)
         return bool(self.memory[mine : mine + _SAME_END] == self.memory[other : other + _SAME_END])
 
     def last(self, replica: int) -> int:
-        """The number of a replica's newest collective; 0 before the first."""
+        """Return the number of a replica's newest collective; 0 before the first."""
         return int(_NUMBER.unpack_from(self.memory, replica * _PART_NBYTES + 16)[0])
 
-    # -- what else a replica tells ----------------------------------------------------------------------------------
+    # -- other reports ----------------------------------------------------------------------------------------------
 
     def set_phase(self, program: int, phase: Phase) -> None:
-        """Say where this replica is: in which program, and whether it is still in it."""
+        """Report this replica's program, and its phase in it."""
         # In this order: a program that begins is never seen in the phase in which the last one ended.
         _NUMBER.pack_into(self.memory, self._mine + 8, _PHASES.index(phase))
         _NUMBER.pack_into(self.memory, self._mine, program)
 
     def phase(self, replica: int) -> tuple[int, Phase, int]:
-        """Where a replica is: program, phase, number of its newest collective."""
+        """Return a replica's program, its phase, and the number of its newest collective."""
         at = replica * _PART_NBYTES
         found = _HEADER.unpack_from(self.memory, at)
         while (again := _HEADER.unpack_from(self.memory, at)) != found:
@@ -235,40 +232,32 @@ class CollectiveLog:
         program, phase, last = found
         return program, _PHASES[phase], last
 
-    def set_verdict(self, text: str) -> None:
-        """Tell the others what this replica found wrong."""
-        self._set_text(_VERDICT_AT, text.encode()[:_VERDICT_NBYTES])
+    def set_trouble(self, trouble: Trouble | None) -> None:
+        """Report an error to the other replicas, or withdraw the report."""
+        text = "" if trouble is None else f"{trouble.kind}\0{trouble.text}"
+        self._set_text(_TROUBLE_AT, text.encode()[:_TROUBLE_NBYTES])
 
-    def verdict_of(self, replica: int) -> str:
-        """What a replica found wrong; empty if nothing."""
-        return self._text_of(replica, _VERDICT_AT)
-
-    def set_departure(self, departure: Departure) -> None:
-        """Tell the others that an error left regions here."""
-        text = departure.text.encode()[: _DEPARTURE.size - 16]
-        _DEPARTURE.pack_into(self.memory, self._mine + _DEPARTURE_AT, *departure[:3], text)
-
-    def departure_of(self, replica: int) -> Departure:
-        """The latest regions that an error left on a replica; zeros if none did."""
-        number, low, high, text = _DEPARTURE.unpack_from(self.memory, replica * _PART_NBYTES + _DEPARTURE_AT)
-        return Departure(number=number, low=low, high=high, text=text.rstrip(b"\0").decode(errors="replace"))
+    def trouble_of(self, replica: int) -> Trouble | None:
+        """Return the error that a replica reports, or None."""
+        kind, separator, text = self._text_of(replica, _TROUBLE_AT).partition("\0")
+        return Trouble(kind, text) if separator else None  # type: ignore[arg-type]
 
     def set_data_end(self, number: int, batches: int) -> None:
-        """Tell the others that a loop over data ended here, between the collective of that number and the next."""
+        """Report that a loop over data ended here, between the collective of that number and the next."""
         _DATA_END.pack_into(self.memory, self._mine + _DATA_END_AT, number + 1, batches)
 
     def data_end_of(self, replica: int, number: int) -> int | None:
-        """Return after how many batches a replica's loop over data ended just before a collective; None if none did."""
+        """Return the number of batches of a replica's loop over data that ended just before a collective, or None."""
         before, batches = _DATA_END.unpack_from(self.memory, replica * _PART_NBYTES + _DATA_END_AT)
         return int(batches) if before == number else None
 
     def set_wait(self, wait: CollectiveWait | None) -> None:
-        """Say what this replica waits in, or that it does not wait."""
-        told = "" if wait is None else "\0".join([wait.group, str(wait.number), *map(str, wait.absent), wait.text])
-        self._set_text(_WAIT_AT, told.encode()[:_WAIT_NBYTES])
+        """Report this replica's wait, or that it does not wait."""
+        text = "" if wait is None else "\0".join([wait.group, str(wait.number), *map(str, wait.absent), wait.text])
+        self._set_text(_WAIT_AT, text.encode()[:_WAIT_NBYTES])
 
     def wait_of(self, replica: int) -> CollectiveWait | None:
-        """What a replica says that it waits in."""
+        """Return the wait that a replica reports, or None."""
         group, *numbers = self._text_of(replica, _WAIT_AT).split("\0")
         try:
             return CollectiveWait(
@@ -287,20 +276,20 @@ class CollectiveLog:
         return bytes(self.memory[at + 8 : at + 8 + length]).decode(errors="replace")
 
 
-def create_memory(size: int, beside: int = 0) -> tuple[mmap.mmap, int]:
-    """Memory for a log, and `beside` bytes behind it, that other processes of this machine can open by its descriptor.
+def create_memory(size: int, extra: int = 0) -> tuple[mmap.mmap, int]:
+    """Return memory for a log with `extra` bytes behind it, and the descriptor by which other processes can open it.
 
     The memory has no name: nothing of it is left behind when the processes end, however they end.
     """
     descriptor = os.memfd_create("distnb-log")
-    os.ftruncate(descriptor, CollectiveLog.nbytes(size) + beside)
-    return mmap.mmap(descriptor, CollectiveLog.nbytes(size) + beside), descriptor
+    os.ftruncate(descriptor, CollectiveLog.nbytes(size) + extra)
+    return mmap.mmap(descriptor, CollectiveLog.nbytes(size) + extra), descriptor
 
 
-def open_memory(pid: int, descriptor: int, size: int, beside: int = 0) -> mmap.mmap:
-    """The memory that another process of this user made."""
+def open_memory(pid: int, descriptor: int, size: int, extra: int = 0) -> mmap.mmap:
+    """Open the memory that another process of this user made."""
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
     try:
-        return mmap.mmap(opened, CollectiveLog.nbytes(size) + beside)
+        return mmap.mmap(opened, CollectiveLog.nbytes(size) + extra)
     finally:
         os.close(opened)

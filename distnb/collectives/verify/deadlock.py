@@ -1,8 +1,8 @@
 """Replicas that wait for each other in different process groups.
 
-Each group's verifier compares what was called in that group. Two replicas of which one waits in the whole group and
-the other in a subgroup match in both, and would wait for ever. So who waits long tells in the log of the whole group
-for whom it waits, and looks whether a chain of such waits comes back to itself.
+Each group's verifier compares the calls in that group. If one replica waits in the whole group and the other in a
+subgroup, both groups match, and both replicas would wait for ever. So a replica that waits for long reports in the log
+of the whole group for whom it waits, and looks for a chain of waits that leads back to itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PATIENCE_S: Final = 0.15
 
 
 class DeadlockDetector:
-    """The waits of all replicas of a program, in the log of their default group."""
+    """A search for cycles among the waits of a program's replicas, in the log of their default group."""
 
     def __init__(self, log: CollectiveLog) -> None:
         self._log = log
@@ -30,49 +30,51 @@ class DeadlockDetector:
         self._since = 0.0
 
     def issued(self) -> None:
-        """This thread issued a collective. Where several threads do so, one that waits tells nothing of the others."""
+        """Note that this thread issued a collective. If several threads do, the wait of one says nothing about all."""
         if self._thread != threading.get_ident():
             self._several_threads = self._thread is not None
             self._thread = threading.get_ident()
 
     def begin_program(self) -> None:
-        """Threads are counted anew in each program."""
+        """Count threads from zero again."""
         self._thread, self._several_threads = None, False
         self.stop()
 
     def stop(self) -> None:
-        """This replica waits no longer."""
+        """Withdraw this replica's wait."""
         if self._log.wait_of(self._log.me) is not None:
             self._log.set_wait(None)
-            self._log.tell_soon()
+            self._log.send_soon()
         self._cycle = {}
 
     def wait(self, wait: CollectiveWait) -> None:
-        """This replica waits, in a collective or to connect a group. Called every 100 ms or so.
+        """Report that this replica waits in a collective or to connect a group, and look for a cycle.
+
+        A replica that waits calls this every 100 ms or so.
 
         Raises:
-            CollectiveMismatchError: One of those that it waits for waits, directly or by way of others, for this one.
+            CollectiveMismatchError: A replica that it waits for waits, directly or through others, for this one.
         """
         if self._several_threads or not wait.absent:
             self.stop()
             return
         self._log.set_wait(wait)
         cycle = self._find_cycle()
-        # The same for a while: what others tell may be about to change, or take its time to come here.
+        # Only a cycle that lasts counts: a report may be about to change, or be on its way.
         if cycle != self._cycle:
             self._cycle, self._since = cycle, time.monotonic()
         elif cycle and time.monotonic() - self._since >= (_PATIENCE_S if self._log.shared else 4 * _PATIENCE_S):
-            told = "; ".join(f"replica {rank} in {cycle[rank].text}" for rank in sorted(cycle))
+            waits = "; ".join(f"replica {rank} in {cycle[rank].text}" for rank in sorted(cycle))
             raise CollectiveMismatchError(
-                f"The replicas wait for each other in different process groups: {told}. "
+                f"The replicas wait for each other in different process groups: {waits}. "
                 "Every replica must call the collectives of all groups that it is in in the same order."
             )
 
     def _find_cycle(self) -> dict[int, CollectiveWait]:
-        """The waits by which this replica waits for itself; empty if it does not.
+        """Return the waits by which this replica waits for itself; empty if it does not.
 
-        In one group nobody waits for who is further than himself. A cycle there is of news that are overtaken, or that
-        no longer come: the others' machine may be lost, which is told by who watches over it.
+        Within one group no replica waits for one that is ahead of it. A cycle there consists of outdated reports, or
+        of reports that no longer arrive because a machine is lost. Another watcher reports that.
         """
         me = self._log.me
         waits = {rank: wait for rank in range(self._log.size) if (wait := self._log.wait_of(rank)) is not None}

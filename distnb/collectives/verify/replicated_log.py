@@ -1,9 +1,9 @@
 """A collective log for replicas that share no memory: each has a copy, and the store keeps the copies equal.
 
-Several times a second each replica publishes its own part, as far as others have not acknowledged it, and reads
-theirs. A thread of its own does so: a question to the store takes a round trip, which no collective waits for but one
-whose signature is new. That one is entered only when everyone has told the same; any other difference, found at once
-where memory is shared, is found within a second here.
+Several times a second each replica publishes the records of its own part that others have not acknowledged, and reads
+theirs. A separate thread does so, because a question to the store takes a round trip. Only a collective whose signature
+is new waits for it: a replica enters that one when all have posted the same. Any other difference is found within a
+second here, and at once where memory is shared.
 
 The store is plain text on the network, so no source text goes through it: digests do.
 """
@@ -30,7 +30,7 @@ _LAST_AT = 16  # in a header
 
 
 class ReplicatedLog(CollectiveLog):
-    """The records of every replica, as far as this one knows them from the store, where all publish theirs."""
+    """A copy of every replica's records, read from the store in which all publish theirs."""
 
     shared = False
 
@@ -42,7 +42,7 @@ class ReplicatedLog(CollectiveLog):
         self._acknowledged = [0] * size  # up to which number each other knows this replica's
         self._published = b""
         self._published_last = 0
-        self._tell = False
+        self._changed = False
         self._rewritten = 0
         self._seen = [b""] * size
         self._lock = threading.Lock()
@@ -52,21 +52,21 @@ class ReplicatedLog(CollectiveLog):
 
     def write(self, number: int, record: CollectiveRecord, program: int, position: Position = Position()) -> None:  # noqa: B008
         super().write(number, record, program, position)
-        if number <= self.last(self.me):  # taken back: others may have read the first word of it
+        if number <= self.last(self.me):  # a rewritten record, of which others may have read the first words
             self._rewritten = number
-            self._tell = True
+            self._changed = True
 
     @property
     def untold(self) -> bool:
-        return not self.lost and (self._tell or self.last(self.me) != self._published_last)
+        return not self.lost and (self._changed or self.last(self.me) != self._published_last)
 
-    def tell_soon(self) -> None:
-        """The thread that tends the groups publishes what has changed."""
-        self._tell = True
+    def send_soon(self) -> None:
+        """Have the thread that tends the groups publish what has changed."""
+        self._changed = True
 
     def exchange(self) -> None:
-        """Publish and read. A store that no longer answers is none of the collectives' business."""
-        if self._lock.acquire(blocking=False):  # else another thread is at it
+        """Publish and read. A store that no longer answers does not end a collective."""
+        if self._lock.acquire(blocking=False):  # otherwise another thread does it now
             self._exchange()
 
     def publish(self) -> None:
@@ -74,11 +74,11 @@ class ReplicatedLog(CollectiveLog):
         self._exchange()
 
     def _exchange(self) -> None:
-        """The lock is held; it is released."""
+        """Publish and read, with the lock held, and release the lock."""
         try:
             if self.lost:
                 return
-            self._tell = False
+            self._changed = False
             packet, last = self._pack()
             if packet != self._published:
                 self._store.set(f"log/{self.me}", packet)  # type: ignore[arg-type]
@@ -86,8 +86,8 @@ class ReplicatedLog(CollectiveLog):
             self._published_last = last
             there = [rank for rank in self._others if self._seen[rank] or self._store.check([f"log/{rank}"])]
             if there:
-                told = self._store.multi_get([f"log/{rank}" for rank in there])  # one question for all
-                for rank, found in zip(there, told, strict=True):
+                packets = self._store.multi_get([f"log/{rank}" for rank in there])  # one question for all
+                for rank, found in zip(there, packets, strict=True):
                     self._unpack(rank, found)
         except RuntimeError:
             self.lost = True  # for good: torch's store does not connect again, and logs each attempt at length
@@ -95,12 +95,12 @@ class ReplicatedLog(CollectiveLog):
             self._lock.release()
 
     def _pack(self) -> tuple[bytes, int]:
-        # The header first: another thread may post meanwhile, and it must not tell of a record that is not in here.
+        # The header first: another thread may post meanwhile, and the header must not count a record that is missing.
         header = bytes(self.memory[self._mine : self._mine + HEADER_NBYTES])
         last = int(_NUMBER.unpack_from(header, _LAST_AT)[0])
         known = min(self._acknowledged[rank] for rank in self._others)
         again = self._rewritten
-        # Who has what was posted after it was taken back has heard of that, too.
+        # A replica that has a later record also has the rewritten one.
         first = max(known + 1 if known > again else min(known + 1, again), last - RING + 1, 1)
         places = [self._slot(self.me, number) for number in range(first, last + 1)]
         slots = [bytes(self.memory[at : at + SLOT_NBYTES]) for at in places]
@@ -120,6 +120,6 @@ class ReplicatedLog(CollectiveLog):
             into = self._slot(rank, number)
             self.memory[into : into + SLOT_NBYTES] = packet[at : at + SLOT_NBYTES]
             self._pulled[rank] = max(self._pulled[rank], number)
-        # The header goes last: it says up to which number there are records.
+        # The header goes last: it holds the number of the last record.
         start = self._slot(rank, 0) - HEADER_NBYTES
         self.memory[start : start + HEADER_NBYTES] = packet[:HEADER_NBYTES]

@@ -382,7 +382,7 @@ class ClosureChannel(SessionPart):
             self._report(ClosureGivenUp(worker, outcome.program, failed))
             return
         del self._under_way[outcome.program]
-        if outcome.team is not None and outcome.asks_to_renew:
+        if outcome.team is not None and not outcome.left_group_whole:
             self._engines.teams.renew(after=outcome.team)
         self._report(ClosureEnded(worker, *outcome.decisive()))
 

@@ -74,14 +74,9 @@ class Outcome:
         return not (self._failed or self.died or self.stuck)
 
     @property
-    def asks_to_renew(self) -> bool:
-        """Whether a replica asks for a new process group for the next program."""
-        return any(reply.renew for reply in self.replies.values())
-
-    @property
     def left_group_whole(self) -> bool:
         """Whether the next program can use the same process group. An order to end the program ends the group, too."""
-        return self.ok and not (self.asks_to_renew or self.interrupted or self._given_up)
+        return self.ok and not (self.interrupted or self._given_up)
 
     def results(self, team: Team) -> dict[int, Any]:
         """Return the results by replica, or nothing if a replica was ended before it had opened the snapshot.

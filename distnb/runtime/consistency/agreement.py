@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.collectives.digests import digest_of_text
-from distnb.errors import CollectiveError, CollectiveMismatchError
+from distnb.errors import CollectiveMismatchError
 from distnb.objects.plain import SCALARS
 from distnb.runtime.consistency import loader_batches
 from distnb.values.distributed import DistributedValues, PerReplica
@@ -83,11 +83,6 @@ class Agreement:
                 "returned the same kind as in earlier calls. Return the same kind on every replica in one call."
             )
             raise
-        except CollectiveError:
-            if not group.process_group.half_met:
-                raise
-            # Another replica's function raised: there is nothing to compare with.
-            return _wrap(group, shape, leaves, [kind not in ("tensor", "plain") for kind in kinds], unlike)
         structures, all_kinds, all_values, all_held, batches = zip(*told, strict=True)
         _require_same_structure(structures)
         if batch and set(batches) == {batch}:

@@ -1,0 +1,66 @@
+"""Counts of a program's calls of `strategy.run` and its scopes, and the latest error that left one.
+
+An error that one replica catches may have taken it past a collective in which the others wait. Its next collective can
+look exactly like theirs: same line, same shape. The counts show the difference. Two replicas run
+
+    for batch in batches:
+        try:
+            strategy.run(step, args=(batch,))   # step calls all_reduce
+        except ValueError:
+            pass
+
+and replica 0 raises in the first step, before its all_reduce:
+
+                         replica 0                      replica 1
+    run begins           crossed 1                      crossed 1
+    the error leaves it  crossed 2, errors 1            (waits in collective 1: errors 0, crossed 1)
+    run begins           crossed 3
+    all_reduce           collective 1: errors 1, crossed 3
+
+Both call collective 1, but `errors` differs, and so does `crossed`: replica 0 has skipped a collective. Without this
+comparison replica 0's second gradient would be added to replica 1's first.
+"""
+
+from __future__ import annotations
+
+from distnb.collectives.verify.collective_log import Position
+
+__all__ = ["ProgramCalls"]
+
+
+class ProgramCalls:
+    """The calls of `run` and the scopes of this replica's program.
+
+    Attributes:
+        crossed: The number of times that a call or a scope has begun or ended.
+        errors: The number of errors that have left a call, a scope or a collective whose arguments were refused.
+        error: The latest of these errors, until all replicas have met in a later collective.
+        place: What that error left, for people.
+    """
+
+    def __init__(self) -> None:
+        self.begin_program()
+
+    def begin_program(self) -> None:
+        """Start the counts at zero."""
+        self.crossed = self.errors = 0
+        self.error: BaseException | None = None
+        self.place = ""
+
+    def enter(self) -> None:
+        """Count the begin of a call or a scope."""
+        self.crossed += 1
+
+    def leave(self) -> None:
+        """Count the end of a call or a scope."""
+        self.crossed += 1
+
+    def fail(self, place: str, error: BaseException) -> None:
+        """Note an error that leaves `place`: a call, a scope or a collective."""
+        self.errors += 1
+        self.error, self.place = error, place
+
+    @property
+    def position(self) -> Position:
+        """The counts, as a collective that is posted now reports them."""
+        return Position(self.errors, self.crossed)
