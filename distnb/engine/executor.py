@@ -1,4 +1,4 @@
-"""Running a cell's text in the engine's IPython namespace, as IPython itself would.
+"""The executor: it runs a cell's text in the engine's IPython namespace, as IPython itself would.
 
 IPython's own `run_cell` prints the traceback and goes on; here an error must reach the notebook, the last
 expression's value must be shown there, and a running event loop must not stop `await` from working.
@@ -27,7 +27,7 @@ __all__ = ["Executor"]
 
 
 class Executor:
-    """Runs source text in a shell's user namespace; `control` takes the display of the last expression's value."""
+    """The runner of source text in a shell's user namespace. `control` shows the value of the last expression."""
 
     def __init__(self, engine: int, shell: InteractiveShell, control: Control) -> None:
         self._engine = engine
@@ -40,7 +40,7 @@ class Executor:
         With a `function`, the source is a block of that function of the user's. It defines a function with the block,
         and calls it; tracebacks show the block's lines, in the user's function.
 
-        SystemExit only if its status tells of a failure: `exit()` ends the cell, and no more.
+        SystemExit only if its status means failure: `exit()` ends the cell, and no more.
         """
         # IPython strips empty lines at the top, but they stand for the notebook cell's first lines: numbers must agree.
         padding = "\n" * (len(source) - len(source.lstrip("\n")))
@@ -69,7 +69,7 @@ class Executor:
             self._show(self._execute(self._compile(ast.Expression(last.value), filename, "eval")))
 
     def _block(self, tree: ast.Module, filename: str, function: UsersFunction) -> types.FunctionType:
-        """Make the function with the block. What was added to the user's statement gets that statement's line."""
+        """Make the function with the block. Added code gets the line of the user's statement."""
         definition: Any = tree.body[0]
         statement, *added = definition.body
         for each in (definition, *added):
@@ -101,7 +101,7 @@ class Executor:
             return
         if type(value) is Placeholder:
             value.refuse()
-        self._shell.user_ns["_"] = value  # as IPython has it; the notebook hears of it as of any name
+        self._shell.user_ns["_"] = value  # as in IPython; the notebook gets it as any name
         running = self._control.running
         data, metadata = self._shell.display_formatter.format(value)  # type: ignore[union-attr]
         if running is not None and data:
@@ -118,7 +118,7 @@ def _requalified(code: CodeType, before: str, after: str) -> CodeType:
 
 
 def _is_silenced(text: str) -> bool:
-    """Whether the cell ends in a semicolon, which asks IPython not to show the last value."""
+    """Return whether the cell ends in a semicolon, which asks IPython not to show the last value."""
     return text.rstrip().endswith(";")
 
 

@@ -1,7 +1,7 @@
-"""Ending exactly the program that runs, from another thread, and never the engine.
+"""A guard that ends the program that runs, from another thread, and never the engine.
 
-A real-time signal of our own reaches the main thread; its handler raises only while the program's guarding frame
-is on the stack. SIGINT would not do: user code swaps its handler, and libraries ignore it.
+A real-time signal of our own reaches the main thread. Its handler raises only while the program's guarding frame is on
+the stack. SIGINT would not be enough, because user code replaces its handler, and libraries ignore it.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ F = TypeVar("F", bound=Callable[..., object])
 _SIGNAL = signal.SIGRTMIN + 5
 # User code in a `finally` is given time to clean up before it is disturbed again.
 _RETRY_S = (0.25, 0.5, 1.0)
-# Once it has been disturbed so often, an `except` of the user's that catches even this does not keep it: a loop that
-# does so each time would never end.
+# After so many signals an `except` of the user that catches even these no longer protects the program. Otherwise a
+# loop that does so each time would never end.
 _PATIENT = 2
-# What must not be left half done, and how long it is waited for. A lock that is taken and not yet known to be, or about
-# to be released, would be held for ever; a child process that is being started could not be ended with the program. All
-# are brief, or wait for one. An import leaves modules behind that others have seen half-made, and that the next import
-# does not make again: torch, whose first optimizer imports for seconds, would stay broken.
+# Code that must not be left half done, and the time to wait for it. A lock that is being taken or released would be
+# held for ever. A child process that is being started could not be ended with the program. All of these are brief, or
+# wait for something brief. An interrupted import leaves half-made modules behind, which the next import does not make
+# again: torch would stay broken, whose first optimizer imports for seconds.
 _BRIEF = (*LOCKING, BaseProcess.start.__code__, SemLock.__enter__.__code__, SemLock.__exit__.__code__)
 _SPARED_S = dict.fromkeys(_BRIEF, 1.0) | {vars(importlib._bootstrap)["_find_and_load"].__code__: 30.0}
 
 
 def spared(function: F) -> F:
-    """Let a brief function of ours come to its end: half of its bookkeeping would be worse than none."""
+    """Let a brief function of ours complete: half of its bookkeeping would be worse than none."""
     if isinstance(function, FunctionType):
         _SPARED_S[function.__code__] = 1.0
     return function
 
 
 class _Run:
-    """One guarded program, an object of its own: a late order meets the old one, and no lock is needed.
+    """A guarded run of a program. Each has its own object, so a late order meets the old one, and no lock is needed.
 
     Args:
-        program: Its number.
-        frame: What is above it on the stack is the program's.
-        grace_s: How long it may go on when another replica has failed. If that is for ever, it does not hear of it.
-        is_leftover: It is what the program left, and an order to end a later one is for it, too.
+        program: The program's number.
+        frame: The guarding frame. All frames above it on the stack are the program's.
+        grace_s: The time for which it may go on when another replica has failed. `inf` ignores such failures.
+        is_leftover: True if it is what the program left. An order to end a later program ends it, too.
     """
 
     def __init__(self, program: int, frame: FrameType, grace_s: float = 0.0, *, is_leftover: bool = False) -> None:
@@ -70,33 +70,33 @@ class _Run:
         self.interrupted = False
         self.presses = 0
         self.next_press = 0.0
-        self.spared_since = 0.0  # when a signal first met what must not be left half done
+        self.spared_since = 0.0  # the time when a signal first met code that must not be left half done
 
     def order(self, reason: str, interrupted: bool) -> None:
-        """It is to end; of several orders the first one counts."""
+        """Order its end. Of several orders the first one counts."""
         if self.reason is None:
             self.next_press = 0.0 if interrupted else time.monotonic() + self.grace_s
             self.interrupted, self.reason = interrupted, reason
 
     @property
     def ordered(self) -> bool:
-        """Whether it is to end, and has not."""
+        """True if its end was ordered and it has not ended."""
         return self.reason is not None and self.frame is not None
 
     def error(self) -> BaseException:
-        """What ends it."""
+        """Return the exception that ends it."""
         return KeyboardInterrupt(self.reason) if self.interrupted else ProgramAborted(self.reason)
 
 
 class Guard:
-    """Knows which program runs in the main thread, and raises in it on demand. Make it in the main thread."""
+    """The guard of the program in the main thread, which raises in it on demand. Make it in the main thread."""
 
     def __init__(self) -> None:
         self._main = threading.get_ident()
         self._run: _Run | None = None
         self._early: dict[int, tuple[str, bool]] = {}  # orders that overtook the program they are about
         self._forking = False
-        self._beginning = threading.Lock()  # a program begins, or one is told to end with all that it waits in
+        self._beginning = threading.Lock()  # a program begins, or one is ordered to end, with its waits
         signal.signal(_SIGNAL, self._handle)
         # A signal that comes during a fork is handled in the first of the callbacks after it, which is logging's: it
         # would never release its lock. Of those callbacks these are the first before, and the last after.
@@ -108,7 +108,7 @@ class Guard:
         """Call a function so that `abort(program)` raises in it; in the main thread.
 
         Args:
-            grace_s: How long it may go on when another replica has failed; not when the user interrupts.
+            grace_s: The time for which it may go on when another replica has failed. An interrupt ends it at once.
 
         Raises:
             ProgramAborted: Another replica failed.
@@ -117,7 +117,7 @@ class Guard:
         return self._call(_Run(program, sys._getframe(), grace_s), function)
 
     def call_last(self, function: Callable[[], T], grace_s: float) -> T:
-        """Call what is left to do for a program that was told to end; that ends this, too, when it goes on for longer.
+        """Call a function that completes a program that was ordered to end. After `grace_s` the order ends this, too.
 
         Raises:
             ProgramAborted, KeyboardInterrupt: As the program did.
@@ -131,9 +131,9 @@ class Guard:
         return self._call(run, function)
 
     def release(self, function: Callable[[], None]) -> None:
-        """Let go of what a program left, once it has been replied to: its destructors may take for ever.
+        """Release what a program left, after the reply: its destructors may take for ever.
 
-        They are ended by the order to end a later program, which waits for them.
+        The order to end a later program, which waits for them, ends them.
         """
         assert self._run is not None
         try:
@@ -159,23 +159,23 @@ class Guard:
 
     @property
     def running(self) -> bool:
-        """Whether a program runs that was not told to end; what it left is no program."""
+        """True if a program runs whose end was not ordered. What a program left is no program."""
         run = self._run
         return run is not None and run.frame is not None and run.reason is None and not run.is_leftover
 
     @property
     def aborted(self) -> bool:
-        """Whether the latest program was told to end: whatever it then raised is a consequence, not a cause."""
+        """True if the latest program was ordered to end. What it then raised is a consequence, not a cause."""
         return self._run is not None and self._run.reason is not None
 
     @property
     def interrupted(self) -> bool:
-        """Whether it was the user who ended it."""
+        """True if the user ended it."""
         return self._run is not None and self._run.interrupted
 
     @property
     def error(self) -> BaseException:
-        """What ends the latest program, if it was told to end."""
+        """The exception that ends the latest program, which was ordered to end."""
         assert self._run is not None
         return self._run.error()
 
@@ -186,13 +186,13 @@ class Guard:
         interrupted: bool = False,
         free: Callable[[str], object] = lambda reason: None,
     ) -> bool:
-        """Order the end of a program, from another thread. False if it is not the one that runs.
+        """Order the end of a program, from another thread. Return False if it does not run.
 
-        An order may come before its program does: it is kept, and the program ends as it begins.
+        An order may arrive before its program. Then it is kept, and the program ends as it begins.
 
         Args:
-            free: Called with the reason if it is the one that runs: frees what it waits in, and not what the next one
-                does, which does not begin meanwhile.
+            free: Called with the reason if the program runs, to free its waits. The next program does not begin
+                meanwhile.
         """
         with self._beginning:
             ordered = self._order(program, reason, interrupted)
@@ -201,7 +201,7 @@ class Guard:
         return ordered
 
     def forestall(self, program: int) -> bool:
-        """Let a program end as it begins, if it has not begun; from another thread. False if it has."""
+        """Let a program end as it begins, from another thread. Return False if it has begun."""
         with self._beginning:
             begun = self._run is not None and program <= self._run.program
             if not begun:
@@ -223,7 +223,7 @@ class Guard:
 
     @property
     def waiting(self) -> bool:
-        """Whether something was told to end and has not yet: `press` may have to be called again."""
+        """True if something was ordered to end and has not ended, so that `press` may have to be called again."""
         return self._run is not None and self._run.ordered
 
     def press(self) -> None:
@@ -241,11 +241,11 @@ class Guard:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         run, top, spared_s = self._run, frame, 0.0
         if run is None or not run.ordered or not run.presses:
-            return  # it ended in the meantime: an idle engine must live on, and the signal is not for what follows
+            return  # it has ended meanwhile: the engine must live on, and the signal is not for the next program
         while frame is not None and frame is not run.frame:
             spared_s = max(spared_s, _SPARED_S.get(frame.f_code, 0.0))
             frame = frame.f_back
-        # Not since the first signal was sent: on a busy machine that may come late, and the second will not wait long.
+        # Counted from here, and not from the sending of the first signal, which may arrive late on a busy machine.
         now = time.monotonic()
         run.spared_since = (run.spared_since or now) if spared_s else 0.0
         if self._forking or (spared_s and now < run.spared_since + spared_s):
@@ -257,17 +257,19 @@ class Guard:
             raise run.error()
 
     def _watch_handlers(self, run: _Run, frame: FrameType | None) -> None:
-        """See which `except` of the user's catches what is raised now."""
+        """Trace which `except` of the user catches the exception that is raised now."""
         if sys.gettrace() is not None:
-            return  # somebody else sees, who is not to be blinded
+            return  # another tracer is at work, and must not be replaced
         while frame is not None and frame is not run.frame:
-            if frame.f_globals.get("__name__") == "__main__":  # a cell's; libraries know why they catch, and raise anew
+            if (
+                frame.f_globals.get("__name__") == "__main__"
+            ):  # a cell's: libraries have a reason to catch, and raise again
                 frame.f_trace = self._insist
             frame = frame.f_back
         sys.settrace(self._insist)
 
     def _insist(self, frame: FrameType, event: str, argument: object) -> Any:
-        """Raise once more, where the user's `except` begins: outside of its `try`. Python then traces no more."""
+        """Raise once more where the user's `except` begins, outside of its `try`. Python then stops tracing."""
         run = self._run
         if event == "line" and run is not None and run.ordered and _begins_handler(frame):
             raise run.error()
@@ -280,7 +282,7 @@ class Guard:
         self._forking = False
 
     def _unraisable(self, unraisable: Any) -> None:
-        """An exception in a destructor or callback was dropped. Ours is no news to the user: it comes again."""
+        """Report an exception that a destructor or callback dropped, unless it is ours, which is raised again."""
         last = unraisable.exc_traceback
         while last is not None and last.tb_next is not None:
             last = last.tb_next
@@ -292,5 +294,5 @@ class Guard:
 
 
 def _begins_handler(frame: FrameType) -> bool:
-    """Whether it is at the line of an `except`. Not at a `finally` or the end of a `with`, which are to tidy up."""
+    """Return whether a frame is at the line of an `except`, and not at a `finally` or the end of a `with`."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("except")

@@ -1,1 +1,1 @@
-"""How replicas make one tensor of many: the algorithms that a strategy may be given, one in each file."""
+"""Algorithms by which replicas make one tensor of many, one in each file. A strategy may be given one of them."""

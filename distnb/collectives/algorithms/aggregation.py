@@ -1,4 +1,4 @@
-"""One strategy's way to bring tensors together, on one group of replicas."""
+"""The aggregation of tensors by one strategy, on one group of replicas."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _BACKENDS = {
 class Aggregation:
     """Sums and means over the replicas, by the algorithm that a strategy was given, or the group's own.
 
-    `options` are what one call was told instead of what the strategy was. Where `is_groups_own`, the group itself adds
-    up, and may do so while a backward pass goes on.
+    `options` are those of one call, which replace the strategy's. If `is_groups_own`, the group itself adds up, and may
+    do so while a backward pass goes on.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Aggregation:
         self._unconfirmed = _FIRST_RESULTS if own else 0
 
     def with_options(self, options: CommunicationOptions) -> Aggregation:
-        """The same replicas, communicating as one call says. Every replica must say the same.
+        """Return the aggregation of the same replicas with the options of one call, which are equal on all replicas.
 
         Raises:
             OptionError: They cannot communicate so.
@@ -78,7 +78,7 @@ class Aggregation:
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """A context for collectives that communicate as the options say."""
+        """Return a context for collectives that communicate as the options say."""
         options = self._options
         if options is None:
             yield
@@ -111,8 +111,8 @@ class Aggregation:
                 self._confirm_equal(self._ops, tensor)
 
     def _confirm_equal(self, ops: CrossDeviceOps, total: torch.Tensor) -> None:
-        """Compare a result bit by bit with the other replicas'."""
-        self.group.note(f"{type(ops).__name__}.reduce.finished", (total,))  # as replicas are told that are still in it
+        """Compare a result with the other replicas', bit by bit."""
+        self.group.note(f"{type(ops).__name__}.reduce.finished", (total,))  # which replicas that are still in it notice
         digests = self.group.all_gather(torch.tensor([digest(total)], device=total.device))
         unlike = [rank for rank, each in enumerate(digests) if not torch.equal(each, digests[0])]
         if unlike:
@@ -123,7 +123,7 @@ class Aggregation:
             )
 
     def all_reduce_start(self, tensor: torch.Tensor) -> PendingCollective | SharedWork:
-        """Begin to sum in place; an algorithm of the strategy's own has done so when this returns."""
+        """Begin to sum in place. An algorithm of the strategy's own has done so when this returns."""
         if self._ops is None:
             return self.group.all_reduce_start(tensor)
         self.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""What an algorithm must do that brings the replicas' tensors together. Loads no torch."""
+"""The interface of algorithms that bring the replicas' tensors together. This module does not load torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _packed: dict[str, bytes] = {}  # of those that were sent; strategies, and with 
 
 
 class CrossDeviceOps(ABC):
-    """How the replicas of a `MirroredStrategy` make one tensor of theirs: of gradients, in reduce, in all_reduce.
+    """The algorithm by which replicas of a `MirroredStrategy` combine tensors: gradients, in reduce, in all_reduce.
 
     A subclass says how, in `reduce_implementation`. Every replica is a process of its own, which runs that method with
     its own tensor; what it needs of the others it asks of `replicas`. In a distributed cell, and in a script, an
@@ -85,7 +85,7 @@ class CrossDeviceOps(ABC):
         destinations: Any = None,
         options: CommunicationOptions | None = None,
     ) -> torch.Tensor:
-        """Combine a value's components; used by itself, in cross-replica context. All replicas call it together.
+        """Combine a value's components, in cross-replica context. All replicas call it together.
 
         Args:
             reduce_op: "sum" or "mean".
@@ -111,11 +111,11 @@ class CrossDeviceOps(ABC):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[torch.Tensor]:
-        """`reduce` of several values: pairs of a value and its destinations."""
+        """Reduce several values, given as pairs of a value and its destinations."""
         return [self.reduce(reduce_op, value, destinations, options) for value, destinations in value_destination_pairs]
 
     def broadcast(self, tensor: Any, destinations: Any = None) -> torch.Tensor:
-        """Replica 0's tensor, on all replicas, which call it together with tensors of one shape and dtype.
+        """Return replica 0's tensor on all replicas, which call it together with tensors of one shape and dtype.
 
         Args:
             tensor: A tensor, an array, a number or a PerReplica of them.
@@ -126,7 +126,7 @@ class CrossDeviceOps(ABC):
         return direct.broadcast(tensor, destinations)
 
     def check(self, devices: Sequence[str], nccl: bool) -> None:  # noqa: B027  (there may be nothing to refuse)
-        """Refuse replicas that this cannot serve; called when a strategy is made, and again where it runs.
+        """Refuse replicas that this cannot serve, when a strategy is made, and again where it runs.
 
         Args:
             devices: Each replica's device, in replica order, such as "cuda:0".
@@ -146,7 +146,7 @@ class CrossDeviceOps(ABC):
         return _arrive, (self._token, packed)
 
     def _pack(self) -> bytes:
-        """The object for another process: by value, since its class may live in a notebook."""
+        """Pack the object for another process, by value, since its class may live in a notebook."""
         try:
             packed: bytes = cloudpickle.dumps((type(self), dict(vars(self))))
             return packed
@@ -158,7 +158,7 @@ class CrossDeviceOps(ABC):
 
 
 class PackedOps(CrossDeviceOps):
-    """An algorithm of which nothing but the number of packs can be chosen: those of one kind with as many are equal."""
+    """An algorithm whose only option is the number of packs. Two of one kind with equal numbers are equal."""
 
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs = checked_packs(num_packs)
@@ -185,7 +185,7 @@ def _arrive(token: str, packed: bytes) -> CrossDeviceOps:
 
 
 def checked_packs(num_packs: object) -> int:
-    """A number of packs.
+    """Check a number of packs and return it.
 
     Raises:
         OptionError: It is no whole number, or negative.
@@ -196,7 +196,7 @@ def checked_packs(num_packs: object) -> int:
 
 
 def checked_ops(ops: object) -> CrossDeviceOps:
-    """What was given as `cross_device_ops`.
+    """Check the value of `cross_device_ops` and return it.
 
     Raises:
         OptionError: It is none, or cannot be compared with others.

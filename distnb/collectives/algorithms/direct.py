@@ -1,4 +1,4 @@
-"""An algorithm used by itself, without a strategy's `reduce`: in cross-replica context, by all replicas together."""
+"""The direct use of an algorithm, without a strategy: in cross-replica context, by all replicas together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["broadcast", "reduce"]
 
 
 def reduce(ops: CrossDeviceOps, op: ReduceOp, value: Any, destinations: Any, options: object) -> torch.Tensor:
-    """See `CrossDeviceOps.reduce`."""
+    """Reduce as `CrossDeviceOps.reduce`."""
     if options is not None and not isinstance(options, CommunicationOptions):
         raise OptionError(f"options={options!r}: give a distnb.CommunicationOptions, or leave it out.")
     group, tensor = _own(value, destinations, "reduce")
@@ -42,7 +42,7 @@ def reduce(ops: CrossDeviceOps, op: ReduceOp, value: Any, destinations: Any, opt
 
 
 def broadcast(value: Any, destinations: Any) -> torch.Tensor:
-    """See `CrossDeviceOps.broadcast`."""
+    """Broadcast as `CrossDeviceOps.broadcast`."""
     group, tensor = _own(value, destinations, "broadcast")
     if group is None:
         return tensor
@@ -52,7 +52,7 @@ def broadcast(value: Any, destinations: Any) -> torch.Tensor:
 
 
 def _own(value: Any, destinations: Any, method: str) -> tuple[Group | None, torch.Tensor]:
-    """The replicas, if there are several, and this one's tensor."""
+    """Return the replicas, if there are several, and this one's tensor."""
     group = groups.current()
     if group is not None and group.size == 1:
         group = None

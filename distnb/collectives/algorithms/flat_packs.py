@@ -1,4 +1,4 @@
-"""Tensors that travel together: into how many messages they go, and how one message holds them."""
+"""Flat packs of tensors that travel together: their division into messages, and the layout of one message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Packs:
-    """When a pack is closed, so that the next tensor begins another. Without arguments one pack holds everything."""
+    """The rule that closes a pack, so that the next tensor begins another. Without arguments one pack holds all."""
 
     nbytes: int | None = None
     """Once it holds so much."""
@@ -27,11 +27,11 @@ class Packs:
 
     @classmethod
     def larger_than(cls, nbytes: int) -> Packs:
-        """Packs that are closed once they are larger than so many bytes; 0 for one pack."""
+        """Return a rule that closes packs once they are larger than so many bytes; 0 means one pack."""
         return cls(nbytes=nbytes + 1) if nbytes else cls()
 
     def cut(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Places of tensors of such sizes, pack by pack, in order."""
+        """Return the places of tensors of these sizes, pack by pack, in order."""
         limit = self.nbytes
         if limit is None and self.count is not None:
             limit = -(-sum(sizes) // self.count) if self.count else 0
@@ -48,7 +48,7 @@ class Packs:
 
 @dataclass(frozen=True)
 class Slot:
-    """What one tensor of a pack looks like, the same on every replica. Without a stride it is contiguous."""
+    """The layout of one tensor of a pack, the same on every replica. Without a stride it is contiguous."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,18 +58,18 @@ class Slot:
 
     @classmethod
     def like(cls, tensor: torch.Tensor, *, sparse: bool = False) -> Slot:
-        """The slot of a tensor, laid out as it is (channels_last, say) if its elements fill one stretch of memory."""
+        """Return the slot of a tensor, in its own layout (channels_last, say) if it fills one stretch of memory."""
         stride = tensor.stride() if _is_dense(tensor) else None
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device, stride, sparse)
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensor in bytes."""
+        """The size of the tensor in bytes."""
         return self.numel * self.dtype.itemsize
 
 

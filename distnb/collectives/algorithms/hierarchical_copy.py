@@ -1,4 +1,4 @@
-"""All-reduce along a tree: tensors are copied from replica to replica and added up; the sum goes back the same way."""
+"""An all-reduce along a tree: tensors are copied from replica to replica and added up, and the sum is copied back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Level = list[tuple[int, int]]
 
 
 def tree(size: int) -> list[Level]:
-    """The edges of a binomial tree with replica 0 at its root: (child, parent), the lowest level first.
+    """Return the edges of a binomial tree with replica 0 at its root: (child, parent), the lowest level first.
 
     In each level half of those replicas that still hold a sum give it to a neighbour, so that replicas that are close
     to each other (on one machine) are added up first.
@@ -50,7 +50,7 @@ class HierarchicalCopyAllReduce(PackedOps):
     """
 
     def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
-        """See `CrossDeviceOps.reduce_implementation`."""
+        """Implement `CrossDeviceOps.reduce_implementation`."""
         levels = tree(replicas.size)
         for level in levels:
             part = replicas.exchange(tensor, level)

@@ -1,4 +1,4 @@
-"""All-reduce by NCCL."""
+"""The all-reduce by NCCL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["NcclAllReduce"]
 
 
 class NcclAllReduce(PackedOps):
-    """NCCL's all-reduce, which the default algorithm uses too where it can; this one insists on it.
+    """NCCL's all-reduce, which the default algorithm uses where it can, and which this one requires.
 
     Args:
         num_packs: Into so many messages the gradients of each dtype go, and the tensors of one reduce; 0 for one
@@ -29,7 +29,7 @@ class NcclAllReduce(PackedOps):
     """
 
     def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
-        """See `CrossDeviceOps.reduce_implementation`."""
+        """Implement `CrossDeviceOps.reduce_implementation`."""
         return replicas.all_reduce(tensor, op)
 
     @property

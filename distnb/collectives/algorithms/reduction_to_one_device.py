@@ -1,4 +1,4 @@
-"""Reduction on one device: one replica gets all tensors, adds them up, and gives the sum to the others."""
+"""A reduction on one device: one replica gets all tensors, adds them up, and sends the sum to the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HOST = "cpu:0"
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Tensors are gathered on one device, accumulated there, and the result is copied to all replicas.
+    """A reduction that gathers tensors on one device, adds them up there, and copies the result to all replicas.
 
     Args:
         reduce_to_device: Where: the device of a replica, which then does it, or "cpu" for the host memory of
@@ -46,7 +46,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         self.accumulation_fn = accumulation_fn
 
     def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
-        """See `CrossDeviceOps.reduce_implementation`."""
+        """Implement `CrossDeviceOps.reduce_implementation`."""
         where = self._replica(replicas.devices)
         parts = replicas.gather(tensor, where)
         if parts is not None:
@@ -72,7 +72,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         return total
 
     def _replica(self, devices: Sequence[str]) -> int:
-        """The replica that accumulates."""
+        """Return the replica that adds up."""
         return devices.index(self.reduce_to_device) if self.reduce_to_device in devices else 0
 
     def check(self, devices: Sequence[str], nccl: bool) -> None:

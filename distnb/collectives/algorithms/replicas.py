@@ -1,4 +1,4 @@
-"""What an algorithm has at hand to communicate with the other replicas, and what it must return."""
+"""The communication of an algorithm with the other replicas, and the check of its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Replicas", "require_like"]
 
 
 class Replicas:
-    """The replicas, as a method of `CrossDeviceOps` sees them; not made directly.
+    """The replicas, as a method of `CrossDeviceOps` sees them. Programs do not make one.
 
     Each method is one step that *every* replica takes, in the same order, with a tensor of the same shape and dtype,
     also those that it sends nothing to. Steps are recorded and compared, like every collective: if the replicas take
@@ -35,7 +35,7 @@ class Replicas:
         self.devices = tuple(map(str, group.devices))
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.SUM) -> torch.Tensor:
-        """The sum or mean of all replicas' tensors, by NCCL or Gloo (or in memory that the replicas share).
+        """Return the sum or mean of all replicas' tensors, by NCCL or Gloo (or in memory that the replicas share).
 
         Args:
             tensor: Left as it is.
@@ -46,11 +46,11 @@ class Replicas:
         return total
 
     def reduce(self, tensor: torch.Tensor, to: int = 0, op: ReduceOp | str = ReduceOp.SUM) -> torch.Tensor | None:
-        """The same, on replica `to` only; None on the others."""
+        """Return the sum or mean on replica `to`, and None on the others."""
         return self._group.reduce(tensor, to, _word(op))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """The tensor of replica `source`, on all.
+        """Return the tensor of replica `source`, on all replicas.
 
         Args:
             tensor: On the others its values do not matter, and are overwritten.
@@ -60,15 +60,15 @@ class Replicas:
         return tensor
 
     def gather(self, tensor: torch.Tensor, to: int = 0) -> list[torch.Tensor] | None:
-        """All replicas' tensors, in replica order, on replica `to`; None on the others."""
+        """Return all replicas' tensors, in replica order, on replica `to`, and None on the others."""
         return self._group.gather(tensor, to)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """All replicas' tensors, in replica order, on all."""
+        """Return all replicas' tensors, in replica order, on all replicas."""
         return self._group.all_gather(tensor)
 
     def exchange(self, tensor: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor | None:
-        """Messages from replica to replica: one step, which those take as well that neither send nor receive.
+        """Send messages from replica to replica, in one step, which all replicas take, also if they send nothing.
 
         Args:
             tensor: What this replica sends, if it does.
@@ -89,7 +89,7 @@ def _word(op: ReduceOp | str) -> str:
 
 
 def require_like(total: object, like: torch.Tensor, what: str, expected: str) -> None:
-    """Refuse what a function of the user's returned, unless it is a dense tensor of the shape and dtype of another.
+    """Refuse the result of a user's function, unless it is a dense tensor of the shape and dtype of another.
 
     Args:
         what: Which function it is and what it was given, for the error.

@@ -24,7 +24,7 @@ _SMALL = 65536
 def all_reduce(
     aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor], layout: object = None
 ) -> list[torch.Tensor]:
-    """`combine`, of which gradients are the same sums or means of the upstream gradients; none for sparse tensors."""
+    """Combine tensors so that gradients are the same sums or means of the upstream gradients; none if sparse."""
     results = dict(enumerate(tensors))
     dense = [place for place, tensor in enumerate(tensors) if not is_sparse(tensor)]
     totals = _apply_all_reduce(aggregation, op, layout, *[tensors[place] for place in dense]) if dense else ()
@@ -54,11 +54,11 @@ _apply_all_reduce: Any = _AllReduce.apply
 def combine(
     aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor], layout: object = None
 ) -> list[torch.Tensor]:
-    """The elementwise sum or mean of each tensor over all replicas.
+    """Return the elementwise sum or mean of each tensor over all replicas.
 
-    Several tensors travel in one message per kind of number, or in as many packs as the strategy was told. Half
-    precision is added up in single precision. Of sparse tensors only the entries travel. The tensors, of equal shapes,
-    dtypes and layouts on all replicas, are left as they are; the repr of `layout` must be equal on all, too.
+    Several tensors travel in one message per kind of number, or in as many packs as the strategy's option says.
+    Half precision is added up in single precision. Of sparse tensors only the entries travel. The tensors, of equal
+    shapes, dtypes and layouts on all replicas, are not changed. The repr of `layout` must be equal on all, too.
     """
     with torch.no_grad():
         results: dict[int, torch.Tensor] = {}
@@ -81,7 +81,7 @@ def combine(
 
 
 def wire_dtype(dtype: torch.dtype, small: bool) -> torch.dtype:
-    """What a kind of number is added up as; `small`: the tensors are several, and small."""
+    """Return the dtype in which a kind of number is added up. `small`: the tensors are several, and small."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.int64
     if small or dtype in (torch.float64, torch.complex128):
@@ -119,12 +119,12 @@ def _combine_pack(
 
 
 def is_sparse(value: object) -> bool:
-    """Whether it is a sparse (COO) tensor."""
+    """Return whether it is a sparse (COO) tensor."""
     return isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
 
 
 def sum_sparse(group: Group, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a sparse (COO) tensor over the replicas, of equal shape and dtype on each: coalesced, without a graph.
+    """Return the sum of a sparse (COO) tensor of equal shape and dtype on all replicas, coalesced, without a graph.
 
     Raises:
         StructureError: The replicas' tensors differ in shape or dtype.

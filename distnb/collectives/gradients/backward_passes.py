@@ -1,8 +1,8 @@
-"""Learning of backward passes: where one begins, and where it has ended.
+"""Listeners of backward passes: notifications when one begins, and when it has ended.
 
-Every backward pass that Python starts goes through one function of `torch.autograd`, which is replaced
-while somebody listens. Hooks on the parameters would see the same, but they cost a call per parameter, run
-on autograd's own threads (where an interrupt does not reach), and cannot tell the pass's first gradient.
+Every backward pass that Python starts goes through one function of `torch.autograd`, which is replaced while there are
+listeners. Hooks on the parameters would see the same, but they cost a call per parameter, run on autograd's own threads
+(where an interrupt does not reach), and cannot recognise the pass's first gradient.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ __all__ = ["BACKWARD_PASSES"]
 
 
 class PassListener(Protocol):
-    """Told of every outermost backward pass that accumulates into `.grad`."""
+    """A listener of every outermost backward pass that accumulates into `.grad`."""
 
     @property
     def aggregates(self) -> bool:
-        """Whether there is anything to do now: one replica alone has nothing, and is told nothing."""
+        """True if there is anything to do now. A replica alone has nothing to do, and gets no notifications."""
 
     def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
-        """A pass is about to run from these outputs."""
+        """Handle the begin of a pass from these outputs."""
 
     def end(self) -> None:
-        """The pass, and every one nested in it or run beside it by another thread, has ended well."""
+        """Handle the end of the pass, of those nested in it, and of those that other threads ran at the same time."""
 
     def failed(self) -> None:
-        """The pass ended with an error, its own or that of a listener."""
+        """Handle an error of the pass or of a listener."""
 
 
 class BackwardPasses:
-    """The replacement of autograd's entry, and the count of passes that are running.
+    """The replacement of autograd's entry, and the count of running passes.
 
     A pass nested in another one (reentrant checkpointing) may run on another thread than the outer one, so
     the count belongs to the process and not to a thread. The last pass to end ends them all.
 
     Attributes:
-        nesting_seen: Whether a pass was ever run inside (or beside) another: then a parameter may get gradients twice
+        nesting_seen: Whether a pass ever ran inside (or alongside) another: then a parameter may get gradients twice
             in one pass.
     """
 
@@ -52,7 +52,7 @@ class BackwardPasses:
         self._original: Any = None
 
     def listen(self, listener: PassListener) -> None:
-        """Tell this listener of every backward pass from now on."""
+        """Notify this listener of every backward pass from now on."""
         if listener not in self._listeners:
             self._listeners.append(listener)
         if self._original is None:
@@ -60,7 +60,7 @@ class BackwardPasses:
             torch_internals.set_backward_function(self._run)
 
     def stop_listening(self, listener: PassListener) -> None:
-        """Tell it no more. Autograd is left as it was found when nobody listens."""
+        """Notify it no more. Autograd is restored when nobody listens."""
         if listener in self._listeners:
             self._listeners.remove(listener)
         # Somebody may have wrapped ours meanwhile: then it stays, and passes everything on.
@@ -69,7 +69,7 @@ class BackwardPasses:
             self._original = None
 
     def any_aggregates(self) -> bool:
-        """Whether gradients are aggregated in this process now: somebody listens, and is one of several replicas."""
+        """Return whether a listener aggregates gradients in this process now, as one of several replicas."""
         return any(listener.aggregates for listener in self._listeners)
 
     @always_eager

@@ -1,4 +1,4 @@
-"""How gradients are cut into buckets, and one bucket's way through a collective.
+"""Buckets of gradients, and one bucket's way through a collective.
 
 A `BucketPlan` covers the gradients that are reduced together: all small parameter groups that one backward pass
 reaches, in one bucket per device and dtype; or one large group, in several buckets that start during the pass.
@@ -42,7 +42,7 @@ Member = tuple[ParameterGroup, int]
 
 
 class Bucket:
-    """Some gradients, all of one device and dtype, and the flat tensor in which they travel.
+    """A group of gradients of one device and dtype, and the flat tensor in which they travel.
 
     The tensor's views become the parameters' `.grad`, so nothing is copied back. Users may keep gradients for longer
     than a step, so it is used again only while nobody else holds one of its views or shares its memory. It is longer by
@@ -59,11 +59,11 @@ class Bucket:
         self._complete = True
 
     def fresh(self) -> list[torch.Tensor | None]:
-        """During a pass: the gradients that it made so far."""
+        """Return the gradients that the running pass made so far."""
         return [group.params[place].grad for group, place in self.members]
 
     def is_plain(self) -> bool:
-        """During a pass: whether there was no gradient before it."""
+        """Return whether there was no gradient before the running pass."""
         return not any(group.aside for group in self._groups)
 
     def start(self, aggregation: Aggregation, scale: float) -> None:
@@ -89,7 +89,7 @@ class Bucket:
             self._started = None
 
     def finish(self) -> tuple[list[torch.Tensor], list[bool] | None]:
-        """Wait. Returns the sums, and which of them any replica had a gradient for (None: all)."""
+        """Wait, and return the sums, with those for which any replica had a gradient (None: all)."""
         self.wait()
         pack, self._pack = self._pack, None
         assert pack is not None
@@ -97,7 +97,7 @@ class Bucket:
         return pack.views, used
 
     def reset(self) -> None:
-        """Be ready for the next pass, whatever became of this one."""
+        """Prepare for the next pass, whatever became of this one."""
         self._pack = self._started = None
 
     def _idle_pack(self) -> Pack:
@@ -121,7 +121,7 @@ def _references(pack: Pack) -> tuple[int, int]:
 
 
 def _counts_are_exact() -> bool:
-    """Whether a tensor's Python reference count shows that a parameter holds it as `.grad`."""
+    """Return whether a tensor's Python reference count shows that a parameter holds it as `.grad`."""
     if not torch_internals.CAN_COUNT_USES:
         return False
     gradient, parameter = torch.zeros(1), torch.nn.Parameter(torch.zeros(1))
@@ -194,7 +194,7 @@ class BucketPlan:
         self.launched += 1
 
     def start_rest(self, aggregation: Aggregation, scale: float) -> None:
-        """After the pass: start the buckets that have not started during it.
+        """Start, after the pass, the buckets that have not started during it.
 
         Raises:
             GradientError: A bucket started during the pass, and further gradients came for it afterwards.
@@ -212,9 +212,9 @@ class BucketPlan:
             self.start_bucket(bucket, aggregation, scale)
 
     def reset(self) -> None:
-        """Be ready for the next pass."""
+        """Prepare for the next pass."""
         if self._last and self.launched:
-            # The first pass has told which gradient of each bucket comes last: hooks on those are enough from now on.
+            # The first pass has shown which gradient of each bucket comes last: hooks on those are enough from now on.
             # (A hook takes 3.5 µs.) Should the order change, buckets start later than they could.
             for member in [member for member in self._hooks if member not in self._last.values()]:
                 self._hooks.pop(member).remove()
@@ -241,7 +241,7 @@ class BucketPlan:
         self._hooks = {}
 
     def arrived(self, number: int, member: Member) -> None:
-        """A gradient of a bucket is there: start whatever has become complete, in order."""
+        """Handle the arrival of a bucket's gradient: start the buckets that are complete, in order."""
         if self._last is not None:
             self._last[number] = member
         while self.launched < len(self.buckets):
@@ -260,7 +260,7 @@ def _arrived(plan: weakref.ref[BucketPlan], number: int, member: Member, _parame
 
 
 def large_packs(group: ParameterGroup) -> Packs | None:
-    """How the gradients of a group are divided that is worth several buckets; None for a smaller one."""
+    """Return the division of a group's gradients if it is worth several buckets, and None for a smaller one."""
     dense = [slot for slot in group.slots.values() if not slot.sparse]
     nbytes = sum(slot.nbytes for slot in dense)
     kind = "cpu" if not dense or dense[0].device.type == "cpu" else "cuda"

@@ -1,4 +1,4 @@
-"""The end of a backward pass: its gradients are put where the user looks for them, on top of what was there before."""
+"""The end of a backward pass: its gradients are added to those that were there before."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def finish_with_graph(plan: BucketPlan, aggregation: Aggregation, scale: float) 
 def _contributions(
     members: Sequence[Member], aggregation: Aggregation, scale: float
 ) -> dict[Member, torch.Tensor | None]:
-    """What this replica gives to each gradient: zeros where only others have one, None where nobody has."""
+    """Return this replica's part of each gradient: zeros where only others have one, None where nobody has."""
     own = [group.contribution(place, group.params[place].grad, scale) for group, place in members]
     slots = [group.slots[place] for group, place in members]
     used = torch.tensor([gradient is not None for gradient in own], dtype=torch.int64, device=slots[0].device)
@@ -71,7 +71,7 @@ def _contributions(
 
 
 def _set(plan: BucketPlan, totals: dict[Member, torch.Tensor | None]) -> None:
-    """Set gradients: what was aggregated before the pass plus what is now. None: no replica had one."""
+    """Set gradients to the sum of those aggregated before the pass and those now. None: no replica had one."""
     add_to, added = [], []
     for (group, place), total in totals.items():
         before = None if place in group.local else group.aside.get(place)  # the total has what is local
@@ -109,7 +109,7 @@ def _require_aggregated(group: ParameterGroup, place: int, before: torch.Tensor)
 
 
 def keep_local(groups: Sequence[ParameterGroup], scale: float) -> None:
-    """Under no_sync: add the new gradients to the old ones, and remember that they are this replica's own."""
+    """Add the new gradients to the old ones under no_sync, and remember that they are this replica's own."""
     for group in groups:
         for place, gradient in enumerate(group.fresh()):
             if gradient is None:
@@ -129,7 +129,7 @@ def keep_local(groups: Sequence[ParameterGroup], scale: float) -> None:
 
 
 def keep_equal(groups: Sequence[ParameterGroup]) -> None:
-    """Outside `strategy.run`, where they are equal: add the new gradients to the old ones; they count as aggregated."""
+    """Add new gradients, which are equal outside `strategy.run`, to the old ones. They count as aggregated."""
     for group in groups:
         for place, gradient in enumerate(group.fresh()):
             if gradient is not None:

@@ -1,4 +1,4 @@
-"""Keeping mirrored parameters in sync: new gradients are aggregated over the replicas by the backward pass itself.
+"""The synchronisation of mirrored parameters: the backward pass itself aggregates new gradients over the replicas.
 
 One `GradientSync` belongs to one strategy, on every replica. It needs no wrapper around modules or optimizers:
 parameters are registered when they are made, and a backward pass that reaches them ends in one packed collective.
@@ -37,7 +37,7 @@ __all__ = ["GradientSync"]
 
 @dataclass
 class _Pass:
-    """One backward pass under way.
+    """A backward pass under way.
 
     Attributes:
         synced: Whether gradients are aggregated at its end, and not kept under `no_sync`.
@@ -56,7 +56,7 @@ class _Pass:
 
 @dataclass
 class _Entry:
-    """What one kind of pass reduces, as agreed between the replicas."""
+    """The gradients that one kind of pass reduces, as agreed between the replicas."""
 
     groups: tuple[ParameterGroup, ...]
     versions: list[int]
@@ -64,7 +64,7 @@ class _Entry:
 
 
 class GradientSync:
-    """Aggregates the gradients of mirrored parameters over the replicas, at the end of each backward pass.
+    """The aggregation of mirrored parameters' gradients over the replicas, at the end of each backward pass.
 
     Only what a pass adds to `.grad` is aggregated: two passes that accumulate give the sum of their global
     gradients. Runs on every replica.
@@ -115,11 +115,11 @@ class GradientSync:
     # What strategies call ------------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Hear of every backward pass from now on."""
+        """Receive notifications of every backward pass from now on."""
         BACKWARD_PASSES.listen(self)
 
     def register(self, parameter: torch.nn.Parameter, key: Any, at: tuple[Identity, int] | None = None) -> None:
-        """Keep a parameter in sync from now on, made on all replicas with the same values. Again it changes nothing.
+        """Keep a parameter in sync, which all replicas made with equal values. A second call changes nothing.
 
         Parameters of one key are reduced together. Its attribute `label` names them in errors.
 
@@ -150,7 +150,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside gather gradients on this replica only; the next pass outside aggregates them, once."""
+        """Return a context in which backward passes gather gradients here. The next pass outside aggregates them."""
         self._unsynced += 1
         try:
             yield
@@ -158,33 +158,33 @@ class GradientSync:
             self._unsynced -= 1
 
     def weight(self, n: int | None, total: int | None) -> None:
-        """Say how large this replica's slice of the current batch is, and the whole batch; `run` does.
+        """Set the sizes of this replica's slice of the current batch and of the whole batch. `run` calls this.
 
         Without a distributed batch they are None, and all replicas count alike.
         """
         self._slice = None if n is None or total is None else (n, total)
 
     def identity_of(self, key: Any) -> Identity | None:
-        """How all replicas call the group of a key; None if there is none."""
+        """Return the name by which all replicas know the group of a key, or None."""
         group = self._by_key.get(key)
         return None if group is None else group.identity
 
     def changed_by_hand(self) -> dict[str, int]:
-        """The parameters that something else than an optimizer's step has changed since the last look, with digests."""
+        """Return the parameters changed since the last call, but not by an optimizer's step, with digests."""
         return changed_by_hand(self.groups) if self.aggregates else {}
 
     @property
     def is_synced(self) -> bool:
-        """Whether a pass that begins now is aggregated, and not within `no_sync`."""
+        """True if a pass that begins now is aggregated, and not within `no_sync`."""
         return not self._unsynced
 
     @property
     def in_pass(self) -> bool:
-        """Whether a backward pass is under way."""
+        """True if a backward pass is under way."""
         return self._pass is not None
 
     def global_loss(self, loss: Any) -> Any:
-        """The loss of the whole batch, of which each replica gives its part."""
+        """Return the loss of the whole batch, of which each replica gives its part."""
         if not self._in_replica() or not isinstance(loss, torch.Tensor):
             return loss
         aggregation = self._aggregation()
@@ -194,11 +194,11 @@ class GradientSync:
 
     @property
     def aggregates(self) -> bool:
-        """Whether there is more than one replica."""
+        """True if there is more than one replica."""
         return self._aggregation().group.size > 1
 
     def detach(self) -> None:
-        """Let go of all parameters: their gradients are this process's own again."""
+        """Release all parameters: their gradients are this process's own again."""
         BACKWARD_PASSES.stop_listening(self)
         for group in self.groups:
             group.forget()
@@ -208,7 +208,7 @@ class GradientSync:
     # What autograd calls -------------------------------------------------------------------------------------
 
     def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
-        """A backward pass is about to run: existing gradients are put out of its way."""
+        """Move existing gradients out of the way of a pass that is about to run."""
         self._pass = None
         if not self._in_replica():
             self._before_common_pass()
@@ -240,7 +240,7 @@ class GradientSync:
         return size / max(total, 1)
 
     def end(self) -> None:
-        """The pass is over: its gradients are aggregated, and added to what was there before."""
+        """Aggregate the gradients of the pass that is over, and add them to those that were there before."""
         this = self._pass
         if this is None:
             return
@@ -279,7 +279,7 @@ class GradientSync:
             group.serial = AGGREGATED.serial
 
     def failed(self) -> None:
-        """The pass failed: gradients are what they were before it."""
+        """Restore the gradients to those before the pass that failed."""
         for group in self.groups:
             group.end_pass(failed=True)
         for entry in self._entries.values():

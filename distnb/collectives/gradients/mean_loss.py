@@ -1,4 +1,4 @@
-"""Finding a mean loss where gradients are summed: every replica's mean would count in full.
+"""Detection of a mean loss where gradients are summed, since every replica's mean would count in full.
 
 What is looked at is the short tail of the autograd graph between the loss and the first tensor that is no
 scalar. Means inside the model (pooling, normalisation) lie beyond it and are never reached.
@@ -32,10 +32,10 @@ _global: ContextVar[_Check | None] = ContextVar("check of losses of the whole ba
 
 @contextmanager
 def losses_are_global(check: _Check) -> Iterator[None]:
-    """Within, what every replica computes its gradients of is the loss of the whole batch, and what flows back a part.
+    """Declare for a block that every replica differentiates the loss of the whole batch, of which a part flows back.
 
     Args:
-        look: Takes the roots of a backward pass, and gives the error if there is one: no mean is looked for.
+        check: Returns the error for the roots of a backward pass, or None. It replaces the search for a mean.
     """
     before = _global.set(check)
     try:
@@ -45,12 +45,12 @@ def losses_are_global(check: _Check) -> Iterator[None]:
 
 
 def are_losses_global() -> bool:
-    """Whether `losses_are_global` says so here."""
+    """Return whether `losses_are_global` is active here."""
     return _global.get() is not None
 
 
 class MeanLossCheck:
-    """The check of each kind of backward pass: one line of the program, one kind of root."""
+    """A check of each kind of backward pass, once: one line of the program, one kind of root."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[bytes, tuple[type, ...]]] = set()
@@ -58,10 +58,10 @@ class MeanLossCheck:
     def check(
         self, roots: Sequence[Any], replicas: int, slice_size: int | None, batch_size: int | None
     ) -> GradientError | None:
-        """The error for a pass that is about to start from these roots, to be raised if it reaches mirrored parameters.
+        """Return the error to raise if a pass from these roots reaches mirrored parameters.
 
-        None if there is no mean behind it, or this kind was looked at before. The sizes of this replica's slice of the
-        batch, and of the whole batch, may be unknown.
+        It is None if there is no mean behind them, or this kind was checked before. The sizes of this replica's slice
+        of the batch, and of the whole batch, may be unknown.
         """
         whole = _global.get()
         if whole is not None:
@@ -116,7 +116,7 @@ def _mean(node: Any, factors: tuple[float, ...], slice_size: int | None, batch_s
     reduction = saved(node, "reduction")
     if reduction == _MEAN:
         return f"made by {_function(name)} with reduction='mean'"
-    # A divisor can only be told from the global batch size where that one is known.
+    # A divisor can only be compared with the global batch size if that is known.
     if batch_size and (reduction == _SUM or name.startswith("SumBackward")):
         summands = math.prod(saved(node, "self_sym_sizes", ()))
         counts = [(summands, "the number of summands")]
@@ -129,13 +129,13 @@ def _mean(node: Any, factors: tuple[float, ...], slice_size: int | None, batch_s
 
 
 def _extent(node: Any) -> int:
-    """Number of elements of a node's output; 0 if it has several outputs or they are not known."""
+    """Return the number of elements of a node's output; 0 if it has several outputs or they are not known."""
     shapes = shapes_of_outputs(node)
     return math.prod(shapes[0]) if len(shapes) == 1 else 0
 
 
 def _reduces_batch(node: Any) -> bool:
-    """Whether a mean with one element runs over a first dimension, and not over a scalar or a list of scalars."""
+    """Return whether a mean with one element runs over a first dimension, not over a scalar or a list of scalars."""
     shape = tuple(saved(node, "self_sym_sizes", ()))
     if not shape or _scalars_beneath(node) is not None:
         return False
@@ -145,7 +145,7 @@ def _reduces_batch(node: Any) -> bool:
 
 
 def _scalars_beneath(node: Any) -> list[Any] | None:
-    """The nodes of the scalars that were stacked into a node's input; None if it was no list of scalars."""
+    """Return the nodes of the scalars that were stacked into a node's input; None if it was no list of scalars."""
     below = [function for function, _ in node.next_functions]
     if len(below) != 1 or below[0] is None or below[0].name() not in _LISTS_OF_SCALARS:
         return None
@@ -154,7 +154,7 @@ def _scalars_beneath(node: Any) -> list[Any] | None:
 
 
 def _inputs(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[float, ...]]]:
-    """The nodes below, each with the constant factors between it and the loss."""
+    """Yield the nodes below, each with the constant factors between it and the loss."""
     scalars = _scalars_beneath(node)
     if scalars is not None:
         # A mean of several losses: its divisor is their number, and says nothing about the replicas.
@@ -176,7 +176,7 @@ def _inputs(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[
 
 
 def _constant(node: Any, name: str) -> float | None:
-    """A number that the graph saved; None if it is none, or was freed by an earlier pass."""
+    """Return a number that the graph saved, or None if it is no number or an earlier pass freed it."""
     try:
         value = saved(node, name)
     except RuntimeError:
@@ -187,5 +187,5 @@ def _constant(node: Any, name: str) -> float | None:
 
 
 def _function(node_name: str) -> str:
-    """`MseLossBackward0` -> `mse_loss`."""
+    """Return the function's name: `mse_loss` for `MseLossBackward0`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", node_name.split("Backward")[0]).lower()

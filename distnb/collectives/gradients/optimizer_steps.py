@@ -1,4 +1,4 @@
-"""What optimizers do to mirrored parameters: their steps need aggregated gradients, and write the same everywhere.
+"""Optimizers' steps on mirrored parameters, which need aggregated gradients and write the same everywhere.
 
 Tensors count the writes to them. What an optimizer's step writes is known to be equal, since its gradients are; so a
 parameter with other writes is all that has to be compared, and a cell that trains as usual costs nothing at its end.
@@ -24,7 +24,7 @@ __all__ = ["changed_by_hand", "guard_optimizers", "note_versions", "writes"]
 
 
 class _Steps:
-    """What is known of one optimizer.
+    """The observed steps of one optimizer.
 
     Attributes:
         used: The number of the last aggregation that one of its steps has used.
@@ -39,7 +39,7 @@ class _Steps:
         self.see(optimizer)
 
     def see(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step begins."""
+        """Handle the begin of a step."""
         count = sum([len(group["params"]) for group in optimizer.param_groups])
         if count != self._count:
             self._count = count
@@ -89,9 +89,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _with_global_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Have an optimizer that computes with its closure's loss (a line search) get that of the whole batch.
+    """Give an optimizer that computes with its closure's loss (a line search) that of the whole batch.
 
-    Those of torch but LBFGS only hand it on.
+    torch's optimizers other than LBFGS only pass it on.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS):
@@ -159,10 +159,10 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 # -- changes by hand ---------------------------------------------------------------------------------------------------
 
 
-def note_versions(groups: Iterable[ParameterGroup], *, anew: bool = False) -> None:
-    """Note that the parameters registered since are equal on all replicas now; with `anew` that all are."""
+def note_versions(groups: Iterable[ParameterGroup], *, again: bool = False) -> None:
+    """Note that the parameters registered since are equal on all replicas now; with `again` that all are."""
     for group in groups:
-        if anew:
+        if again:
             group.versions.clear()
             group.versions_at_first.clear()
         for place, parameter in _counting(group):
@@ -182,7 +182,7 @@ def writes(group: ParameterGroup) -> int:
 
 
 def changed_by_hand(groups: Iterable[ParameterGroup]) -> dict[str, int]:
-    """The parameters that something else than steps has changed since the last look: by name, with their digests."""
+    """Return the parameters changed since the last call, but not by steps: by name, with their digests."""
     changed = {}
     for group in groups:
         for place, parameter in _counting(group):

@@ -1,4 +1,4 @@
-"""The mirrored parameters of one model, which of them there are in this process, and what their gradients hold."""
+"""The mirrored parameters of one model: those that exist in this process, and the state of their gradients."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = [
 
 
 class AggregatedTensors:
-    """The tensors that hold aggregated gradients, by identity; keeps none of them alive.
+    """The tensors that hold aggregated gradients, by identity. None of them is kept alive.
 
-    What `ReplicaContext.all_reduce` returns is among them (copies of it are not), so that gradients which were made by
+    The results of `ReplicaContext.all_reduce` are among them (copies are not), so that gradients which were made by
     `torch.autograd.grad` and aggregated by hand pass the optimizer's check.
 
     Attributes:
@@ -49,7 +49,7 @@ class AggregatedTensors:
         self.stepped = 0
 
     def add(self, tensor: torch.Tensor) -> None:
-        """This very tensor holds an aggregated gradient."""
+        """Note that this very tensor holds an aggregated gradient."""
         identity = id(tensor)
         if identity not in self.identities:
             forget = self.identities.pop
@@ -64,7 +64,7 @@ AGGREGATED = AggregatedTensors()
 
 @dataclass(frozen=True)
 class Mirror:
-    """A mirrored parameter's place."""
+    """The place of a mirrored parameter."""
 
     sync: weakref.ref[GradientSync]
     group: ParameterGroup
@@ -75,13 +75,13 @@ _mirrors: dict[int, Mirror] = {}
 
 
 def find_mirror(parameter: object) -> Mirror | None:
-    """The place of a parameter that was made in a scope; None of a copy of it (an EMA's, a deepcopy), and any other."""
+    """Return the place of a parameter made in a scope; None for a copy of it (an EMA's, a deepcopy) and any other."""
     return _mirrors.get(id(parameter))
 
 
 @functools.cache
 def refuse_wrapping() -> None:
-    """From now on, wrapping mirrored parameters in DistributedDataParallel raises GradientError. Idempotent."""
+    """Make wrapping mirrored parameters in DistributedDataParallel raise GradientError from now on. Idempotent."""
     original = DistributedDataParallel.__init__
 
     @functools.wraps(original)
@@ -98,7 +98,7 @@ def refuse_wrapping() -> None:
 
 
 class _Gone:
-    """Stands where a parameter was that no longer exists: it never has a gradient, whatever is set."""
+    """A placeholder for a parameter that no longer exists. It never has a gradient, whatever is set."""
 
     requires_grad = False
     dtype = None
@@ -116,7 +116,7 @@ _GONE: Any = _Gone()
 
 
 def _nothing() -> None:
-    """The reference of a place that has no parameter on this replica."""
+    """Return None, as the reference of a place that has no parameter on this replica."""
 
 
 Identity = tuple[int, int]
@@ -124,7 +124,7 @@ Identity = tuple[int, int]
 
 
 class ParameterGroup:
-    """Parameters that are reduced together: those of one model, in the order in which they were made.
+    """The parameters of one model, in the order in which they were made. They are reduced together.
 
     Nothing here keeps a parameter alive. A parameter that is gone keeps its place, so that a layout never
     depends on when a replica's garbage collector ran.
@@ -170,7 +170,7 @@ class ParameterGroup:
         self._on_extinct = on_extinct
 
     def append(self, parameter: torch.nn.Parameter, place: int | None = None) -> None:
-        """Take a parameter in, as a mirrored one from now on: as the last one, or where it is on other replicas."""
+        """Add a parameter, mirrored from now on, as the last one or at its place on other replicas."""
         identity = id(parameter)
         place = len(self.references) if place is None else place
         mirrors = _mirrors  # as the interpreter ends, modules' names are gone before their objects
@@ -193,19 +193,19 @@ class ParameterGroup:
         self._alive += 1
 
     def forget(self) -> None:
-        """The parameters are mirrored no longer."""
+        """Release the parameters, which are no longer mirrored."""
         for identity in [identity for identity, mirror in _mirrors.items() if mirror.group is self]:
             del _mirrors[identity]
 
     def living(self) -> list[tuple[int, torch.nn.Parameter]]:
-        """The parameters that have values, with their places."""
+        """Return the parameters that have values, with their places."""
         found = [(place, reference()) for place, reference in enumerate(self.references)]
         return [(place, parameter) for place, parameter in found if parameter is not None and not is_lazy(parameter)]
 
     # During a pass ---------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Hold the parameters, move existing gradients out of the pass's way, and see what has changed since."""
+        """Hold the parameters, move existing gradients out of the pass's way, and detect changes since."""
         found = [reference() for reference in self.references]
         params: list[Any] = [_GONE if parameter is None else parameter for parameter in found]
         self.params = params
@@ -223,16 +223,16 @@ class ParameterGroup:
             self.layout_version += 1
 
     def values(self) -> dict[int, int]:
-        """During a pass: digests of the parameters that take part, by place."""
+        """Return digests of the parameters that take part in a running pass, by place."""
         present = [(place, self.params[place]) for place in self.slots]
         return {place: digest(parameter) for place, parameter in present if parameter is not _GONE}
 
     def fresh(self) -> list[torch.Tensor | None]:
-        """After a pass: the gradients that it made, by place."""
+        """Return the gradients that a pass made, by place."""
         return [parameter.grad for parameter in self.params]
 
     def contribution(self, place: int, fresh: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-        """What this replica gives: the pass's gradient, scaled (by 0 to zeros), and what was gathered under no_sync."""
+        """Return this replica's part: the pass's gradient, scaled (by 0 to zeros), plus that gathered under no_sync."""
         if fresh is not None and scale != 1.0:
             fresh = fresh * scale if scale else torch.zeros_like(fresh)
         if place not in self.local:
@@ -240,7 +240,7 @@ class ParameterGroup:
         return self.aside[place] if fresh is None else self.aside[place] + fresh
 
     def end_pass(self, *, failed: bool = False) -> None:
-        """Give back the gradients to which nothing was added, all of them if the pass failed, and hold nothing more."""
+        """Restore the gradients to which nothing was added, all of them if the pass failed, and hold nothing more."""
         for place, parameter in enumerate(self.params) if failed else ():
             parameter.grad = self.aside.get(place)
         for place, before in self.aside.items():
@@ -252,7 +252,7 @@ class ParameterGroup:
     # Layout ----------------------------------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        """After a pass: decide which parameters take part and how each looks, from their present state."""
+        """Decide after a pass, from the parameters' state, which of them take part, and lay them out."""
         slots = {}
         for place, parameter in enumerate(self.params):
             gradient, known = parameter.grad, self.slots.get(place)
@@ -267,7 +267,7 @@ class ParameterGroup:
         self.slots = slots
 
     def scan(self) -> tuple[bool, bool]:
-        """After a pass: whether it made gradients, and whether there are slots for all of them."""
+        """Return whether a pass made gradients, and whether there are slots for all of them."""
         made, fits, slots = False, True, self.slots
         for place, parameter in enumerate(self.params):
             gradient = parameter.grad

@@ -1,4 +1,4 @@
-"""Whether backward passes of all replicas are alike: what they reach, and, outside `run`, what they compute.
+"""The comparison of the replicas' backward passes: the groups that they reach, and the gradients outside `run`.
 
 A pass is known by the set of parameter groups that it reached. The first pass of each kind compares that set and the
 groups' layouts across the replicas; afterwards no word about it is needed. A group that only some replicas
@@ -29,7 +29,7 @@ _TOLERANCE = 1e-5  # of a gradient's norm: the same sums on other processors dif
 
 @dataclass(frozen=True)
 class _Proposal:
-    """What one replica tells the others of a pass that began at `place`, and reached the groups `touched` there."""
+    """A replica's report to the others of a pass that began at `place` and reached the groups `touched` there."""
 
     place: str
     touched: tuple[Identity, ...]
@@ -43,7 +43,7 @@ class _Proposal:
 def agree(
     replicas: Group, groups: Sequence[ParameterGroup], touched: Sequence[ParameterGroup], place: str
 ) -> tuple[list[ParameterGroup], bool]:
-    """Find the groups that a pass reduces which reached those `touched` here, of all this replica's groups, laid out.
+    """Return the groups, laid out, that a pass reduces if it reached those `touched` on this replica.
 
     Returns:
         The groups, in one order on all replicas; and whether the pass reached all of them on every replica.
@@ -67,7 +67,7 @@ def agree(
 
 
 def _agreed(group: ParameterGroup | None, proposals: Sequence[_Proposal], identity: Identity) -> ParameterGroup:
-    """One group, after its layouts and values on all replicas have been compared."""
+    """Return one group, after the comparison of its layouts and values on all replicas."""
     where = _where(proposals)
     layouts = [proposal.layouts.get(identity) for proposal in proposals]
     missing = [rank for rank, layout in enumerate(layouts) if layout is None]
@@ -93,7 +93,7 @@ def _agreed(group: ParameterGroup | None, proposals: Sequence[_Proposal], identi
             raise GradientError(
                 f"Parameter {unlike[0]} of {group.description} has other values on replica {rank} than on replica "
                 f"{reference}, so training would drift apart. {where} It was changed on some replicas only. Load the "
-                "same state on every replica (model.load_state_dict in a distributed cell), or make the model anew in "
+                "same state on every replica (model.load_state_dict in a distributed cell), or make the model again in "
                 "the scope."
             )
     sparse = set().union(*(proposal.sparse[identity] for proposal in proposals))
@@ -145,7 +145,7 @@ def check_equal(replicas: Group, groups: Sequence[ParameterGroup], place: str) -
 
 
 def _measured(gradient: torch.Tensor | None) -> tuple[float, float]:
-    """Sum and norm."""
+    """Return the sum and the norm."""
     if gradient is None:
         return 0.0, -1.0
     values = gradient.detach().to_dense().double()
@@ -153,7 +153,7 @@ def _measured(gradient: torch.Tensor | None) -> tuple[float, float]:
 
 
 def _close(first: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two replicas measured as good as the same: [gradients, 2]."""
+    """Return whether two replicas measured nearly the same: [gradients, 2]."""
     if first.shape != other.shape:
         return False
     allowed = _TOLERANCE * (first[:, 1:].abs() + other[:, 1:].abs())

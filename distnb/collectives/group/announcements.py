@@ -1,4 +1,4 @@
-"""Texts that one replica leaves in the store for those that wait for them. It need not know whether any do.
+"""Texts that one replica leaves in the store for the replicas that wait for them, if any do.
 
 A collective wants all replicas. An announcement does not: replica 0 may save a file, and the others wait until it has,
 or never ask. Both sides find the same name for it, since they have called as many collectives before.

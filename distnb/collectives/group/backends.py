@@ -1,4 +1,4 @@
-"""What carries a process group's data: Gloo, and what the replicas' devices have, formed and ended as one."""
+"""The backends that carry a process group's data: Gloo and that of the replicas' devices, formed and ended as one."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ class Backends:
         abort_all([self])
 
     def keep_for_ever(self) -> None:
-        """See to it that no destructor ever runs."""
+        """Leak the backends, so that no destructor ever runs."""
         leak(self.plain, *self.backends.values())
 
     def end(self, idle: bool, until: float) -> None:
-        """Before the interpreter ends: have the backends' threads end, or keep those that could wait for others.
+        """End the backends' threads before the interpreter ends, or keep those that could wait for others.
 
         Without an operation of Gloo's under way it waits until a moment, but for a second at least.
         """

@@ -14,7 +14,7 @@ _C = TypeVar("_C", bound=type)
 
 
 def methods_always_eager(cls: _C) -> _C:
-    """The same for every method that a class defines: C++ calls them while the tracer is at work."""
+    """Apply `always_eager` to every method that a class defines, since C++ calls them while the tracer is at work."""
     for member in vars(cls).values():
         if isinstance(member, FunctionType):
             always_eager(member)

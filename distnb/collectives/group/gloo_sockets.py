@@ -1,8 +1,21 @@
-"""The sockets by which one process group is connected, so that they can be shut down from any thread.
+"""The sockets of one process group, which can be shut down from any thread.
 
-Gloo offers no way to end an operation from without. Its sockets do: when they are shut down, every operation that
-waits for a peer ends with an error, on this replica alone and at once. A peer's death or `close` would not do: a
+Gloo offers no way to end an operation from outside. Its sockets do: when they are shut down, every operation that waits
+for a peer ends with an error, at once and on this replica alone. A peer's death or `close` is not enough, because a
 forked DataLoader worker keeps copies of the sockets open.
+
+Gloo does not reveal its sockets either, so they are found in /proc. Each Gloo device has an event loop: an epoll
+instance that watches a pipe, one listening socket, and the connections to the other ranks. For example, while this
+replica of three connects, a new epoll instance appears:
+
+    /proc/self/fd/41 -> anon_inode:[eventpoll]
+    /proc/self/fdinfo/41:  tfd: 42 …   a pipe, whose inode shows that the loop is new
+                           tfd: 44 …   a TCP socket that accepts connections: `listening`
+                           tfd: 45 …   a TCP socket with a peer: `connected`, to rank 1
+                           tfd: 46 …   a TCP socket with a peer: `connected`, to rank 2
+
+`Connections.of_device([41])` duplicates 45 and 46. An abort calls `shutdown` on the duplicates, the kernel reports an
+error for 45 and 46 to Gloo's loop, and Gloo fails every operation on them.
 """
 
 from __future__ import annotations
@@ -22,7 +35,7 @@ from distnb.errors import CollectiveError
 __all__ = ["LOST_AFTER_S", "Connections", "event_loops", "give_up_on_silence", "owner_of_peer"]
 
 LOST_AFTER_S = 10.0
-"""How long a machine may leave what was sent to it unconfirmed. Its kernel confirms, however busy its programs are."""
+"""The time that a machine may leave data unconfirmed. Its kernel confirms, however busy its programs are."""
 
 _PROBE_S = 2
 _SILENT_LOOKS = 5
@@ -35,9 +48,9 @@ _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
 def event_loops() -> dict[int, int]:
-    """The event loops of Gloo's devices: for the pipe of each (its inode) the epoll instance that watches it.
+    """Return the event loops of Gloo's devices: for the inode of each one's pipe the epoll instance that watches it.
 
-    A pipe's inode tells a new loop from an earlier one whose descriptor it was given.
+    A pipe's inode distinguishes a new loop from an earlier one with the same descriptor.
     """
     found = {}
     for name in os.listdir("/proc/self/fd"):
@@ -50,14 +63,14 @@ def event_loops() -> dict[int, int]:
 
 
 def _watched(poller: int) -> list[int]:
-    """What an epoll instance watches."""
+    """Return the descriptors that an epoll instance watches."""
     with suppress(OSError), open(f"/proc/self/fdinfo/{poller}") as info:
         return [int(number) for number in _WATCHED.findall(info.read())]
     return []
 
 
 def _state(descriptor: int) -> str:
-    """What a file descriptor is: "pipe", "listening" or "connected" (TCP sockets), or "other"."""
+    """Return the kind of a file descriptor: "pipe", "listening" or "connected" (TCP sockets), or "other"."""
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISFIFO(mode):
@@ -76,9 +89,9 @@ def _state(descriptor: int) -> str:
 
 
 def give_up_on_silence(port: int) -> None:
-    """Have this process's connections to a port, whose server always reads, fail when that machine is gone.
+    """Make this process's connections to a port, whose server always reads, fail when that machine is gone.
 
-    torch's store has no other way to end a question that nobody answers.
+    torch's store has no other way to end a request that nobody answers.
     """
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -91,26 +104,26 @@ def give_up_on_silence(port: int) -> None:
 
 
 def _probe(opened: socket.socket) -> None:
-    """Have the kernel ask for signs of life where nobody sends."""
+    """Make the kernel probe an idle connection."""
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
 
 
 def owner_of_peer(connected: socket.socket) -> int | None:
-    """The user who holds the other end of a connection within this machine; None if nobody does any more."""
+    """Return the user at the other end of a connection within this machine; None if it is closed."""
     table = "/proc/net/tcp6" if connected.family == socket.AF_INET6 else "/proc/net/tcp"
-    # Of the peer's own line: its address comes first.
+    # The peer's own line: its address comes first.
     ends = f"{_in_hexadecimal(connected.getpeername())} {_in_hexadecimal(connected.getsockname())}"
     try:
         with open(table) as lines:
             found = next((line.split() for line in lines if ends in line), None)
     except OSError as error:
         raise CollectiveError(
-            f"Who holds the other end of a connection cannot be told, since {table} cannot be read: {error}. Replicas "
+            f"The user at the other end of a connection is unknown, because {table} cannot be read: {error}. Replicas "
             "of one machine need it, so that no other user can take the place of one."
         ) from error
-    # Its last fields: user, timeout, inode. A socket that was closed already has no inode.
+    # The fields 7 to 9 are user, timeout and inode. A socket that is closed already has no inode.
     return int(found[7]) if found is not None and found[9] != "0" else None
 
 
@@ -123,9 +136,9 @@ def _in_hexadecimal(address: tuple[Any, ...]) -> str:
 class Connections:
     """Duplicates of the connected sockets of one Gloo device.
 
-    Duplicates, because a number kept aside could mean a stranger's socket later: Gloo closes a connection that
-    fails, and the number is given to the next file that anyone opens. Of the socket where Gloo listens for them the
-    number is kept with that of the epoll instance that watches it, until all have connected.
+    A bare descriptor could mean another file later: Gloo closes a connection that fails, and the next file that
+    anyone opens gets its number. The descriptor of the listening socket is kept, with that of the epoll instance that
+    watches it, only until all ranks have connected.
     """
 
     def __init__(self, descriptors: Iterable[int] = (), listening: Iterable[tuple[int, int]] = ()) -> None:
@@ -137,7 +150,7 @@ class Connections:
 
     @classmethod
     def of_device(cls, loops: Iterable[int]) -> Connections:
-        """Those of a Gloo device, of the event loops that were made while it was.
+        """Return the connections of a Gloo device, given the event loops that appeared while it was made.
 
         Its own loop is an epoll instance that watches a pipe, one listening socket, and the connections.
         """
@@ -151,20 +164,21 @@ class Connections:
         return cls(found, listening)
 
     def stop_listening(self) -> None:
-        """Nobody can connect any more. Only when all have; and once, before any other file is closed by Gloo.
+        """Accept no more connections. Call it once, when all ranks have connected and before Gloo closes another file.
 
-        Gloo would listen for as long as the group lives. What stands in the socket's place is never ready.
+        Gloo would listen for as long as the group lives. An eventfd that is never ready replaces its socket, under the
+        same descriptor, so Gloo's loop goes on and notices nothing.
         """
         for number, poller in self._listening:
             nothing = os.eventfd(0, os.EFD_CLOEXEC)
             os.dup2(nothing, number, inheritable=False)
             os.close(nothing)
             with select.epoll.fromfd(os.dup(poller)) as watched:
-                watched.register(number, 0)  # Gloo takes it out again when it ends
+                watched.register(number, 0)  # Gloo unregisters it when it ends
         self._listening = []
 
     def check_peers(self) -> None:
-        """Raise CollectiveError where the process of another user of this machine came in the place of a replica."""
+        """Raise CollectiveError if a process of another user of this machine has taken the place of a replica."""
         for opened in self._sockets:
             owner = owner_of_peer(opened)
             if owner is not None and owner != os.geteuid():
@@ -175,9 +189,9 @@ class Connections:
                 )
 
     def expect_silence(self) -> None:
-        """The peers are on other machines: have the kernel find out when one of them is gone, also where nobody sends.
+        """Make the kernel notice when a peer on another machine is gone, also while nobody sends.
 
-        No TCP_USER_TIMEOUT: it would end the connection to a peer that is alive and too busy to read.
+        There is no TCP_USER_TIMEOUT: it would end the connection to a peer that is alive and too busy to read.
         """
         self._probed = True
         for opened in self._sockets:
@@ -185,20 +199,20 @@ class Connections:
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, int(LOST_AFTER_S / _PROBE_S) - 1)
 
     def silent(self) -> bool:
-        """Whether some peer's machine has not confirmed for long what was sent to it. Ask it several times a second.
+        """Return whether a peer's machine has left data unconfirmed for long. Call it several times a second.
 
-        Only after `expect_silence`: without the kernel's probes nothing is confirmed while nobody sends.
+        It needs `expect_silence`: without the kernel's probes nothing is confirmed while nobody sends.
         """
-        # After this machine itself stood still, what arrived meanwhile may not have been looked at.
+        # After a standstill of this machine, confirmations that arrived meanwhile may not have been processed.
         self._silent_looks = self._silent_looks + 1 if self._probed and self._unconfirmed() else 0
         return self._silent_looks > _SILENT_LOOKS
 
     def closed(self) -> int:
-        """How many of the connections have ended, here or at their other end."""
+        """Return the number of connections that have ended, here or at their other end."""
         return sum(info[_STATE] != _ESTABLISHED for info in self._infos())
 
     def _infos(self) -> Iterator[bytes]:
-        """Linux' struct tcp_info of each connection."""
+        """Yield Linux' struct tcp_info of each connection."""
         for opened in self._sockets:
             with suppress(OSError):
                 yield opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_NBYTES)
@@ -206,7 +220,7 @@ class Connections:
     def _unconfirmed(self) -> bool:
         for info in self._infos():
             unconfirmed, since_ms = (_WORD.unpack_from(info, at)[0] for at in (_UNCONFIRMED, _SINCE_CONFIRMED_MS))
-            # One that is alive and too busy to read answers each probe.
+            # A peer that is alive and too busy to read answers each probe.
             if since_ms > 1000 * LOST_AFTER_S and (unconfirmed or info[_PROBES] > 1):
                 return True
         return False
@@ -220,16 +234,16 @@ class Connections:
                 pass  # the peer was faster
 
     def close(self) -> None:
-        """Give the duplicates back, without ending what Gloo still does."""
+        """Close the duplicates, without ending the operations of Gloo."""
         for opened in self._sockets:
             opened.close()
         self._sockets = []
         self._originals = {}
 
     def forget_in_child(self) -> None:
-        """In a forked child: let go of the connections, so that they end when the parent does.
+        """Release the connections in a forked child, so that they end when the parent does.
 
-        The descriptors stay taken (by /dev/null), for whatever in the child believes that it owns them.
+        The descriptors stay in use, by /dev/null, because copies of Gloo's objects in the child refer to them.
         """
         nothing = os.open(os.devnull, os.O_RDWR)
         try:

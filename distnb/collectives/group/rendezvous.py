@@ -1,4 +1,4 @@
-"""How the replicas of a process group find each other: by cards that each leaves in a store."""
+"""The rendezvous of a process group's replicas, by cards that each leaves in a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONNECT = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class Card:
-    """What a replica tells of itself.
+    """A replica's description of itself.
 
     Attributes:
         host: Equal on two replicas if they can open each other's memory.
@@ -37,7 +37,7 @@ class Card:
 
 
 class StoreClient:
-    """A connection to a store, made when it is first needed and kept: a new one can take seconds on a busy machine."""
+    """A connection to a store, made when it is first needed and kept, since a new one can take seconds."""
 
     def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect
@@ -45,7 +45,7 @@ class StoreClient:
 
     @classmethod
     def of(cls, team: Team) -> StoreClient:
-        """The client of the store where a team of a generation meets; one for the whole process."""
+        """Return the client of the store where a team of a generation meets; one for the whole process."""
         if not team.store_directory:
             return cls.at(team.store_host, team.store_port)
         # A file for each generation: a replica that is killed while it writes spoils none but that.
@@ -54,23 +54,23 @@ class StoreClient:
     @staticmethod
     @functools.cache
     def at(address: str, port: int) -> StoreClient:
-        """The client of the TCPStore that listens there; one for the whole process."""
+        """Return the client of the TCPStore that listens there; one for the whole process."""
         return StoreClient(lambda: _connect(address, port))
 
     @staticmethod
     @functools.cache
     def in_file(path: str) -> StoreClient:
-        """The client of the store that is a file; one for the whole process."""
+        """Return the client of the store that is a file; one for the whole process."""
         return StoreClient(lambda: _open(path))
 
     def store(self) -> Store:
-        """The connection. Raises CollectiveError if nobody answers."""
+        """Return the connection. Raise CollectiveError if nobody answers."""
         if self._store is None:
             self._store = self._connect()
         return self._store
 
     def spoil(self) -> None:
-        """A thread was left behind that may block in this connection for long: use another one from now on."""
+        """Use another connection from now on, since a thread that was left behind may block in this one."""
         self._store = None
 
 
@@ -101,7 +101,7 @@ def meet(
 
     Raises:
         CollectiveError: Somebody did not come to `what` is formed in time; without a limit it takes as long as `check`
-            lets it.
+            allows.
     """
     began = time.monotonic()
 
@@ -113,8 +113,8 @@ def meet(
                 f"Rank {rank} waited {timeout_s:g} s for {what}; these of {size} ranks did not come: {missing}."
             )
 
-    told = exchange(PrefixStore("card", store), rank, size, json.dumps(asdict(card)), check_limit)
-    return [Card(**json.loads(each)) for each in told]
+    cards = exchange(PrefixStore("card", store), rank, size, json.dumps(asdict(card)), check_limit)
+    return [Card(**json.loads(each)) for each in cards]
 
 
 def exchange(
@@ -124,7 +124,7 @@ def exchange(
 
     Args:
         store: Under a prefix that nobody used before.
-        rank, size: Who is who.
+        rank, size: This replica's rank, and the number of replicas.
         value: This replica's.
         check: Called while waiting, with a function that gives the ranks that have not come; raises when there is
             no point any more.

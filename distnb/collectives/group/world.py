@@ -1,6 +1,6 @@
-"""torch.distributed's own state: which default group it knows, and what the user's calls to set it up mean.
+"""torch.distributed's own state: its default group, and the meaning of the user's calls that set it up.
 
-torch knows one world at a time. Here each team has one of its own, with the subgroups that were made in it, and
+torch knows one world at a time. Here each team has its own, with the subgroups that were made in it, and
 `TorchDistributed.enter` exchanges the whole state.
 """
 
@@ -25,7 +25,7 @@ _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag
 
 
 class World:
-    """What torch.distributed knows of one default group and its subgroups, while it knows another one."""
+    """The state of torch.distributed for one default group and its subgroups, kept while it knows another one."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -34,7 +34,7 @@ class World:
 
     @classmethod
     def of_group(cls, group: Any, store: Store, backend_name: str, backend_config: str) -> World:
-        """That of a new default group: its store, and what `get_backend` and `get_backend_config` say."""
+        """Return the world of a new default group, with its store and the results of `get_backend` and its config."""
         made, name = cls(group), "0"
         made.maps["pg_map"][group] = (backend_name, store)
         made.maps["pg_names"][group] = name
@@ -47,7 +47,7 @@ class World:
         return made
 
     def save(self) -> None:
-        """Take what torch knows now, and have it know nothing."""
+        """Move the state out of torch."""
         world = c10d_internals.world
         self.maps = {name: dict(getattr(world, name)) for name in _MAPS}
         for name in _MAPS:
@@ -58,7 +58,7 @@ class World:
         c10d_internals.set_default_group(None)
 
     def load(self) -> None:
-        """Have torch know this."""
+        """Move the state into torch."""
         world = c10d_internals.world
         for name in _MAPS:
             getattr(world, name).update(self.maps[name])
@@ -87,7 +87,7 @@ class TorchDistributed:
         self._installed = False
 
     def enter(self, world: World) -> None:
-        """Make this the world that torch knows."""
+        """Make a world the one that torch knows."""
         if self._current is world:
             return
         if self._current is not None:
@@ -104,7 +104,7 @@ class TorchDistributed:
         maps[world.group] = (maps[world.group][0], store)
 
     def foreign_default(self) -> Foreign | None:
-        """The default group that is not ours, if there is one."""
+        """Return the default group that is not ours, or None."""
         if self._current is not None or not dist.is_initialized():
             return None
         group: Any = c10d_internals.default_group()
@@ -114,17 +114,17 @@ class TorchDistributed:
         )
 
     def program_began(self) -> None:
-        """A program finds the default group, also where an earlier one has destroyed it."""
+        """Restore the default group if an earlier program has destroyed it."""
         if self._current is not None and not dist.is_initialized():
             c10d_internals.set_default_group(self._current.group)
 
-    # -- what the user's own calls mean while a world of ours is entered ---------------------------------------------
+    # -- the user's own calls while a world of ours is entered --------------------------------------------------------
 
     def install(self) -> None:
-        """Teach init_process_group and destroy_process_group to adopt our group, and to give it back. Idempotent.
+        """Make init_process_group and destroy_process_group adopt our group, and give it back. Idempotent.
 
         Raises:
-            OptionError: torch is told to communicate by torchcomms.
+            OptionError: torch is set to communicate by torchcomms.
         """
         if c10d_internals.uses_torchcomms():
             raise OptionError(
@@ -185,7 +185,7 @@ class TorchDistributed:
         return None
 
     def _set_timeout(self, original: Callable[..., None], timeout: Any, group: Any = None) -> None:
-        """torch's own would set the backends' limits, which break their connections when they pass."""
+        """Set our group's time limit. torch would set the backends' limits, which break their connections."""
         group = group or (self._current.group if self._current is not None else None)
         if not isinstance(group, GuardedProcessGroup):
             return original(timeout, group)

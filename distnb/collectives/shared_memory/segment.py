@@ -1,12 +1,22 @@
-"""Memory that the replicas of one machine have in common, and that each of them sees in two ways.
+"""Memory that the replicas of one machine share, and that each of them maps twice.
 
-The *common* view is the memory itself: what is written to it, everyone sees. The *own* view shows the same pages, until
-the replica writes to one of them: then the kernel gives it a copy of that page, which nobody else sees. Programs hold
-tensors in the own view, so a change in place that every replica makes is made once on each, as if each had a copy of
-everything; yet only pages that were changed take memory. `changed` tells which they are, and `forget` gives them up, so
-that the common memory shows again.
+The *common* view is the memory itself: all replicas see what is written to it. The *own* view shows the same pages
+until the replica writes to one of them. Then the kernel gives the replica a private copy of that page (MAP_PRIVATE,
+copy on write). Programs hold their tensors in the own view. So each replica can change a variable in place as if it had
+its own copy of everything, and only changed pages take memory.
 
-The memory has no name: nothing of it is left behind when the processes end, however they end.
+For example, a variable is on pages 0 to 2, and replica 1 writes to one element on page 1:
+
+    page              0          1               2
+    common            ███        ███             ███      the variable
+    own, replica 0    common     common          common   sees the variable
+    own, replica 1    common     private copy    common   sees its own element
+
+`changed()` is [1] on replica 1, which can compare its copy with the common page, or write it there. `forget([1])` then
+drops the copy, and the own view shows the common page again.
+
+The kernel says in /proc/self/pagemap which pages are private: bit 61 of an entry is set for a page of a file or of
+shared memory, and a private copy is neither. The memory has no name, so nothing of it is left when the processes end.
 """
 
 from __future__ import annotations
@@ -31,13 +41,13 @@ __all__ = ["SharedMemory"]
 
 _PAGE = mmap.PAGESIZE
 _PAGEMAP = "/proc/self/pagemap"
-# The uppermost bits of a pagemap entry: in memory, swapped out, and of a file or shared (a page's own copy is neither).
+# The highest bits of a pagemap entry: in memory, swapped out, of a file or shared. A private copy has no third bit.
 _FLAGS_AT, _PRESENT, _SWAPPED, _OF_FILE = 61, 4, 2, 1
 
 
 @dataclass(frozen=True)
 class _Card:
-    """What replica 0 tells of the memory that it made; the others tell who they are."""
+    """A replica's description of itself, and replica 0's of the memory that it made."""
 
     host: str
     pid: int
@@ -46,7 +56,7 @@ class _Card:
 
 
 class SharedMemory:
-    """One piece of common memory. All replicas make it together, or raise CollectiveError alike."""
+    """A piece of common memory. All replicas make it together, or all raise CollectiveError."""
 
     def __init__(self, group: Group, nbytes: int) -> None:
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
@@ -54,11 +64,11 @@ class SharedMemory:
         if group.rank == 0:
             descriptor, problem = _made(self.nbytes)
         try:
-            told = group.all_gather_object(
+            cards = group.all_gather_object(
                 _Card(host=host.identity(), pid=os.getpid(), descriptor=descriptor, problem=problem)
             )
             if group.rank != 0:
-                descriptor, problem = _opened(told[0])
+                descriptor, problem = _opened(cards[0])
             problems = [each for each in group.all_gather_object(problem) if each]
             if problems:
                 raise CollectiveError(
@@ -73,15 +83,15 @@ class SharedMemory:
         self._address = torch.frombuffer(self._own, dtype=torch.uint8).data_ptr()
 
     def common(self, begin: int, nbytes: int) -> torch.Tensor:
-        """Bytes of it, as everyone sees them."""
+        """Return a range of bytes as all replicas see them."""
         return torch.frombuffer(self._common, dtype=torch.uint8, count=nbytes, offset=begin)
 
     def own(self, begin: int, nbytes: int) -> torch.Tensor:
-        """The same bytes, as this replica sees them."""
+        """Return a range of bytes as this replica sees them."""
         return torch.frombuffer(self._own, dtype=torch.uint8, count=nbytes, offset=begin)
 
     def changed(self) -> list[int]:
-        """The numbers of the pages of which this replica has a copy, since it wrote to them."""
+        """Return the numbers of the pages of which this replica has a private copy because it wrote to them."""
         count = self.nbytes // _PAGE
         with open(_PAGEMAP, "rb", buffering=0) as file:
             entries = bytearray(os.pread(file.fileno(), 8 * count, 8 * (self._address // _PAGE)))
@@ -92,11 +102,11 @@ class SharedMemory:
 
     @staticmethod
     def pages(begin: int, nbytes: int) -> range:
-        """The numbers of the pages on which some bytes lie."""
+        """Return the numbers of the pages that a range of bytes touches."""
         return range(begin // _PAGE, (begin + nbytes - 1) // _PAGE + 1)
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Give up this replica's copies of pages: the own view shows there what is common."""
+        """Drop this replica's private copies of pages, so that the own view shows the common memory there."""
         begin = 0
         while begin < len(pages):
             end = begin + 1
@@ -107,16 +117,16 @@ class SharedMemory:
 
 
 def _made(nbytes: int) -> tuple[int, str]:
-    """A descriptor of new memory; or -1, and what went wrong."""
+    """Return a descriptor of new memory, or -1 and the reason."""
     if sys.platform != "linux" or not os.access(_PAGEMAP, os.R_OK):
-        return -1, f"this system does not tell which pages of memory were written to ({_PAGEMAP})"
+        return -1, f"this system does not report which pages of memory were written to ({_PAGEMAP})"
     available = psutil.virtual_memory().available
     if nbytes > available:
-        # The kernel would give pages until it ends processes, whosever they are.
+        # The kernel would hand out pages until it has to kill processes, of any user.
         return -1, f"{nbytes} bytes are not to be had ({available} are available)"
     descriptor = os.memfd_create("distnb-variables")
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)  # what a limit forbids is told now, not by a signal when it is used
+        os.posix_fallocate(descriptor, 0, nbytes)  # a limit shows now, and not as a signal when the memory is used
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, OSError):
@@ -126,7 +136,7 @@ def _made(nbytes: int) -> tuple[int, str]:
 
 
 def _opened(first: _Card) -> tuple[int, str]:
-    """A descriptor of the memory that replica 0 made; or -1, and what went wrong."""
+    """Return a descriptor of the memory that replica 0 made, or -1 and the reason."""
     if first.problem:
         return -1, ""
     if first.host != host.identity():

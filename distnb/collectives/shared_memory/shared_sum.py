@@ -1,11 +1,32 @@
-"""All-reduce and all-gather in memory that the replicas of one machine share: several times faster than Gloo.
+"""Reductions and gathers in memory that the replicas of one machine share: several times faster than Gloo.
 
-Each replica has an area that only it writes to. To reduce a tensor it copies it there, says so, waits until the
-others have said the same, and adds up all areas, in replica order, so that every replica gets the same bits.
-A gather copies them instead, or only those that this replica wants.
-Waiting is done in the kernel (a futex), in slices: an abort, or a collective that does not match, ends it.
+Each replica has a header and an area that only it writes to:
 
-Only x86 keeps the order of plain stores that this relies on; elsewhere Gloo is used.
+    collective log │ header 0 │ header 1 │ … │ area 0 │ area 1 │ …
+    header         posted │ done │ (unused) │ offsets of 256 slots
+    area           tensors, each at the beginning of a cache line
+
+To reduce a tensor, a replica copies it to its area, writes its offset to the header, and then raises `posted`. It waits
+until the others have raised theirs, and adds up the tensors of all areas in replica order, so that every replica gets
+the same bits. A gather copies the tensors instead. At the end the replica raises `done`: when all have, its own place
+in the area is free again.
+
+For example, operation 5 sums two tensors of 1 KB. Replica 0 arrives first, and replica 1 while replica 0 sleeps:
+
+    replica 0                                       replica 1
+    copies its tensor to byte 0 of area 0
+    offsets[5] = 0, then posted = 5
+    reads 4 in header 1 and sleeps on that word
+                                                    copies its tensor to byte 0 of area 1
+                                                    offsets[5] = 0, then posted = 5, and wakes replica 0
+    reads 5: adds up area 0 and area 1              reads 5 in header 0: adds up area 0 and area 1
+    done = 5                                        done = 5
+
+Memory order. Nobody takes a lock. A reader that sees `posted = 5` must also see the tensor and the offset, which were
+written before. x86 never reorders plain stores, nor plain loads, so the order in the source is enough; C calls between
+the stores keep the compiler from moving them. ARM reorders both, so Gloo is used there. The waiting replica passes the
+value that it has read to the kernel (a futex): the kernel lets it sleep only if the word still has that value, so a
+wake-up in between is not lost. It sleeps in slices of 100 ms, between which it notices an abort or a mismatch.
 """
 
 from __future__ import annotations
@@ -61,7 +82,7 @@ _syscall.restype = ctypes.c_long
 
 
 def nbytes(size: int) -> int:
-    """How much memory the areas of so many replicas take, beside a collective log."""
+    """Return the size of the areas of so many replicas, behind a collective log, in bytes."""
     return _PAGE + size * (_HEADER_NBYTES + _AREA_NBYTES) + _PAGE if _POSSIBLE else 0
 
 
@@ -88,11 +109,11 @@ class SharedSum:
 
     @classmethod
     def of(cls, log: CollectiveLog) -> SharedSum | None:
-        """The areas beside a log; None where replicas share no memory."""
+        """Return the areas behind a log, or None if replicas share no memory."""
         return cls(log) if _POSSIBLE and log.shared and log.size > 1 else None
 
     def takes(self, tensor: torch.Tensor, op: str) -> bool:
-        """Whether a tensor is reduced, or gathered, here. The answer is the same on all replicas."""
+        """Return whether a tensor is reduced, or gathered, here. The answer is the same on all replicas."""
         size = tensor.numel() * tensor.dtype.itemsize
         if not 0 < size <= _MOST_NBYTES or size * self.size > 4 * _MOST_NBYTES:
             return False
@@ -101,10 +122,10 @@ class SharedSum:
     # Writing -------------------------------------------------------------------------------------------------
 
     def post(self, tensor: torch.Tensor, communicator: Communicator, number: int, wanted: bool = True) -> int:
-        """Copy a tensor to this replica's area and tell the others. Returns the operation's own number.
+        """Copy a tensor to this replica's area and notify the others. Return the operation's own number.
 
-        Call it in the order of the collectives, one at a time. A tensor that is not wanted by any of the others is only
-        as large as what they read, and is not copied.
+        Call it in the order of the collectives, one at a time. A tensor that is not wanted is not copied: it only has
+        the size of those that others send.
         """
         own = self._number = self._number + 1
         begin = self._room(tensor.numel() * tensor.dtype.itemsize, own, communicator, number)
@@ -117,10 +138,10 @@ class SharedSum:
         return own
 
     def _room(self, size: int, own: int, communicator: Communicator, number: int) -> int:
-        """Where in the area there is room: as near to its beginning as can be, where the caches are warm."""
+        """Return a free place in the area, as near to its beginning as possible, where the caches are warm."""
         size = -(-size // _LINE) * _LINE
         while True:
-            # Of all, this replica included: it reads its own part too, and may be the last.
+            # The least of all replicas, this one included: it reads its own part too, and may be the last.
             read = min([words[_DONE] for words in self._words])
             self._under_way = taken = [entry for entry in self._under_way if entry[0] > read]
             begin = 0
@@ -142,7 +163,7 @@ class SharedSum:
     # Reading -------------------------------------------------------------------------------------------------
 
     def collect(self, own: int, tensor: torch.Tensor, op: str, work: SharedWork) -> list[torch.Tensor]:
-        """Wait for the others. A reduction's result is put into the tensor; a gather's is returned."""
+        """Wait for the others. Write a reduction's result into the tensor, and return a gather's."""
         sources = work.sources
         if not self.posted(own, sources):
             self._wait_for(sources, own, work)
@@ -177,11 +198,11 @@ class SharedSum:
             communicator.finished(work)
 
     def posted(self, own: int, ranks: Sequence[int]) -> bool:
-        """Whether these have come to that operation."""
+        """Return whether these replicas have posted that operation."""
         return all(self._words[rank][_POSTED] >= own for rank in ranks)
 
     def done(self, own: int) -> None:
-        """This replica reads nothing of that operation any more."""
+        """Report that this replica reads nothing of that operation any more."""
         words = self._words[self._me]
         self._finished.add(own)
         while words[_DONE] + 1 in self._finished:
@@ -189,12 +210,12 @@ class SharedSum:
             words[_DONE] += 1
 
     def wake(self) -> None:
-        """Have every wait of this machine look up."""
+        """Wake every waiting replica, so that it looks for a reason to stop."""
         for address in self._addresses:
             _syscall(_SYS_FUTEX, address, _FUTEX_WAKE, self.size, None, None, 0)
 
     def _sleep(self, rank: int, word: int, seen: int, communicator: Communicator, number: int) -> None:
-        """Wait until a word of a replica is no longer what was seen, or a slice of time is over."""
+        """Wait until a word of a replica has changed, or a slice of time is over."""
         if communicator.failure is not None:
             communicator.raise_failure()
         if _syscall(_SYS_FUTEX, self._addresses[rank] + 4 * word, _FUTEX_WAIT, seen, _slice_at, None, 0) == 0:
@@ -220,7 +241,7 @@ class SharedSum:
 
 
 class SharedWork:
-    """One reduction or gather under way: of the tensors of some sources, in this order, or of all."""
+    """A reduction or gather under way, of the tensors of some sources in this order, or of all."""
 
     def __init__(
         self,
@@ -246,7 +267,7 @@ class SharedWork:
         self.result()
 
     def result(self) -> list[torch.Tensor]:
-        """Wait for the end and return a gather's tensors, source by source. A work can be waited for once."""
+        """Wait for the end and return a gather's tensors, source by source. Call it once."""
         tensor, self._tensor = self._tensor, None
         if tensor is None:
             return []
@@ -259,18 +280,18 @@ class SharedWork:
             activity.end()
 
     def conclude(self) -> None:
-        """The communicator has failed: have the wait look up."""
+        """Wake the wait, because the communicator has failed."""
         self._shared.wake()
 
     def under_way(self) -> bool:
-        """Nothing of it runs outside of Python."""
+        """Return False, because it does not run outside of Python."""
         return False
 
     def is_completed(self) -> bool:
-        """Whether all have come whose tensors this replica reads."""
+        """Return whether all replicas whose tensors this one reads have posted."""
         return self._shared.posted(self._own, self.sources)
 
     def __del__(self) -> None:
-        # Nobody waits for it: the others' data is not needed any more.
+        # Nobody waits for it, so the others' data is not needed any more.
         if self._tensor is not None:
             self._shared.done(self._own)

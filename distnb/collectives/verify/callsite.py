@@ -1,4 +1,4 @@
-"""Where in the user's program a collective, or another call of distnb, stands."""
+"""Call sites: the lines of the user's program that led to a collective or another call of distnb."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CallSite:
         return f"{self.place}: {self.text}" if self.text else self.place
 
     def warn(self, text: str) -> None:
-        """Warn as if that line did."""
+        """Warn as if that line did so."""
         warnings.warn_explicit(text, UserWarning, self.file, self.line)
 
 
@@ -83,7 +83,7 @@ def _classify(code: CodeType) -> int:
 
 
 def current() -> CallSite:
-    """The user's lines that led to this call, the innermost first; frames of libraries are left out."""
+    """Return the user's lines that led to this call, the innermost first, without frames of libraries."""
     frame: FrameType | None = sys._getframe(1)
     key: list[int] = []
     kinds = _kinds
@@ -108,7 +108,7 @@ def current() -> CallSite:
 
 
 def find(identity: bytes) -> CallSite:
-    """The call site of this process with that identity."""
+    """Return the call site of this process with that identity."""
     return _by_identity.get(identity, NOWHERE)
 
 
@@ -137,7 +137,7 @@ def _line(code: CodeType, instruction: int) -> int:
 
 
 def _name_of(filename: str) -> str:
-    """How people call a file: a cell by its number, where IPython knows it."""
+    """Return a file's name for people: a cell by its number, where IPython knows it."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and (cell := shell.compile.format_code_name(filename)) is not None:
         return " ".join(cell)

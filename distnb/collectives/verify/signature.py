@@ -1,4 +1,4 @@
-"""What a collective is, so that replicas can compare it: operation, reduce op, root, shapes, dtypes."""
+"""The signature of a collective, which replicas compare: operation, reduce op, root, shapes, dtypes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 3
 
 
 def of_tensors(operation: str, op: int | None, root: int | str | None, tensors: Sequence[torch.Tensor]) -> Key:
-    """The signature of a collective over these tensors of this replica."""
+    """Return the signature of a collective over these tensors of this replica."""
     if len(tensors) == 1:
         tensor = tensors[0]
         return (operation, op, root, tensor.device.type, tensor.shape, tensor.dtype)
@@ -35,7 +35,7 @@ def of_tensors(operation: str, op: int | None, root: int | str | None, tensors: 
 
 
 def record(key: Key) -> CollectiveRecord:
-    """The record of a collective with this signature, called from where the user's innermost frame is."""
+    """Return the record of a collective with this signature at the user's innermost frame."""
     site = callsite.current()
     known = _records.get((key, site.identity))
     if known is not None:
@@ -48,7 +48,7 @@ def record(key: Key) -> CollectiveRecord:
 
 
 def describe(key: Key) -> str:
-    """The signature for people: `all_reduce(float32[10], sum)`."""
+    """Return the signature for people: `all_reduce(float32[10], sum)`."""
     operation, op, root, device, *rest = key
     parts = []
     tensors = list(zip(rest[::2], rest[1::2], strict=True))
