@@ -1,4 +1,4 @@
-"""The notebook's commands: `%distnb` and `%%distribute`. They parse and delegate to the session."""
+"""The notebook's commands, `%distnb` and `%%distribute`. They parse their lines, and delegate to the session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["load_ipython_extension"]
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """What `%load_ext distnb` does. Loading twice changes nothing, and nothing takes it away again."""
+    """Load distnb into a shell: `%load_ext distnb`. Loading twice changes nothing, and it cannot be unloaded."""
     from distnb.magics.extension import Extension
 
     if not hasattr(shell, "_distnb"):

@@ -1,4 +1,4 @@
-"""The cells that used the cluster: under which strategy, how long they took, and how they ended."""
+"""The history of the cells that used the cluster: their strategies, durations and ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LETTERS = 60
 
 
 class CellHistory:
-    """Remembers the latest cells in which programs ran on engines; the shell tells of their beginnings and ends."""
+    """The latest cells in which programs ran on engines. The shell calls `begin` and `end` for each cell."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -31,11 +31,11 @@ class CellHistory:
         self._text = ""
 
     def begin(self, raw_cell: str) -> None:
-        """A cell begins."""
+        """Begin a cell."""
         self._began, self._program, self._text = time.monotonic(), _latest_program(), raw_cell
 
     def end(self, result: ExecutionResult | None) -> None:
-        """It has ended; None: by a stop between two of IPython's own steps."""
+        """End a cell; without a result if a stop came between two of IPython's own steps."""
         session, title = compose.current(), self._front.title
         if session is None or not (title or _latest_program() > self._program):
             return
@@ -47,7 +47,7 @@ class CellHistory:
         )
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A row for each, as `HEADER` names the columns, the latest last."""
+        """Return a row for each cell with the columns of `HEADER`, the latest last."""
         return list(self._rows)
 
 
@@ -66,7 +66,7 @@ def _outcome(result: ExecutionResult | None) -> str:
 
 
 def _beginning(text: str) -> str:
-    """The first line of a cell that says what it does."""
+    """Return the first line of a cell that is neither a comment nor a magic, or else its first line."""
     lines = [line.strip() for line in text.splitlines()]
     first = next((line for line in lines if line and not line.startswith(("%", "#"))), lines[0] if lines else "")
     return first if len(first) <= _LETTERS else f"{first[: _LETTERS - 1]}…"

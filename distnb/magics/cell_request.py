@@ -1,4 +1,4 @@
-"""What a `%%distribute` line asks for."""
+"""The request in a `%%distribute` line."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["CellRequest", "is_strategy", "read_request"]
 
 @dataclass(frozen=True)
 class CellRequest:
-    """A strategy, and the word for it that the user wrote.
+    """A strategy with the user's word for it, and the options of a cell.
 
     Attributes:
-        only: The replicas that are to run the cell; None for all.
-        time: Whether it is to be told where the time went.
-        timeline: Each wait of the replicas is to be drawn.
+        only: The replicas that run the cell; None for all.
+        time: True if the breakdown of the cell's time is to be printed.
+        timeline: True if each wait of the replicas is to be drawn.
         profile: The folder for traces of torch.profiler; "" for none.
-        name: Of the run that its curves are; "" for the cell's.
-        quiet: Its live view is not to be drawn.
+        name: The name of the run of its curves; "" for the cell's own.
+        quiet: True if no live view is to be drawn.
     """
 
     word: str
@@ -41,15 +41,15 @@ class CellRequest:
 
     @property
     def local(self) -> bool:
-        """Whether the cell runs in the notebook's own process."""
+        """True if the cell runs in the notebook's own process."""
         return class_of(self.spec.kind).is_local
 
 
 def read_request(line: str, user_ns: Mapping[str, Any]) -> CellRequest:
-    """Read what follows `%%distribute`; names of strategy objects are looked up among the notebook's variables.
+    """Parse the text after `%%distribute`. Names of strategy objects are looked up among the notebook's variables.
 
     Raises:
-        OptionError: It makes no sense, or names an option that the strategy cannot honour.
+        OptionError: The line is invalid, or names an option that the strategy cannot honour.
     """
     found = DISTRIBUTE.read(line)
     word: str = found.word
@@ -104,9 +104,9 @@ def _spec_of_object(word: str, user_ns: Mapping[str, Any]) -> StrategySpec:
         )
     value = user_ns[word]
     if not is_strategy(value):
-        kind = getattr(type(value), "_word", type(value).__name__)  # a handle is named after what it stands for
+        kind = getattr(type(value), "_word", type(value).__name__)  # for a handle, the class that it represents
         raise OptionError(
-            f"%%distribute {word}: {word!r} is a {kind}, and a strategy is needed. Give one of "
+            f"%%distribute {word}: {word!r} is a {kind}, not a strategy. Give one of "
             f"{', '.join(WORDS)}, or the name of a strategy object such as distnb.MirroredStrategy()."
         )
     spec: StrategySpec = value.spec
@@ -115,5 +115,5 @@ def _spec_of_object(word: str, user_ns: Mapping[str, Any]) -> StrategySpec:
 
 def is_strategy(value: Any) -> bool:
     """Return whether a value is a strategy object."""
-    # A handle's attributes may be on an engine, its class among them.
+    # A handle's attributes, including its class, may be on an engine.
     return not isinstance(value, DistributedValues) and isinstance(value, Strategy)

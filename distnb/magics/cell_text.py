@@ -1,4 +1,4 @@
-"""Where a distributed cell's text stands in the notebook's cell, and what may not stand in it."""
+"""The position of a distributed cell's text in the notebook's cell, and the checks of that text."""
 
 from __future__ import annotations
 import __future__
@@ -20,23 +20,23 @@ _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all
 
 
 def padded(raw_cell: str, line: str, body: str) -> str:
-    """The body with as many lines before it as in the notebook's cell, so that line numbers agree.
+    """Return the body with as many lines before it as in the notebook's cell, so that line numbers agree.
 
-    The magic's line stays, as a comment, for tracebacks to show.
+    The magic's line remains as a comment, for tracebacks to show.
     """
     whole, part = raw_cell.rstrip().split("\n"), body.rstrip().split("\n")
     at = len(whole) - len(part)
     if not at and [line.strip() for line in whole] == [line.strip() for line in part]:
         return body  # no magic line was written: %autodistribute
-    # IPython strips indentation and prompts, so a text that does not match is taken to follow one line of magic.
+    # IPython strips indentation and prompts. A text that does not match is assumed to follow one line of magic.
     before = at if at > 0 and [line.strip() for line in whole[at:]] == [line.strip() for line in part] else 1
     return "\n" * (before - 1) + f"# %%distribute {line}\n" + body
 
 
 def check_no_nested_magic(text: str) -> None:
-    """Refuse a cell magic in the body of a distributed cell; OptionError names it and its line in the cell.
+    """Raise OptionError for a cell magic in the body of a distributed cell, with its name and line.
 
-    IPython, which has made Python of the text, takes it for a line magic.
+    IPython, which has transformed the text to Python, treats it as a line magic.
     """
     for number, line in enumerate(text.splitlines(), 1):
         found = _NESTED.search(line)
@@ -46,21 +46,20 @@ def check_no_nested_magic(text: str) -> None:
         cure = (
             f"Write %%{name} in the line above %%distribute."
             if name in ("time", "timeit", "capture", "prun")
-            else f"Put what %%{name} does into a cell of its own."
+            else f"Move %%{name} and its text into a cell of its own."
         )
         raise OptionError(
-            f"%%{name} in line {number} is a cell magic within a distributed cell, and only one can "
-            f"have the cell. {cure}"
+            f"%%{name} in line {number} is a cell magic within a distributed cell, but a cell can have only one. {cure}"
         )
 
 
 def transformed(source: str, filename: str, shell: InteractiveShell) -> str:
-    """Return Python's syntax for IPython's, line for line.
+    """Return the text with IPython's syntax transformed to Python's, line for line.
 
     Raises:
-        SyntaxError: The text cannot be split into tokens; shown as `check_syntax` shows it.
+        SyntaxError: The text cannot be split into tokens. It is shown as `check_syntax` shows it.
     """
-    # IPython strips empty lines at the top, which stand for the notebook cell's first lines.
+    # IPython strips empty lines at the top, which represent the notebook cell's first lines.
     above = len(source) - len(source.lstrip("\n"))
     try:
         return "\n" * above + str(shell.transform_cell(source))
@@ -71,14 +70,14 @@ def transformed(source: str, filename: str, shell: InteractiveShell) -> str:
 
 
 def check_syntax(text: str, filename: str, shell: InteractiveShell) -> None:
-    """Raise a syntax error before anything is sent, and before a cluster is started for it.
+    """Raise a syntax error before anything is sent, and before a cluster is started.
 
-    It looks as in any cell: the line and what is wrong with it, no frames. Of the compiler's flags those of
-    `from __future__` imports in earlier cells count: another one says that a cell may be incomplete.
+    It is shown as in any cell, with the line and the error but without frames. Of the compiler's flags, only those of
+    `from __future__` imports in earlier cells apply: another one says that a cell may be incomplete.
     """
     flags = shell.compile.flags & _FUTURE | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     try:
-        with warnings.catch_warnings(action="ignore"):  # the replicas warn
+        with warnings.catch_warnings(action="ignore"):  # the replicas will warn
             compile(text, filename, "exec", flags, dont_inherit=True)
     except SyntaxError as error:
         _show_the_line(error, text, shell)
@@ -86,7 +85,7 @@ def check_syntax(text: str, filename: str, shell: InteractiveShell) -> None:
 
 
 def _show_the_line(error: SyntaxError, text: str, shell: InteractiveShell) -> None:
-    """Let IPython draw a syntax error by its line in the text, without frames."""
+    """Make IPython draw a syntax error by its line in the text, without frames."""
     lines = text.splitlines()
     if not error.text and error.lineno is not None and error.lineno <= len(lines):
         error.text = lines[error.lineno - 1]

@@ -1,4 +1,4 @@
-"""The `%distnb` line magic: start, stop and look at the cluster."""
+"""The `%distnb` line magic, which starts, stops and shows the cluster."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ClusterMagic:
                 getattr(self, command)(COMMANDS[command].read(rest))
 
     def ensure(self, spec: StrategySpec = _ANY) -> Session:
-        """Return the running session. Without one, start a cluster that suits a strategy, and print so."""
+        """Return the running session. Without one, start a cluster that suits a strategy, and print a line about it."""
         session, strategy = sessions.current(), resolve(spec)
         if session is None:
             options = StartOptions(**strategy.start_options())
@@ -125,7 +125,7 @@ class ClusterMagic:
     def status(self, found: Namespace) -> None:
         """`%distnb status`."""
         if sessions.current() is None:
-            print("No cluster is running. %distnb start begins one.")
+            print("No cluster is running. Start one with %distnb start.")
             return
         session = sessions.require()
         work = session.work()
@@ -178,7 +178,7 @@ class ClusterMagic:
             return
         logs = session.logs()
         if found.engine is not None and found.engine not in logs:
-            raise OptionError(f"There is no engine {found.engine}; the engines are {', '.join(map(str, logs))}.")
+            raise OptionError(f"There is no engine {found.engine}. The engines are {', '.join(map(str, logs))}.")
         for engine, text in logs.items():
             if found.engine in (None, engine):
                 print(f"── engine {engine} ──\n{text}")
@@ -239,8 +239,8 @@ class ClusterMagic:
             if found.replica not in written:
                 there = ", ".join(map(str, written)) or "none"
                 raise OptionError(
-                    f"%distnb output {found.replica}: no such {who} wrote anything in the latest cell where one "
-                    f"did; those that did: {there}."
+                    f"%distnb output {found.replica}: this {who} wrote nothing in the latest cell with output. "
+                    f"Give one of those that did: {there}."
                 )
             written = {found.replica: written[found.replica]}
         text = "".join(
@@ -266,7 +266,7 @@ class ClusterMagic:
         if found.tensorboard is not None:
             self._front.write_events(None if found.tensorboard == "off" else EventFiles(found.tensorboard))
         elif found.mode is None:
-            raise OptionError(f"%distnb live: say how, one of {', '.join(LIVE_MODES)}, or --tensorboard DIR.")
+            raise OptionError(f"%distnb live: give one of {', '.join(LIVE_MODES)}, or --tensorboard DIR.")
         self._front.mode = found.mode or self._front.mode
 
     def curves(self, found: Namespace) -> None:
@@ -314,14 +314,14 @@ class ClusterMagic:
         self._shell.display_pub.publish({"text/plain": text, "text/html": html_table(header, rows, numeric=numeric)})
 
 
-ClusterMagic.distnb.__doc__ = distnb_help()  # what `%distnb?` shows
+ClusterMagic.distnb.__doc__ = distnb_help()  # shown by `%distnb?`
 
 
 @contextlib.contextmanager
 def _progress(shell: InteractiveShell) -> Iterator[Callable[[str], None]]:
-    """Show a line that changes as engines start, and is gone when they have.
+    """Show a line that changes while engines start, and is removed when they have.
 
-    The result is printed below it: a front end that shows no changes of a display ends with the result, too.
+    The result is printed below it, so that it is also last in a front end that does not show changes of a display.
     """
     publisher = publisher_for(shell)
     try:

@@ -1,4 +1,4 @@
-"""What `%distnb` and `%%distribute` take: a parser for each, of which help, complaints and Tab are made."""
+"""The parsers of `%distnb` and `%%distribute`, from which help, errors and Tab completions are made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIVE_MODES = ("auto", "widget", "picture", "text", "off")
 
 
 class LineParser(argparse.ArgumentParser):
-    """argparse for a line of a notebook: of a magic as it is written ("%distnb start"), with what it does."""
+    """An argparse parser for a line of a notebook, named as its magic is written ("%distnb start")."""
 
     def __init__(self, magic: str, about: str) -> None:
         super().__init__(
@@ -32,11 +32,11 @@ class LineParser(argparse.ArgumentParser):
 
     @property
     def usage_line(self) -> str:
-        """All that it takes, in one line."""
+        """The arguments, in one line."""
         return " ".join(self.format_usage().split()).removeprefix("usage: ")
 
     def error(self, message: str) -> NoReturn:
-        """What argparse calls on bad input."""
+        """Raise OptionError; argparse calls this for bad input."""
         usage = self.usage_line
         raise OptionError(
             f"{self.prog}: {message.removeprefix('argument ')}. "
@@ -44,7 +44,7 @@ class LineParser(argparse.ArgumentParser):
         )
 
     def read(self, line: str) -> argparse.Namespace:
-        """Parse a line; OptionError if it makes no sense."""
+        """Parse a line. Raises OptionError if it is invalid."""
         try:
             words = shlex.split(line)
         except ValueError as error:
@@ -55,13 +55,13 @@ class LineParser(argparse.ArgumentParser):
         return found
 
     def words(self) -> list[str]:
-        """The names of its options."""
+        """Return the names of its options."""
         return [option for action in self._actions for option in action.option_strings]
 
 
 def _whole(text: str, least: int = 0) -> int:
     if not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} is no whole number, {least} or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, {least} or more")
     return int(text)
 
 
@@ -76,7 +76,7 @@ def _size(text: str) -> int:
 
 
 def asks_for_help(line: str) -> bool:
-    """Whether a magic's line has -h or --help in it."""
+    """Return whether a magic's line contains -h or --help."""
     return not {"-h", "--help"}.isdisjoint(line.split())
 
 
@@ -191,12 +191,12 @@ def _distribute() -> LineParser:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """ "0,2-3" as (0, 2, 3)."""
+    """Parse replica numbers: (0, 2, 3) for "0,2-3"."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
         if not (first.isdigit() and (last or first).isdigit() and int(first) <= int(last or first)):
-            raise argparse.ArgumentTypeError(f"{text} names no replicas. Write 1, or 0,2-3")
+            raise argparse.ArgumentTypeError(f"{text} is not a list of replicas. Write 1, or 0,2-3")
         found.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(found))
 
@@ -212,21 +212,21 @@ def _autodistribute() -> LineParser:
 
 
 COMMANDS = _commands()
-"""The parser of each command of `%distnb`, by its name."""
+"""The parser of each command of `%distnb`, by name."""
 
 DISTRIBUTE = _distribute()
 """The parser of `%%distribute`."""
 
 AUTODISTRIBUTE = _autodistribute()
-"""The parser of `%autodistribute`, as far as its first word."""
+"""The parser of the first word of `%autodistribute`."""
 
 
 def distnb_help() -> str:
-    """Every command of `%distnb` with its arguments."""
+    """Return the text of all commands of `%distnb` with their arguments."""
     width = 42
     lines = []
     for parser in COMMANDS.values():
         usage = parser.usage_line
-        shown = usage if len(usage) < width else f"{' '.join(usage.split()[:4])} …"  # the magic, and an option
+        shown = usage if len(usage) < width else f"{' '.join(usage.split()[:4])} …"  # only the magic and one option
         lines.append(f"{shown:<{width}}{parser.about}")
     return "\n".join([*lines, "", "%distnb COMMAND -h tells more of a command.", "", COMMANDS["start"].format_help()])

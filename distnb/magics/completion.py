@@ -1,4 +1,4 @@
-"""Tab: words of the magics. Names of the notebook complete by themselves, and handles know their attributes."""
+"""Tab completion of the words of the magics. IPython completes the notebook's names, and handles their attributes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINE = re.compile(r"^(?:(%%distribute)|(%distnb|%autodistribute))[ \t]+(?P<befo
 
 
 def complete(shell: InteractiveShell) -> None:
-    """Let Tab know the words of the magics, and print nothing of what it asks handles for."""
+    """Make Tab complete the words of the magics, and suppress the output of its requests to handles."""
     completer = shell.Completer
     plainly = completer.completions
 
@@ -37,7 +37,7 @@ def complete(shell: InteractiveShell) -> None:
     def completions(text: str, offset: int) -> Iterator[Any]:
         session = compose.current()
         with session.inspecting() if session is not None else nullcontext():
-            found = list(plainly(text, offset))  # all of it now: who reads on later is not within any more
+            found = list(plainly(text, offset))  # complete now, because a later read would be outside of the block
         yield from found
 
     completer.custom_matchers.append(words)
@@ -45,7 +45,7 @@ def complete(shell: InteractiveShell) -> None:
 
 
 def _known(magic: str, before: list[str], user_ns: Mapping[str, Any]) -> Iterable[str]:
-    """The words that may stand behind others in a line of a magic."""
+    """Return the possible next words in a line of a magic."""
     if magic == "%autodistribute" and not before:
         return ["off", *_known("%%distribute", before, user_ns)]
     if magic != "%distnb":

@@ -1,9 +1,9 @@
-"""The `%%distribute` cell magic: hands the cell to the session, or makes an ordinary one of it.
+"""The `%%distribute` cell magic, which passes the cell to the session, or makes it an ordinary cell.
 
-Under `default` and `one_device` an input transformer takes the magic line away before IPython makes a magic call of the
-cell. So everything is as in any cell: plain objects, breakpoint() and %debug, top-level await, tracebacks with the
-cell's own lines. In the place of the magic line stands a call that binds the name `strategy`; behind
-`from __future__` imports, where there are some.
+Under `default` and `one_device` an input transformer removes the magic line before IPython makes a magic call of the
+cell. So everything works as in any cell: plain objects, breakpoint() and %debug, top-level await, tracebacks with the
+cell's own lines. A call that binds the name `strategy` replaces the magic line, or follows the cell's
+`from __future__` imports.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ _ENTER = "get_ipython()._distnb_local"
 
 
 class DistributeMagic(ast.NodeTransformer):
-    """Runs `%%distribute` cells of one shell; `ensure` gives the running session, or starts one that suits a strategy.
+    """The runner of one shell's `%%distribute` cells.
 
-    The name `strategy`, and others of the strategy's (`coordinator`), stay bound after the cell, unless they were the
-    user's own before.
+    `ensure` returns the running session, or starts one that suits a strategy. The name `strategy`, and other names of
+    the strategy (`coordinator`), remain bound after the cell, unless they were the user's own before.
     """
 
-    has_side_effects = False  # IPython's question to a transformer
+    has_side_effects = False  # IPython reads this of every transformer
 
     def __init__(self, shell: InteractiveShell, front: Front, ensure: Callable[..., Session]) -> None:
         self._shell = shell
         self._front = front
         self._ensure = ensure
         self._raw_cell = ""
-        self._auto = ""  # what stands after %%distribute in cells that have no magic
+        self._auto = ""  # the text after %%distribute for cells without a magic
         self._copies = ExitStack()
-        self._ours: dict[str, Any] = {}  # what the names were bound to
-        self._users: dict[str, Any] = {}  # what they were before
+        self._ours: dict[str, Any] = {}  # the values that we bound to names
+        self._users: dict[str, Any] = {}  # the values of these names before
 
     def cell_begins(self, raw_cell: str) -> None:
-        """IPython begins to run this cell."""
+        """Note a cell that IPython begins to run."""
         self._raw_cell = raw_cell
 
     def _names(self, request: CellRequest) -> None:
@@ -77,12 +77,12 @@ class DistributeMagic(ast.NodeTransformer):
         self._front.draw(each_wait=request.timeline, run=request.name, quiet=request.quiet)
 
     def leave(self) -> None:
-        """The cell ended: what the user had called by our names is called so again."""
+        """End the cell: restore the user's values of the names that it bound."""
         self._copies.close()
         for name, value in self._users.items():
             if self._shell.user_ns.get(name) is self._ours[name]:
                 self._shell.user_ns[name] = value
-                del self._ours[name]  # the very object may be the user's own, and is not ours in the next cell
+                del self._ours[name]  # the same object may be the user's own in the next cell
         self._users.clear()
 
     # -- on replicas -----------------------------------------------------------------------------------------------
@@ -107,8 +107,8 @@ class DistributeMagic(ast.NodeTransformer):
             with presented():
                 check_no_nested_magic(text)
             check_syntax(text, filename, self._shell)
-            # IPython holds a single magic call as the cell's text. Functions that come back from the replicas have
-            # their lines in this one: for tracebacks, inspect, and replicas that they are sent to later.
+            # IPython holds a single magic call as the cell's text. Functions from the replicas have their lines in this
+            # text: for tracebacks, for inspect, and for replicas that they are sent to later.
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             with presented():
                 profile = profile_folder(request.profile) if request.profile else None
@@ -122,21 +122,21 @@ class DistributeMagic(ast.NodeTransformer):
                         print(_told(session.latest_times))
 
     def run_in_scope(self, source: str, spec: StrategySpec, filename: str, function: UsersFunction | None) -> None:
-        """Run a `with strategy.scope():` of an ordinary cell, or of a function of one, on the replicas."""
+        """Run a `with strategy.scope():` block of an ordinary cell, or of a function in one, on the replicas."""
         self._front.name_cell(spec.kind)
         self._run(self._ensure(), source, spec, filename, in_scope=True, function=function)
 
     def _run(self, session: Session, source: str, spec: StrategySpec, filename: str, **how: Any) -> None:
-        # IPython's counter may be one further already.
+        # IPython's counter may be one ahead already.
         label = cell_name(filename, self._shell) or f"Cell In[{self._shell.execution_count}]"
         try:
             session.run_cell(source, spec, filename=filename, label=label, **how)
         finally:
-            # All that the replicas wrote stands in the cell before its error does.
+            # All output of the replicas comes before the error in the cell.
             self._front.flush()
 
     def _filename(self) -> str:
-        """What the notebook's debugger and tracebacks call the running cell: its frame is below all others'."""
+        """Return the name of the running cell in the debugger and in tracebacks, from the bottom frame."""
         found, frame = "", sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
@@ -148,7 +148,7 @@ class DistributeMagic(ast.NodeTransformer):
     # -- in the notebook -------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Put the transformer before the one that makes magic calls."""
+        """Install the transformer before the one that makes magic calls."""
         shell: Any = self._shell
         transforms = shell.input_transformer_manager.cleanup_transforms
         names = [getattr(transform, "__name__", "") for transform in transforms]
@@ -157,23 +157,23 @@ class DistributeMagic(ast.NodeTransformer):
         shell._distnb_local = self.enter
 
     def __call__(self, lines: list[str]) -> list[str]:
-        """Transform a cell; called by IPython for every cell, also for completions."""
+        """Transform a cell. IPython calls this for every cell, and for completions."""
         match = _MAGIC.match(lines[0].rstrip()) if lines else None
         if match is None:
             return [f"%%distribute {self._auto}\n", *lines] if self._auto and _is_program(lines) else lines
         line = match["line"] or ""
         if asks_for_help(line) or not "".join(lines[1:]):
-            return [lines[0], "\n"]  # of a cell without a body IPython would complain before the magic hears of it
+            return [lines[0], "\n"]  # for a cell without a body, IPython would raise before it calls the magic
         try:
             request = read_request(line, self._shell.user_ns)
         except (OptionError, StartError):
-            return lines  # the magic itself tells what is wrong
+            return lines  # the magic itself raises the error
         if not request.local or not "".join(lines[1:]).strip():
             return lines
         return [f"{_ENTER}({line!r})\n", *lines[1:]]
 
     def visit_Module(self, tree: ast.Module) -> ast.Module:
-        """Put the call behind the cell's `from __future__` imports; called by IPython for every cell."""
+        """Put the call after the cell's `from __future__` imports. IPython calls this for every cell."""
         futures = [
             place
             for place, node in enumerate(tree.body)
@@ -184,7 +184,7 @@ class DistributeMagic(ast.NodeTransformer):
         return tree
 
     def enter(self, line: str) -> None:
-        """The first thing that a local cell does."""
+        """Begin a local cell: bind its names."""
         filename = sys._getframe(1).f_code.co_filename
         _restore_first_line(filename, line)
         text = "".join(linecache.getlines(filename))
@@ -196,7 +196,7 @@ class DistributeMagic(ast.NodeTransformer):
             self._names(request)
             session = sessions.current()
             if session is not None:
-                # What lives on the engines is worked on as copies; the names are the handles again when the cell ends.
+                # Objects on the engines are copied for the cell. The names are bound to the handles again at its end.
                 self._copies.enter_context(session.namespace.localise(text))
 
     def autodistribute(self, line: str) -> None:
@@ -213,33 +213,33 @@ class DistributeMagic(ast.NodeTransformer):
                 self._auto = ""
             elif read_request(line, self._shell.user_ns).local:
                 raise OptionError(
-                    f"%autodistribute {line}: such cells run in the notebook's own process. %autodistribute off lets "
-                    "cells run there; %%distribute default binds `strategy` in one cell."
+                    f"%autodistribute {line}: its cells would run in the notebook's own process. Use %autodistribute "
+                    "off for that, or %%distribute default to bind `strategy` in one cell."
                 )
             else:
                 self._auto = line
 
     def complain(self, line: str) -> None:
-        """What IPython calls where the magic line is not the cell's first, or has one % only: a line magic to it."""
+        """Raise an error for a magic line that is not the cell's first, or has one %, a line magic to IPython."""
         with presented():
             raise OptionError(
                 "%%distribute must be the first line of its cell, with two %: IPython reads a cell magic nowhere else. "
-                "What stands above it has run. Move that below it, or into a cell of its own."
+                "The lines above it have run. Move them below it, or into a cell of their own."
             )
 
 
-DistributeMagic.distribute.__doc__ = DISTRIBUTE.format_help()  # what `%%distribute?` shows
+DistributeMagic.distribute.__doc__ = DISTRIBUTE.format_help()  # shown by `%%distribute?`
 DistributeMagic.autodistribute.__doc__ = AUTODISTRIBUTE.format_help()
 
 
 def _is_program(lines: list[str]) -> bool:
-    """Whether a cell is Python, and no command to IPython."""
+    """Return whether a cell is Python, rather than a command to IPython."""
     code = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
     return bool(code) and code[0].lstrip()[0] not in "%!?" and not code[-1].rstrip().endswith("?")
 
 
 def _told(times: CellTimes) -> str:
-    """Where a cell's time went, in words."""
+    """Return the breakdown of a cell's time in words."""
     slowest, fastest = max(times.running, default=0.0), min(times.running, default=0.0)
     ran = f"{slowest:.3f} s" if len(times.running) < 2 else f"{fastest:.3f} to {slowest:.3f} s"
     sent, taken = f"{times.packing:.3f} s to send it", f"{times.taking:.3f} s to take over"
@@ -247,7 +247,7 @@ def _told(times: CellTimes) -> str:
 
 
 def _restore_first_line(filename: str, line: str) -> None:
-    """Let tracebacks show the user's magic line, as a comment: whoever parses the cell's text must be able to."""
+    """Make tracebacks show the user's magic line as a comment, so that the cell's text can be parsed."""
     entry = linecache.cache.get(filename)
     if entry is not None and len(entry) == 4 and entry[2] and "_distnb_local" in entry[2][0]:
         size, changed, lines, name = entry

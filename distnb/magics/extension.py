@@ -1,4 +1,4 @@
-"""Everything that `%load_ext distnb` adds to one IPython shell."""
+"""The parts that `%load_ext distnb` adds to an IPython shell."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RUN_CELL = InteractiveShell.run_cell_async.__code__
 
 
 class Extension:
-    """distnb in one shell."""
+    """The parts of distnb in one shell."""
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
@@ -45,13 +45,13 @@ class Extension:
         self._cluster = ClusterMagic(shell, self._front, self._history)
         self._distribute = DistributeMagic(shell, self._front, self._cluster.ensure)
         self._scope = ScopeTransformer()
-        # What of ours runs around a cell is done whole: a stop meanwhile is the cell's, or the next thing's.
+        # Our hooks around a cell run as a whole. A stop in the meantime applies to the cell, or to the next step.
         self._stops = StopHandler((Extension._begin.__code__, Extension._leave.__code__, Front.end_cell.__code__))
         self._dispatch = ScopeDispatch(self._distribute.run_in_scope)
         self._open = False
 
     def install(self) -> None:
-        """Add everything."""
+        """Add all parts."""
         shell = self._shell
         register = shell.magics_manager.register_function
         register(self._cluster.distnb, "line", "distnb")
@@ -81,17 +81,17 @@ class Extension:
         )
         compose.attach(front_end)
         kernel = getattr(shell, "kernel", None)
-        if hasattr(kernel, "control_handlers"):  # it is ipykernel's
+        if hasattr(kernel, "control_handlers"):  # the kernel is ipykernel's
             SidePanel(kernel, self._front).install()
-        # The cell that loads the extension may go on to use it.
+        # The cell that loads the extension may use it at once.
         self._stops.install()
         _choose_debugger()
         self._front.begin_cell(_cells_stored(self._shell) - 1)
 
     def _settle(self, result: ExecutionResult | None, *, stop: bool) -> None:
-        """Wait for calls that were sent with `wait=False`; what one of them raised is this cell's error, too.
+        """Wait for calls that were sent with `wait=False`. An error of one of them is also this cell's error.
 
-        There is no result if a stop came between two of IPython's own steps; `stop`: the user has asked for their end.
+        There is no result if a stop came between two of IPython's own steps. With `stop`, the user has ended the calls.
         """
         session = compose.current()
         if session is None:
@@ -103,16 +103,16 @@ class Extension:
                 session.finish_calls()
         except BaseException as error:  # noqa: BLE001  (whatever a replica raised, and the user's interrupt)
             if result is None:
-                return  # it was stopped, and IPython shows no error of it
+                return  # the cell was stopped, and IPython shows no error for it
             if result.success or not isinstance(error, KeyboardInterrupt):  # an interrupted cell's calls ended with it
                 self._shell.showtraceback()
             result.error_in_exec = result.error_in_exec or error
 
     def _before(self, info: ExecutionInfo) -> None:
-        # %%capture and others run a cell within a cell; what it shows is the outer one's.
+        # %%capture and others run a cell within a cell. Its output belongs to the outer one.
         if _cells_under_way() > 1:
             return
-        if self._open:  # a stop between two of IPython's own steps: it never told of the last cell's end
+        if self._open:  # after a stop between two of IPython's own steps, it did not report the last cell's end
             self._end(None)
         self._begin(info.raw_cell or "")
 
@@ -123,7 +123,7 @@ class Extension:
         _choose_debugger()
         self._distribute.cell_begins(raw_cell)
         self._history.begin(raw_cell)
-        self._front.begin_cell(_cells_stored(self._shell))  # the number of this one, which is stored next
+        self._front.begin_cell(_cells_stored(self._shell))  # the number of this cell, which is stored next
 
     def _after(self, result: ExecutionResult | None) -> None:
         if not _cells_under_way():
@@ -142,7 +142,7 @@ class Extension:
 
 
 def _autoreloaded(shell: InteractiveShell, name: str) -> object:
-    """When the file was written that %autoreload last looked at; it changes modules without reloading them."""
+    """Return the time of a file when %autoreload last checked it. It changes modules without reloading them."""
     reloader = autoreloader(shell)
     if reloader is None:
         return None
@@ -152,13 +152,13 @@ def _autoreloaded(shell: InteractiveShell, name: str) -> object:
 
 
 def _cells_stored(shell: InteractiveShell) -> int:
-    """How many cells are in `In`, with the 0th; IPython's own counter may be one further or not."""
+    """Return the number of cells in `In`, including the 0th. IPython's own counter may be one ahead."""
     history = shell.history_manager
     return len(history.input_hist_parsed) if history is not None else shell.execution_count
 
 
 def _cells_under_way() -> int:
-    """How many cells of IPython's are being run, one within the other."""
+    """Return the number of IPython's cells under way, one within the other."""
     count, frame = 0, sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -170,10 +170,10 @@ _debugpys_hook: Callable[..., Any] | None = None
 
 
 def _choose_debugger() -> None:
-    """Let `breakpoint()` stop in a notebook.
+    """Make `breakpoint()` stop in a notebook.
 
-    ipykernel loads debugpy, whose hook stops only while the front end's own debugger is attached, and else passes a
-    user's `breakpoint()` over in silence: then IPython's debugger answers, with a prompt below the cell.
+    ipykernel loads debugpy, whose hook stops only while the front end's own debugger is attached, and otherwise ignores
+    a user's `breakpoint()` silently. Then IPython's debugger is used, with a prompt below the cell.
     """
     global _debugpys_hook
     debugpy = sys.modules.get("debugpy")

@@ -1,8 +1,8 @@
-"""`with strategy.scope():` in the notebook's own code: its block runs on the replicas.
+"""The transformer of `with strategy.scope():` in the notebook's own code, whose block runs on the replicas.
 
 The AST transformer rewrites every `with` of a cell that calls some `.scope()`, or names an object that may be a scope.
-Whether a remote strategy is meant is decided when it runs. A function may run on a replica, where IPython knows nothing
-of this: so the scope is asked first.
+The rewritten code decides at run time whether the strategy is remote. A function may run on a replica, where IPython
+does not have the dispatcher, so the scope is checked first.
 
     with strategy.scope() as s:      →      _scope_ = strategy.scope()
         body                                if type(_scope_).__name__ == "StrategyScope" and _scope_.is_remote:
@@ -13,8 +13,8 @@ of this: so the scope is asked first.
                                                 with _scope_ as s:
                                                     body
 
-In a function the block gets the locals that it reads, and those that it assigns are bound after it. At the top level
-of a cell, and in its `if`, `for` and `try` statements, names are the notebook's: nothing is bound there.
+In a function, the block gets the locals that it reads, and those that it assigns are bound after it. At the top level
+of a cell, and in its `if`, `for` and `try` statements, names are the notebook's, so nothing is bound there.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ if TYPE_CHECKING:
 __all__ = ["RunInScope", "ScopeDispatch", "ScopeTransformer"]
 
 RunInScope = Callable[[str, StrategySpec, str, UsersFunction | None], None]
-"""Runs a source text in the scope of a strategy on the replicas: (source, spec, filename, function that it is in)."""
+"""A function that runs a source text in a strategy's scope on the replicas: (source, spec, filename, its function)."""
 
 _DISPATCH = "get_ipython()._distnb_scope"
 _IS_REMOTE = "type(_scope_).__name__ == 'StrategyScope' and _scope_.is_remote"
 _GIVEN, _MADE, _BLOCK = "_given_", "_made_", "_block_"
-"""What locals of a function, and the block, are called where the block runs."""
+"""The names of a function's locals, and of the block, where the block runs."""
 
 
 class ScopeTransformer(ast.NodeTransformer):
-    """Rewrites what IPython compiles: a cell, or a function that `%%time` and its like have in hand."""
+    """The transformer of the code that IPython compiles: a cell, or a function that `%%time` and the like compile."""
 
     def __init__(self) -> None:
         self._functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
 
     def visit(self, node: ast.AST) -> Any:
-        """Every statement; expressions hold no `with`."""
+        """Visit statements only, since expressions contain no `with`."""
         return node if isinstance(node, ast.expr) else super().visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
-        """The body of a class has names of its own: only its methods are looked into."""
+        """Visit the methods of a class only: names in its body are its own."""
         for each in node.body:
             if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
                 self.visit(each)
         return node
 
     def visit_FunctionDef(self, node: Any) -> Any:
-        """A function: the block's names are its locals."""
+        """Visit a function, in which the block's names are its locals."""
         self._functions.append(node)
         self.generic_visit(node)
         self._functions.pop()
@@ -76,7 +76,7 @@ class ScopeTransformer(ast.NodeTransformer):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_With(self, node: ast.With) -> Any:
-        """The statement that is meant."""
+        """Rewrite a `with` statement that may enter a scope."""
         certain = (item for item in node.items if _calls_scope(item.context_expr))
         scope = next(certain, None) or next((item for item in node.items if _may_be_scope(item.context_expr)), None)
         if scope is None:
@@ -88,8 +88,8 @@ class ScopeTransformer(ast.NodeTransformer):
             if function is not None and not leaves:
                 leaves, stores = _assigned(node, function)
         except SyntaxError:
-            return node  # the cell's own compiling tells it
-        # The text is for where the cell's own cannot be found.
+            return node  # the compilation of the cell reports the error
+        # The unparsed text is for statements whose lines cannot be found.
         what = f"{node.lineno}, {node.end_lineno}, {ast.unparse(node)!r}, {leaves!r}"
         if function is not None:
             names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
@@ -111,9 +111,9 @@ class ScopeTransformer(ast.NodeTransformer):
 
 
 def _leaving(node: ast.With) -> str:
-    """The word for what in a block belongs to the code around, and cannot be sent; "" if nothing."""
+    """Return the word for a statement in a block that belongs to the code around it, and cannot be sent; "" if none."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # the cell's own compiling warns
+        with warnings.catch_warnings(action="ignore"):  # the compilation of the cell warns
             compile(ast.Module([node], []), "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     except SyntaxError as error:
         for word in ("nonlocal", "return", "yield", "break", "continue"):
@@ -124,12 +124,12 @@ def _leaving(node: ast.With) -> str:
 
 
 def _assigned(node: ast.With, function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, list[str]]:
-    """The names that a block in a function assigns, and the word for what it must not do to one; "" if nothing."""
+    """Return the names that a block in a function assigns, and the word for a forbidden use of one; "" if none."""
     declared = {name for each in ast.walk(function) if isinstance(each, ast.Global) for name in each.names}
     deleted = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Del)}
     lines = [*(f"global {name}" for name in declared), ast.unparse(node)]
     text = "def block():\n" + textwrap.indent("\n".join(lines), "    ")
-    parts = symtable.symtable(text, "", "exec").get_children()  # since Python 3.14 one for annotations, too
+    parts = symtable.symtable(text, "", "exec").get_children()  # since Python 3.14, there is one for annotations, too
     symbols = next(each for each in parts if each.get_name() == "block").get_symbols()
     own = sorted(symbol.get_name() for symbol in symbols if symbol.is_local())
     if any(symbol.is_declared_global() and (symbol.is_assigned() or symbol.is_imported()) for symbol in symbols):
@@ -160,14 +160,14 @@ def _may_be_scope(expression: ast.expr) -> bool:
 
 
 class ScopeDispatch:
-    """Runs a block on the replicas; `bound` is what the block of a function assigned."""
+    """The dispatcher of blocks to the replicas. `bound` has the names that the block of a function assigned."""
 
     def __init__(self, run: RunInScope) -> None:
         self._run = run
         self.bound: dict[str, Any] = {}
 
     def install(self, shell: InteractiveShell) -> None:
-        """Make it reachable from cells."""
+        """Make the dispatcher reachable from cells."""
         shell._distnb_scope = self  # type: ignore[attr-defined]
 
     def __call__(
@@ -183,18 +183,18 @@ class ScopeDispatch:
         """Run a `with` statement on the replicas.
 
         Args:
-            scope: What the context expression gave: a remote scope of a strategy.
-            first, last: The statement's lines.
-            unparsed: The statement, should its lines not be found.
-            leaves: What in it belongs to the code around.
-            names: Of a statement in a function, the names in it: those that are the function's locals go along.
-            stores: Those of them that it assigns.
+            scope: The value of the context expression, a remote scope of a strategy.
+            first, last: The first and last line of the statement.
+            unparsed: The statement as text, for lines that cannot be found.
+            leaves: The word for a statement in it that belongs to the code around it.
+            names: The names in a statement of a function. Those that are the function's locals are sent with it.
+            stores: The names among these that it assigns.
         """
         if leaves:
             raise ContextError(
-                f"The block of `with strategy.scope():` runs on the replicas, and holds a `{leaves}` that belongs to "
-                "the code around it, which does not. The cure: put the whole code in a %%distribute cell, or the "
-                "statement behind the block."
+                f"The block of `with strategy.scope():` runs on the replicas, but contains a `{leaves}` that belongs "
+                "to the code around it, which does not. Put the whole code in a %%distribute cell, or the statement "
+                "after the block."
             )
         frame = sys._getframe(1)
         user_ns, filename = frame.f_globals, frame.f_code.co_filename
@@ -233,9 +233,9 @@ class ScopeDispatch:
 
 
 def _refuse_captured(function: Any, around: CodeType, stores: Sequence[str]) -> None:
-    """Raise ContextError for a function of the code around that uses a name which the block assigns.
+    """Raise ContextError for a function outside the block that uses a name which the block assigns.
 
-    On the replicas that name belongs to the block alone, and the function would find there what it was before.
+    On the replicas that name belongs only to the block, and the function would find its earlier value.
     """
     waiting, seen = [function], set[int]()
     while waiting:
@@ -248,15 +248,15 @@ def _refuse_captured(function: Any, around: CodeType, stores: Sequence[str]) -> 
             if captured is not None:
                 raise ContextError(
                     f"The block of `with strategy.scope():` runs on the replicas, assigns {captured!r}, and uses "
-                    f"{each.__name__!r}, which was defined before the block and refers to {captured!r}: there it would "
-                    f"not find what the block assigns. Define {each.__name__!r} within the block, hand it "
+                    f"{each.__name__!r}, which was defined before the block and refers to {captured!r}. It would not "
+                    f"find the block's value there. Define {each.__name__!r} within the block, pass it "
                     f"{captured!r} as an argument, or put the whole code in a %%distribute cell."
                 )
         waiting += [content_of(cell) for cell in each.__closure__ or ()]
 
 
 def _text_of(filename: str, first: int, last: int, unparsed: str) -> tuple[str, str]:
-    """A statement as its file has it, and its indentation; as it is unparsed if those lines say something else."""
+    """Return a statement's text in its file with its indentation, or `unparsed` if those lines differ from it."""
     text = "".join(linecache.getlines(filename)[first - 1 : last])
     indent = text[: len(text) - len(text.lstrip(" \t"))]
     try:

@@ -1,4 +1,4 @@
-"""How errors are shown in a notebook: with the user's lines, and none of distnb's own."""
+"""The display of errors in a notebook: with the user's lines, and without distnb's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["callers_lines", "debug_on_replicas", "presented", "show_plainly", "users_part"]
 
 _IPYTHON = os.path.dirname(IPython.__file__) + os.sep
-_MANAGERS = contextlib.__file__  # it stands between us and us
+_MANAGERS = contextlib.__file__  # its frames are between frames of ours
 _HANDLE = (
     "({} is a handle: the object itself lives on the replicas. Do this where it is: in a %%distribute cell, in the "
     "body of `with strategy.scope():`, or in a function that strategy.run calls. strategy.local_results(handle)[0] is "
@@ -34,14 +34,14 @@ _HANDLE = (
 
 
 def show_plainly(shell: InteractiveShell) -> None:
-    """Have this shell show errors without distnb's frames. Another extension's handler is left alone."""
+    """Make a shell show errors without distnb's frames. A handler of another extension is kept."""
     if not shell.custom_exceptions:
-        # The user's own, too: they may have come through our house, or be raised from one of ours.
+        # This includes the user's own errors, which may have passed through distnb, or follow one of its errors.
         shell.set_custom_exc((BaseException,), _show)
 
 
 def debug_on_replicas(shell: InteractiveShell, session: Callable[[], Session | None]) -> None:
-    """Let IPython's `%debug` and `%pdb` open the debugger of the replica that raised what was shown last."""
+    """Make IPython's `%debug` and `%pdb` open the debugger of the replica that raised the last error shown."""
     here: Callable[..., None] = shell.debugger
 
     def debugger(force: bool = False) -> None:
@@ -52,7 +52,7 @@ def debug_on_replicas(shell: InteractiveShell, session: Callable[[], Session | N
         elif force or shell.call_pdb:
             try:
                 current.debug()
-            except ProgramError:  # no line of the user's failed there, or its process has ended
+            except ProgramError:  # no line of the user's code failed there, or its process has ended
                 here(force=True)
 
     shell.debugger = debugger  # type: ignore[method-assign]
@@ -62,8 +62,8 @@ def _show(
     shell: Any, kind: type[BaseException], error: BaseException, traceback: Any, tb_offset: int | None = None
 ) -> Any:
     own = getattr(error, "_render_traceback_", None)
-    # IPython does not ask errors of these types, and of those that it asks it forgets `%xmode Minimal`; what a terminal
-    # is given in other modes is to have its ends of lines.
+    # IPython does not ask errors of these types for their rendering, and forgets `%xmode Minimal` for those that it
+    # asks. In the other modes a terminal gets the ends of lines.
     minimal = shell.InteractiveTB.mode == "Minimal"
     joined = not hasattr(shell, "kernel") and not shell.InteractiveTB.tb_join_char
     if own is not None and (minimal or joined or isinstance(error, SyntaxError | BaseExceptionGroup)):
@@ -79,12 +79,12 @@ def _show(
     _note_handles(error)
     with with_frames(error, _shown):
         shell.showtraceback((kind, error, error.__traceback__), tb_offset=tb_offset, running_compiled_code=True)
-    sys.last_traceback = traceback  # %tb shows the whole
+    sys.last_traceback = traceback  # for %tb, which shows all frames
     return None
 
 
 def _note_handles(error: BaseException) -> None:
-    """Tell what a library means that was given a handle, and insists on the object itself."""
+    """Explain the error of a library that got a handle but requires the object itself."""
     if isinstance(error, TypeError | ValueError) and not isinstance(error, DistnbError):
         word = next((kind.__name__ for kind in HANDLES if kind.__name__ in str(error)), "")
         if word and _HANDLE.format(word) not in getattr(error, "__notes__", ()):
@@ -92,7 +92,7 @@ def _note_handles(error: BaseException) -> None:
 
 
 def _shown(error: BaseException) -> Sequence[TracebackType]:
-    """The frames of one error. All of them where distnb fails at something that it has no word for: a defect."""
+    """Return the frames of one error: all of them for an unexpected error in distnb, which is a defect."""
     frames = frames_of(error.__traceback__)
     known = isinstance(error, DistnbError) or not isinstance(error, Exception) or hasattr(error, "_render_traceback_")
     if not known and frames and raised_by_distnb(frames[-1].tb_frame):
@@ -101,9 +101,9 @@ def _shown(error: BaseException) -> Sequence[TracebackType]:
 
 
 def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
-    """The way from the user's cell to the call that failed on replicas, as IPython draws it; nothing outside of cells.
+    """Return the lines from the user's cell to the failed call of replicas, drawn by IPython; none outside of cells.
 
-    The error's traceback ends there from now on, and so does that in which %debug begins.
+    The error's traceback ends there from now on, also for %debug.
     """
     part = users_part(error.__traceback__, (OWN, _IPYTHON))
     while part is not None and shell.compile.format_code_name(part.tb_frame.f_code.co_filename) is None:
@@ -113,14 +113,16 @@ def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
     if sys.exc_info()[1] is error or getattr(sys, "last_value", None) is error:
         sys.last_traceback = part
     error.__traceback__ = part
-    # What it draws is where %debug begins, too. Of the text we need the frames only: no title, no message.
+    # The frames that it draws are also those where %debug begins. Only frames are needed, without title and message.
     drawer = shell.InteractiveTB
     drawn = drawer.structured_traceback(type(error), Exception(), part, tb_offset=0)
     return [line.rstrip("\n") for line in drawn[2 if drawer.mode in drawer.verbose_modes else 1 : -1] if line.strip()]
 
 
 def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (OWN,)) -> TracebackType | None:
-    """The traceback without distnb's frames, also those on the way to a function of the user's that it called.
+    """Return the traceback without distnb's frames, including those between the user and a function of theirs.
+
+    Return all of it if all frames, or none, are distnb's.
 
     All of it where every frame is distnb's, or none.
     """
@@ -134,16 +136,16 @@ def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (OWN,)) -
 
 @contextmanager
 def presented() -> Iterator[None]:
-    """Let an error that leaves the block be shown by its text alone.
+    """Make an error that leaves the block show only its text.
 
-    An error of a replica brings its own rendering, with the replica's traceback; that one is kept. An error that is
-    not distnb's keeps its traceback: it would be a defect, whose place must be seen.
+    An error of a replica has its own rendering, with the replica's traceback, which is kept. An error that is not
+    distnb's keeps its traceback, because it is a defect whose place must be visible.
     """
     try:
         yield
     except (DistnbError, KeyboardInterrupt) as error:
         if not hasattr(error, "_render_traceback_"):
             line = f"\x1b[31m{type(error).__name__}\x1b[0m" + (f": {error}" if str(error) else "")
-            # IPython asks the exception itself how it wants to be shown.
+            # IPython asks the exception itself for its rendering.
             error._render_traceback_ = lambda: [line]  # type: ignore[union-attr]
         raise

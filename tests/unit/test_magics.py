@@ -187,7 +187,7 @@ def test_the_word_and_the_class_name_the_same_object() -> None:
         ("", ["needs a strategy", "default, one_device, mirrored"]),
         ("mirorred", ["mirorred", "did you mean mirrored"]),
         ("tpu --devices cpu:0", ["cpu:0 is no tpu device"]),
-        ("x", ["'x' is a int", "strategy is needed"]),
+        ("x", ["'x' is a int", "not a strategy"]),
         ("mirrored -n 0", ["-n: 0", "1 or more"]),
         ("mirrored -n two", ["two", "whole number"]),
         ("mirrored -n", ["-n", "expected one argument"]),
@@ -506,7 +506,7 @@ def test_status_and_output(shell: InteractiveShell, session: ReplaySession, tmp_
     text = run(shell, "%distnb output")[1]
     assert "── replica 1 ──\nhello\nI am 1\n" in text
     assert "I am 0" not in run(shell, "%distnb output 1")[1]
-    assert "those that did: 0, 1" in error_of(shell, "%distnb output 7")
+    assert "Give one of those that did: 0, 1" in error_of(shell, "%distnb output 7")
     run(shell, f"%distnb output --save {tmp_path / 'all.txt'}")
     assert "I am 1" in (tmp_path / "all.txt").read_text()
 
@@ -593,7 +593,7 @@ def test_autodistribute_until_off(shell: InteractiveShell, session: ReplaySessio
 def test_history_and_choices_of_a_cell(shell: InteractiveShell, session: ReplaySession) -> None:
     run(shell, "%%distribute mirrored --replicas 0,2-3\nprint(1)")
     assert session.cells[0][2]["only"] == (0, 2, 3)
-    assert "no replicas" in error_of(shell, "%%distribute mirrored --replicas 3-1\nprint(1)")
+    assert "not a list of replicas" in error_of(shell, "%%distribute mirrored --replicas 3-1\nprint(1)")
     for option in "--time", "--replicas 0":
         assert "own process" in error_of(shell, f"%%distribute default {option}\nprint(1)")
     run(shell, "1 + 1")

@@ -205,7 +205,7 @@ def test_methods_and_functions_in_functions(shell: InteractiveShell) -> None:
 def test_what_belongs_to_the_code_around_is_refused_with_the_cure(
     shell: InteractiveShell, word: str, text: str
 ) -> None:
-    with pytest.raises(ContextError, match=f"holds a `{word}`.*%%distribute"):
+    with pytest.raises(ContextError, match=f"contains a `{word}`.*%%distribute"):
         run(shell, text)
     assert shell.sent == []
     run(shell, text.replace("there", "here"))
