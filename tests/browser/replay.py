@@ -43,7 +43,7 @@ class ReplaySession:
     def work(self) -> dict[str, tuple[str, str]]:
         return {}
 
-    def looking(self) -> Any:
+    def inspecting(self) -> Any:
         return nullcontext()
 
     alive = True
@@ -55,7 +55,7 @@ class ReplaySession:
     def flush_events(self) -> bool:
         return True
 
-    def settle(self) -> None:
+    def finish_calls(self) -> None:
         return
 
     def interrupt(self) -> bool:
