@@ -83,11 +83,11 @@ def _is_alias(value: Any) -> bool:
 
 
 class CodeNames(NamedTuple):
-    """What a code object, those nested in it included, may ask of its globals.
+    """The names that a code object and those nested in it may ask of their globals.
 
     Attributes:
         names: Global names that it reads or deletes, or assigns after a `global` statement.
-        attributes: Every other name in it, to tell which submodules it uses.
+        attributes: Every other name in it. They show which submodules it uses.
     """
 
     names: frozenset[str]
@@ -95,18 +95,18 @@ class CodeNames(NamedTuple):
 
     @property
     def dynamic(self) -> bool:
-        """Whether it may read any name."""
+        """True if it may read any name."""
         return not DYNAMIC.isdisjoint(self.names) or not DYNAMIC_ATTRIBUTES.isdisjoint(self.attributes)
 
 
 def own_names(code: types.CodeType) -> set[str]:
-    """The global names that a code object itself uses, those nested in it excepted."""
+    """Return the global names that a code object itself uses, without those of code nested in it."""
     return {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_READS}
 
 
 @functools.lru_cache(maxsize=4096)
 def names_of_code(code: types.CodeType) -> CodeNames:
-    """The names that a code object uses."""
+    """Return the names that a code object uses."""
     names = own_names(code)
     attributes = set(code.co_names)
     for constant in code.co_consts:
@@ -131,7 +131,7 @@ def _source(name: str) -> tuple[str, str] | None:
 
 
 def is_simple(value: Any) -> bool:
-    """Whether a function is nothing but its code: it closes over nothing, and has no mutable default or attribute."""
+    """Return whether a function is only its code: no closure, no mutable default, no attribute."""
     return (
         type(value) is types.FunctionType
         and value.__closure__ is None
@@ -142,7 +142,7 @@ def is_simple(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> tuple[Any, ...] | None:
-    """What a simple function is made of: while these are the same, it is what it was. None for all else."""
+    """Return the parts of a simple function, which is unchanged while they are the same objects; else None."""
     if not is_simple(value):
         return None
     annotations = annotations_of(value)
@@ -156,7 +156,7 @@ def parts_of(value: Any) -> tuple[Any, ...] | None:
 
 
 def reduce_function(function: types.FunctionType, user_ns: dict[str, Any]) -> Any:
-    """How to pickle a function by value; NotImplemented for one that is imported."""
+    """Reduce a function to be pickled by value. Return NotImplemented for an imported one."""
     if is_importable(function):
         return NotImplemented
     args = (function.__code__, _globals_of(function, user_ns), function.__closure__)
@@ -164,7 +164,7 @@ def reduce_function(function: types.FunctionType, user_ns: dict[str, Any]) -> An
 
 
 def _globals_of(function: types.FunctionType, user_ns: dict[str, Any]) -> dict[str, Any] | str | None:
-    """What its names are looked up in: None for the namespace, a name for a module's, else the few that it reads."""
+    """Return a function's globals: None for the namespace, the name of a module, or else the few that it reads."""
     found = function.__globals__
     if found is user_ns:
         return None
@@ -176,7 +176,7 @@ def _globals_of(function: types.FunctionType, user_ns: dict[str, Any]) -> dict[s
 
 
 def function_state(function: types.FunctionType) -> dict[str, Any]:
-    """All of a function but its code, closure and globals."""
+    """Return the state of a function: all but its code, closure and globals."""
     return {
         "__name__": _shared(function.__name__, function.__code__.co_name),
         "__qualname__": _shared(function.__qualname__, function.__code__.co_qualname),
@@ -190,7 +190,7 @@ def function_state(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _shared(name: str, in_code: str) -> str:
-    """Return a function's name as the string that its code has: the digest tells which strings are one object."""
+    """Return a function's name as the string that its code has: a digest depends on which strings are one."""
     return in_code if name == in_code else name
 
 
@@ -210,7 +210,7 @@ def annotations_of(value: Any) -> dict[str, Any]:
 
 
 def _one_string(module: str | None) -> str | None:
-    """A module's name, as one object wherever it stands: the digest of a class tells which of its strings are one."""
+    """Return a module's name as one object for all uses: the digest of a class depends on which strings are one."""
     return sys.intern(module) if type(module) is str else module
 
 
@@ -224,13 +224,13 @@ def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
 
 
 def reduce_cell(cell: types.CellType) -> Any:
-    """How to pickle a closure's cell: its content as state, since that may refer to the cell."""
+    """Reduce a closure's cell to be pickled: its content is state, since the content may refer to the cell."""
     content = content_of(cell)
     return types.CellType, (), () if content is EMPTY else (content,), None, None, fill_cell
 
 
 def content_of(cell: types.CellType) -> Any:
-    """What a cell holds; EMPTY before it is assigned."""
+    """Return the content of a cell, or EMPTY before it is assigned."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -244,7 +244,7 @@ def fill_cell(cell: types.CellType, content: tuple[Any, ...]) -> None:
 
 
 def make_cache(function: Any, parameters: dict[str, Any]) -> Any:
-    """A function with `functools.lru_cache` around it, and nothing in the cache."""
+    """Return a function with `functools.lru_cache` around it and an empty cache."""
     return functools.lru_cache(**parameters)(function)
 
 
@@ -267,7 +267,7 @@ class Classes:
         return isinstance(cls, type) and cls in self._ids
 
     def id_of(self, cls: Any) -> str:
-        """A class's id; a new one for one that was never sent."""
+        """Return a class's id. A class that was never sent gets a new one."""
         found = self._ids.get(cls)
         if found is None:
             found = self.new_id(cls)
@@ -275,23 +275,23 @@ class Classes:
         return found
 
     def add(self, identity: str, cls: Any) -> None:
-        """A class has an id."""
+        """Record the id of a class."""
         self._ids[cls] = identity
         self._classes[identity] = cls
 
     def get(self, identity: str) -> Any:
-        """The class of an id."""
+        """Return the class of an id."""
         return self._classes.get(identity)
 
 
 def is_by_value(cls: type) -> bool:
-    """Whether a class is sent by value: it cannot be imported."""
+    """Return whether a class is sent by value, since it cannot be imported."""
     reduced = cloudpickle_internals.reduce_class(cls)
     return isinstance(reduced, tuple) and len(reduced) == 6
 
 
 def reduce_class(cls: type, classes: Classes) -> Any:
-    """How to pickle a class by value; NotImplemented for one that is imported."""
+    """Reduce a class to be pickled by value. Return NotImplemented for an imported one."""
     reduced = cloudpickle_internals.reduce_class(cls)
     if not isinstance(reduced, tuple) or len(reduced) < 6:
         return reduced
@@ -300,7 +300,7 @@ def reduce_class(cls: type, classes: Classes) -> Any:
     kind = "enum" if make is cloudpickle_internals.make_enum else "class"
     if kind == "class":
         # These can only be given when the class is made; cloudpickle sets slots afterwards, to no effect. It also makes
-        # the class of the bases as they are written, of which those of a NamedTuple would make everything anew.
+        # the class of the bases as they are written, of which those of a NamedTuple would make everything again.
         given = {name: cls.__dict__[name] for name in ("__slots__", "__orig_bases__") if name in cls.__dict__}
         given["__module__"] = _one_string(cls.__module__)
         args = (*args[:2], cls.__bases__, {**args[3], **given}, *args[4:])
@@ -310,7 +310,7 @@ def reduce_class(cls: type, classes: Classes) -> Any:
 
 
 def class_state(cls: type) -> dict[str, Any]:
-    """A class's own attributes."""
+    """Return a class's own attributes."""
     if issubclass(cls, enum.Enum):
         state: dict[str, Any] = cloudpickle_internals.enum_state(cls)[0]
     else:
@@ -335,7 +335,7 @@ def class_state(cls: type) -> dict[str, Any]:
 
 
 def reduce_type_variable(variable: typing.TypeVar, classes: Classes) -> Any:
-    """How to pickle a type variable: by its name where it can be imported, else with an id, as a class."""
+    """Reduce a type variable to be pickled: by name if it can be imported, else with an id, like a class."""
     found = sys.modules.get(variable.__module__)
     if variable.__module__ != "__main__" and getattr(found, variable.__name__, None) is variable:
         return getattr, (found, variable.__name__)

@@ -1,4 +1,4 @@
-"""What packs name: the functions that make objects again where a pack is opened."""
+"""The functions that a pack names: they make its objects again where it is opened."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _HEAP_TYPE = 1 << 9
 
 
 class ByOpener:
-    """Stands in packs for the method of that name of whoever opens them, who gives it that."""
+    """The reference in a pack to the method of that name of its opener, which the opener supplies."""
 
     def __init__(self, name: str, method: Any = None) -> None:
         self.name = name
         self.method = method
 
     def __call__(self, *args: Any) -> Any:
-        """What the method gives."""
+        """Call the opener's method."""
         return self.method(*args)
 
 
@@ -39,7 +39,7 @@ make_type_variable = ByOpener("make_type_variable")
 
 
 def open_array(memory: MemoryBlock, dtype: Any, shape: Any, strides: Any, offset: int, writeable: bool) -> Any:
-    """An array on some memory."""
+    """Return an array on a block of memory."""
     import numpy
 
     if not memory.nbytes:
@@ -51,7 +51,7 @@ def open_array(memory: MemoryBlock, dtype: Any, shape: Any, strides: Any, offset
 
 
 def open_tensor(memory: MemoryBlock, dtype: Any, shape: Any, stride: Any, offset: int, kind: type) -> Any:
-    """A tensor on some memory; its gradient and attributes follow as state."""
+    """Return a tensor on a block of memory. Its gradient and attributes follow as state."""
     import torch
 
     whole = memory.tensor()
@@ -65,7 +65,7 @@ def open_tensor(memory: MemoryBlock, dtype: Any, shape: Any, stride: Any, offset
 
 
 def open_storage(memory: MemoryBlock, dtype: Any) -> Any:
-    """The storage that tensors on some memory have; with a dtype one of `tensor.storage()`."""
+    """Return the storage of tensors on a block of memory; with a dtype, one like `tensor.storage()`."""
     from distnb.compat.torch_internals import typed_storage
 
     storage = memory.tensor().untyped_storage()
@@ -90,7 +90,7 @@ def reduce_generator(generator: Any) -> Any:
 
 
 def open_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """An exception without a call of its own `__init__`, which may want other arguments; Python's own is called."""
+    """Return an exception made by Python's own `__init__`: that of its class may take other arguments."""
     error = kind.__new__(kind, *args)
     base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
     with contextlib.suppress(TypeError):
@@ -100,7 +100,7 @@ def open_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseExce
 
 
 def open_module(name: str) -> Any:
-    """A module by its name; a placeholder where it cannot be imported."""
+    """Return a module by its name, or a placeholder if it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,7 +1,7 @@
 """The pickler of both sides: cloudpickle's, with reducers of its own where pickle does badly, and digests of pickles.
 
-*Looking* at a value gives its digest, and tells what it leads to: nothing is sent, nothing is to be opened again. What
-is sent is made by the pickler that `packing` derives from this one.
+*Digesting* a value gives its digest and the objects that it leads to: nothing is sent, nothing is to be opened again.
+What is sent is made by the pickler that `packing` derives from this one.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ INLINE_NBYTES = 1024
 
 
 class References(Protocol):
-    """What one side sends by reference: objects that live on the engines, and the notebook's handles of them."""
+    """The objects that one side sends by reference: those that live on the engines, and the notebook's handles."""
 
     def token(self, obj: Any) -> Any:
-        """What stands for an object; None for one that is sent by value."""
+        """Return the token that represents an object, or None if the object is sent by value."""
 
     def digest_token(self, obj: Any) -> Any:
         """Return the tuple that represents an object in a digest, or None if its content is digested."""
@@ -56,12 +56,12 @@ class References(Protocol):
         """
 
     def resolve(self, token: Any) -> Any:
-        """The object, on this side, that a token of the other side stands for."""
+        """Return this side's object for a token of the other side."""
 
 
 @dataclass
 class Side:
-    """This process, as far as packing has to know it.
+    """The facts about this process that packing needs.
 
     Attributes:
         user_ns: Its namespace.
@@ -84,7 +84,7 @@ class Digests:
     Attributes:
         by_name: The digest of each value.
         names: Global names of the namespace that functions on the way read.
-        attributes: Other names in their code, to tell submodules.
+        attributes: Other names in their code. They show which submodules it uses.
         sources: Texts of the cells that defined those functions, by file name.
         dynamic: Some function may read any name.
         refused: Placeholders for values that cannot be packed at all, by name.
@@ -164,12 +164,12 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
     # -- what a digest is made of, and a pack otherwise ----------------------------------------------------------------
 
     def reference(self, obj: Any) -> Any:
-        """What stands for an object that is not sent by value."""
+        """Return the reduction of an object that is not sent by value."""
         found = self.side.references.digest_token(obj)
         return None if found is None else (content, found)
 
     def array(self, array: Any) -> Any:
-        """An array's content."""
+        """Reduce an array by its content."""
         if array.dtype.hasobject:
             return NotImplemented
         if array.base is not None and (mapped := file_of(array)) is not None:
@@ -185,7 +185,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         )
 
     def tensor(self, tensor: Any) -> Any:
-        """A tensor's content, its gradient's, and its attributes."""
+        """Reduce a tensor by its content, its gradient's, and its attributes."""
         # At once for most: data sets have thousands of small ones. What has no memory, or another's, has no address.
         kind = _PLAIN_DTYPES[tensor.dtype]
         if kind is None or not tensor.is_cpu or tensor.requires_grad or tensor.is_nested or tensor.is_neg():
@@ -207,7 +207,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return content, (kind, (*tensor.shape,), shown)
 
     def _any_tensor(self, tensor: Any) -> Any:
-        """The same for every kind of tensor."""
+        """Reduce a tensor of any kind."""
         data = tensor.detach().cpu() if on_accelerator(tensor) else tensor
         if not dense_tensor(data):
             return self.special_tensor(tensor)
@@ -221,7 +221,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return content, (kind, xxhash.xxh3_128_digest(memory), more)
 
     def storage(self, storage: Any) -> Any:
-        """A storage's content: of the memory behind tensors."""
+        """Reduce a storage by its content, the memory behind tensors."""
         import torch
 
         from distnb.compat.torch_internals import untyped_storage
@@ -234,7 +234,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
     # -- what both are made of alike -----------------------------------------------------------------------------------
 
     def special_tensor(self, tensor: Any) -> Any:
-        """A tensor that is no plain memory: a conjugate, or a sparse, nested, quantized or meta one, as torch says."""
+        """Reduce a tensor without plain memory (conjugate, sparse, nested, quantized or meta) as torch does."""
         import torch
 
         from distnb.compat.torch_internals import negative_view
@@ -254,20 +254,20 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return made if state == (False, None, None) else (*made, state, None, None, constructors.fill_tensor)
 
     def unstored_tensor(self, tensor: Any) -> Any:
-        """A tensor whose storage is too small for it."""
+        """Reduce a tensor whose storage is too small for it."""
         held = tensor.untyped_storage().nbytes()
         why = f"its storage holds {held} bytes, and it shows {tensor.nbytes}: torch could not resize it"
         return Placeholder, (refusal(self.label, self.root, tensor, "assign a new tensor instead", why),)
 
     def function(self, function: types.FunctionType) -> Any:
-        """A function by value, with its names noted."""
+        """Reduce a function by value, and note its names."""
         if function.__globals__ is self.side.user_ns:
             self.seen.into(function)
         reference = self.reference(function)
         return reference if reference is not None else code.reduce_function(function, self.side.user_ns)
 
     def a_class(self, cls: type) -> Any:
-        """A class by its name, or as one that is looked at by itself."""
+        """Reduce a class by its name, or note that it has a digest of its own."""
         if cls is self.digested_class or not code.is_by_value(cls):
             return code.reduce_class(cls, self.side.classes)
         identity = self.side.classes.id_of(cls)
@@ -275,13 +275,13 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return content, ("class", identity)
 
     def module(self, module: types.ModuleType) -> Any:
-        """A module by its name."""
+        """Reduce a module by its name."""
         if getattr(module, "__spec__", None) is None and module.__name__ != "__main__":
             return NotImplemented
         return constructors.open_module, (module.__name__,)
 
     def cache(self, cached: Any) -> Any:
-        """A function with a cache, and nothing in it."""
+        """Reduce a function with a cache, which is left empty."""
         if is_importable(cached):
             return NotImplemented
         state = {key: value for key, value in cached.__dict__.items() if key != "__wrapped__"}
@@ -305,7 +305,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return self.instance(obj)
 
     def by_state(self, obj: Any) -> Any:
-        """An object with all its attributes, whatever its class says; in a copy, as its class says."""
+        """Reduce an object with all its attributes, whatever its class says; in a copy, as its class says."""
         reference = self.reference(obj)
         if reference is not None:
             return reference
@@ -318,7 +318,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return content, (type(transform),), (state, parents)  # they hold one another
 
     def other(self, obj: Any) -> Any:
-        """As an object says itself how it is pickled."""
+        """Reduce an object by its own rule for pickling."""
         kind = type(obj)
         if kind in self.dispatch_table:
             return NotImplemented
@@ -331,7 +331,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
             return self.refused(obj, error)
 
     def refused(self, obj: Any, error: Exception | None) -> Any:
-        """A placeholder for an object that cannot be sent."""
+        """Return the reduction of a placeholder for an object that cannot be sent."""
         text = refusal(self.label, self.root, obj, cure_for(obj), error)
         if self.side.copying:
             raise CannotTravelError(text)
@@ -381,7 +381,7 @@ def content(*parts: Any) -> None:
 
 
 def on_accelerator(tensor: Any) -> bool:
-    """Whether a tensor's memory is not the host's."""
+    """Return whether a tensor's memory is on an accelerator."""
     return tensor.device.type not in ("cpu", "meta")
 
 
@@ -391,12 +391,12 @@ def _reduce_tensor(pickler: Digester, tensor: Any) -> Any:
 
 
 def _reduce_other_tensor(pickler: Digester, tensor: Any) -> Any:
-    """A tensor of a class of its own: as a plain one where only a copy on the host can be sent."""
+    """Reduce a tensor of another class: as a plain tensor if only a copy on the host can be sent."""
     return _reduce_tensor(pickler, tensor) if on_accelerator(tensor) else pickler.instance(tensor)
 
 
 def _reduce_dispatching_tensor(pickler: Digester, tensor: Any) -> Any:
-    """A tensor whose class has a rule of its own for operations.
+    """Reduce a tensor whose class has a rule of its own for operations.
 
     On the host a tensor of an accelerator that is written in Python is a plain one. Fake and distributed tensors stay
     what they are: they have no memory themselves.
@@ -418,7 +418,7 @@ def _pickled_without_state() -> list[type]:
 
 
 def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
-    """How objects of a type are reduced: a method of the pickler."""
+    """Return the method of the pickler that reduces objects of a type."""
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "UntypedStorage"):
         if kind in (torch.Tensor, torch.nn.Parameter):

@@ -1,4 +1,4 @@
-"""Memory that arrays and tensors lie in: it is packed once, and what shows it is packed as a window on it.
+"""The memory of arrays and tensors. A block is packed once, and each array or tensor on it as a window.
 
 So views share memory where they arrive, a tensor shares it with its `numpy()`, and what is large is sent again
 only when its bytes have changed.
@@ -58,7 +58,7 @@ class MemoryBlock:
 
     @property
     def is_resizable(self) -> bool:
-        """Whether it is a storage that torch can resize."""
+        """True if it is a storage that torch can resize."""
         return self.storage is not None and bool(self.storage.resizable())
 
     def is_there(self, start: int) -> bool:
@@ -181,7 +181,7 @@ class MemoryBlocks:
             self._known[memory.start] = memory
 
     def of(self, start: int, nbytes: int) -> MemoryBlock | None:
-        """A known block that holds some bytes."""
+        """Return a known block that contains these bytes, or None."""
         place = bisect.bisect_right(self._starts, start)
         while place:
             place -= 1
@@ -195,7 +195,7 @@ class MemoryBlocks:
         return None
 
     def of_storage(self, storage: Any) -> MemoryBlock | None:
-        """The block that is known to be all of a storage."""
+        """Return the known block that is all of a storage, or None."""
         found = self._storages.get(_identity(storage))
         if found is not None:
             found.follow()
@@ -242,7 +242,7 @@ def _extent(tensor: Any) -> int:
 
 
 def array_window(array: Any, memories: MemoryBlocks) -> tuple[MemoryBlock, int]:
-    """The block that an array lies in, and the offset in bytes of its first element."""
+    """Return the block that an array lies in, and the offset in bytes of its first element."""
     import numpy
     from numpy.lib.array_utils import byte_bounds
 
@@ -278,7 +278,7 @@ def _as_bytes(array: Any) -> Any:
 
 
 def tensor_window(tensor: Any, memories: MemoryBlocks) -> tuple[MemoryBlock, int]:
-    """The block that a dense tensor lies in, and the offset in bytes of its first element.
+    """Return the block that a dense tensor lies in, and the offset in bytes of its first element.
 
     The block is empty if the storage is: see `is_stored`.
     """

@@ -67,11 +67,11 @@ _NOTHING: Any = object()
 
 
 class Merge:
-    """One merge.
+    """A merge of arrived objects into the objects that are here.
 
     Args:
         counterparts: The object here, by the `id()` of the one that arrived for it.
-        substitutes: What stands here for objects that arrived, whatever they are, by their `id()`.
+        substitutes: The replacements here of objects that arrived, by the `id()` of the latter.
     """
 
     def __init__(self, counterparts: Mapping[int, Any], substitutes: Mapping[int, Any] | None = None) -> None:
@@ -80,7 +80,7 @@ class Merge:
         self._kept: list[Any] = []  # an `id()` means an object only as long as that lives
 
     def merged(self, new: Any) -> Any:
-        """The object that is here from now on, for one that arrived."""
+        """Return the object that is used here from now on in place of one that arrived."""
         kind, key = type(new), id(new)
         if kind in ATOMS:
             return new
@@ -106,7 +106,7 @@ class Merge:
         return result
 
     def final(self, new: Any) -> Any:
-        """What stands here for one that arrived: itself, if nothing was merged into another."""
+        """Return the result for an object that arrived: the object itself unless it was merged into another."""
         return self._done.get(id(new), new)
 
     def all(self, items: Iterable[Any]) -> list[Any]:
@@ -150,7 +150,7 @@ class Merge:
         return made
 
     def _items(self, new: Any, target: Any) -> Any:
-        """A container of items: by its own class's methods, not by those of a class of the user's."""
+        """Merge a container of items by the methods of its builtin class, not by those of a user's subclass."""
         kind, fill = next(each for each in _CONTAINERS if isinstance(new, each[0]))
         items = self.all(new)
         if target is not new or not _same(items, list(target)):
@@ -253,7 +253,7 @@ class Merge:
         return self._attributes(new, target)
 
     def _attributes(self, new: Any, target: Any) -> Any:
-        """The attributes of an instance, in its dict and its slots."""
+        """Merge the attributes of an instance, in its dict and its slots."""
         attributes = getattr(new, "__dict__", None)
         if isinstance(attributes, dict):
             kept = attributes
@@ -262,7 +262,7 @@ class Merge:
                 told: Any = None
                 with contextlib.suppress(Exception):  # whatever the user's own raises
                     told = new.__getstate__()
-                if isinstance(told, dict):  # only what it tells of came along
+                if isinstance(told, dict):  # only the attributes that it names were sent
                     kept = {name: attributes[name] for name in told if name in attributes}
             merged = {name: self.merged(value) for name, value in kept.items()}
             if kept is attributes:
@@ -277,7 +277,7 @@ class Merge:
         return target
 
     def _reduced(self, new: Any, old: Any) -> Any:
-        """An object that only its class knows: by its attributes where they are all of it, else as it is pickled."""
+        """Merge an object of an unknown class: by its attributes if they are all of it, else as it is pickled."""
         key, kind = id(new), type(new)
         reducer = copyreg.dispatch_table.get(kind) or cloudpickle.Pickler.dispatch_table.get(kind)
         try:
@@ -312,7 +312,7 @@ class Merge:
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
-    """Whether two rows hold the same objects; of atoms, equal ones."""
+    """Return whether two rows hold the same objects, or equal atoms."""
     return len(one) == len(other) and all(
         a is b or (type(a) in ATOMS and type(a) is type(b) and bool(a == b)) for a, b in zip(one, other, strict=True)
     )

@@ -1,4 +1,4 @@
-"""What a program sees besides names: modes, from the working directory to autocast, and random states.
+"""The modes that a program sees in addition to names, from the working directory to autocast, and random states.
 
 One table says of each mode how it is read and set, and when. The notebook's modes travel to the engines when they
 changed, and what a program left behind comes back, so that the notebook stands where it would had it run the program
@@ -43,13 +43,13 @@ class Environment:
     cell: int = field(default=0, compare=False)
 
     def since(self, earlier: Environment | None) -> Environment:
-        """The modes in which this differs from an earlier capture."""
+        """Return the modes that differ from an earlier capture."""
         known = {} if earlier is None else earlier.modes
         changed = {name: value for name, value in self.modes.items() if name not in known or known[name] != value}
         return Environment(changed, self.cell)
 
     def with_changes(self, changes: Environment | None) -> Environment:
-        """The same after some changes."""
+        """Return these modes with some changes."""
         return self if changes is None else Environment({**self.modes, **changes.modes}, self.cell)
 
     def on(self, device: str) -> Environment:
@@ -74,7 +74,7 @@ _MOMENTS: tuple[Moment, ...] = ("call", "end", "beginning")
 
 @dataclass(frozen=True)
 class Mode:
-    """One mode: a row of the table.
+    """A mode: a row of the table.
 
     Attributes:
         name: Under which it travels.
@@ -96,7 +96,7 @@ class Mode:
 
 
 def capture_environment(before: Environment | None = None, moment: Moment = "beginning") -> Environment:
-    """The modes of this process.
+    """Return the modes of this process.
 
     Args:
         before: An earlier capture. It is returned itself if nothing has changed.
@@ -136,13 +136,13 @@ _cell = 0
 
 
 def cell_began() -> None:
-    """A cell of the notebook begins."""
+    """Note that a cell of the notebook begins."""
     global _cell
     _cell += 1
 
 
 def apply_environment(environment: Environment, *, early: bool | None = None) -> None:
-    """Set this process's modes to a capture's; modes that it does not tell of stay.
+    """Set this process's modes to those of a capture. Modes that are not in it stay.
 
     Args:
         early: Only those that are set before objects are made that came with them, or only the others; None for all.
@@ -187,7 +187,7 @@ _OF_THE_PROCESS = frozenset(
         *("PWD", "OLDPWD", "LINES", "COLUMNS", "PYTEST_CURRENT_TEST"),
     }
 )
-# Bytes by bytes. `os.environ` itself decodes each item anew: 16 µs for 35 of them, where this takes 0.3.
+# Bytes by bytes. `os.environ` itself decodes each item every time: 16 µs for 35 of them, where this takes 0.3.
 _variables: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
 _variables_at_first = dict(_variables)
 _variables_now = _variables_at_first  # when they were last looked at, and what had changed then
@@ -254,7 +254,7 @@ def _set_warning_filters(filters: list[tuple[Any, ...]]) -> None:
 
 
 def _category(module: str, name: str) -> Any:
-    """A class of warnings; None where it is not known (a class of the notebook), so that nothing can warn with it."""
+    """Return a class of warnings, or None if it is unknown here (a class of the notebook)."""
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -290,7 +290,7 @@ _inference_entered: list[tuple[bool, Any]] = []
 
 
 def _set_inference(on: bool) -> None:
-    """Inference mode is entered, and left by whoever entered it."""
+    """Enter inference mode, or leave it by the guard that entered it."""
     if _inference_entered and _inference_entered[-1][0] != on:
         _inference_entered.pop()[1].__exit__(None, None, None)
         return

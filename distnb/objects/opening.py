@@ -96,7 +96,7 @@ class Opener:
         return self._reader.memo
 
     def load(self, name: str) -> Any:
-        """The next value, as it arrived; it is that of a name."""
+        """Read the next value, which is that of a name, and return it as it arrived."""
         start, self._writes = self._file.tell(), self._in_place and name in self.agreed
         try:
             root = self._reader.load()
@@ -107,7 +107,7 @@ class Opener:
         return root[0]
 
     def lost(self, name: str, error: Exception) -> Placeholder:
-        """Note that a value could not be opened. Returns what stands for it."""
+        """Note that a value could not be opened, and return its placeholder."""
         self.failed[name] = error
         stands = Placeholder(
             f"{label_of(name)} cannot be opened here: {type(error).__name__}: {error}. The cure: make it inside "
@@ -117,7 +117,7 @@ class Opener:
         return stands
 
     def close(self) -> None:
-        """Nothing is read any more. What was read is then held by nobody but those who got it: no cycle keeps it."""
+        """End the reading, and break the cycles that would keep the values alive."""
         self._reader.opener = None
         for each in self.named.values():
             each.method = None
@@ -140,23 +140,23 @@ class Opener:
     # -- what pickles name ---------------------------------------------------------------------------------------------
 
     def open_reference(self, token: Any) -> Any:
-        """The object that lives elsewhere."""
+        """Return the object that a reference represents."""
         found = self._side.references.resolve(token)
         self.referred.append(found)
         return found
 
     def open_from_host(self, data: Any, dtype: Any, shape: tuple[int, ...], is_parameter: bool) -> Any:
-        """A tensor that was on an accelerator, on this side's."""
+        """Return a tensor that was on an accelerator, on this side's accelerator."""
         tensor = MemoryBlock.filled(data).tensor().view(dtype).reshape(shape).to(self._place)
         return sys.modules["torch"].nn.Parameter(tensor, False) if is_parameter else tensor
 
     def open_storage_from_host(self, data: Any, dtype: Any) -> Any:
-        """A storage that was on an accelerator, on this side's."""
+        """Return a storage that was on an accelerator, on this side's accelerator."""
         tensor = MemoryBlock.filled(data).tensor().to(self._place)
         return open_storage(MemoryBlock(tensor, 0, tensor.nbytes), dtype)
 
     def open_memory(self, data: Any, resizable: bool) -> MemoryBlock:
-        """New memory."""
+        """Return a new block of memory."""
         memory = MemoryBlock.filled(data, resizable=resizable)
         self.new_memories.append(memory)
         return memory
@@ -178,7 +178,7 @@ class Opener:
     def make_function(
         self, code: types.CodeType, globals_: dict[str, Any] | str | None, closure: Any
     ) -> types.FunctionType:
-        """A function without its state, which may refer to it."""
+        """Return a function without its state, which may refer to it."""
         if globals_ is None:
             globals_ = self._side.user_ns
         elif isinstance(globals_, str):
@@ -187,7 +187,7 @@ class Opener:
         return types.FunctionType(code, globals_, code.co_name, None, closure)
 
     def make_class(self, identity: str, kind: str, args: tuple[Any, ...], where: str | None) -> type:
-        """A class that is known, or a new one without its attributes, which may refer to it."""
+        """Return a class that is known, or a new one without its attributes, which may refer to it."""
         classes, user_ns = self._side.classes, self._side.user_ns
         cls: Any = classes.get(identity)
         if cls is None:
@@ -213,7 +213,7 @@ class Opener:
     def make_type_variable(
         self, identity: str, name: str, constraints: Any, bound: Any, kinds: dict[str, bool], module: str
     ) -> Any:
-        """A type variable that is known, or a new one."""
+        """Return a type variable that is known, or a new one."""
         found = self._side.classes.get(identity)
         if found is None:
             found = typing.TypeVar(name, *constraints, bound=bound, **kinds)  # type: ignore[misc]
@@ -224,7 +224,7 @@ class Opener:
 
 def _new_class(kind: str, args: tuple[Any, ...], classes: code.Classes) -> type:
     bases = args[0] if kind == "enum" else args[2]
-    # A class that arrives is not defined anew: nobody hears of it, as nobody does of an instance.
+    # A class that arrives is not a new definition: its bases are not notified, just as no instance is initialised.
     every = {each for base in bases if isinstance(base, type) for each in base.__mro__ if each in classes}
     hooks = {base: hook for base in every if (hook := vars(base).get("__init_subclass__")) is not None}
     for base in hooks:
@@ -265,7 +265,7 @@ class _PythonUnpickler(_ByNames, pickle._Unpickler):
 
 
 class _Memo(dict[int, Any]):
-    """What refers to a value that could not be opened cannot be opened either."""
+    """The memo after a value that could not be opened: a reference to a part of it raises its error."""
 
     def __getitem__(self, place: int) -> Any:
         found = super().__getitem__(place)
@@ -280,7 +280,7 @@ def is_lost(obj: Any) -> bool:
 
 
 def pairs_in(packed: Packed) -> Iterator[tuple[int, int]]:
-    """(place in the memo, number) of each object in a pack that the opening side has already."""
+    """Yield (place in the memo, number) of each object in a pack that the opening side has already."""
     told, parts = array("Q"), packed.parts
     told.frombytes(packed.pairs)
     for place, number in zip(told[::2], told[1::2], strict=True):

@@ -1,4 +1,4 @@
-"""Packing values: what the other side opens, with numbers in the place of what that has already."""
+"""The packing of values: pickles for the other side, with numbers in place of the objects that it has already."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KNOWS_PROCESSES = "it knows only the processes that there were when it was made
 
 @dataclass(frozen=True)
 class Packed:
-    """Values as they are sent: one pickle for each, with one memo for all, and the buffers beside them.
+    """Values as they are sent: one pickle for each with a common memo, and their buffers.
 
     Attributes:
         serial: Numbers the objects in it, together with their place in the memo.
@@ -60,7 +60,7 @@ class Packed:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many objects the part of each name has."""
+        """The number of objects in the part of each name."""
         return {name: end - start for name, start, end in zip(self.names, self.starts, self.starts[1:], strict=False)}
 
     def parts_within(self) -> dict[str, set[int]]:
@@ -80,7 +80,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size in bytes."""
         return len(self.data) + sum(memoryview(each).nbytes for each in self.buffers)
 
     def __reduce__(self) -> Any:
@@ -90,7 +90,7 @@ class Packed:
 
 
 def out_of_band(buffers: list[Any]) -> Callable[[pickle.PickleBuffer], bool]:
-    """Keeps large buffers out of the pickle."""
+    """Return a callback that keeps large buffers out of the pickle and appends them to a list."""
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
@@ -193,7 +193,7 @@ class Packer(Digester):
         return self.instance(transform)
 
     def graph(self, tensor: Any) -> Any:
-        """A tensor with a graph of operations behind it, which stays in its process."""
+        """Reduce a tensor with a graph of operations behind it, which stays in its process."""
         reference = self.reference(tensor)
         if reference is not None:
             return reference
@@ -227,7 +227,7 @@ class Packer(Digester):
         return constructors.open_storage, (memory, dtype)
 
     def memory(self, memory: MemoryBlock) -> Any:
-        """The bytes, unless the other side has them."""
+        """Reduce a block of memory to its bytes, unless the other side has them."""
         data, resizable = memory.buffer(), memory.is_resizable
         number = self._number_of(memory)
         digest = xxhash.xxh3_128_digest(data) if memory.nbytes else b""

@@ -1,4 +1,4 @@
-"""What stands on the other side for an object that cannot be sent: using it raises, with the cure."""
+"""Placeholders for objects that cannot be sent: using one raises an error with the cure."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ _ANY_CURE = "make it inside the distributed cell, or keep it out of what the cel
 
 
 def is_unsendable(obj: Any) -> bool:
-    """Whether an object belongs to its process, whatever its class says of pickling."""
+    """Return whether an object belongs to its process, whatever its class says of pickling."""
     kind = type(obj)
     return issubclass(kind, _UNSENDABLE) and not issubclass(kind, _SENDABLE_IO)
 
 
 def cure_for(obj: Any) -> str:
-    """What the user can do about an object that cannot be sent."""
+    """Return the cure for an object that cannot be sent."""
     return next((cure for kinds, cure in _CURES if issubclass(type(obj), kinds)), _ANY_CURE)
 
 
 def label_of(name: str) -> str:
-    """How messages call the value of a name: "@1" is an argument's, "%id" a class's, "x#3" a former one of `x`."""
+    """Return the label of a name's value in messages: "@1" is an argument, "%id" a class, "x#3" an old value of `x`."""
     if name[:1] in ("@", "%", ""):
         return {"@": "An argument of the call", "%": "A class", "": "A value"}[name[:1]]
     return f"`{name.partition('#')[0]}`"
 
 
 def refusal(label: str, value: Any, culprit: Any, cure: str, why: object = None) -> str:
-    """Why a value cannot be sent: what in it (the culprit: itself, or what it holds), why, and the cure."""
+    """Return the reason why a value cannot be sent: the culprit (the value or an object in it), why, and the cure."""
     kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
     article = "an" if kind[0] in "AEIOUaeiou" else "a"
     held = f"{'is' if culprit is value else 'holds'} {article} {kind}"
@@ -60,7 +60,7 @@ def refusal(label: str, value: Any, culprit: Any, cure: str, why: object = None)
 
 
 class Placeholder:
-    """Stands for an object that did not come along.
+    """The placeholder of an object that could not be sent.
 
     Args:
         text: What happened and the cure: the message of what any use of it raises.

@@ -92,7 +92,7 @@ def _is_plain_object(kind: type, value: Any) -> bool:
 
 
 def is_importable(value: Any) -> bool:
-    """Whether a function or class can be found again by its module and qualified name in any process."""
+    """Return whether a function or class can be found by its module and qualified name in any process."""
     if isinstance(value, type) and not value.__flags__ & _HEAP_TYPE:
         return True  # of C, and there in every process
     name = getattr(value, "__module__", None)
@@ -107,7 +107,7 @@ def is_importable(value: Any) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two plain values are equal in type and value, all the way down.
+    """Return whether two plain values are equal in type and value at every level.
 
     So 1 is not True, 0.0 is not -0.0, and NaN is NaN.
     """

@@ -1,8 +1,8 @@
-"""Which names a cell reads before it has surely assigned them.
+"""The names that a cell reads before it has certainly assigned them.
 
 The answer may name too many, never too few: a name that is not sent is not there on the engines, and one that is sent
-in vain costs a look. Python's own compiler tells what each statement reads. The bodies of functions and classes of the
-cell count from where their names are first read.
+in vain costs a digest. Python's own compiler says which names each statement reads. The bodies of functions and
+classes of the cell count from where their names are first read.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Names = frozenset[str]
 
 @dataclass
 class Reads:
-    """What a cell asks of the namespace.
+    """The names that a cell reads from the namespace.
 
     Attributes:
         names: Names it reads (or deletes) before it has surely assigned them; builtins among them.
         assigned: Names that it assigns at its top level, if it comes to that.
-        attributes: Names of attributes in it, to tell submodules.
+        attributes: Names of attributes in it. They show which submodules it uses.
         dynamic: It may read any name (eval, exec, globals(), %run…).
     """
 
@@ -116,12 +116,12 @@ class _Flow:
         return (after | finally_) - (failed - finally_)
 
     def _assign(self, target: ast.expr, sure: Names) -> Names:
-        """What a loop or a `with` assigns to."""
+        """Visit the target of a loop or a `with`, and return the names that are certainly assigned after it."""
         assign = ast.Assign([target], ast.Constant(None))
         return self._code(ast.fix_missing_locations(ast.copy_location(assign, target)), sure)
 
     def _code(self, node: ast.stmt | ast.expr, sure: Names) -> Names:
-        """A statement or an expression as a whole."""
+        """Visit a statement or an expression as a whole, and return the names that are certainly assigned after it."""
         tree = ast.Expression(node) if isinstance(node, ast.expr) else ast.Module([node], [])
         mode = "eval" if isinstance(node, ast.expr) else "exec"
         try:
@@ -158,7 +158,7 @@ class _Flow:
         self.found.dynamic = self.found.dynamic or bool(seen & DYNAMIC)
 
     def _of_magics(self, node: ast.AST) -> set[str]:
-        """The words in calls of the shell, as IPython writes them for its own syntax."""
+        """Return the words in calls of the shell, as IPython writes them for its own syntax."""
         words: set[str] = set()
         for call in ast.walk(node):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
@@ -173,7 +173,7 @@ class _Flow:
 
 
 def _now_and_later(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """The global names that some code reads when it is run, and those that functions read which it makes."""
+    """Return the global names that code reads when it runs, and those that functions which it makes read later."""
     now, later = set(own_names(code)), set[str]()
     for part in code.co_consts:
         if not isinstance(part, types.CodeType):

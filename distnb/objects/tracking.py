@@ -1,4 +1,4 @@
-"""One end of a pair of processes that keep objects equal: the values the other end has, their digests and numbers.
+"""An end of a pair of processes that keep objects equal: the values the other end has, their digests and numbers.
 
 Both ends work alike. Before a program the notebook digests the values that it reads, and packs those that the engines
 lack or have with other content. The engines open the pack. After the program they digest the same values again and
@@ -16,7 +16,7 @@ An example. The notebook has `records = [a, b]` with `a = [1]` and `b = [2]`, an
     object                         (list of the root)  records    a    b
 
 A replica runs `records.reverse()`. The digest differs, so the engine packs the value again, as pack 9. The places are
-different now, and the pairs (place now, number before) tell the objects apart::
+different now, and the pairs (place now, number before) identify the objects::
 
     place                          1                   2                 3
     object                         records             b                 a
@@ -63,7 +63,7 @@ def part_of(serial: int, name: str) -> int:
 
 @dataclass
 class _Record:
-    """What the other end has under a name, and how it looked."""
+    """The value that the other end has under a name, and its digest."""
 
     root: Any
     digest: bytes
@@ -123,7 +123,7 @@ class _Table:
         self._numbers = None
 
     def rename(self, old: str, new: str) -> None:
-        """A value has another name."""
+        """Give a value another name."""
         self.names = [new if name == old else name for name in self.names]
         self.wanted = {new if name == old else name for name in self.wanted}
 
@@ -186,7 +186,7 @@ class _Table:
 
     @property
     def idle_nbytes(self) -> int:
-        """How much more memory came with names whose values are not wanted any more than with those that are."""
+        """The bytes that came with names whose values are no longer wanted, less those of the wanted ones."""
         found = 0
         for place, obj in self.objects.items():
             if type(obj) is MemoryBlock:
@@ -194,7 +194,7 @@ class _Table:
         return found
 
     def name_of(self, number: int) -> str:
-        """The name with whose value an object came."""
+        """Return the name with whose value an object came."""
         return self.names[self._indices[number >> OFFSET_BITS]]
 
     def _index_of(self, place: int) -> int:
@@ -221,7 +221,7 @@ def _no_collection() -> Iterator[None]:
 
 
 class Tracker:
-    """One end.
+    """An end of the pair.
 
     Args:
         side: This process.
@@ -240,7 +240,7 @@ class Tracker:
         return name in self._records
 
     def root(self, name: str) -> Any:
-        """What the other end has under a name, as it is here."""
+        """Return this end's object of the value that the other end has under a name."""
         return self._records[name].root
 
     @property
@@ -283,7 +283,7 @@ class Tracker:
         return digests
 
     def lacking(self, values: Mapping[str, Any], digests: Digests) -> list[str]:
-        """The names under which the other end has nothing, or something else, or something that looked otherwise."""
+        """Return the names under which the other end has no value, another object, or one with another digest."""
         return [
             name
             for name, value in values.items()
@@ -491,7 +491,7 @@ class Tracker:
         return values
 
     def _counterparts(self, table: _Table, packed: Packed) -> dict[int, Any]:
-        """The object here, by the `id()` of the one that arrived for it; none for what has just been forgotten."""
+        """Return the objects here by the `id()` of those that arrived for them, without those forgotten just now."""
         found = {}
         for place, number in pairs_in(packed):
             if number >> OFFSET_BITS + _NAME_BITS not in self._tables:
@@ -504,7 +504,7 @@ class Tracker:
         return found
 
     def copies(self, packed: Packed) -> list[tuple[int, int, Any]]:
-        """(number here, number there, object as it arrived) for each object of a pack that is known here."""
+        """Return (number here, number there, object as it arrived) for each object of a pack that is known here."""
         opener = self.opening(packed, ())
         for name in packed.names:
             opener.load(name)
@@ -526,7 +526,7 @@ class Tracker:
         return True
 
     def find(self, number: int) -> Any:
-        """The object of a number."""
+        """Return the object of a number."""
         return self._table_of(number).find(number)
 
     def keep_to_oneself(self, parts: Iterable[int]) -> None:
@@ -548,7 +548,7 @@ class Tracker:
     # -- forgetting ----------------------------------------------------------------------------------------------------
 
     def forget(self, names: Iterable[str]) -> None:
-        """The other end has nothing under these names any more, or something unknown."""
+        """Forget names under which the other end has no value any more, or an unknown one."""
         gone = list(names)
         if gone:
             self._drop(gone)
@@ -571,7 +571,7 @@ class Tracker:
         ]
 
     def send_again_beside(self, names: Iterable[str]) -> None:
-        """What came in one pack with values that are forgotten now keeps these: if they are large, it is sent again."""
+        """Send the other values of a pack again if forgotten ones of it are large: the pack keeps all of them alive."""
         gone = set(names)
         for table in self._tables.values():
             if not gone.isdisjoint(table.names) and table.idle_nbytes > _IDLE_NBYTES:
@@ -584,7 +584,7 @@ class Tracker:
         self._keep_tables(names)
 
     def rename(self, old: str, new: str) -> None:
-        """What both ends have under a name is known by another from now on; what had that is forgotten."""
+        """Rename a value that both ends have, and forget the value that had the new name."""
         self._drop((new,))
         record = self._records.pop(old, None)
         if record is None:
@@ -595,12 +595,12 @@ class Tracker:
                 table.rename(old, new)
 
     def clear(self) -> None:
-        """The other end has nothing at all."""
+        """Forget everything: the other end has no values."""
         self._records.clear()
         self._tables.clear()
 
     def number_of(self, obj: Any) -> int | None:
-        """The number of an object that the other end has; None if it has none."""
+        """Return the number of an object that the other end has, or None."""
         for table in self._tables.values():
             number = table.numbers.get(id(obj))
             if number is not None:
@@ -608,12 +608,12 @@ class Tracker:
         return None
 
     def number_of_memory(self, start: int, nbytes: int) -> int | None:
-        """The number of a block of memory that the other end has and that holds some bytes."""
+        """Return the number of a block of memory that contains these bytes and that the other end has, or None."""
         memory = self._memories.of(start, nbytes)
         return None if memory is None else self.number_of(memory)
 
     def name_of(self, number: int) -> str:
-        """The name with whose value an object came."""
+        """Return the name with whose value an object came."""
         return self._table_of(number).name_of(number)
 
     def names_within(self, ids: KeysView[int]) -> set[str]:
@@ -641,5 +641,5 @@ def _pairs(packer: Packer, tables: Sequence[_Table]) -> tuple[array[int], tuple[
 
 
 def _refused(name: str, value: Any, error: Exception) -> Placeholder:
-    """What stands for a value that cannot be pickled at all."""
+    """Return the placeholder of a value that cannot be pickled at all."""
     return Placeholder(refusal(label_of(name), value, value, cure_for(value), error))

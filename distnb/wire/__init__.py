@@ -1,1 +1,1 @@
-"""What notebook and engines say to each other: messages, their bytes, and the authenticated channel."""
+"""The messages between notebook and engines, their encoding, and the authenticated channel."""

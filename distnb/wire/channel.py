@@ -54,7 +54,7 @@ class OneClientKey:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator with each client's public key."""
+        """Return whether a client's public key is accepted. The authenticator calls this."""
         return bool(key == self._public)
 
 
@@ -175,7 +175,7 @@ class Peers:
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def let_in(self) -> None:
-        """Take in those of this host who have connected. OSError: this process has as many files open as it may."""
+        """Accept the peers of this host that have connected. OSError: this process has too many open files."""
         if self.listener is None:
             return
         for peer, connected in self.listener.let_in().items():
@@ -202,7 +202,7 @@ class Peers:
         return self.send_frames(peers, encode(message))
 
     def send_frames(self, peers: Iterable[int], frames: Sequence[Frame]) -> list[int]:
-        """The same, of a message that has been encoded."""
+        """Send an encoded message to several peers."""
         packets: Sequence[Packet] = ()
         unreached = []
         for peer in peers:
@@ -226,11 +226,11 @@ class Peers:
             The descriptors that are readable, for `receive`, those that are watched among them.
         """
         if self._remote is not None and _has_message(self._remote):
-            return []  # its descriptor tells of what comes after it was last found empty
+            return []  # its descriptor reports only what arrives after it was last found empty
         return [descriptor for descriptor, _ in self._epoll.poll(timeout_s)]
 
     def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """What has come: of each peer of this host one message, the next, and all of others. Never blocks.
+        """Yield messages that have arrived: the next one of each peer of this host, and all of others. Never blocks.
 
         `readable` is what `wait` returned. In the place of a message that cannot be read there is a MessageError.
         """
@@ -242,17 +242,17 @@ class Peers:
             if message is not None:
                 yield peer, message
             elif self._sockets[peer].ended:
-                self._lose(peer)  # the process has ended, and those who follow processes tell so
+                self._lose(peer)  # the process has ended, and its watcher reports that
         if self._remote is not None:
             for peer, frames in _arrived(self._remote):
                 yield peer, _or_error(partial(decode, frames))
 
     def is_near(self, peer: int) -> bool:
-        """Whether it is of this host, and connected: then any thread may send to it."""
+        """Return whether a peer is on this host and connected. Then any thread may send to it."""
         return peer in self._sockets
 
     def part(self, peer: int) -> Iterator[Any]:
-        """What a peer of this host that has ended had sent, to the last; then its connection is closed."""
+        """Yield the last messages of a peer of this host that has ended, then close its connection."""
         while (connected := self._sockets.get(peer)) is not None:
             message = _or_error(connected.receive)
             if message is None:
@@ -272,7 +272,7 @@ class Peers:
 
 
 class Programs(Peers):
-    """Sends programs to engines, and receives replies."""
+    """The notebook's end of the program channel: it sends programs to engines and receives replies."""
 
     def meet(self, hellos: Iterable[Hello]) -> None:
         """Engines have come up, and said hello on the other channel. StartError: one of this host is not connected."""
@@ -288,7 +288,7 @@ class Programs(Peers):
                 raise StartError(f"Engine {hello.engine} did not connect to the notebook for programs.")
 
     def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """As `Peers.receive`. MessageError: one cannot be read."""
+        """Yield messages as `Peers.receive` does. MessageError: a message cannot be read."""
         for engine, message in super().receive(readable):
             if isinstance(message, MessageError):
                 raise message
@@ -307,7 +307,7 @@ def send_frames(socket: zmq.Socket[bytes], peer: int, frames: Sequence[Frame]) -
 
 
 def receive_from(socket: zmq.Socket[bytes]) -> Iterator[tuple[int, Any]]:
-    """All messages that have arrived at a ROUTER, each with the number of its sender. Never blocks.
+    """Yield all messages that have arrived at a ROUTER, each with the number of its sender. Never blocks.
 
     Raises:
         MessageError: One cannot be read.
@@ -343,7 +343,7 @@ def _has_message(socket: zmq.Socket[bytes]) -> bool:
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
-    """The rest of a message: its header, and its buffers without a copy."""
+    """Return the rest of a message: its header, and its buffers without a copy."""
     frame = socket.recv(copy=False)
     frames: list[Frame] = [frame.bytes]
     while frame.more:
@@ -381,7 +381,7 @@ class Link:
         self.socket.connect(url)
 
     def fileno(self) -> int:
-        """A descriptor that tells of what comes after the socket was last found empty."""
+        """Return a descriptor that reports messages which arrive after the socket was last found empty."""
         return int(self.socket.fileno())
 
     def send(self, message: Any) -> None:
@@ -393,11 +393,11 @@ class Link:
         _send(self.socket, frames)
 
     def has_message(self) -> bool:
-        """Whether something has come."""
+        """Return whether a message has arrived."""
         return _has_message(self.socket)
 
     def receive(self, linger_ms: int = 0) -> Any:
-        """The next message, or None when there is none yet: what is waited for is told by the descriptor only."""
+        """Return the next message, or None if there is none yet. The descriptor reports when one arrives."""
         return decode(_receive(self.socket)) if _has_message(self.socket) else None
 
     def close(self) -> None:

@@ -20,14 +20,14 @@ Frame = bytes | bytearray | memoryview
 
 
 def encode(message: Any) -> list[Frame]:
-    """A message as frames, the header first."""
+    """Return a message as frames, the header first."""
     frames: list[Frame] = [b""]
     frames[0] = pickle.dumps(message, protocol=5, buffer_callback=out_of_band(frames))
     return frames
 
 
 def decode(frames: Sequence[Frame]) -> Any:
-    """The message that `encode` was given. To be called on authenticated bytes only: pickles run code.
+    """Return the message that `encode` was given. Call it on authenticated bytes only: pickles run code.
 
     Raises:
         MessageError: The frames are no message.

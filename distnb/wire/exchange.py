@@ -1,4 +1,4 @@
-"""What notebook and engines tell each other of names and objects: snapshots one way, results the other.
+"""The messages about names and objects: snapshots to the engines, results to the notebook.
 
 Named tuples: every call brings some of them, and a dataclass is pickled with the names of its fields.
 """
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 TeamKey = tuple[tuple[int, ...], int]
-"""The engines whose objects belong together, and how often that group was made anew."""
+"""The engines whose objects belong together, and how often that group was rebuilt."""
 
 
 def former(name: str, serial: int) -> str:
-    """What a value is known by when its name was assigned anew: engine objects may hold it still."""
+    """Return the name of a value whose own name was reassigned while engine objects may still hold the value."""
     return f"{name}#{serial}"
 
 
@@ -61,13 +61,13 @@ def name_of_given(serial: int) -> str:
 
 
 class NamedArgument(NamedTuple):
-    """Stands among the arguments of a call for the value of a name."""
+    """An argument of a call that represents the value of a name."""
 
     name: str
 
 
 class HeldArgument(NamedTuple):
-    """Stands among the arguments of a call for a distributed value, by the token that stands for it in a pack."""
+    """An argument of a call that represents a distributed value, by its token in a pack."""
 
     token: Any
 
@@ -77,7 +77,7 @@ _FUNCTIONS = frozenset({types.FunctionType, types.BuiltinFunctionType})
 
 
 def is_bare(arguments: Any) -> bool:
-    """Whether arguments of a call consist of names and of the simplest values: any pickler does for those."""
+    """Return whether arguments of a call are names and the simplest values only, which any pickler can send."""
     kind = type(arguments)
     if kind is tuple or kind is list:
         return all(map(is_bare, arguments))
@@ -91,7 +91,7 @@ def is_bare(arguments: Any) -> bool:
 
 
 def follow(obj: Any, path: Iterable[tuple[str, Any]]) -> Any:
-    """What is found from an object by attributes `("a", name)` and items `("i", key)`."""
+    """Return the object at the end of a path of attributes `("a", name)` and items `("i", key)`."""
     if isinstance(obj, DistributedValues) and len(obj.values) == 1:
         obj = obj.values[0]
     for step, name in path:
@@ -100,7 +100,7 @@ def follow(obj: Any, path: Iterable[tuple[str, Any]]) -> Any:
 
 
 class Reloads(NamedTuple):
-    """What became of a module in the notebook since it was imported there.
+    """The reloads of a module in the notebook since it was imported there.
 
     Attributes:
         times: How often it was reloaded.
@@ -112,7 +112,7 @@ class Reloads(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What a program needs of the notebook's namespace.
+    """The part of the notebook's namespace that a program needs.
 
     Attributes:
         team: The engines whose objects it is about.
@@ -130,10 +130,10 @@ class Snapshot(NamedTuple):
         forget: Names of which the two sides may have something else.
         unlike_parts: Parts of packs, by number, whose objects are not known by their numbers any more: they have others
             on other replicas, or the notebook has none of them.
-        adopt: Objects that are engine objects from now on, by id: told by the name of a value, or for each replica by
+        adopt: Objects that are engine objects from now on, by id: given by the name of a value, or for each replica by
             the number that it has given it, or by the id that it has there already.
         release: Ids that the notebook no longer holds.
-        handles: Engine objects that are described anew after the program.
+        handles: Engine objects that are described again after the program.
         environment: The parts that changed.
         sources: Texts and names of cells ("Cell In[3]", or ""), by file name, for tracebacks.
         modules: Submodules to be imported, and what became of local modules since, by name.
@@ -164,12 +164,12 @@ class Snapshot(NamedTuple):
 
     @property
     def binds_nothing(self) -> bool:
-        """Whether the engines have all that a call needs, under the names that it reads."""
+        """True if the engines have all that a call needs, under the names that it reads."""
         return self.names is None and self.pack is None and self.plain is None
 
 
 class Summary(NamedTuple):
-    """How an engine object looks, for the notebook to show without asking again.
+    """A summary of an engine object, which the notebook shows without asking again.
 
     Attributes:
         type: Qualified name of its class, without the module of builtins.
@@ -195,14 +195,14 @@ class Summary(NamedTuple):
 
 
 class Described(NamedTuple):
-    """What a name, or a result, is on one replica.
+    """The description of a name's value, or of a result, on one replica.
 
     Attributes:
         kind: "plain": an immutable value, among `Result.plain` if not here. "module": `value` is its name; the id
             serves where the notebook cannot import it. "sent": data or code, in the pack; `value` is its number if the
             notebook has it, and the id serves where the replicas do not agree. "tracked": an object of the notebook's,
             `value` is its number. "object": one that lives here.
-        digest: Of its content; None where it cannot be told.
+        digest: The digest of the content, or None if it is unknown.
         value: The plain value, if it is a scalar.
         identity: The object's id on every replica.
         mirrored: It was made in a scope, so it is kept equal on all replicas.
@@ -229,7 +229,7 @@ class Described(NamedTuple):
 
 
 class Leaf:
-    """Stands in the structure of a result for one described leaf.
+    """The place of one described leaf in the structure of a result.
 
     No tuple and no dataclass: those are structures, whose fields would be leaves in its place.
     """
@@ -244,18 +244,18 @@ class Leaf:
 
 
 class Result(NamedTuple):
-    """What a program did on one replica.
+    """The effects of a program on one replica.
 
     Attributes:
         serial: Of the snapshot that it came with.
         names: What each name that it assigned now is.
         deleted: Names that it deleted.
-        changed: Digests of what it changed in place, by the names of the snapshot; None where that cannot be told.
+        changed: Digests of values that it changed in place, by the names of the snapshot; None if one is unknown.
         pack: These values, and what it assigned of kind "sent". Not those that hold too many device objects now. Bare,
             where another replica sends the same, or the notebook has no use for it.
         plain: The plain values that it assigned or returned and that are no scalars, by name.
         fresh: Engine objects that the pack refers to and that have no handle yet.
-        handles: Engine objects that it read, described anew.
+        handles: New descriptions of the engine objects that it read.
         imported: Those of the awaited submodules that are there now.
         environment: The parts that it changed; None if none.
         result: Of a call: its structure with `Leaf`s.
@@ -284,7 +284,7 @@ class Result(NamedTuple):
 
     @property
     def only_returned(self) -> bool:
-        """Whether the result of a call is all there is to take in."""
+        """True if the call had no effect except its result."""
         told = self.names, self.deleted, self.changed, self.fresh, self.handles, self.imported
         return not any(told) and self.pack is None and self.environment is None
 
@@ -308,7 +308,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Mark:
-    """Where the engine's namespace stood when a program began."""
+    """The state of the engine's namespace when a program began."""
 
     before: dict[str, Any]
     snapshot: Snapshot

@@ -62,7 +62,7 @@ ObjectId = tuple[int, str]
 
 
 class UsersFunction(NamedTuple):
-    """How tracebacks show a function.
+    """A function's name and line as tracebacks show them.
 
     Attributes:
         name: Its qualified name.
@@ -205,17 +205,17 @@ class TakeBack:
 
 @dataclass(frozen=True)
 class DumpStacks:
-    """Tell where the main thread is, in `Stacks`."""
+    """Report the stack of the main thread in `Stacks`."""
 
 
 @dataclass(frozen=True)
 class DumpActivity:
-    """Tell how the time of the latest programs was spent, in `Activity`."""
+    """Report how the latest programs spent their time in `Activity`."""
 
 
 @dataclass(frozen=True)
 class MeasureMemory:
-    """Tell how much memory there is, in `MemoryUse`; also while a program runs."""
+    """Report the memory in `MemoryUse`, also while a program runs."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class SendLog:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the user answered to `Asks`: a line without its end, None for the end of all input; or why nobody can."""
+    """The user's answer to `Asks`: a line without its end, None for the end of input, or why no user can answer."""
 
     program: int
     line: str | None = None
@@ -241,7 +241,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Prompting:
-    """Whether the user is at a replica's prompt from now on: meanwhile no time limit strikes who waits for it."""
+    """The beginning or end of a user's visit to a replica's prompt, during which no time limit ends other replicas."""
 
     on: bool
 
@@ -267,7 +267,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class ProgramEnded:
-    """A program ended on this engine, told at once on the control channel, whoever waits on the other."""
+    """The end of a program on this engine, sent at once on the control channel."""
 
     engine: int
     program: int
@@ -360,8 +360,8 @@ class Live:
     """Values of `distnb.live`, batched: (training step, number of the call of `run` or 0, {name: value}).
 
     Attributes:
-        times: When each was told, in seconds since 1970 by the engine's clock; empty: when they came.
-        run: The run that they are told of; "" for the cell's.
+        times: When each was reported, in seconds since 1970 by the engine's clock; empty: when they arrived.
+        run: The run that they belong to; "" for the cell's.
     """
 
     engine: int
@@ -373,7 +373,7 @@ class Live:
 
 
 class Waiting(NamedTuple):
-    """What a replica waits in, when it was measured.
+    """The wait that a replica was in when it was measured.
 
     Attributes:
         kind, what, where, group, number: See `distnb.activity`.
@@ -390,7 +390,7 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True)
 class TelemetrySample:
-    """What a replica's control thread measured.
+    """The measurements of a replica's control thread.
 
     Attributes:
         seconds: Of the engine's own steady clock.
@@ -399,7 +399,7 @@ class TelemetrySample:
         where: The user's line that the replica is in, when known ("cell 3, line 12").
         call: What that line calls, if it did so a sample ago, too: "time.sleep".
         waiting: What it waits in.
-        events: The latest of `distnb.activity`, as plain tuples; their serials tell whether some are left out.
+        events: The latest of `distnb.activity`, as plain tuples; their serials show whether some are left out.
         machine: Whose clock the events' moments are of.
         queued_s: How long its main thread has been ready and had no processor, in all; None where it is not known.
         processors: How many processors the engine may use.
@@ -477,7 +477,7 @@ class LogTexts:
 
 @dataclass(frozen=True)
 class Flushed:
-    """The answer to `Flush`: all that the engine had to tell until then has been sent before it."""
+    """The answer to `Flush`, sent after all messages that the engine had until then."""
 
     engine: int
     number: int

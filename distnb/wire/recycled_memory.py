@@ -54,7 +54,7 @@ class RecycledSender:
         self._blocks: list[_Block] = []
 
     def write(self, frames: Sequence[Frame]) -> tuple[bytes, _Block | None] | None:
-        """Write a message: what the receiver is told, and memory whose descriptor goes with that.
+        """Write a message. Return the notice for the receiver, and the memory whose descriptor goes with it.
 
         None: it is small, or too large, or there is no memory for it.
         """
@@ -75,7 +75,7 @@ class RecycledSender:
         return None
 
     def _block(self, nbytes: int) -> tuple[int, _Block, bool]:
-        """A block with so much room that is not in use: its number, and whether the receiver has it not yet."""
+        """Return a free block of this size: its number, the block, and whether it is new to the receiver."""
         free = [slot for slot, block in enumerate(self._blocks) if not block.in_use]
         for slot in free:
             if len(self._blocks[slot].memory) >= _FLAG_NBYTES + nbytes:
@@ -97,7 +97,7 @@ class RecycledReceiver:
         self._blocks: dict[int, mmap.mmap] = {}
 
     def read(self, told: bytes, descriptor: int | None) -> list[Frame]:
-        """A message. Its frames can be written to, and their memory is the sender's again when they are gone.
+        """Return a message. Its frames can be written to, and their memory is the sender's again when they are gone.
 
         Raises:
             MessageError: There is no room for it.
@@ -126,7 +126,7 @@ def _release(block: mmap.mmap, process: int) -> None:
 
 
 def _places(sizes: Sequence[int]) -> Iterator[int]:
-    """Where frames of these sizes lie, one after the other."""
+    """Yield the offsets of frames of these sizes, one after the other."""
     at = 0
     for size in sizes:
         yield at

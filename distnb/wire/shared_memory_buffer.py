@@ -52,7 +52,7 @@ class SharedMemoryBuffer:
 
 
 def read_frame(descriptor: int, nbytes: int) -> Frame:
-    """The frame that memory holds. It belongs to the caller, who can write to it.
+    """Return the frame in some shared memory. It belongs to the caller, who can write to it.
 
     Raises:
         MessageError: The memory holds less.

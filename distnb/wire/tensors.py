@@ -17,7 +17,7 @@ __all__ = ["encode_tensors"]
 
 
 def encode_tensors(message: Any) -> list[Frame]:
-    """A message as frames, the header first; those of large tensors are the tensors' own memory.
+    """Return a message as frames, the header first; those of large tensors are the tensors' own memory.
 
     `codec.decode` makes tensors and parameters plain tensors on the host, which can be written to.
     """

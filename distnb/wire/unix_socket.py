@@ -68,7 +68,7 @@ Packet = tuple[bytes, HasDescriptor | None]
 
 
 def pack(frames: Sequence[Frame]) -> Sequence[Packet]:
-    """A message as packets, copied: the sender's own frames may change when this returns."""
+    """Return a message as packets, copied: the sender's own frames may change when this returns."""
     if len(frames) == 1 and len(frames[0]) < _PACKET_NBYTES:
         return ((_WHOLE_PREFIX + frames[0], None),)
     sizes = [memoryview(frame).nbytes for frame in frames]
@@ -115,7 +115,7 @@ class _Incoming:
             os.close(descriptor)
 
     def end(self, data: bytes) -> list[Frame]:
-        """All frames. Raises MessageError if some are lost."""
+        """Return all frames. MessageError: some are lost."""
         if self.error is not None:
             raise self.error
         loose, at = memoryview(b"".join(self.pieces)), 0
@@ -130,7 +130,7 @@ class _Incoming:
 
 
 class UnixSocket:
-    """One end of a UNIX socket. One thread receives, any thread sends.
+    """An end of a UNIX socket. One thread receives, any thread sends.
 
     Args:
         connected: The socket, of type SOCK_SEQPACKET; this object closes it.
@@ -156,7 +156,7 @@ class UnixSocket:
         self._incoming = _Incoming()
 
     def fileno(self) -> int:
-        """Readable when `receive` may have something."""
+        """Return the descriptor, which is readable when `receive` may have a message."""
         return self._socket.fileno()
 
     # -- sending -----------------------------------------------------------------------------------------------------
@@ -221,18 +221,18 @@ class UnixSocket:
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def has_message(self) -> bool:
-        """Whether something has come, be it the end."""
+        """Return whether a message, or the end of the connection, has arrived."""
         return bool(self._poll.poll(0))
 
     def receive(self, linger_ms: int = 0) -> Any:
-        """The next message, or None when there is none within so many milliseconds. MessageError: it is unreadable."""
+        """Return the next message, or None if none arrives within `linger_ms`. MessageError: it cannot be read."""
         frames = self.receive_frames()
         if frames is None and linger_ms and not self.ended and self._poll.poll(linger_ms):
             frames = self.receive_frames()
         return None if frames is None else decode(frames)
 
     def receive_frames(self) -> list[Frame] | None:
-        """The frames of the next message, or None when it is not there yet, or will never be (`ended`).
+        """Return the frames of the next message, or None if it has not arrived, or never will (`ended`).
 
         Raises:
             MessageError: Some of it was lost.
@@ -323,7 +323,7 @@ class Listener:
         return self._epoll.fileno()
 
     def let_in(self) -> dict[int, UnixSocket]:
-        """Those who have connected since this was last called, by number.
+        """Return the peers that have connected since this was last called, by number.
 
         OSError: this process has as many files open as it may.
         """

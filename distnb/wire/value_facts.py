@@ -1,4 +1,4 @@
-"""What a process tells of values that it holds, for others to draw: a few facts, never the values. Loads no torch."""
+"""The facts that a process sends about its values, for others to draw; never the values. Loads no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BINS = 24
 
 
 class Statistics(NamedTuple):
-    """What a tensor's elements are, on the whole; of complex numbers, their absolute values.
+    """Statistics of a tensor's elements; of complex numbers, their absolute values.
 
     Attributes:
         elements: How many it has.
@@ -40,14 +40,14 @@ class Statistics(NamedTuple):
 
 
 class Inspected(NamedTuple):
-    """One part of a value.
+    """A part of a value, with its facts.
 
     Attributes:
         type: Its class.
         text: Its value, if that is short.
         shape, dtype, device: Of tensors and arrays, else "". The shape is the whole's, of a DTensor, too.
         nbytes: What its tensors take here.
-        content: Equal where the contents are; 0: it cannot be told, or is each replica's own affair.
+        content: A number that is equal for equal contents; 0 if unknown, or if each replica has its own.
         statistics: Of tensors.
         picture: A data URL.
         items: Its parts by name.
@@ -81,18 +81,18 @@ Kind = Literal["copy", "own", "rows", "shard", "partial", "shared", "stored"]
 
 
 class Holding(NamedTuple):
-    """One part of one tensor, in one place.
+    """A part of a tensor, in one place.
 
     Attributes:
         name: Which tensor of the value: what one writes behind the value's name; "" for itself.
         whole: The shape of all parts together.
-        bounds: Which part it is; None: it cannot be told.
+        bounds: The bounds of the part, or None if they are unknown.
         kind: "copy": equal on all replicas, and kept so. "own": this process's. "rows": of a global batch. "shard": of
             a DTensor; "partial": its sum over the replicas is the value. "shared": memory that all replicas have in
             common. "stored": on a parameter server.
         dtype, device: As torch writes them; "" where they are not known yet.
         nbytes: What it takes there.
-        holder: Who has it, if not the process that tells: "ps 0".
+        holder: The process that has it, if not the sender: "ps 0".
         note: What else there is to say.
     """
 
