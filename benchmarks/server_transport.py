@@ -90,7 +90,7 @@ def server(**told: Any) -> Iterator[Any]:
 
 
 class Client:
-    """One contender. Each of `pull`, `push` and `ping` waits for the answer."""
+    """A contender of the comparison. Each of `pull`, `push` and `ping` waits for the answer."""
 
     pull: Callable[[], object]
     push: Callable[[], object]
