@@ -75,7 +75,7 @@ def test_with_all_workers_gone_it_says_so_and_goes_on_when_one_comes(
         os.kill(row.pid, signal.SIGKILL)
     wait_until(lambda: all(each.state == "lost" for each in coordinator.status().workers), _WITHIN_S)
     values = [coordinator.schedule(whoami) for _ in range(5)]
-    assert capsys.readouterr().err.count("no worker is there") == 1
+    assert capsys.readouterr().err.count("there is no worker to run them") == 1
     require().restart([0])
     coordinator.join()
     assert len(set(coordinator.fetch(values))) == 1
