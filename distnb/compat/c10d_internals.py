@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+from distnb.compat import patches
 from distnb.compat.versions import private_names
 
 with private_names("torch"):
@@ -94,7 +95,7 @@ def replace_function(name: str, replacement: Callable[..., Any]) -> None:
 
     for module in (dist, c10d):
         if hasattr(module, name):
-            setattr(module, name, function)
+            patches.replace(f"{module.__name__}:{name}", function)
 
 
 def uses_torchcomms() -> bool:

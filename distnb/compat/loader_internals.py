@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from distnb.compat import patches
 from distnb.compat.versions import private_names
 
 with private_names("torch"):
@@ -88,7 +89,7 @@ def next_batch() -> Callable[[Any], Any]:
 
 def replace_next_batch(function: Callable[[Any], Any]) -> None:
     """Replace that function."""
-    _BaseDataLoaderIter.__next__ = function  # type: ignore[method-assign,assignment]
+    patches.replace("torch.utils.data.dataloader:_BaseDataLoaderIter.__next__", function)
 
 
 def draws_as_many_as_there_are(sampler: RandomSampler) -> bool:

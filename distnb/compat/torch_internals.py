@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from distnb.compat import patches
 from distnb.compat.versions import private_names
 
 with private_names("torch"):
@@ -72,7 +73,7 @@ def backward_function() -> Callable[..., Any]:
 
 def set_backward_function(function: Callable[..., Any]) -> None:
     """Replace that function."""
-    torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]
+    patches.replace("torch.autograd:_engine_run_backward", function)
 
 
 def saved(node: Any, name: str, default: Any = None) -> Any:

@@ -13,6 +13,7 @@ import reprlib
 import types
 from typing import Any
 
+from distnb.compat import patches
 from distnb.errors import ContextError
 from distnb.objects.code import content_of, names_of_code
 
@@ -33,7 +34,7 @@ def install() -> None:
         _check(self._target, self._args)
         start(self)
 
-    multiprocessing.process.BaseProcess.start = checked  # type: ignore[method-assign]
+    patches.replace("multiprocessing.process:BaseProcess.start", checked)
 
 
 def _check(target: Any, args: tuple[Any, ...]) -> None:

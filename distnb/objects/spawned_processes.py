@@ -7,17 +7,18 @@ of the notebook, so the workers of a DataLoader would not find the class of its 
 from __future__ import annotations
 
 import types
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import cloudpickle
+
+from distnb.compat import patches
 
 __all__ = ["install", "open_by_value"]
 
 
 def install() -> None:
     """Have this process send what is defined in `__main__` by value. Idempotent."""
-    ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign]
+    patches.replace("multiprocessing.reduction:ForkingPickler.reducer_override", _reduce)
 
 
 def _reduce(pickler: Any, obj: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from distnb.collectives.algorithms.flat_packs import Slot
 from distnb.collectives.digests import digest
+from distnb.compat import patches
 from distnb.errors import GradientError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def refuse_wrapping() -> None:
             )
         original(self, module, *args, **kwargs)
 
-    DistributedDataParallel.__init__ = checked  # type: ignore[method-assign]
+    patches.replace("torch.nn.parallel:DistributedDataParallel.__init__", checked)
 
 
 class _Gone:

@@ -9,7 +9,7 @@ import torch
 
 from distnb.collectives.algorithms.aggregation import Aggregation
 from distnb.collectives.algorithms.sums import all_reduce
-from distnb.compat import torch_internals
+from distnb.compat import patches, torch_internals
 from distnb.options import ReduceOp
 from distnb.runtime.this_process import this_process
 
@@ -34,7 +34,7 @@ def install() -> None:
             return plain(layer, input)
         return _forward(layer, input, process.group)
 
-    torch.nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign,assignment]
+    patches.replace("torch.nn:SyncBatchNorm.forward", forward)
 
 
 def _forward(layer: Any, input: torch.Tensor, group: Group) -> torch.Tensor:
