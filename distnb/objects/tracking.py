@@ -570,7 +570,7 @@ class Tracker:
             for part in table.drop_unreferenced([each for each in newest_first if each.serial > table.serial])
         ]
 
-    def send_again_beside(self, names: Iterable[str]) -> None:
+    def send_again_with(self, names: Iterable[str]) -> None:
         """Send the other values of a pack again if forgotten ones of it are large: the pack keeps all of them alive."""
         gone = set(names)
         for table in self._tables.values():

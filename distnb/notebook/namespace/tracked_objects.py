@@ -208,7 +208,7 @@ class TrackedObjects:
         gone = set(names)
         self.tracker.forget(gone)
         self.drop_unreferenced()
-        self.tracker.send_again_beside(gone)
+        self.tracker.send_again_with(gone)
         self.forget |= gone
 
     def drop_unreferenced(self) -> None:
