@@ -245,7 +245,7 @@ def refused_in_scopes(strategy: Any, folder: Path) -> Any:
     with strategy.scope():
         own, normal = mlp(), keras.layers.Normalization()
     if strategy.num_replicas_in_sync > 1:
-        with strategy.scope(), pytest.raises(OptionError, match=r"metrics.*was made outside strategy.scope\(\)"):
+        with strategy.scope(), pytest.raises(OptionError, match=r"metric .*was made outside strategy.scope\(\)"):
             own.compile("sgd", "mse", metrics=[metric])
         with strategy.scope(), pytest.raises(OptionError, match=r"model .* was made outside strategy.scope\(\)"):
             model.compile("sgd", "mse")
