@@ -1,1 +1,1 @@
-"""What runs inside an engine: the agent on its main loop, the control thread beside it."""
+"""The code that runs inside an engine: the agent on its main loop, and the control thread alongside it."""

@@ -1,6 +1,6 @@
-"""`python -m distnb.engine`: one engine process. Whoever starts it tells it all in its environment.
+"""`python -m distnb.engine`: one engine process, with its settings in environment variables.
 
-Where that names no engine, it is the process from which engines are forked, and then each of these goes on here.
+If the environment names no engine, the process forks the engines, and each of them continues here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Become an engine, until the notebook says otherwise or is gone."""
+    """Run an engine until the notebook ends it or has itself ended."""
     if ENGINE_VARIABLE not in os.environ:
         fork_engines()
     path = Path(os.environ[CONNECTION_VARIABLE])
@@ -39,7 +39,7 @@ def main() -> None:
     device = parse_device(os.environ[DEVICE_VARIABLE])
     connection = Connection.read(path)
     if os.getpgid(0) != os.getpid():
-        os.setsid()  # a terminal's Ctrl-C is for the notebook; and what ends with us is exactly our group
+        os.setsid()  # a terminal's Ctrl-C is for the notebook, and our group is exactly the processes that end with us
     die_with(connection.notebook_pid)
     keep_temporary_sockets_in(path.parent)
     open_log(path.parent, f"engine-{engine}")
@@ -65,14 +65,14 @@ def main() -> None:
         app.start()
     except SystemExit:
         pass
-    except BaseException:  # noqa: BLE001  # by now sys.stderr leads to clients, and this must be in the log
+    except BaseException:  # noqa: BLE001  # sys.stderr now leads to clients, and the traceback must be in the log
         print(traceback.format_exc(), file=log, flush=True)
         code = 1
     _leave(code)
 
 
 def _leave(code: int) -> None:
-    """End the process: exit functions run (they end DataLoader workers), threads of the user are not waited for."""
+    """End the process after its exit functions, which end DataLoader workers. Do not wait for the user's threads."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             stream.flush()

@@ -1,4 +1,4 @@
-"""The agent: takes programs from the notebook, runs them on the engine's main thread, and replies."""
+"""The agent, which receives programs from the notebook, runs them on the engine's main thread, and replies."""
 
 from __future__ import annotations
 
@@ -77,21 +77,21 @@ __all__ = ["Agent", "install"]
 
 _logger = logging.getLogger("distnb.engine")
 
-_DRAWING_S = 0.7  # where several replicas fail, each may still tell why; longer than that, nobody waits
-_DRAWING_CAUSE_S = 0.9  # just below the notebook's patience with a program that it has ordered to end
-_DESCRIBING_S = 1.0  # what a program did that was told to end: the notebook waits no longer
-_LINGER_MS = 1  # the next small call often follows at once, and the way through the event loop costs as much as it
+_DRAWING_S = 0.7  # when several replicas fail, the time that each has to report its error
+_DRAWING_CAUSE_S = 0.9  # just below the time that the notebook waits for a program that it has ordered to end
+_DESCRIBING_S = 1.0  # for the effects of a program that was ordered to end: the notebook waits no longer
+_LINGER_MS = 1  # the next small call often follows at once, and a pass through the event loop costs as much as the call
 
 
 class Agent:
-    """Serves programs, one at a time and in order, on the engine's main thread.
+    """The server of programs on the engine's main thread. It runs them one at a time and in order.
 
-    The user namespace of the engine's IPython shell is its one namespace.
+    All programs share one namespace, the user namespace of the engine's IPython shell.
 
     Attributes:
-        kinds: The kind of program that each class of messages is. A room adds its own: see `distnb.engine.rooms`.
-        notices: Handles messages that are no programs and get no reply, by their class.
-        suspensions: Called before each program that is not a room's own.
+        kinds: The kind of program by class of message. A room adds its own: see `distnb.engine.rooms`.
+        notices: The handlers of messages that are not programs and get no reply, by class of message.
+        suspensions: Functions to call before each program that is not a room's own.
         connection, engine, device: The cluster, and this engine's number and device in it.
     """
 
@@ -100,11 +100,11 @@ class Agent:
         self.connection = connection
         self.engine = engine
         self.device = device
-        self._process: spmd.SpmdProcess  # from the first program on
+        self._process: spmd.SpmdProcess  # set by the first program
         self._guard = Guard()
         workers.raise_worker_errors_only_while(lambda: self._guard.running)
         self._failure: KeptFailure | None = None
-        self._who, self._size = "", 1  # of the latest program: which replica this is, and of how many
+        self._who, self._size = "", 1  # this replica's name in the latest program, and the number of its replicas
         place = str(torch_device(device))
         self._objects = ObjectsOfTeams(shell.user_ns, "cpu" if place.startswith("cpu") else place)
         self._namespace = EngineNamespace(shell.user_ns, self._objects, engine=engine)
@@ -157,7 +157,7 @@ class Agent:
         groups.when_failed = self._control.end_program
 
     def serve(self) -> None:
-        """Begin to serve on the running event loop of this thread, and say hello."""
+        """Begin to serve on the running event loop of this thread, and send `Hello`."""
         hello = Hello(self.engine, os.getpid(), socket.gethostname())
         self._leave = signal.signal(signal.SIGTERM, self._terminate)
         self._control.start()
@@ -166,7 +166,7 @@ class Agent:
         self._programs.send(hello)
         self._listen()
         IOLoop.current().add_callback(self._serve_programs)
-        # What torch and IPython consist of is never garbage: collections need not look at it again and again.
+        # The objects of torch and IPython are never garbage, so later collections need not visit them.
         gc.freeze()
         warm_up_when_idle(lambda: 0.0 if self._serving else time.monotonic() - self._served)
 
@@ -179,17 +179,17 @@ class Agent:
     # -- programs --------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        # No ZMQStream: its bookkeeping costs as much as a small program.
+        # Not by a ZMQStream, whose bookkeeping costs as much as a small program.
         loop = IOLoop.current()
         for link in self._links:
             loop.add_handler(link.fileno(), self._serve_programs, loop.READ)
         self._listening = True
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        """Whoever rules this machine, such as Slurm's scancel, ends this process in the middle of a program.
+        """Handle SIGTERM, which a scheduler (Slurm's scancel) may send in the middle of a program.
 
-        It dies of the signal: were it to leave that program as `exit()` does, its part would count as finished, and the
-        other replicas would be told of collectives that do not match.
+        While a program runs, the process dies of the signal. If the handler left the program as `exit()` does, this
+        replica's part would count as finished, and the other replicas would report collectives that do not match.
         """
         if self._serving:
             signal.signal(number, signal.SIG_DFL)
@@ -200,10 +200,10 @@ class Agent:
     def _serve_programs(self, *event: Any) -> None:
         """Run every program that has arrived.
 
-        A descriptor of ZeroMQ tells of what comes after the socket was last found empty, and so the last thing here is
-        to find it empty.
+        A descriptor of ZeroMQ signals only messages that arrive after the socket was last found empty. The loop
+        therefore ends with an attempt to receive that finds it empty.
         """
-        if self._serving:  # user code runs the event loop: what has arrived is for the loop below, after that program
+        if self._serving:  # user code runs the event loop: the loop below reads the message after that program
             self._ignore()
             return
         self._serving = True
@@ -213,7 +213,7 @@ class Agent:
                 for link in self._by_turns(latest):
                     try:
                         message = link.receive(_LINGER_MS if link is latest else 0)
-                    except Exception as error:  # noqa: BLE001  # whatever it is, the notebook waits for replies
+                    except Exception as error:  # noqa: BLE001  # the notebook waits for a reply, whatever the error
                         link.send(Unread(error_reports.report(error)))
                         break
                     if message is not None:
@@ -223,7 +223,7 @@ class Agent:
                         else:
                             kind = self._kind_of(message)
                             if self._failure is not None and kind.drops_failure:
-                                # What a failed cell held may take seconds to end (a DataLoader waits for its workers).
+                                # Releasing a failed cell's objects may take seconds: a DataLoader waits for workers.
                                 self._guard.release(self._forget_failure)
                             link.send(self.perform(message))
                             if self._failure is not None and not self._failure.text:
@@ -232,7 +232,7 @@ class Agent:
                 else:
                     return
         except BaseException:
-            IOLoop.current().add_callback(self._serve_programs)  # more may wait, and nothing else would tell
+            IOLoop.current().add_callback(self._serve_programs)  # more may wait, and no event announces them
             raise
         finally:
             self._serving, self._served = False, time.monotonic()
@@ -244,7 +244,7 @@ class Agent:
                 self._listen()
 
     def _by_turns(self, latest: ProgramLink | None) -> list[ProgramLink]:
-        """Where to look for the next program: last where the latest came from, which is waited for a while."""
+        """Return the links in the order to poll them: the latest program's link last, since the poll waits there."""
         if latest is None or len(self._links) == 1:
             return self._links
         return [*(link for link in self._links if link is not latest), latest]
@@ -256,18 +256,18 @@ class Agent:
             self._listening = False
 
     def _kind_of(self, message: Any) -> ProgramKind:
-        """Return the kind of a program, whose room is loaded first if need be."""
+        """Return the kind of a program. Load its room first if necessary."""
         if type(message) not in self.kinds:
             importlib.import_module(ROOMS[type(message).__module__]).install(self)
         return self.kinds[type(message)]
 
     def receive_from(self, link: ProgramLink) -> None:
         """Receive programs from one more link."""
-        self._ignore()  # all links are watched again after the program that runs
+        self._ignore()  # all links are watched again after the running program
         self._links = [*self._links, link]
 
     def stop_receiving(self, link: ProgramLink) -> None:
-        """Receive no more programs from a link, which is about to be closed."""
+        """Stop receiving programs from a link that is about to be closed."""
         self._ignore()
         self._links = [each for each in self._links if each is not link]
 
@@ -275,7 +275,7 @@ class Agent:
         self._failure = None
 
     def perform(self, message: Any) -> Reply:
-        """Run one program to its end and describe how it ended. Never raises."""
+        """Run one program to its end, and return the reply. It never raises."""
         kind = self._kind_of(message)
         replica = kind.replica(message)
         if _logger.isEnabledFor(logging.DEBUG):
@@ -287,7 +287,7 @@ class Agent:
         began = time.monotonic()
         try:
             reply = kind.run(message, replica)
-        except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
+        except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
             reply = self.failed(message.program, error)
         _logger.debug("program %d ended: %s", message.program, reply.status)
         folder_locks.release_kept()
@@ -295,12 +295,13 @@ class Agent:
         self._console.leave()
         self._console.stopped_in = None
         if reply.status == "ok" and not isinstance(message, RunCell):
-            # The reply itself tells of a call that went well; a wake-up of both control threads would double its cost.
+            # The reply itself reports a call that succeeded. Waking both control threads would double the call's cost.
             self._control.program_ended(None)
             return reply
         reply = reply._replace(seconds=time.monotonic() - began)
         summary = f"{reply.error.type_name}: {reply.error.text}" if reply.error else ""
-        # In no local variable: its traceback leads here, and the cycle would keep all that the program held.
+        # The error is in no local variable: its traceback leads to this frame, and the cycle would keep all objects of
+        # the program alive.
         where = ""
         if self._failure is not None and reply.status != "ok":
             where = telemetry.where_it_failed(self._failure.error)
@@ -318,17 +319,17 @@ class Agent:
             suspend()
 
     def replica_in(self, message: Any) -> int:
-        """Return the replica that this engine is in a program of a team."""
+        """Return this engine's replica number in a program of a team."""
         self._suspend_rooms()
         replica: int = message.team.rank_of(self.engine)
         self._who, self._size = f"replica {replica} ({message.team.devices[replica]})", message.team.size
         return replica
 
     def failed(self, program: int, error: BaseException, value: Any = None, *, alone: bool = False) -> Reply:
-        """Return the reply of a program that raised. `alone`: its error is not packed with the namespace."""
+        """Return the reply of a program that raised. With `alone` the error is not packed with the namespace."""
         datasets.program_failed()
         cause, reason = groups.take_cause()
-        # What ended the program, and not its consequence: RuntimeError is all that waits in C++ raise.
+        # Report the cause instead of its consequence. Waits in C++ raise a mere RuntimeError when they are ended.
         if cause is not None and cause is not error and not self._guard.interrupted:
             in_c = type(error) is RuntimeError and isinstance(cause, CollectiveError)
             if in_c or self._guard.aborted or isinstance(error, ProgramAborted):
@@ -341,7 +342,7 @@ class Agent:
             try:
                 report = self._report(program, error, None if alone else self._namespace.pack_error)
             except (KeyboardInterrupt, ProgramAborted):
-                pass  # its __str__ was the user's code, too, and was told to end
+                pass  # the error's __str__ is user code, too, and the order ended it
         if report is None or self._guard.interrupted:
             return Reply(program=program, status="interrupted" if self._guard.interrupted else "aborted", value=value)
         return Reply(program=program, status="error", error=report, value=value)
@@ -349,7 +350,7 @@ class Agent:
     def _report(
         self, program: int, error: BaseException, pack: Callable[[BaseException], Packed] | None
     ) -> ErrorReport:
-        """Describe the error of a program. `pack` is the namespace's: closures know nothing of that."""
+        """Describe the error of a program. `pack` is the namespace's; closures, which do not use it, pass None."""
         draw = partial(error_reports.report, error, pack)
         if self._guard.aborted:
             return self._guard.call_last(draw, _DRAWING_CAUSE_S)
@@ -364,7 +365,7 @@ class Agent:
         )
 
     def guarded(self, program: int, body: Callable[[], Any]) -> Any:
-        """Run a part of a program, which the notebook can end."""
+        """Run a part of a program so that the notebook can end it."""
         return self._guard.call(program, body)
 
     def join(self, team: Team, replica: int, *, nothing_new: bool = False) -> None:
@@ -395,10 +396,10 @@ class Agent:
 
         try:
             self._guard.call(program, body)
-        except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
+        except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
             failed = error
             if self._guard.interrupted:
-                # They do not hear of the interrupt, and a DataLoader waits five seconds for each in mid-item.
+                # Workers do not receive the interrupt, and a DataLoader waits five seconds for each that is in an item.
                 workers.end_processes(set(multiprocessing.active_children()) - there)
             groups.program_failed()
         results, interrupt = None, None
@@ -412,13 +413,16 @@ class Agent:
                 return Reply(program=program, status="ok", value=results, changed=changed, profile=trace)
             return self.failed(program, failed, results)._replace(profile=trace)
         finally:
-            failed = interrupt = None  # its traceback holds this frame: a cycle would keep all that the cell held
+            failed = interrupt = None  # its traceback holds this frame: a cycle would keep all objects of the cell
 
     def _described(
         self, program: int, describe: Callable[[], Result | None]
     ) -> tuple[Result | None, KeyboardInterrupt | None]:
-        """What a program did, or the user's interrupt: objects are pickled as they like, for as long as they like."""
-        if self._guard.aborted:  # that was the interrupt, or another replica's failure
+        """Describe the effects of a program. Return them, and the user's interrupt if one ended the description.
+
+        The description pickles the user's objects, so it runs user code, which may take any time.
+        """
+        if self._guard.aborted:  # by an interrupt, or by another replica's failure
             try:
                 return self._guard.call_last(describe, _DESCRIBING_S), None
             except (KeyboardInterrupt, ProgramAborted):
@@ -457,7 +461,7 @@ class Agent:
     def _run_together(
         self, program: int, team: Team, replica: int, body: Callable[[], Any], *, nothing_new: bool = False
     ) -> Reply:
-        """Run something that may communicate with the rest of the team.
+        """Run a function that may communicate with the rest of the team.
 
         Args:
             nothing_new: See `spmd.enter`.
@@ -473,16 +477,16 @@ class Agent:
 
         try:
             value = self._guard.call(program, joined)
-        except BaseException as error:  # noqa: BLE001  # what it did until then is told, as of a cell
+        except BaseException as error:  # noqa: BLE001  # its effects until then are reported, as of a cell
             groups.program_failed()
             results, _ = self._described(program, self._namespace.give_up_call)
             return self.failed(program, error, results)
         return Reply(program=program, status="ok", value=value, steps=step_count.steps - before)
 
-    # -- the user looks around -------------------------------------------------------------------------------------
+    # -- the debugger ----------------------------------------------------------------------------------------------
 
     def _stop(self, frame: FrameType, header: str | None, commands: Iterable[str]) -> None:
-        """A breakpoint in the user's code."""
+        """Handle a breakpoint in the user's code."""
         debugger.at_breakpoint(self._console, self._who, self._size, frame, header, commands)
 
     def _post_mortem(self, message: PostMortem, replica: int) -> Reply:
@@ -497,7 +501,7 @@ class Agent:
                 message.program, lambda: debugger.post_mortem(self._console, kept.who, traceback, show_figures)
             )
             return Reply(program=message.program, status="ok", value=True)
-        except BaseException as error:  # noqa: BLE001  # whatever user code raises is told, and the engine lives on
+        except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
             reply = self.failed(message.program, error)
             self._failure = kept
             return reply
@@ -505,16 +509,17 @@ class Agent:
     # -- the shell of the engine -----------------------------------------------------------------------------------
 
     def _write_error(self, text: str) -> bool:
-        """Write an error that a program has the shell show, as `ipywidgets.Output` does. Return False outside one."""
+        """Write an error that the shell shows during a program (`ipywidgets.Output` does so). Return False outside."""
         if self._running() is not None:
             sys.stderr.write(text)
         return self._running() is not None
 
     def _adapt_shell(self, logs: Mapping[Literal["stdout", "stderr"], int]) -> None:
-        """Turn everything that a cell writes, shows or asks towards the notebook."""
+        """Redirect output, displays and prompts of cells to the notebook."""
         progress_bars.install()
         widget_comms.install(self.engine, self._control, self._shell)
-        # IPython sets it for those who ask whether a person types here: they then want to start processes of their own.
+        # IPython sets `sys.ps1`, by which libraries recognise an interactive session. Some then start processes of
+        # their own.
         vars(sys).pop("ps1", None)
         engine, control = self.engine, self._control
         sys.stdout = ReplicaStream(engine, "stdout", control, logs["stdout"], 1, sys.stdout)
@@ -524,7 +529,7 @@ class Agent:
         formatter = self._shell.display_formatter
         assert formatter is not None
         formatter.mimebundle_formatter.for_type(DistributedValues, inspecting.displayed)
-        formatter.formatters["text/html"].for_type(DistributedValues, lambda value: None)  # the notebook draws
+        formatter.formatters["text/html"].for_type(DistributedValues, lambda value: None)  # the notebook draws them
         this_process.publish = self._shell.display_pub.publish
         unattended.install(self._shell, self._console, self._stop)
         launched_processes.install()
@@ -532,7 +537,7 @@ class Agent:
 
 
 def install(shell: InteractiveShell, connection: Connection, engine: int, device: Device) -> Agent:
-    """Make this process an engine of distnb: called once, on the main thread, when its event loop exists."""
+    """Make this process an engine of distnb. Call it once, on the main thread, when its event loop exists."""
     agent = Agent(shell, connection, engine, device)
     agent.serve()
     return agent

@@ -1,6 +1,6 @@
-"""The engine as an ipyparallel engine: its kernel and shell exist at once, and join the controller when that is there.
+"""The engine as an ipyparallel engine, whose kernel and shell exist before the controller does.
 
-ipyparallel's own engine makes its kernel only after the controller has answered. Ours does not wait: the notebook
+ipyparallel's own engine creates its kernel only after the controller has answered. This one does not wait. The notebook
 reaches the agent directly, so cells run while the controller still starts, and ipyparallel's channel follows.
 """
 
@@ -33,43 +33,48 @@ from distnb.compat.ipykernel_internals import set_application
 
 __all__ = ["EngineApp", "PythonStream"]
 
-_LOOK_S = 0.1  # how often the controller's connection file is looked for
-_ANSWER_MS = 5000  # how long an answer of the controller is waited for before it is asked anew
+_LOOK_S = 0.1  # the interval at which the engine checks for the controller's connection file
+_ANSWER_MS = 5000  # the time to wait for the controller's answer before the next request
 _GIVE_UP_S = 600.0
 
 
 class PythonStream(OutStream):
-    """Sends what Python code writes to ipyparallel's clients. File descriptors 1 and 2 are left to the agent."""
+    """A stream from Python code to ipyparallel's clients. It leaves file descriptors 1 and 2 to the agent."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "watchfd": False})  # type: ignore[no-untyped-call]
 
 
 class EngineApp(IPEngine):  # type: ignore[misc]
-    """One engine. `prepare` is called with the shell when it exists, on the running event loop of the main thread."""
+    """The application of an engine process.
+
+    Attributes:
+        prepare: Called with the shell when it exists, on the running event loop of the main thread.
+        joins: True if there will be a controller.
+    """
 
     name = "distnb-engine"
     prepare: Callable[[Any], None] = staticmethod(lambda shell: None)
-    joins = True  # whether there will be a controller
+    joins = True
 
     def init_engine(self) -> None:
-        """Called by `initialize`. ipyparallel waits for the controller here; we do not."""
+        """Prepare the session and the keys; `initialize` calls this. ipyparallel's method waits for the controller."""
         self.session = Session(parent=self)
-        self.session.metadata = {"engine": self.session.session}  # ipyparallel's clients tell engines by it
+        self.session.metadata = {"engine": self.session.session}  # by which ipyparallel's clients identify engines
         self.curve_publickey, self.curve_secretkey = zmq.curve_keypair()
         self.find_connection_file()
 
     def init_signal(self) -> None:
-        """SIGINT is not for engines (programs are ended by the agent); SIGTERM ends this one.
+        """Ignore SIGINT, since the agent ends programs, and end the engine on SIGTERM.
 
-        A handler that does nothing, not SIG_IGN: subprocesses would inherit that, and could not be interrupted.
+        The handler of SIGINT does nothing. Subprocesses would inherit SIG_IGN, and could not be interrupted.
         """
         signal.signal(signal.SIGINT, _pass_over)
         signal.signal(signal.SIGTERM, self._terminate)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         self.loop.add_callback_from_signal(self._leave)
-        raise SystemExit(0)  # out of a cell that runs; where that is swallowed, the loop ends next
+        raise SystemExit(0)  # leaves a running cell; if the cell swallows it, the event loop raises the next one
 
     def _leave(self) -> None:
         raise SystemExit(0)
@@ -84,12 +89,12 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         if joining is not None:
             joining.cancel()
 
-    # -- the kernel, on sockets that lead nowhere yet ----------------------------------------------------------------
+    # -- the kernel, on sockets that are not connected yet -----------------------------------------------------------
 
     def _build_kernel(self) -> None:
         self.shell_socket = self._socket(zmq.ROUTER)
         self.control_socket = self._socket(zmq.ROUTER)
-        self.iopub_socket = self._socket(zmq.PUB)  # XPUB would greet the controller, which does not know the greeting
+        self.iopub_socket = self._socket(zmq.PUB)  # XPUB would send the controller a welcome that it does not know
         self.iopub_socket.SNDHWM = 0
         self._iopub = IOPubThread(self.iopub_socket)
         self._iopub.start()
@@ -123,7 +128,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         return socket
 
     def _init_kernel_app(self) -> None:
-        """Code in the shell, and ipykernel itself, asks for an application."""
+        """Create the kernel application, which code in the shell and ipykernel itself ask for."""
         app = self.kernel_app = IPKernelApp(parent=self, shell=self.kernel.shell, kernel=self.kernel, log=self.log)
         set_application(app)
         self.init_signal()
@@ -135,7 +140,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
     # -- ipyparallel's channels --------------------------------------------------------------------------------------
 
     async def _join_controller(self) -> None:
-        """Register, however late the controller comes."""
+        """Register with the controller when it is there, within `_GIVE_UP_S`."""
         deadline = time.monotonic() + _GIVE_UP_S
         while time.monotonic() < deadline:
             if os.path.exists(self.url_file):
@@ -156,7 +161,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         return info
 
     async def _register(self, url: str) -> bool:
-        """Ask the controller for our id, which an engine that was here before may have. Whether it was given."""
+        """Ask the controller for our id, which an earlier engine may still have. Return whether it was given."""
         with self._socket(zmq.DEALER) as socket:
             socket.linger = 0
             self._lead(socket, url)
@@ -174,7 +179,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         return False
 
     def _connect(self, info: dict[str, Any]) -> None:
-        """Lead the kernel's sockets to the controller, each in the thread that owns it."""
+        """Connect the kernel's sockets to the controller, each in the thread that owns it."""
         interface = info["interface"]
         leaves = info["broadcast"]
         for port in (info["mux"], info["task"], leaves[self.id % len(leaves)]):
@@ -199,11 +204,11 @@ class EngineApp(IPEngine):  # type: ignore[misc]
 
 
 def _pass_over(number: int, frame: FrameType | None) -> None:
-    """An engine's handler of SIGINT."""
+    """Ignore SIGINT in an engine."""
 
 
 def _heed_interrupts() -> None:
-    """In a process that an engine forks, such as a DataLoader's worker: SIGINT is how it is told to end."""
+    """Restore Python's handler of SIGINT in a forked process, such as a DataLoader's worker, which SIGINT ends."""
     if signal.getsignal(signal.SIGINT) is _pass_over:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -212,8 +217,10 @@ os.register_at_fork(after_in_child=_heed_interrupts)
 
 
 def _leave_out_the_debugger() -> None:
-    """Let ipykernel find no debugpy. Nobody can attach to its debugger in an engine, and loading it takes each one time
-    and memory. A user's own `import debugpy` works later.
+    """Hide debugpy from ipykernel while its debugger is imported.
+
+    No client can attach to that debugger in an engine, and loading it costs each engine time and memory. A user's own
+    `import debugpy` works later.
     """
     if "debugpy" in sys.modules:  # an IDE that debugs the notebook's children has loaded it in all of them
         return

@@ -1,4 +1,4 @@
-"""Closures on a worker: opened, with its own objects for what they refer to, and called."""
+"""The execution of closures on a worker, with the worker's own objects in the place of references."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from distnb.wire.closure_messages import ClosureResult, RunClosure
 
 __all__ = ["Runner"]
 
-_FUNCTIONS = 1024  # that are remembered
+_FUNCTIONS = 1024  # the most functions that are remembered
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class Runner:
-    """Runs closures on a worker.
+    """The runner of a worker's closures.
 
     Args:
         access: The variables on the servers.
-        worker: Which worker this is.
+        worker: The worker's index.
     """
 
     def __init__(self, access: ServerAccess, worker: int) -> None:
@@ -48,7 +48,7 @@ class Runner:
         self._run_before: set[Any] = set()  # codes of functions
 
     def run(self, message: RunClosure, fresh: Collection[int] = ()) -> ClosureResult:
-        """Run a closure; raises what it does. Copies of variables that are `fresh` are not read anew."""
+        """Run a closure, and raise whatever it raises. Copies of variables in `fresh` are not read again."""
         references.open_by(self)
         for number in message.forget:
             for each in (self._packed, self._resources, self._reaches):
@@ -98,7 +98,7 @@ class Runner:
         return True
 
     def _keep_in_sync(self) -> None:
-        """What this closure is the first to use; a worker's replicas keep it in sync, if it has several."""
+        """Keep the objects that this closure is the first to use in sync, if the worker has several replicas."""
         models, made = self._new_models, list(self.access.made)
         self._new_models = []
         self.access.made.clear()
@@ -106,7 +106,7 @@ class Runner:
             self.access.replicas.keep_in_sync(models, made)
 
     def resource(self, number: int) -> Any:
-        """This worker's own object, made at its first use."""
+        """Return this worker's own object for a resource, created at its first use."""
         if number not in self._resources:
             before, self.reach = self.reach, Reach(set(), set())
             try:
@@ -134,7 +134,7 @@ class Runner:
         return self._resources[number]
 
     def input(self, number: int) -> Any:
-        """Another closure's result."""
+        """Return another closure's result."""
         return open_value(self._inputs[number])
 
 
@@ -143,13 +143,13 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _set(resource: Any, settings: Any) -> None:
-    """Let a model and its parts train or not, as the coordinator's do; give an optimizer's groups their options."""
+    """Apply the coordinator's settings: a model's training modes and frozen parameters, or an optimizer's options."""
     if any(library.set(resource, settings) for library in libraries):
         return
     if isinstance(resource, torch.nn.Module):
         (modes, frozen), modules = settings, list(resource.modules())
         for module, training in zip(modules, modes, strict=True):
-            if module.training is not training:  # to set an attribute of a module costs some microseconds
+            if module.training is not training:  # setting an attribute of a module costs some microseconds
                 module.training = training
         for place, parameter in enumerate(parameters_of_each(modules)):
             if parameter.requires_grad is (place in frozen):

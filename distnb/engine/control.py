@@ -1,8 +1,8 @@
-"""The control thread: events go out and orders come in while the main thread computes.
+"""The control thread, which sends events and receives orders while the main thread computes.
 
-It owns the control socket. It reads what the process writes to its file descriptors 1 and 2, samples telemetry,
-and, on the notebook's word, ends the running program: blocked collectives are freed, and a signal raises in the
-main thread.
+It owns the control socket. It reads the process's output from file descriptors 1 and 2, and samples telemetry. On the
+notebook's order it ends the running program: it frees blocked collectives, and sends a signal whose handler raises in
+the main thread.
 """
 
 from __future__ import annotations
@@ -61,32 +61,32 @@ _logger = logging.getLogger("distnb.engine.control")
 
 _FLUSH_S = 0.05
 _TELEMETRY_S = 0.2
-_POINTS_S = 0.2  # to read them costs the training a moment of Python's lock: not as often as output
+_POINTS_S = 0.2  # longer than `_FLUSH_S`: reading them holds Python's lock, and delays the training
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_WAITING = (threading.__file__, queue.__file__)  # what distnb waits with
+_WAITING = (threading.__file__, queue.__file__)  # the modules that distnb waits with
 
 
 _Told = tuple[tuple[int, int], str, tuple[int, int], dict[str, Any], float]
-"""A call of `distnb.live`: in which (program, replica), of which run, where, what, and when, since 1970.
+"""A call of `distnb.live`: (program, replica), name of the run, place, values, and time in seconds since 1970.
 
 A named tuple would cost each training step 2 µs more."""
 
 
 class Control:
-    """The engine's second thread, and the place where every other thread leaves its events.
+    """The engine's second thread, and the queue in which the other threads put their events.
 
     Args:
-        link: The control channel; used by this thread only.
-        console: Takes what the user answers.
+        link: The control channel. Only this thread uses it.
+        console: Receives the user's answers.
         free_collectives: Frees every collective that is blocked in this process (thread-safe).
-        hold_limits: Lets no time limit of a collective strike from now on, or lets them again (thread-safe).
-        sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample, with all
-            events that are kept if it is told `whole=True`.
-        memory: Measures its memory: engine → MemoryUse.
-        pipes: File descriptors to read from, each with the function that takes what is read.
+        hold_limits: Suspends the time limits of collectives, or resumes them (thread-safe).
+        sample: Measures this process while a program runs: (engine, program, replica) → TelemetrySample. With
+            `whole=True` the sample has all recorded events.
+        memory: Measures the memory of this process: engine → MemoryUse.
+        pipes: File descriptors to read from, each with the function that handles the data.
 
     Attributes:
-        running: The (program, replica) that runs now.
+        running: The current (program, replica); None between programs.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Control:
         self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.running: tuple[int, int] | None = None
-        self._measured: tuple[int, int] | None = None  # the latest that is
+        self._measured: tuple[int, int] | None = None  # the latest (program, replica) that is measured
         self._next_sample = self._next_points = 0.0
         self._thread = threading.Thread(target=self._serve, name="distnb-control", daemon=True)
 
@@ -127,15 +127,15 @@ class Control:
     # -- called by the main thread ---------------------------------------------------------------------------------
 
     def program_began(self, program: int, replica: int, *, measured: bool) -> None:
-        """From now on events belong to this program. One that only looks at an object is not measured."""
-        self._next_sample = max(self._next_sample, time.monotonic())  # many short ones are sampled as one long one
+        """Assign events to this program from now on. A program that only reads an object is not measured."""
+        self._next_sample = max(self._next_sample, time.monotonic())  # many short programs are sampled like a long one
         if measured:
             self._measured = (program, replica)
             activity.program_began()
         self.running = (program, replica)
 
     def program_ended(self, event: ProgramEnded | None) -> None:
-        """Tell the notebook at once; all that the program wrote goes out before. None: the reply alone tells."""
+        """Send the event at once, after all of the program's output. With None the reply alone reports the end."""
         if self.running == self._measured:
             activity.program_ended()
             if event is not None or time.monotonic() >= self._next_sample:
@@ -145,24 +145,27 @@ class Control:
             self.emit(event, urgent=True)
 
     def emit(self, event: Any, *, urgent: bool = False) -> None:
-        """Send an event to the notebook, from any thread; cheap. They leave in order, 20 times a second or at once."""
+        """Queue an event for the notebook, from any thread; cheap.
+
+        Events are sent in order, 20 times a second, or at once if one is `urgent`.
+        """
         self._events.append(event)
         if urgent or self._asleep:
             self.wake()
 
     def live(self, values: dict[str, Any], place: tuple[int, int], run: str) -> None:
-        """Leave a point of `distnb.live`. Tensors are read by this thread, so that the training never waits for one."""
+        """Queue a point of `distnb.live`. The control thread reads its tensors, so the training never waits for one."""
         self._points.append((self.running or (0, 0), run, place, values, time.time()))
         if self._asleep:
             self.wake()
 
     def wake(self) -> None:
-        """Make the thread look at its queues now."""
+        """Have the thread check its queues now."""
         os.eventfd_write(self._wake_fd, 1)
 
     def end_program(self, program: int, reason: str) -> None:
         """Order the end of a program that runs here, from any thread."""
-        # The guard first: it remembers why, so that whatever the freed collective raises is told as an abort.
+        # The guard comes first. It records the reason, so the freed collective's error is reported as an abort.
         if self._guard.abort(program, reason, free=self._free):
             self.wake()
 
@@ -175,7 +178,8 @@ class Control:
         for fd in self._pipes:
             poller.register(fd, zmq.POLLIN)
         while True:
-            # Asleep first, then a look at the queues: whoever adds to them after that sees that it must wake us.
+            # Set the flag first, and check the queues after that: a thread that adds an event later sees the flag, and
+            # wakes this one.
             self._asleep = True
             busy = self.running is not None or self._guard.waiting or self._events or self._points
             self._asleep = not busy
@@ -198,7 +202,7 @@ class Control:
         _logger.debug("received %s", type(order).__name__)  # without its content: an `Answer` may be a password
         if isinstance(order, Abort):
             _logger.info("program %d is to end: %s", order.program, order.reason)
-            # The guard first: it remembers why, so that whatever the freed collective raises is told as an abort.
+            # The guard comes first. It records the reason, so the freed collective's error is reported as an abort.
             self._guard.abort(order.program, order.reason, order.interrupted, self._free)
         elif isinstance(order, Answer):
             self._console.answer(order)
@@ -243,7 +247,7 @@ class Control:
         self._link.send(_joined(batch))
 
     def _read_points(self) -> list[Live]:
-        """The points whose numbers have arrived from the device; after the program's end those still under way too."""
+        """Return the points whose numbers have arrived from the device, or all points once the program has ended."""
         read: list[_Told] = []
         while self._points and (self.running != self._points[0][0] or live.is_ready(self._points[0][3])):
             read.append(self._points.popleft())
@@ -293,7 +297,7 @@ def _one_text(pieces: list[Output]) -> Output:
 
 
 def _one_change_each(changes: list[WidgetChange]) -> list[WidgetChange]:
-    """Join the changes of each widget: of a trait that changed several times the latest value remains."""
+    """Join the changes of each widget. The latest value of a trait replaces earlier ones."""
     latest: dict[str, WidgetChange] = {}
     for change in changes:
         before = latest.get(change.widget)
@@ -303,9 +307,10 @@ def _one_change_each(changes: list[WidgetChange]) -> list[WidgetChange]:
 
 
 def _program_stack() -> str:
-    """Where the main thread is in the user's program, innermost last, without frames of distnb; "" if it is idle.
+    """Return the main thread's stack in the user's program, innermost frame last; "" if no program runs.
 
-    Of a thread that is in distnb, torch's way there (a backward pass that sums gradients) tells nothing either.
+    Frames of distnb are left out. If the thread is in distnb, torch's frames that lead there are left out, too (a
+    backward pass that sums gradients).
     """
     stack = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     guarded = [place for place, frame in enumerate(stack) if frame.filename == guard.__file__]

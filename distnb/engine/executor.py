@@ -1,7 +1,7 @@
-"""The executor: it runs a cell's text in the engine's IPython namespace, as IPython itself would.
+"""The executor, which runs a cell's text in the engine's IPython namespace as IPython itself would.
 
-IPython's own `run_cell` prints the traceback and goes on; here an error must reach the notebook, the last
-expression's value must be shown there, and a running event loop must not stop `await` from working.
+IPython's own `run_cell` prints the traceback and continues. Here an error must reach the notebook, the last
+expression's value must be shown there, and `await` must work although an event loop is running.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class Executor:
     def run(self, source: str, filename: str, function: UsersFunction | None = None) -> None:
         """Run a cell to its end, and raise whatever it raises.
 
-        With a `function`, the source is a block of that function of the user's. It defines a function with the block,
-        and calls it; tracebacks show the block's lines, in the user's function.
+        With a `function`, the source is a block of that user function. The source defines a function that contains the
+        block, and this method calls it. Tracebacks show the block's lines, in the user's function.
 
-        SystemExit only if its status means failure: `exit()` ends the cell, and no more.
+        Raises:
+            SystemExit: The cell exits with a status that means failure. Any other `exit()` only ends the cell.
         """
-        # IPython strips empty lines at the top, but they stand for the notebook cell's first lines: numbers must agree.
+        # Empty lines at the top keep the line numbers equal to those of the notebook's cell, but IPython strips them.
         padding = "\n" * (len(source) - len(source.lstrip("\n")))
         text = padding + self._shell.transform_cell(source)
         tree = self._shell.transform_ast(ast.parse(text, filename))
@@ -69,14 +70,14 @@ class Executor:
             self._show(self._execute(self._compile(ast.Expression(last.value), filename, "eval")))
 
     def _block(self, tree: ast.Module, filename: str, function: UsersFunction) -> types.FunctionType:
-        """Make the function with the block. Added code gets the line of the user's statement."""
+        """Create the function that contains the block. Added code gets the line of the user's statement."""
         definition: Any = tree.body[0]
         statement, *added = definition.body
         for each in (definition, *added):
             for node in ast.walk(each) if each is not definition else (definition, *ast.walk(definition.args)):
                 if isinstance(node, ast.stmt | ast.expr | ast.arg | ast.excepthandler):
                     ast.copy_location(node, statement)
-        definition.lineno = function.line  # where inspect and tracebacks look for its text
+        definition.lineno = function.line  # where inspect and tracebacks find its text
         self._execute(self._compile(ast.Module([definition], []), filename, "exec"))
         block: types.FunctionType = self._shell.user_ns.pop(definition.name)
         code = _requalified(block.__code__, definition.name, function.name)
@@ -101,7 +102,7 @@ class Executor:
             return
         if type(value) is Placeholder:
             value.refuse()
-        self._shell.user_ns["_"] = value  # as in IPython; the notebook gets it as any name
+        self._shell.user_ns["_"] = value  # as in IPython; the notebook receives it like any other name
         running = self._control.running
         data, metadata = self._shell.display_formatter.format(value)  # type: ignore[union-attr]
         if running is not None and data:
@@ -112,7 +113,7 @@ class Executor:
 
 
 def _requalified(code: CodeType, before: str, after: str) -> CodeType:
-    """Replace the beginning of the qualified names of some code, and of the functions and classes in it."""
+    """Replace the beginning of the qualified name of a code object, and of the functions and classes in it."""
     constants = [_requalified(each, before, after) if isinstance(each, CodeType) else each for each in code.co_consts]
     return code.replace(co_consts=tuple(constants), co_qualname=after + code.co_qualname.removeprefix(before))
 
@@ -123,8 +124,8 @@ def _is_silenced(text: str) -> bool:
 
 
 def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    # The agent is called from the engine's own loop, and asyncio refuses a second one in the same thread unless
-    # the first steps aside for the while.
+    # The agent runs in a callback of the engine's own loop, and asyncio refuses to run a second loop in one thread. So
+    # the first one is unregistered meanwhile.
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     loop = asyncio.new_event_loop()

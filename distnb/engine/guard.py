@@ -1,4 +1,4 @@
-"""A guard that ends the program that runs, from another thread, and never the engine.
+"""A guard that ends the running program from another thread, and never the engine.
 
 A real-time signal of our own reaches the main thread. Its handler raises only while the program's guarding frame is on
 the stack. SIGINT would not be enough, because user code replaces its handler, and libraries ignore it.
@@ -31,34 +31,36 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
 
 _SIGNAL = signal.SIGRTMIN + 5
-# User code in a `finally` is given time to clean up before it is disturbed again.
+# User code in a `finally` gets time to clean up before the next signal.
 _RETRY_S = (0.25, 0.5, 1.0)
-# After so many signals an `except` of the user that catches even these no longer protects the program. Otherwise a
-# loop that does so each time would never end.
+# The number of signals after which a user's `except` that catches even these exceptions no longer protects the program.
+# Otherwise a loop that catches each of them would never end.
 _PATIENT = 2
-# Code that must not be left half done, and the time to wait for it. A lock that is being taken or released would be
-# held for ever. A child process that is being started could not be ended with the program. All of these are brief, or
-# wait for something brief. An interrupted import leaves half-made modules behind, which the next import does not make
-# again: torch would stay broken, whose first optimizer imports for seconds.
+# Code that must not be interrupted, and the time in seconds to wait for it:
+# - Locks: one that is being taken or released would be held for ever.
+# - The start of a child process: the process could not be ended with the program.
+# - An import: it would leave half-made modules, which the next import does not make again. torch would stay broken,
+#   whose first optimizer imports for seconds.
+# All but the import are brief, or wait for something brief.
 _BRIEF = (*LOCKING, BaseProcess.start.__code__, SemLock.__enter__.__code__, SemLock.__exit__.__code__)
 _SPARED_S = dict.fromkeys(_BRIEF, 1.0) | {vars(importlib._bootstrap)["_find_and_load"].__code__: 30.0}
 
 
 def spared(function: F) -> F:
-    """Let a brief function of ours complete: half of its bookkeeping would be worse than none."""
+    """Protect a brief function of ours from interruption, since half of its bookkeeping would be worse than none."""
     if isinstance(function, FunctionType):
         _SPARED_S[function.__code__] = 1.0
     return function
 
 
 class _Run:
-    """A guarded run of a program. Each has its own object, so a late order meets the old one, and no lock is needed.
+    """A guarded run of a program. Each run has its own object, so a late order meets the old one and needs no lock.
 
     Args:
         program: The program's number.
         frame: The guarding frame. All frames above it on the stack are the program's.
-        grace_s: The time for which it may go on when another replica has failed. `inf` ignores such failures.
-        is_leftover: True if it is what the program left. An order to end a later program ends it, too.
+        grace_s: The time for which it may continue after another replica's failure. `inf` ignores such failures.
+        is_leftover: True if it releases what the program left. An order to end a later program ends it, too.
     """
 
     def __init__(self, program: int, frame: FrameType, grace_s: float = 0.0, *, is_leftover: bool = False) -> None:
@@ -70,7 +72,7 @@ class _Run:
         self.interrupted = False
         self.presses = 0
         self.next_press = 0.0
-        self.spared_since = 0.0  # the time when a signal first met code that must not be left half done
+        self.spared_since = 0.0  # the time when a signal first met code that must not be interrupted
 
     def order(self, reason: str, interrupted: bool) -> None:
         """Order its end. Of several orders the first one counts."""
@@ -89,26 +91,26 @@ class _Run:
 
 
 class Guard:
-    """The guard of the program in the main thread, which raises in it on demand. Make it in the main thread."""
+    """The guard of the program in the main thread, which raises an exception there on demand. Create it there, too."""
 
     def __init__(self) -> None:
         self._main = threading.get_ident()
         self._run: _Run | None = None
-        self._early: dict[int, tuple[str, bool]] = {}  # orders that overtook the program they are about
+        self._early: dict[int, tuple[str, bool]] = {}  # orders that arrived before their programs
         self._forking = False
-        self._beginning = threading.Lock()  # a program begins, or one is ordered to end, with its waits
+        self._beginning = threading.Lock()  # held while a program begins, or while one is ordered to end and freed
         signal.signal(_SIGNAL, self._handle)
-        # A signal that comes during a fork is handled in the first of the callbacks after it, which is logging's: it
-        # would never release its lock. Of those callbacks these are the first before, and the last after.
+        # Python would handle a signal that arrives during a fork in the first callback after it. That one is logging's,
+        # which would never release its lock. The callbacks here are the first before a fork, and the last after it.
         os.register_at_fork(before=self._fork_begins, after_in_parent=self._fork_ended, after_in_child=self._fork_ended)
         self._report_unraisable = sys.unraisablehook
         sys.unraisablehook = self._unraisable
 
     def call(self, program: int, function: Callable[[], T], grace_s: float = 0.0) -> T:
-        """Call a function so that `abort(program)` raises in it; in the main thread.
+        """Call a function so that `abort(program)` raises in it. Call this in the main thread.
 
         Args:
-            grace_s: The time for which it may go on when another replica has failed. An interrupt ends it at once.
+            grace_s: The time for which it may continue after another replica's failure. An interrupt ends it at once.
 
         Raises:
             ProgramAborted: Another replica failed.
@@ -117,7 +119,7 @@ class Guard:
         return self._call(_Run(program, sys._getframe(), grace_s), function)
 
     def call_last(self, function: Callable[[], T], grace_s: float) -> T:
-        """Call a function that completes a program that was ordered to end. After `grace_s` the order ends this, too.
+        """Call a function that completes a program after the order to end it. After `grace_s` the order ends this, too.
 
         Raises:
             ProgramAborted, KeyboardInterrupt: As the program did.
@@ -131,9 +133,9 @@ class Guard:
         return self._call(run, function)
 
     def release(self, function: Callable[[], None]) -> None:
-        """Release what a program left, after the reply: its destructors may take for ever.
+        """Release a program's leftover objects after the reply, since their destructors may take for ever.
 
-        The order to end a later program, which waits for them, ends them.
+        A later program waits for the destructors. The order to end that program ends them, too.
         """
         assert self._run is not None
         try:
@@ -143,7 +145,7 @@ class Guard:
 
     def _call(self, run: _Run, function: Callable[[], T]) -> T:
         try:
-            with self._beginning:  # an order comes before, and is kept, or after, and meets this run
+            with self._beginning:  # an order arrives either before this, and is kept, or after it, and meets this run
                 self._run = run
                 for program, order in sorted(self._early.items()):
                     if program == run.program or (run.is_leftover and program > run.program):
@@ -159,18 +161,18 @@ class Guard:
 
     @property
     def running(self) -> bool:
-        """True if a program runs whose end was not ordered. What a program left is no program."""
+        """True if a program runs and its end was not ordered. The release of leftovers does not count."""
         run = self._run
         return run is not None and run.frame is not None and run.reason is None and not run.is_leftover
 
     @property
     def aborted(self) -> bool:
-        """True if the latest program was ordered to end. What it then raised is a consequence, not a cause."""
+        """True if the latest program was ordered to end. Its own error is then a consequence, and not the cause."""
         return self._run is not None and self._run.reason is not None
 
     @property
     def interrupted(self) -> bool:
-        """True if the user ended it."""
+        """True if the user ended the latest program."""
         return self._run is not None and self._run.interrupted
 
     @property
@@ -186,12 +188,12 @@ class Guard:
         interrupted: bool = False,
         free: Callable[[str], object] = lambda reason: None,
     ) -> bool:
-        """Order the end of a program, from another thread. Return False if it does not run.
+        """Order the end of a program, from another thread. Return False if the program does not run.
 
-        An order may arrive before its program. Then it is kept, and the program ends as it begins.
+        If the order arrives before its program, it is kept, and the program ends as soon as it begins.
 
         Args:
-            free: Called with the reason if the program runs, to free its waits. The next program does not begin
+            free: Called with the reason if the program runs, to free its waits. The next program cannot begin
                 meanwhile.
         """
         with self._beginning:
@@ -223,13 +225,14 @@ class Guard:
 
     @property
     def waiting(self) -> bool:
-        """True if something was ordered to end and has not ended, so that `press` may have to be called again."""
+        """True if a run was ordered to end and has not ended, so `press` may have to be called again."""
         return self._run is not None and self._run.ordered
 
     def press(self) -> None:
         """Send the signal if it is due; the control thread calls this often.
 
-        One signal may be swallowed (in a destructor, a callback, a bare `except`), so it is sent again.
+        User code may swallow a signal's exception (in a destructor, a callback, a bare `except`), so the signal is sent
+        again.
         """
         run = self._run
         if run is not None and run.ordered and time.monotonic() >= run.next_press:
@@ -241,11 +244,11 @@ class Guard:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         run, top, spared_s = self._run, frame, 0.0
         if run is None or not run.ordered or not run.presses:
-            return  # it has ended meanwhile: the engine must live on, and the signal is not for the next program
+            return  # it has ended meanwhile: the engine must live on, and the signal must not hit the next program
         while frame is not None and frame is not run.frame:
             spared_s = max(spared_s, _SPARED_S.get(frame.f_code, 0.0))
             frame = frame.f_back
-        # Counted from here, and not from the sending of the first signal, which may arrive late on a busy machine.
+        # The time counts from the first arrival, not from the first sending: a signal may be late on a busy machine.
         now = time.monotonic()
         run.spared_since = (run.spared_since or now) if spared_s else 0.0
         if self._forking or (spared_s and now < run.spared_since + spared_s):
@@ -257,19 +260,19 @@ class Guard:
             raise run.error()
 
     def _watch_handlers(self, run: _Run, frame: FrameType | None) -> None:
-        """Trace which `except` of the user catches the exception that is raised now."""
+        """Trace the user's code, to find the `except` that catches the exception that is raised now."""
         if sys.gettrace() is not None:
-            return  # another tracer is at work, and must not be replaced
+            return  # another tracer is active, and must not be replaced
         while frame is not None and frame is not run.frame:
             if (
                 frame.f_globals.get("__name__") == "__main__"
-            ):  # a cell's: libraries have a reason to catch, and raise again
+            ):  # only a cell's frames: libraries have a reason to catch, and raise again
                 frame.f_trace = self._insist
             frame = frame.f_back
         sys.settrace(self._insist)
 
     def _insist(self, frame: FrameType, event: str, argument: object) -> Any:
-        """Raise once more where the user's `except` begins, outside of its `try`. Python then stops tracing."""
+        """Raise again where the user's `except` begins, outside its `try`. Python then stops tracing."""
         run = self._run
         if event == "line" and run is not None and run.ordered and _begins_handler(frame):
             raise run.error()
@@ -282,7 +285,7 @@ class Guard:
         self._forking = False
 
     def _unraisable(self, unraisable: Any) -> None:
-        """Report an exception that a destructor or callback dropped, unless it is ours, which is raised again."""
+        """Report an exception that a destructor or callback dropped. One of ours is raised again instead."""
         last = unraisable.exc_traceback
         while last is not None and last.tb_next is not None:
             last = last.tb_next

@@ -2,7 +2,7 @@
 
 Most programs for several processes end in `mp.spawn(worker, args=(2,), nprocs=2)`, or start a `Process` for each rank.
 In a distributed cell the engines are these processes, and the function can be called directly. Other processes (a
-DataLoader's workers, a pool that prepares data) are started as ever.
+DataLoader's workers, a pool that prepares data) start as usual.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_FUNCTIONS = 200
 
 @functools.cache
 def install() -> None:
-    """Check each process that this one starts, from now on. Idempotent."""
+    """Check each process that this one starts from now on. Idempotent."""
     start = multiprocessing.process.BaseProcess.start
 
     @functools.wraps(start)
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def _check(target: Any, args: tuple[Any, ...]) -> None:
-    """Raise ContextError for a rank of torch's launcher, and for a function that forms a process group."""
+    """Raise ContextError for a process of torch's launcher, and for a function that forms a process group."""
     if getattr(target, "__module__", "") == "torch.multiprocessing.spawn":  # _wrap(function, rank, args, error_file)
         function, _, given = args[:3]
         # accelerate's notebook_launcher wraps the function, and passes it no rank.

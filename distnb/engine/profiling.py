@@ -1,4 +1,4 @@
-"""A program as torch.profiler sees it, on its way to the notebook."""
+"""The recording of a program with torch.profiler, for the notebook."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Profile"]
 
 
 class Profile:
-    """Records what the main thread, and those that work for it, do within. On devices, too, where there are some."""
+    """A context manager that records the main thread, the threads that work for it, and CUDA devices if any."""
 
     _profiler: Any = None
 
@@ -31,7 +31,7 @@ class Profile:
         self._profiler.stop()
 
     def trace(self) -> Any:
-        """A Chrome trace as an array of gzip's bytes, which travel as they are; None if it never began."""
+        """Return a Chrome trace as an array of gzip's bytes, which is sent as it is; None if recording never began."""
         if self._profiler is None:
             return None
         with tempfile.TemporaryDirectory() as folder:

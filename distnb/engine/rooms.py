@@ -1,8 +1,8 @@
 """The extension point of the agent: kinds of programs, and the rooms that add theirs when the notebook needs them.
 
-A room is a module of this folder with messages of its own in `distnb.wire`. The agent loads it with the first of its
+A room is a module of this folder with messages of its own in `distnb.wire`. The agent loads it at the first of its
 messages, and calls its function `install(agent)`, which adds to the agent's `kinds` and `notices`, and may open further
-links (`Agent.receive_from`). An engine that gets no such message never loads it.
+links (`Agent.receive_from`). An engine that receives no such message never loads the room.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class ProgramKind:
     """The way in which the agent runs the programs of one class of messages.
 
     Attributes:
-        run: Runs a program: called with the message and the replica that this engine is in it.
-        replica: Gives that replica.
-        measured: Whether its time counts in the timeline.
-        drops_failure: Whether the frames of an earlier failure are released before it.
-        keeps_failure: Whether `%distnb debug` can look at the frames of its own failure.
-        refusal: The reason why it cannot ask the user for input, with a place for `{what}`; "" if it can.
+        run: Runs a program, given the message and this engine's replica number in the program.
+        replica: Returns that replica number, given the message.
+        measured: True if the program's time counts in the timeline.
+        drops_failure: True if the frames of an earlier failure are released before the program.
+        keeps_failure: True if `%distnb debug` can show the frames of the program's own failure.
+        refusal: The reason why the program cannot ask the user for input, with a place for `{what}`; "" if it can.
     """
 
     run: Callable[[Any, int], Reply]

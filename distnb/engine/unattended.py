@@ -1,4 +1,4 @@
-"""What a replica does where a person is asked: it has no front end, and asks by the notebook's. Nor has it engines."""
+"""Redirection of `input()`, `breakpoint()` and `exit()` on a replica, and the refusal of `%distnb` there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["install"]
 def install(
     shell: InteractiveShell, console: Console, stop: Callable[[FrameType, str | None, Iterable[str]], None]
 ) -> None:
-    """Give a replica's shell these answers.
+    """Install the redirections in a replica's shell.
 
     Args:
         stop: Opens a debugger's prompt in a frame, below a header and after some of the debugger's commands.
@@ -32,7 +32,7 @@ def install(
     builtins.input, getpass.getpass = console.input, console.getpass
 
     def breakpoint_hook(*args: Any, **keywords: Any) -> Any:
-        if "PYTHONBREAKPOINT" in os.environ:  # another debugger, or none
+        if "PYTHONBREAKPOINT" in os.environ:  # the user has chosen another debugger, or none
             return sys.__breakpointhook__(*args, **keywords)  # noqa: T100
         return stop_here(sys._getframe(1), *args, **keywords)
 
@@ -43,16 +43,16 @@ def install(
     debugger.redirect(stop)
     shell.magics_manager.register_function(_no_cluster, "line", "distnb")
     if shell.extension_manager is not None:
-        shell.extension_manager.loaded.add("distnb")  # `%load_ext distnb` in a distributed cell says that it is there
+        shell.extension_manager.loaded.add("distnb")  # `%load_ext distnb` in a distributed cell reports it as loaded
 
 
 def _end_cell(code: object = None) -> None:
-    """Ends this replica's part of the cell, never the engine."""
+    """End this replica's part of the cell, and not the engine."""
     raise SystemExit(code)
 
 
 def _show_in_cell(shell: InteractiveShell, data: Any, start: int, screen_lines: int) -> None:
-    """What `name?` tells: the pager belongs to the notebook's front end."""
+    """Print the text of `name?` in the cell, since the pager belongs to the notebook's front end."""
     print(data["text/plain"] if isinstance(data, dict) else data)
 
 
