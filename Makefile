@@ -5,6 +5,7 @@
 #   make lab      open the quick start in JupyterLab
 #   make docs     build the documentation site, build/docs/index.html
 #   make test     run everything that CI runs: linters, prose, types, import contracts, tests, notebooks, browser tests
+#   make unit     run the checks and the tests that start no cluster: the inner loop of development
 #   make soak     run the tests that take long: random walks, stress, many seeds, every number of replicas
 #   make bench    run the benchmarks against their peers (see benchmarks/)
 #   make gpu      compare timings with plain torch and run tests/gpu, on a machine with a GPU and without network; it
@@ -34,7 +35,7 @@ LOWEST := $(VENV)/lowest
 WORKERS ?= 3
 INSTALL := $(PIP) install -qq -c constraints.txt
 
-.PHONY: help demo lab docs test check lint style types imports tests soak bench gpu gpu-wheels extension hooks clean
+.PHONY: help demo lab docs test unit check lint style types imports tests soak bench gpu gpu-wheels extension hooks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -82,6 +83,9 @@ docs: $(VENV)/.made-docs
 test:
 	@SECONDS=0; $(MAKE) --no-print-directory check; checks=$$SECONDS; SECONDS=0; $(MAKE) --no-print-directory tests; \
 	echo "checks: $$checks s, tests: $$SECONDS s"
+
+unit: check
+	$(PYTEST) tests/unit $(ARGS)
 
 check: lint style imports types
 
