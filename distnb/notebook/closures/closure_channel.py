@@ -1,7 +1,7 @@
 """The coordinator's channel to the workers, and the thread that reads it.
 
 Closures are sent by the thread that schedules them, or by this thread after a reply. Each closure is a program of one
-worker. The supervisor follows it, so that it can be ended, and its output is shown as that of any program.
+worker. The supervisor follows it, so that it can be ended, and its output is shown like that of any program.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["ClosureChannel"]
 _logger = logging.getLogger("distnb.notebook.closures")
 
 _MEETING_S = 30.0
-_COORDINATOR = 0  # the number of this process at the parameter servers; that of engine e is e + 1
+_COORDINATOR = 0  # the number of this process at the parameter servers; engine e has the number e + 1
 
 
 class ClosureChannel(SessionPart):
@@ -87,7 +87,7 @@ class ClosureChannel(SessionPart):
         self._client: Servers | None = None
         # Only the thread changes the following, except for adding programs that are sent.
         self._under_way: dict[int, Outcome] = {}  # by program
-        self._up: dict[int, int] = {}  # engine: its process
+        self._up: dict[int, int] = {}  # by engine, its process
         self._listeners: list[tuple[Callable[[Event | None], None], Callable[[], float | None]]] = []
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -99,10 +99,10 @@ class ClosureChannel(SessionPart):
     # -- engines take their tasks ----------------------------------------------------------------------------------
 
     def enlist(self, engines: Iterable[int]) -> None:
-        """Give their tasks to engines that have just come up. The caller has the session's turn."""
+        """Send their tasks to engines that have just come up. The caller holds the session's turn."""
         engines = [engine for engine in engines if engine in self._tasks]
         servers = [engine for engine in engines if self._tasks[engine].job == PS]
-        # All replicas of a worker start over together, because the new one lacks what the others know.
+        # All replicas of a worker start over together, because the new one lacks the state of the others.
         indices = sorted({self._tasks[engine].index for engine in engines if self._tasks[engine].job == WORKER})
         mates = [self._engines_of[index] for index in indices]
         workers = [engine for its in mates if set(its) <= set(self._engines.left) for engine in its]
@@ -168,7 +168,7 @@ class ClosureChannel(SessionPart):
 
     @property
     def servers(self) -> Servers:
-        """This process's connections with the parameter servers."""
+        """The connections of this process with the parameter servers."""
         if self._client is None:
             from distnb.errors import NoClusterError
 
@@ -346,7 +346,7 @@ class ClosureChannel(SessionPart):
                 self._report(WorkerUp(worker))
             return
         if isinstance(message, Unread | MessageError):
-            # It takes the place of the reply to the oldest program, since engines reply in order.
+            # It replaces the reply to the oldest program, since engines reply in order.
             outcome = oldest_awaiting(list(self._under_way.values()), engine)
             if outcome is None:
                 return
@@ -363,7 +363,7 @@ class ClosureChannel(SessionPart):
         else:
             self._supervisor.replied(engine, message.program)
         outcome = self._under_way.get(message.program)
-        if outcome is not None:  # else its worker was lost
+        if outcome is not None:  # otherwise its worker was lost
             outcome.receive(engine, message)
             self._advance(worker, outcome)
 

@@ -76,4 +76,4 @@ class CoordinatorWatch(Watch):
         try:
             self.model.place(servers_here.access.placement())
         except Exception:  # noqa: BLE001
-            return  # a lost server is reported by the program that needs it
+            return  # the program that needs a lost server reports the loss

@@ -23,7 +23,7 @@ _NONE = (
 
 
 def link() -> ClosureChannel:
-    """Return the coordinator's connection with workers and servers, which take their tasks when it is first used.
+    """Return the coordinator's connection with workers and servers, which receive their tasks at its first use.
 
     Raises:
         NoClusterError: No cluster is running.
@@ -38,12 +38,13 @@ def require(resolver: ClusterResolver | None = None) -> None:
     """Make sure that a cluster with workers and parameter servers runs.
 
     Args:
-        resolver: Describes the cluster, which is started if none runs. None for the running one, or that of TF_CONFIG.
+        resolver: The description of the cluster, which is started if none runs. None for the running cluster, or
+            for the one in TF_CONFIG.
 
     Raises:
         OptionError: The resolver's cluster lacks workers or servers, or another cluster runs.
         StartError: Some servers of the cluster could not be reached; the text names them.
-        NoClusterError: None runs, and nothing describes one.
+        NoClusterError: No cluster runs, and neither the resolver nor TF_CONFIG describes one.
     """
     from distnb.cluster.resolvers import TFConfigClusterResolver
     from distnb.cluster.tasks import tasks_in

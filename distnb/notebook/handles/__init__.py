@@ -1,1 +1,1 @@
-"""What the notebook holds of objects that live on the engines."""
+"""Handles: the notebook's representatives of objects that live on the engines."""

@@ -1,1 +1,1 @@
-"""One program on its way: sent to a team, watched, asked for lines of the user's, ended, and its outcome told."""
+"""The execution of a distributed program: sending, supervision, the user's input, the end, and the outcome."""

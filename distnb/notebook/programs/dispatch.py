@@ -30,12 +30,12 @@ _UNREACHED = (
 
 
 class Dispatch:
-    """Owns the way of programs. One distributed program at a time: others wait their turn.
+    """The dispatcher of distributed programs. One program runs at a time, and the others wait for their turn.
 
     Attributes:
-        turn: Hold it while a program is made, sent and waited for.
-        interrupts: The user's. To be entered before a program is packed, if it is to be sent for certain.
-        prompts: What replicas ask the user, while a program's end is waited for.
+        turn: The lock to hold while a program is made, sent and waited for.
+        interrupts: The user's interrupts. Enter this context before a program is packed if it must then be sent.
+        prompts: The replicas' questions to the user, asked while the notebook waits for a program's end.
     """
 
     def __init__(self, programs: Programs, supervisor: Supervisor) -> None:
@@ -51,20 +51,21 @@ class Dispatch:
         programs.watch(self.interrupts.fd)
         programs.watch(self.prompts.fd)
         self._dead: dict[int, str] = {}
-        self._greeted: dict[int, int] = {}  # the process that has said hello as this engine
+        self._greeted: dict[int, int] = {}  # by engine, the process that has sent its hello
 
     def number(self) -> int:
-        """The serial number of the next program."""
+        """Return the serial number of the next program."""
         self.latest = next(self._numbers)
         return self.latest
 
     def post(self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True) -> Outcome:
-        """Send a program to its engines. Its end is waited for by `wait`.
+        """Send a program to its engines. `wait` waits for its end.
 
-        Within `interrupts`: a message that some engines got, and others did not, would keep those waiting.
+        Call it within `interrupts`: engines that received the message would wait for the others if an interrupt kept it
+        from those.
 
         Raises:
-            EngineDied, ReplicaStuck: An engine cannot take it; it was not sent to any.
+            EngineDied, ReplicaStuck: An engine cannot run it. It was not sent to any engine.
         """
         self.require_ready(engines)
         if _logger.isEnabledFor(logging.DEBUG):
@@ -72,14 +73,17 @@ class Dispatch:
         outcome = self._pending[program] = Outcome(program, engines, quiet=quiet)
         self._supervisor.program_began(program, engines)
         self._lose()
-        for engine, status in outcome.died.items():  # before it was followed: nobody else ends the others' part
+        for engine, status in outcome.died.items():  # the supervisor relies on this for engines that died earlier
             self._supervisor.failed(engine, program, status)
         if unreached := self._programs.send(engines, message):
             self._give_up_unreached(outcome, unreached)
         return outcome
 
     def _give_up_unreached(self, outcome: Outcome, engines: Collection[int]) -> None:
-        """Engines cannot be sent a program. Most have just died, which is told in a moment; of others nothing comes."""
+        """Wait briefly for the deaths of engines that a program could not be sent to, and mark the remaining ones lost.
+
+        Most of these engines have just died, and their deaths are reported in a moment. No report comes for the others.
+        """
         until = time.monotonic() + _LATE_S
         while (left := set(engines) - outcome.died.keys()) and time.monotonic() < until:
             self._read(_LOOK_S)
@@ -90,7 +94,10 @@ class Dispatch:
             self._supervisor.failed(engine, outcome.program, status)
 
     def wait(self, outcome: Outcome) -> None:
-        """Wait for a program's end on each of its engines. Within `interrupts`: they end it, and the outcome tells."""
+        """Wait for a program's end on each of its engines.
+
+        Call it within `interrupts`: an interrupt ends the program, and the outcome says so.
+        """
         while True:
             if self.interrupts.take():
                 self.interrupt()
@@ -104,8 +111,8 @@ class Dispatch:
         self._pending.pop(outcome.program, None)
 
     def interrupt(self) -> bool:
-        """End the programs that are under way, from any thread. False if there are none."""
-        # The latest first: an engine that has ended one is not to begin with the next before it hears of that.
+        """End the programs that are under way, from any thread. Return False if there are none."""
+        # The latest first: an engine that has ended one program must not begin the next, which is about to end too.
         pending = [outcome for outcome in reversed(list(self._pending.values())) if not outcome.interrupted]
         self.prompts.end([outcome.program for outcome in pending])
         for outcome in pending:
@@ -114,11 +121,11 @@ class Dispatch:
         return bool(pending)
 
     def meet(self, hellos: Collection[Hello], failed: Callable[[], bool]) -> list[int]:
-        """Engines have come up, and said hello for control. Wait until they have for programs, or until `failed()`.
+        """Wait until engines that are connected for control are connected for programs too, or until `failed()`.
 
-        A program would not reach one whose connection does not stand yet.
+        A program would not reach an engine without this connection.
 
-        Returns the engines that have not.
+        Returns the engines that are not connected.
         """
         self._programs.meet(hellos)
         while missing := [hello.engine for hello in hellos if self._greeted.get(hello.engine) != hello.pid]:
@@ -128,12 +135,12 @@ class Dispatch:
         return missing
 
     def engine_replaced(self, engine: int) -> None:
-        """A new process has taken this engine's place."""
-        self._lose()  # the old one's end may not have been read yet, when no program waited for it
+        """Note that a new process has replaced this engine's."""
+        self._lose()  # if no program waited for the old process, its end may not have been read yet
         self._dead.pop(engine, None)
 
     def close(self) -> None:
-        """Free what is not the switchboard's."""
+        """Free the descriptors that the switchboard does not own."""
         self.interrupts.close()
         self.prompts.close()
 
@@ -150,7 +157,7 @@ class Dispatch:
         if isinstance(message, Hello):
             self._greeted[engine] = message.pid
             return
-        if isinstance(message, Unread):  # it stands for the oldest program that the engine has not replied to
+        if isinstance(message, Unread):  # it replaces the reply to the oldest program that lacks the engine's reply
             outcome = oldest_awaiting(self._pending.values(), engine)
             if outcome is None:
                 return
@@ -160,7 +167,7 @@ class Dispatch:
         if outcome is not None:
             _logger.debug("engine %d replied to program %d: %s", engine, message.program, message.status)
             outcome.receive(engine, message)
-            if outcome.quiet and message.status == "ok":  # no event tells of its end
+            if outcome.quiet and message.status == "ok":  # no event reports its end
                 self._supervisor.replied(engine, message.program)
 
     def _lose(self) -> None:
@@ -176,11 +183,11 @@ class Dispatch:
                     outcome.mark_lost(loss.engine, None)
 
     def require_ready(self, engines: Collection[int]) -> None:
-        """Raise if one of these engines has ended, or is busy with a program that was."""
+        """Raise if one of these engines has ended, or is still busy with a program that was ended."""
         self._lose()
         if not self._dead and not self._supervisor.stuck:
             return
-        # On a loaded machine one that was told to end may only be late to say so.
+        # On a loaded machine the report of an engine that was ordered to end a program may only be late.
         deadline = time.monotonic() + _LATE_S
         while (busy := self._still_busy(engines)) and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
@@ -201,13 +208,13 @@ class Dispatch:
     def await_word(self, engines: Collection[int], limit_s: float) -> None:
         """Wait until these engines have answered or ended, or have been silent for longer than a limit.
 
-        Who calls it has the turn.
+        The caller holds `turn`.
         """
         while self._still_busy([each for each in engines if self._supervisor.silent_s(each) < limit_s]):
             time.sleep(_LOOK_S)
 
     def _still_busy(self, engines: Collection[int]) -> list[int]:
-        """Read what has come, though nobody waits for it any more. Those engines that are still busy."""
+        """Read the messages that have arrived, and return the engines that are still busy."""
         self._read(0)
         stuck = self._supervisor.stuck
         return sorted(engine for engine in engines if engine in stuck)

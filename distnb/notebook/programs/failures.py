@@ -1,4 +1,4 @@
-"""What the notebook makes of a program's outcome: it raises what ended it, and warns of replicas that drift apart."""
+"""Errors and warnings from a program's outcome: the error that ended it, and a warning if replicas drift apart."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _CONSEQUENCES = (_MISMATCH, _UNANSWERED)
 
 @dataclass(frozen=True)
 class Failure:
-    """A program that failed or was ended, as long as no other one has begun: its replicas keep their frames.
+    """A program that failed or was ended. Its replicas keep their frames until the next program begins.
 
     Attributes:
-        error: What was raised in the notebook.
-        engine: Whose error it is; None where that one's process has ended.
+        error: The exception that was raised in the notebook.
+        engine: The engine that raised it; None if its process has ended.
     """
 
     error: BaseException
@@ -42,7 +42,11 @@ class Failure:
     engine: int | None
 
     def engine_of(self, replica: int | None) -> int:
-        """The engine to look at: a replica's, or the one that failed. OptionError where there is none."""
+        """Return the engine to debug: the given replica's, or the one that failed.
+
+        Raises:
+            OptionError: There is no such engine.
+        """
         if replica is None and self.engine is not None:
             return self.engine
         if replica is not None and replica < self.team.size:
@@ -70,18 +74,18 @@ def raise_failure(
     callers_lines: Callable[[BaseException], list[str]] | None = None,
     opened: Callable[[Any], Any] = pickle.loads,
 ) -> None:
-    """Raise what ended a program; nothing if it went well.
+    """Raise the error that ended a program, or return if the program succeeded.
 
     Args:
-        callers_lines: Draws where an ordinary cell called it, which is shown above the replica's traceback; None for
+        callers_lines: Returns the lines that show the call in an ordinary cell, above the replica's traceback. None for
             a distributed cell.
         opened: Opens an exception that was packed.
 
     Raises:
-        KeyboardInterrupt: The user ended it.
-        EngineDied: A process ended, and no replica has a better reason.
-        BaseException: The failing replica's own exception, of its own type, with its own traceback. The lowest
-            replica's when several raised the same.
+        KeyboardInterrupt: The user ended the program.
+        EngineDied: A process ended, and no replica reports a better reason.
+        BaseException: The failing replica's own exception, with its type and traceback. If several replicas raised
+            the same, that of the lowest replica.
     """
     if outcome.ok and not outcome.interrupted:
         return
@@ -105,23 +109,24 @@ def raise_failure(
 
 
 def failing_engine(outcome: Outcome, team: Team) -> int | None:
-    """The engine whose error ended a program; None where none raised one, or a better reason is that one died."""
+    """Return the engine whose error ended a program; None if no engine raised one, or if a death is the reason."""
     errors = {
         engine: reply.error for engine, reply in outcome.replies.items() if reply.status == "error" and reply.error
     }
-    if outcome.died:  # then a collective that another replica did not come to is a consequence
+    if outcome.died:  # then a collective that another replica did not join is a consequence
         errors = {engine: error for engine, error in errors.items() if error.type_name != _UNANSWERED}
     if not errors:
         return None
-    # In order of arrival: the first is the cause, later ones may be its consequences. That replicas do not match any
-    # more, or wait for one in vain, is mostly a consequence, too, of what another one raised; and may be told sooner.
+    # In order of arrival: the first error is the cause, and later ones may be its consequences. A mismatch between
+    # replicas, or a collective without an answer, is mostly a consequence too, although its report may arrive first.
+    # Example: replica 0 raises ValueError before an all_reduce in which replica 1 waits.
     first = min(errors.values(), key=lambda error: error.type_name in _CONSEQUENCES)
     same = [engine for engine, error in errors.items() if error.type_name == first.type_name]
     return min(same, key=team.rank_of)
 
 
 def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
-    """What became of the other replicas, in one line."""
+    """Return in one line the states in which the other replicas ended."""
     parts: dict[str, list[int]] = {}
     stuck = [engine for engine in outcome.engines if engine not in outcome.died and engine not in outcome.replies]
     cause = outcome.replies[failed].error if failed is not None else None
@@ -148,7 +153,7 @@ def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
 
 
 def _second(outcome: Outcome, team: Team, first: ErrorReport) -> list[str]:
-    """The traceback of another replica whose error is neither the same nor a consequence; empty if there is none."""
+    """Return the traceback of another replica if its error is neither the same nor a consequence, else []."""
     for engine, reply in sorted(outcome.replies.items()):
         error = reply.error
         if error is None or error.type_name in _CONSEQUENCES or error.rendered == first.rendered:
@@ -193,17 +198,17 @@ def reported(
     hint: str = "",
     second: Sequence[str] = (),
 ) -> BaseException:
-    """The exception that was reported, which shows the traceback that it had there.
+    """Return the reported exception, which shows the traceback that it had on the replica.
 
     Args:
-        who: Who raised it, at the beginning of a sentence; `within`: in the midst of one.
-        others: What else is to be told.
-        hint: What is told besides in a notebook.
+        who, within: The name of the replica that raised it, for the beginning and for the middle of a sentence.
+        others: A note on the other replicas.
+        hint: A further note, shown in a notebook only.
         second: The lines of another error, shown below it.
     """
     error, *notes = _revive(report, opened)
     title = f"{who} raised:"
-    if isinstance(error, SystemExit):  # of which IPython shows no more than this
+    if isinstance(error, SystemExit):  # IPython shows only the traceback below it
         others = f"{within} ended by it" + (f"; {others}" if others else "")
     notes = [f"({note})" for note in (*notes, others) if note]
     rendered = [title, *report.rendered, *second, *notes, *([f"({hint})"] if hint else [])]
@@ -212,10 +217,10 @@ def reported(
         return [*callers_lines(self), *rendered] if callers_lines is not None else rendered
 
     try:
-        # IPython asks the exception itself how it wants to be shown.
+        # IPython calls this method of an exception to display it.
         error._render_traceback_ = MethodType(render, error)  # type: ignore[attr-defined]
     except AttributeError:
-        pass  # a class with slots; the cause below tells the same
+        pass  # a class with slots; the cause below has the same text
     for note in notes:
         error.add_note(note)
     error.__cause__ = ReplicaTraceback("\n" + "\n".join([title, *report.traceback]))
@@ -223,15 +228,15 @@ def reported(
 
 
 def _revive(report: ErrorReport, opened: Callable[[Any], Any]) -> tuple[BaseException, str]:
-    """The exception itself, or a stand-in and the reason for it."""
+    """Return the exception itself and "", or a RemoteError in its place and the reason for that."""
     reason = ""
     if report.pickled is not None:
         try:
             error: Any = pickle.loads(report.pickled) if isinstance(report.pickled, bytes) else opened(report.pickled)
             if isinstance(error, Placeholder):
                 error.refuse()
-        except Exception as failed:  # noqa: BLE001  # this runs what its class says, which may do anything
-            # On the replica it could be read again: something is there that is not here.
+        except Exception as failed:  # noqa: BLE001  # unpickling runs code of the exception's class, which may raise anything
+            # The replica could unpickle it, so the notebook lacks something that the replica has.
             reason = f"It could not be made in the notebook, and is told here: {type(failed).__name__}: {failed}."
         else:
             if isinstance(error, BaseException):
@@ -240,10 +245,10 @@ def _revive(report: ErrorReport, opened: Callable[[Any], Any]) -> tuple[BaseExce
 
 
 def unlike_steps(writes: Mapping[int, Mapping[str, int]]) -> str:
-    """Tell of replicas that a failed program left at different steps; "" if their writes are as many.
+    """Return a notice about replicas that a failed program left at different steps; "" if the numbers of writes agree.
 
     Args:
-        writes: By replica: how often each model's parameters were written to.
+        writes: The number of writes to the parameters of each model, by replica and model.
     """
     unlike = []
     for model in dict.fromkeys(model for each in writes.values() for model in each):
@@ -263,9 +268,9 @@ def unlike_steps(writes: Mapping[int, Mapping[str, int]]) -> str:
 
 
 def warn_of_drift(outcome: Outcome) -> None:
-    """Warn if what a program changed by hand is not the same on all replicas: a change that only some made, too.
+    """Warn about mirrored variables that a program changed by hand in different ways, or only on some replicas.
 
-    Replicas that failed do not report their changes. What they left unequal is made equal by the next program.
+    Replicas that failed do not report their changes. The next program makes equal what they left unequal.
     """
     if not outcome.ok:
         return

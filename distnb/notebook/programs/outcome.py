@@ -65,17 +65,17 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Whether every engine has replied, died, or been given up on."""
+        """True if every engine has replied, died, or been given up on."""
         return not self._missing
 
     @property
     def ok(self) -> bool:
-        """Whether no replica failed."""
+        """True if no replica failed."""
         return not (self._failed or self.died or self.stuck)
 
     @property
     def left_group_whole(self) -> bool:
-        """Whether the next program can use the same process group. An order to end the program ends the group, too."""
+        """True if the next program can use the same process group. An order to end the program ends the group, too."""
         return self.ok and not (self.interrupted or self._given_up)
 
     def results(self, team: Team) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""Replicas that wait for a line of the user's: they are asked one after another, where the notebook waits for them."""
+"""The replicas' questions to the user, asked one after another while the notebook waits for the program."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _CANNOT = (
 
 
 class Prompts:
-    """The questions of all replicas. A replica whose user is at a debugger's prompt keeps him until it goes on.
+    """The questions of all replicas. While a replica is at a debugger's prompt, only its questions are asked.
 
     Attributes:
-        fd: Readable when somebody has begun to ask.
-        front: Gives the front end that asks.
-        latest: Who was asked last.
+        fd: A descriptor that is readable when a replica has begun to ask.
+        front: Returns the front end that asks the user.
+        latest: The question that was asked last.
     """
 
     def __init__(self, supervisor: Supervisor, interrupts: Interrupts) -> None:
@@ -41,15 +41,15 @@ class Prompts:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.front: Callable[[], FrontEnd] = FrontEnd
         self.latest: Asks | None = None
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the following
         self._waiting: dict[int, Asks] = {}  # by engine, in the order in which they came
-        self._over: set[int] = set()  # programs that are told to end: no more of their replicas are asked
-        self._there: set[int] = set()  # engines where the user is, or is to come
-        self._current: int | None = None  # where he is, or was last
+        self._over: set[int] = set()  # programs that are being ended: their replicas' questions are not asked any more
+        self._there: set[int] = set()  # engines with a question or a debugger, until they continue
+        self._current: int | None = None  # the engine whose question was asked last
         supervisor.events.subscribe(self._handle)
 
     def _handle(self, event: Any) -> None:
-        """An event; on the supervisor's thread."""
+        """Handle an event, on the supervisor's thread."""
         if isinstance(event, Asks):
             with self._lock:
                 self._waiting[event.engine] = event
@@ -71,10 +71,10 @@ class Prompts:
                 self._supervisor.send_to_all(Prompting(False))
             if asked:
                 self._interrupts.withdraw()
-            os.eventfd_write(self.fd, 1)  # it may be another's turn
+            os.eventfd_write(self.fd, 1)  # it may be another replica's turn
 
     def next(self) -> Asks | None:
-        """Who is to be asked now; nobody while a debugger is busy with what the user has told it to do."""
+        """Return the question to ask now, or None. There is none while a debugger executes the user's last command."""
         with self._lock:
             if self._current is not None and self._current in self._there:
                 asks = self._waiting.get(self._current)
@@ -83,12 +83,12 @@ class Prompts:
             return None if asks is None or asks.program in self._over else asks
 
     def end(self, programs: Collection[int]) -> None:
-        """The user has ended programs."""
+        """Note that the user has ended programs."""
         with self._lock:
             self._over = set(programs)
 
     def ask(self, asks: Asks) -> None:
-        """Ask the user, and answer. If he interrupts, it is noted, and whoever waits ends the program."""
+        """Ask the user, and send the answer. An interrupt is noted, and `Dispatch.wait` then ends the program."""
         with self._lock:
             self._current = asks.engine
         self.latest = asks
@@ -111,12 +111,12 @@ class Prompts:
             return None
         except EOFError:
             return Answer(asks.program)
-        except Exception as error:  # noqa: BLE001  # whatever keeps a front end from asking, the replica waits
+        except Exception as error:  # noqa: BLE001  # the replica waits for an answer, whatever the front end raises
             return Answer(asks.program, refusal=_CANNOT.format(error=str(error).rstrip(".") or type(error).__name__))
 
     def _ask_user(self, asks: Asks) -> Answer | None:
         with self._lock:
-            if self._waiting.get(asks.engine) is not asks:  # from here on a withdrawal ends it
+            if self._waiting.get(asks.engine) is not asks:  # from here on a withdrawal ends the question
                 return None
         return Answer(asks.program, self.front().ask(asks))
 

@@ -1,7 +1,7 @@
 """The decision when a distributed program must end: a state machine without IO.
 
 One replica that fails ends the program on all. A replica that does not follow the order within a second is
-declared stuck, so that the prompt comes back. It stays known as busy until it reports.
+declared stuck, so that the prompt returns. It counts as busy until it reports.
 
 Example, of two engines that run program 7::
 
@@ -59,7 +59,7 @@ class Supervision(StateMachine):
     """The state of every program that is under way.
 
     Attributes:
-        stuck: Engines that did not follow an order to end, each with the program that it still runs.
+        stuck: The engines that did not follow an order to end, each with the program that it still runs.
     """
 
     log = logging.getLogger("distnb.notebook.supervision")
@@ -76,7 +76,7 @@ class Supervision(StateMachine):
         return waiting, self.stuck.copy(), (*self._dead,)
 
     def in_words(self, state: _State) -> str:
-        """Return such a state as text."""
+        """Return a state of `state()` as text."""
         waiting, stuck, dead = state
         parts = [f"program {program} on {', '.join(map(str, engines))}" for program, engines in waiting.items()]
         parts += [f"engine {engine} stuck in {program}" for engine, program in stuck.items()]
@@ -158,7 +158,7 @@ class Supervision(StateMachine):
 
     @transition
     def tick(self, now: float) -> list[Order]:
-        """Give up on the engines whose time is over."""
+        """Give up on the engines whose deadline has passed."""
         orders: list[Order] = []
         for number, program in list(self._programs.items()):
             if program.deadline is not None and now >= program.deadline:

@@ -1,7 +1,8 @@
-"""The notebook's second thread: hears every engine, whatever the main thread does, and ends what must end.
+"""The supervisor thread of the notebook, which receives every engine's events and ends programs that must end.
 
-It never waits for a user's code, and never for a heartbeat: it learns of a failure from the replica that failed
-(control channel) or from the kernel of the operating system (a process's pidfd, watched by `cluster`).
+The thread runs whatever the main thread does. It waits neither for a user's code nor for a heartbeat: the replica that
+failed reports the failure (on the control channel), or the operating system's kernel does (by the pidfd of a process,
+which `cluster` watches).
 """
 
 from __future__ import annotations
@@ -49,33 +50,33 @@ _logger = logging.getLogger("distnb.notebook.supervision")
 
 
 class EventHub:
-    """Hands each event of `wire.messages` to every listener, in order, on the supervisor's thread."""
+    """The distributor of events of `wire.messages` to all listeners, in order, on the supervisor's thread."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Any], None]] = []
 
     def subscribe(self, listener: Callable[[Any], None]) -> Callable[[], None]:
-        """Call `listener(event)` from now on. Returns the function that ends it.
+        """Call `listener(event)` for each event from now on. Return the function that ends the subscription.
 
-        A listener must not block: the supervisor's thread, which ends hanging cells, calls it.
+        A listener must not block: it runs on the supervisor's thread, which ends hanging cells.
         """
 
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 
     def publish(self, event: Any) -> None:
-        """Hand one event on. A listener that raises is reported on stderr, and the others still hear."""
+        """Send an event to all listeners. The traceback of a listener that raises is printed on stderr."""
         for listener in tuple(self._listeners):
             try:
                 listener(event)
             except Exception:
-                # A view that fails must cost neither the training nor the supervisor.
+                # A view that fails must stop neither the training nor the supervisor.
                 _logger.exception("a listener failed at %s", type(event).__name__)
                 traceback.print_exc()
 
 
 class Supervisor:
-    """Reads the control channel, which only its thread uses, and carries out what `Supervision` orders."""
+    """The reader of the control channel, which only its thread uses, and the executor of `Supervision`'s orders."""
 
     def __init__(self, control: zmq.Socket[bytes], on_hello: Callable[[int], None]) -> None:
         self._control = control
@@ -85,20 +86,20 @@ class Supervisor:
         self._state = Supervision()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when `lost()` has something to tell
+        self.lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when `lost()` has news
         self._lost: queue.SimpleQueue[GiveUpOn | Died] = queue.SimpleQueue()
         self._hellos: dict[int, Hello] = {}
         self._given_up: dict[int, float] = {}
-        self._changed = threading.Condition()  # of _state and _hellos
+        self._changed = threading.Condition()  # guards _state and _hellos
         self._thread = threading.Thread(target=self._serve, name="distnb-supervisor", daemon=True)
         self._thread.start()
 
     # -- called from any thread ------------------------------------------------------------------------------------
 
     def lost(self) -> list[GiveUpOn | Died]:
-        """Return the replies that will not come: of engines that died, or that are given up on.
+        """Return the replies that will not come, from engines that died or were given up on.
 
-        To be called after `lost_fd` was drained, where that was readable.
+        Call it after `lost_fd` was drained, if that was readable.
         """
         found = []
         while not self._lost.empty():
@@ -107,11 +108,11 @@ class Supervisor:
 
     @property
     def stuck(self) -> dict[int, int]:
-        """Engines that are still busy with a program that was ended, and its number."""
+        """The engines that are still busy with a program that was ended, with its number."""
         return dict(self._state.stuck)
 
     def silent_s(self, engine: int) -> float:
-        """How long ago an engine was given up on that is stuck."""
+        """Return the time in seconds since a stuck engine was given up on."""
         return time.monotonic() - self._given_up.get(engine, 0.0)
 
     @property
@@ -122,30 +123,30 @@ class Supervisor:
 
     @property
     def hellos(self) -> dict[int, Hello]:
-        """What each engine said of itself when it came up."""
+        """The hello of each engine: the facts that it sent about itself when it came up."""
         with self._changed:
             return dict(self._hellos)
 
     def program_began(self, program: int, engines: Iterable[int]) -> None:
-        """Follow a program. To be called before it is sent."""
+        """Follow a program. Call it before the program is sent."""
         with self._changed:
             self._state.began(program, engines, time.monotonic())
 
     def replied(self, engine: int, program: int) -> None:
-        """A reply that says a program went well has been read, and no event will tell so."""
+        """Note that a program succeeded on an engine, whose reply was read and which sends no event for it."""
         with self._changed:
             self._state.ended(engine, program, True, "", time.monotonic())
 
     def failed(self, engine: int, program: int, summary: str) -> None:
-        """An engine could not even begin with a program: the others' part is to be ended."""
+        """End a program on the other engines, since one engine could not begin it."""
         self._do(lambda: self._advance(lambda now: self._state.ended(engine, program, False, summary, now)))
 
     def interrupt(self, program: int) -> None:
-        """The user asks for a program's end."""
+        """End a program, as the user asks."""
         self._do(lambda: self._advance(lambda now: self._state.interrupted(program, now)))
 
     def take_back(self, engine: int, program: int) -> None:
-        """Ask an engine for a program that it may not have begun."""
+        """Ask an engine to return a program if it has not begun it."""
         self.send(engine, TakeBack(program))
 
     def send(self, engine: int, message: Any) -> None:
@@ -158,7 +159,7 @@ class Supervisor:
             self.send(engine, message)
 
     def engine_died(self, engine: int, pid: int, exit_status: str) -> None:
-        """The cluster's watcher saw a process end."""
+        """Handle the end of a process, which the cluster's watcher has reported."""
         self._do(lambda: self._remove(Died(engine, pid, exit_status)))
 
     def publish(self, event: Any) -> None:
@@ -166,7 +167,7 @@ class Supervisor:
         self._do(lambda: self.events.publish(event))
 
     def await_flush(self, engines: Iterable[int], timeout_s: float) -> bool:
-        """Wait until engines have sent all that they have to tell. False if one did not answer in time."""
+        """Wait until engines have sent all their events. Return False if one did not answer in time."""
         number = next(self._questions)
         asked = [engine for engine in engines if engine not in self.stuck]
         return self._ask(
@@ -174,9 +175,9 @@ class Supervisor:
         )
 
     def ask_stacks(self, engines: Iterable[int], timeout_s: float) -> dict[int, str]:
-        """Where each engine's main thread is, as lines of a traceback; "" if it is idle.
+        """Return the stack of each engine's main thread, as lines of a traceback; "" if it is idle.
 
-        Native code that holds Python's lock lets nothing be asked: an engine that did not answer in time is missing.
+        Engines that do not answer in time are missing: native code that holds Python's lock prevents an answer.
         """
         found: dict[int, str] = {}
 
@@ -189,7 +190,7 @@ class Supervisor:
         return found
 
     def ask_activity(self, engines: Iterable[int], timeout_s: float) -> list[TelemetrySample]:
-        """How each engine has spent its time lately, in samples that bring all events; of those that have computed."""
+        """Return samples of each engine's latest activity, with all events. Engines without a program so far are missing."""
         found: list[TelemetrySample] = []
 
         def answers(event: Any) -> bool:
@@ -213,7 +214,7 @@ class Supervisor:
         return found
 
     def ask_memory(self, engines: Iterable[int], timeout_s: float) -> dict[int, MemoryUse]:
-        """How much memory each engine takes, and its machine and device have; those that did not answer are missing."""
+        """Return the memory use of each engine, its machine and its device; engines that do not answer are missing."""
         found: dict[int, MemoryUse] = {}
 
         def answers(event: Any) -> bool:
@@ -225,7 +226,7 @@ class Supervisor:
         return found
 
     def _ask(self, engines: Iterable[int], question: Any, answers: Callable[[Any], bool], timeout_s: float) -> bool:
-        """Whether every engine that is up answered in time, or died meanwhile."""
+        """Ask engines, and return whether all of them that are up answered in time or died meanwhile."""
         missing = set(self.hellos).intersection(engines)
         all_here = threading.Event()
 
@@ -244,14 +245,14 @@ class Supervisor:
             unsubscribe()
 
     def forget(self, engines: Iterable[int]) -> None:
-        """These engines are about to be replaced: their hello does not count any more, nor what they are stuck in."""
+        """Forget the hellos of engines that are about to be replaced, and the programs in which they are stuck."""
         with self._changed:
             for engine in engines:
                 self._hellos.pop(engine, None)
                 self._state.replaced(engine, time.monotonic())
 
     def wait_ended(self, program: int, timeout_s: float) -> bool:
-        """Wait until all that a program wrote has been published. False if that took too long."""
+        """Wait until all output of a program has been published. Return False if that took too long."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._state.waiting_for(program), timeout_s)
 
@@ -314,7 +315,7 @@ class Supervisor:
         os.eventfd_write(self.lost_fd, 1)
 
     def _advance(self, step: Callable[[float], list[Order]]) -> None:
-        """Let the state machine take a step, and carry out what it orders."""
+        """Advance the state machine by a step, and carry out its orders."""
         with self._changed:
             orders = step(time.monotonic())
             self._changed.notify_all()
@@ -329,7 +330,7 @@ class Supervisor:
 
     def _send(self, engine: int, message: Any) -> None:
         try:
-            send_frames(self._control, engine, encode(message))  # that one is gone is no news: its pidfd tells
+            send_frames(self._control, engine, encode(message))  # the pidfd reports an engine that is gone
         except zmq.ZMQError as error:
             if error.errno != zmq.ENOTSOCK:
                 raise
