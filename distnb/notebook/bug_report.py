@@ -23,9 +23,9 @@ _LIBRARIES = ("distnb", "torch", "numpy", "ipython", "ipykernel", "ipyparallel",
 
 
 def log_text(session: Session, engine: int | None, lines: int) -> str:
-    """Return the latest lines of the log: of all processes, in the order of time, or of one engine's.
+    """Return the latest lines of the logs of all processes, in the order of time, or of one engine's log.
 
-    It is "" if no process of the cluster logs.
+    The text is "" if no process of the cluster logs.
     """
     texts = session.log_texts()
     if engine is not None:
@@ -36,10 +36,11 @@ def log_text(session: Session, engine: int | None, lines: int) -> str:
 
 
 def save(session: Session, path: Path) -> int:
-    """Write all that helps to find a defect to a zip file, and return the number of files in it.
+    """Write the data for a bug report to a zip file, and return the number of files in it.
 
-    It holds what engines wrote outside programs, the log of each process, the stories of the state machines, the
-    engines, and the versions of libraries. The private directory has secrets, too: none of its other files is read.
+    The archive holds the output of engines outside programs, the log of each process, the stories of the state
+    machines, the list of engines, and the versions of libraries. The private directory also has secrets, so no other
+    file of it is read.
 
     Raises:
         OptionError: The file cannot be written.

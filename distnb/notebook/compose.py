@@ -1,4 +1,4 @@
-"""Where the notebook's parts are put together: the session, the front end that shows it, the strategies' runtime."""
+"""The composition of the notebook's parts: the session, the front end that shows it, and the strategies' runtime."""
 
 from __future__ import annotations
 
@@ -29,12 +29,16 @@ _lock = threading.RLock()
 
 
 def current() -> Session | None:
-    """The running session, or None."""
+    """Return the running session, or None."""
     return _session if _session is not None and _session.alive else None
 
 
 def require() -> Session:
-    """The running session; NoClusterError if there is none."""
+    """Return the running session.
+
+    Raises:
+        NoClusterError: No cluster is running.
+    """
     session = current()
     if session is None:
         raise NoClusterError("No cluster is running. Start one with %distnb start -n 2, or distnb.start(2).")
@@ -42,12 +46,12 @@ def require() -> Session:
 
 
 def history() -> History | None:
-    """The runs that the front end drew; None without one."""
+    """Return the runs that the front end drew, or None without a front end."""
     return _front.history
 
 
 def attach(front: FrontEnd) -> None:
-    """Show what happens by a front end from now on."""
+    """Show the session in a front end from now on."""
     global _front
     from distnb.notebook.namespace import module_watch
     from distnb.runtime.this_process import this_process
@@ -61,7 +65,7 @@ def attach(front: FrontEnd) -> None:
 
 
 def _register_remote() -> None:
-    """Let strategies of several replicas run on the session, or on the one that the front end starts for them."""
+    """Run strategies of several replicas on the session, or on one that the front end starts for them."""
     from distnb.notebook.remote_runtime import Remote
     from distnb.runtime.this_process import this_process
 
@@ -96,51 +100,53 @@ def start(
 ) -> Session:
     """Start engines, on this machine or on others: `%distnb start` does the same.
 
-    Other machines are reached by ssh, without a password, by srun from inside a Slurm allocation, or by mpiexec; they
-    have the same Python environment at the same path.
-    What notebook and engines say to each other is encrypted and authenticated. What replicas say to each other (the
-    rendezvous store; gradients over Gloo or NCCL) is neither: it stays on one network interface of each machine, and
-    everyone who can reach that must be trusted.
+    Other machines are reached by ssh without a password, by srun from inside a Slurm allocation, or by mpiexec. They
+    need the same Python environment at the same path.
+    The messages between notebook and engines are encrypted and authenticated. The messages between replicas (the
+    rendezvous store; gradients over Gloo or NCCL) are neither: they stay on one network interface of each machine, and
+    you must trust everyone who can reach that interface.
 
     Args:
-        n: How many. Nothing given: one per GPU, else two on the CPU.
-        devices: Their devices, as a sequence or as text with commas ("cuda:0,cuda:1"); with `hosts` those of each.
-        workers, ps: In place of `n`, for a ParameterServerStrategy: how many workers, which compute, and how many
-            parameter servers, which keep the variables, on the CPU. Workers are the first engines. With `hosts`,
-            workers are dealt to the machines in turn, and then servers likewise, each from the first machine on.
-        replicas_per_worker: How many engines, and devices, each of these workers has; None for one, or as many as
-            `cluster_resolver` tells of accelerators.
-        oversubscribe: Let several engines share one device; and let so many start that they crowd their machine: more
-            than eight and more than two for each of its cores, or more than its memory takes. What its administrator
-            allows (DISTNB_MAX_ENGINES, /etc/distnb/max_engines) holds all the same.
-        hosts: The machines where the engines run, as the launcher names them; None for this one, and with
+        n: The number of engines. By default one per GPU, or two on the CPU without GPUs.
+        devices: The engines' devices, as a sequence or as text with commas ("cuda:0,cuda:1"). With `hosts`, the devices
+            of each host.
+        workers, ps: The numbers of workers and of parameter servers for a ParameterServerStrategy, in place of `n`.
+            Workers compute, and parameter servers keep the variables, on the CPU. The workers are the first engines.
+            With `hosts`, the workers are dealt to the machines in turn, and then the servers, each from the first
+            machine on.
+        replicas_per_worker: The number of engines, and of devices, of each worker. None for one, or for the number of
+            accelerators that `cluster_resolver` reports.
+        oversubscribe: Whether several engines may share one device, and whether engines may crowd their machine: more
+            than eight and more than two per core, or more than fit its memory. The limit of the machine's
+            administrator (DISTNB_MAX_ENGINES, /etc/distnb/max_engines) applies in any case.
+        hosts: The machines that run the engines, as the launcher names them. None for this machine, or with
             launcher="slurm" for all nodes of the allocation.
-        per_host: How many engines each of them gets. Nothing given: one per GPU, else two on the CPU, or as many as
-            Slurm was asked for tasks.
-        launcher: "local", "ssh", "slurm" (srun), "mpi" (mpiexec) or "server"; None for what the other arguments say.
-        interface: The network interface of this machine, or the address, where it listens for the hosts; None for the
-            one that leads to them.
+        per_host: The number of engines on each host. By default one per GPU, or two on the CPU without GPUs, or the
+            number of tasks that Slurm was asked for.
+        launcher: "local", "ssh", "slurm" (srun), "mpi" (mpiexec) or "server". By default the other arguments decide.
+        interface: The network interface, or the address, at which this machine listens for the hosts. None for the
+            interface that leads to them.
         ssh_args: More arguments for ssh.
-        cluster_resolver: Instead of `hosts`: the cluster's chief and workers. Each runs a `distnb.Server`, unless
-            `launcher` reaches them otherwise; a SlurmClusterResolver's are reached by srun. What the resolver tells of
-            accelerators says how many engines they get. With ps tasks among them, each worker and each ps is a
-            server (or a machine, for other launchers) at its own address, and this process is the chief: it
-            is the coordinator, and listens nowhere of its own. Servers that do not listen yet are waited for, 60
-            seconds or as long as DISTNB_START_TIMEOUT says.
-        secret: The secret file (mode 0600) that those servers have too; None for the one that the environment
-            variable DISTNB_SECRET_FILE names; where all servers listen on loopback, else one of the user's own.
+        cluster_resolver: The cluster's chief and workers, in place of `hosts`. Each runs a `distnb.Server`, unless
+            `launcher` names another way to reach them; those of a SlurmClusterResolver are reached by srun. The
+            resolver's numbers of accelerators give the numbers of engines. With ps tasks, each worker and each ps is a
+            server (or a machine, for other launchers) at its own address, and this process is the chief: it is the
+            coordinator, and listens at no address of its own. Servers that do not listen yet get 60 seconds, or as
+            long as DISTNB_START_TIMEOUT says.
+        secret: The secret file (mode 0600) that those servers have too. None for the file that the environment
+            variable DISTNB_SECRET_FILE names, or without it, if all servers listen on loopback, one of the user's own.
         launcher_args: More arguments for srun or mpiexec.
-        data_limit: Data larger than this, in bytes or as text ("2 GB"), stays on the engines when a cell assigns it:
-            it is a handle in the notebook.
-        on_progress: Told, in words, how far the start is.
+        data_limit: The size, in bytes or as text ("2 GB"), above which data that a cell assigns stays on the engines.
+            The notebook then has a handle of it.
+        on_progress: Called with a text whenever the start makes progress.
 
     Returns:
-        The session, which `stop` ends; so does the end of this process, however it ends.
+        The session. It ends with `stop`, or with this process, however that ends.
 
     Raises:
-        StartError: A cluster runs already, this machine lacks what was asked for, or an engine did not come up.
-            Nothing is left behind.
-        OptionError: The numbers or names make no sense.
+        StartError: A cluster runs already, this machine lacks something that was asked for, or an engine did not come
+            up. No process is left behind.
+        OptionError: The numbers or names are invalid.
         ContextError: This is a process of multiprocessing, which imports the script.
 
     Example:
@@ -172,7 +178,7 @@ def start(
 
 
 def start_with(options: StartOptions, on_progress: Callable[[str], None] = lambda text: None) -> Session:
-    """Start engines with these options: see `start`."""
+    """Start engines with these options. See `start`."""
     global _session
     from distnb.notebook.session import Session
     from distnb.runtime.scripts.main_guard import check_main_guard
@@ -186,7 +192,7 @@ def start_with(options: StartOptions, on_progress: Callable[[str], None] = lambd
                 f"A cluster is running already ({devices_there}). Use it, "
                 "or end it first, and what lives on its engines with it: %distnb stop, or distnb.stop()."
             )
-        stop()  # one that was ended by its own method: who follows the session hears of it
+        stop()  # a session that was ended by its own method: its followers are notified
         _session = Session.start(options, user_ns=_user_namespace(), on_progress=on_progress)
         _session.namespace.most_nbytes = options.data_limit_nbytes
         atexit.register(stop)
@@ -196,7 +202,7 @@ def start_with(options: StartOptions, on_progress: Callable[[str], None] = lambd
 
 
 def stop() -> None:
-    """End the cluster and all its processes. Without one it does nothing."""
+    """End the cluster and all its processes. Without a cluster do nothing."""
     global _session
     with _lock:
         session, _session = _session, None
@@ -207,13 +213,13 @@ def stop() -> None:
 
 
 def machines() -> tuple[str, ...]:
-    """The other machines of the running cluster, as they were named at its start; empty where there are none."""
+    """Return the other machines of the running cluster, as they were named at its start; () if there are none."""
     session = current()
     return session.machines() if session is not None else ()
 
 
 def _user_namespace() -> dict[str, Any]:
-    """The variables that the user sees: those of the IPython shell, or of a plain script's main module."""
+    """Return the namespace of the user: that of the IPython shell, or of a plain script's main module."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     namespace: dict[str, Any] = shell.user_ns if shell is not None else sys.modules["__main__"].__dict__

@@ -1,4 +1,4 @@
-"""The engines of a session: brought up together, replaced, ended together; and the ways that lead to them."""
+"""The engines of a session, which start and end together and can be replaced, and the channels to them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = ["EngineStatus", "Engines"]
 _logger = logging.getLogger("distnb.notebook")
 
 _START_TIMEOUT_S = 120.0
-_WORD_S = LOST_AFTER_S + 4.0  # after so long without an answer an engine of another machine is busy, and not lost
+_WORD_S = LOST_AFTER_S + 4.0  # an engine of another machine that is silent for longer is busy, and not lost
 _RESTARTED = "was ended by a restart"
 
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """One row of `%distnb status`.
+    """The row of an engine in `%distnb status`.
 
     Attributes:
-        state: "idle", "busy" (with a program that was ended and goes on), or how the process ended.
+        state: "idle", "busy" (with a program that was ended and goes on), or the way in which the process ended.
         task: "worker 0" or "ps 0" in a cluster with parameter servers; "" in others.
     """
 
@@ -55,12 +55,12 @@ class EngineStatus:
 
 
 class Engines:
-    """Owns the processes, both channels to them, and the store where those on other machines find each other.
+    """The owner of the engines' processes, both channels to them, and the store where those on other machines meet.
 
-    It tells the namespace of engines that end, and of those that take their place.
+    It notifies the namespace of engines that end and of their replacements.
 
     Attributes:
-        tasks: The role of each engine; empty where all are alike.
+        tasks: The role of each engine; empty if all are alike.
     """
 
     def __init__(self, plan: HostPlan, namespace: NotebookNamespace) -> None:
@@ -97,13 +97,13 @@ class Engines:
         return self._keys
 
     def open_peers(self) -> tuple[Peers, str]:
-        """One more way to engines, and its address for those of other machines."""
+        """Open one more channel to the engines, and return it with its address for engines of other machines."""
         return self._switchboard.open_peers()
 
-    # -- coming up -------------------------------------------------------------------------------------------------
+    # -- starting --------------------------------------------------------------------------------------------------
 
     def start(self, on_progress: Callable[[str], None]) -> None:
-        """Start the processes, and wait until every engine is ready. Where one is not, `stop` frees what there is."""
+        """Start the processes, and wait until every engine is ready. If that fails, `stop` frees everything."""
         listener = self._switchboard.programs.listener
         connection = Connection(
             program_url=self._switchboard.program_url,
@@ -118,13 +118,13 @@ class Engines:
         self._cluster = Cluster(
             self._plan.devices, connection, on_exit=self._on_exit, launcher=launcher, processes=self._processes
         )
-        # torch loads here while it loads in the engines: what they send back needs it.
+        # torch loads here while it loads in the engines: opening their replies needs it.
         meanwhile = partial(importlib.import_module, "torch.distributed") if self._store is None else self._store.serve
         self._cluster.start(on_progress=on_progress, meanwhile=meanwhile)
         self._await(tuple(self._cluster.engines))
 
     def _await(self, engines: Sequence[int]) -> None:
-        """Wait until engines, which have said hello for control, can be reached for programs too."""
+        """Wait until engines that are connected for control can be reached for programs too."""
         deadline = time.monotonic() + _START_TIMEOUT_S
 
         def failed() -> bool:
@@ -139,39 +139,43 @@ class Engines:
         if self._cluster is not None:
             self._cluster.engine_ready(engine)
 
-    # -- being there -----------------------------------------------------------------------------------------------
+    # -- the state -------------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
-        """Whether they have not been stopped."""
+        """True if the engines have not been stopped."""
         return self._cluster is not None
 
     @property
     def cluster(self) -> Cluster:
-        """The processes; NoClusterError where they were stopped."""
+        """The processes.
+
+        Raises:
+            NoClusterError: They were stopped.
+        """
         if self._cluster is None:
             raise NoClusterError("The cluster was stopped. Start one with %distnb start, or distnb.start().")
         return self._cluster
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Of all engines, those that have ended among them."""
+        """The numbers of all engines, including those that have ended."""
         return tuple(self.cluster.engines)
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Those whose processes have not ended."""
+        """The numbers of the engines whose processes have not ended."""
         ended = self._ended
         return tuple(engine for engine in self.ids if engine not in ended)
 
     @property
     def _ended(self) -> dict[int, str]:
-        """How those engines ended that have, and were not replaced."""
+        """The way in which each engine ended that has ended and was not replaced."""
         processes = {} if self._cluster is None else self._cluster.engines
         return {engine: process.ended for engine, process in processes.items() if process.ended}
 
     def status(self) -> tuple[EngineStatus, ...]:
-        """What each engine is, and does."""
+        """Return the status of each engine."""
         stuck, hellos = self.supervisor.stuck, self.supervisor.hellos
         rows = []
         for engine, process in self.cluster.engines.items():
@@ -192,7 +196,7 @@ class Engines:
         return tuple(rows)
 
     def set_log_level(self, level: str) -> None:
-        """Set the level of the notebook's log and of the engines', and of those that are started later.
+        """Set the level of the logs of the notebook and of the engines, also of those that are started later.
 
         Raises:
             OptionError: There is no such level.
@@ -211,42 +215,44 @@ class Engines:
         return dict(sorted(found.items()))
 
     def hosts(self) -> tuple[str, ...]:
-        """The other machines where engines were started, those that are lost among them; empty for this one. Those of
-        parameter servers do not count."""
+        """Return the other machines on which engines were started, including lost machines; () for this machine only.
+
+        The machines of parameter servers do not count.
+        """
         replicas = (engine for engine in self.ids if engine not in self._servers)
         return tuple(dict.fromkeys(filter(None, map(self.cluster.launcher.host, replicas))))
 
     def team(self, spec: StrategySpec) -> Team:
-        """The engines that a strategy runs on, as `Teams.of` chooses them. Who calls it has the turn."""
+        """Return the team of a strategy, as `Teams.of` chooses it. The caller holds the turn."""
         self._await_word()
         return self.teams.of(spec, self.cluster)
 
     def team_of(self, engines: Sequence[int]) -> Team:
-        """The team of these engines, in this order."""
+        """Return the team of these engines, in this order."""
         return self.teams.made_of(engines, self.cluster)
 
     def _await_word(self) -> None:
-        """Wait until it is known whether engines of other machines that do not answer are lost, or only busy.
+        """Wait until it is known whether silent engines of other machines are lost or only busy.
 
-        A machine that is cut off, or a server that is killed, breaks the replicas' connections before the process that
-        is connected with it here has given it up.
+        A machine that is cut off, or a server that is killed, breaks the connections of the replicas first. The local
+        process that is connected with it gives it up later.
         """
         stuck = self.supervisor.stuck
         if stuck:
             self.dispatch.await_word([engine for engine in stuck if self.cluster.launcher.host(engine)], _WORD_S)
 
-    # -- ending, and being replaced --------------------------------------------------------------------------------
+    # -- the end, and replacements ---------------------------------------------------------------------------------
 
     def _on_exit(self, engine: int, pid: int, status: str) -> None:
-        """An engine's process has ended unasked; in the watcher's thread."""
+        """Handle the unexpected end of an engine's process, on the watcher's thread."""
         _logger.info("engine %d (process %d) %s", engine, pid, status)
         if engine not in self._servers:
             self._namespace.engine_died(engine)
-            self.teams.renew()  # before anyone who waits for the news can ask for a team
+            self.teams.renew()  # before the report below, after which a new team may be asked for
         self.supervisor.engine_died(engine, pid, status)
 
     def choose(self, engines: Iterable[int] | None, *, missing: bool) -> tuple[int, ...]:
-        """Which engines a restart means, whose arguments these are. Who calls it has the turn."""
+        """Return the engines that a restart with these arguments replaces. The caller holds the turn."""
         self._await_word()
         known = self.ids
         if missing:
@@ -258,9 +264,9 @@ class Engines:
         return chosen
 
     def replace(self, chosen: Sequence[int], on_progress: Callable[[str], None], *, awaited: bool) -> None:
-        """Put new processes in the place of some engines. Who calls it has the turn.
+        """Replace some engines by new processes. The caller holds the turn.
 
-        With `awaited` they may have calls under way, whose replies will not come.
+        With `awaited` the engines may have calls under way, whose replies will not come.
         """
         ended = self._ended
         _logger.info("replacing engines %s", chosen)
@@ -282,12 +288,12 @@ class Engines:
             self._namespace.engines_replaced(lost, survivors)
 
     def _lose(self, engines: Iterable[int]) -> None:
-        """Tell of engines that ended, or are about to, by our own doing."""
+        """Report engines that the restart has ended or is about to end."""
         for engine in engines:
             self._on_exit(engine, self.cluster.engines[engine].pid, _RESTARTED)
 
     def stop(self) -> None:
-        """End every process, and free what was held. Calling it again does nothing."""
+        """End every process, and free all resources. A second call does nothing."""
         if self._closed:
             return
         self._closed = True

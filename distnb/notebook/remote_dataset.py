@@ -25,7 +25,7 @@ Defer = Callable[[Callable[[], Sequence[Any]], Sequence[Any]], DeferredCall]
 
 
 class RemoteDataset:
-    """A dataset on the engines. Each iteration reads a batch on every replica, and gives its structure with handles.
+    """A dataset on the engines. Each step reads a batch on every replica, and returns its structure with handles.
 
     In a distributed cell and in `strategy.run` it represents the engines' own dataset.
 
@@ -33,7 +33,7 @@ class RemoteDataset:
         handle: The handle of the engines' dataset.
         call: Calls a function on every replica.
         defer: Defers such a call.
-        note: Called with each batch that an iteration gives.
+        note: Called with each batch that an iteration returns.
     """
 
     def __init__(self, handle: Any, call: Call, defer: Defer, note: Callable[[Any], None]) -> None:
@@ -51,8 +51,8 @@ class RemoteDataset:
 
     def __iter__(self) -> RemoteIterator:
         iterator = self._call(iter, self._handle)
-        # This call has compared the user's data with the engines'. To do so for each batch would take longer than the
-        # batch. Changes that reading makes in the data come to the notebook at the iteration's end.
+        # This call has compared the user's data with the engines'. A comparison for each batch would take longer than
+        # the batch. The notebook receives the changes that reading makes in the data at the iteration's end.
         facts = state_of_handle(iterator).facts
         for replica, fact in facts.items():
             facts[replica] = fact._replace(holds=tuple(held for held in fact.holds if not isinstance(held, str)))
@@ -71,7 +71,7 @@ class RemoteDataset:
         return _unpacked(self._call(_state_of, self._handle))
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Let the engines' dataset continue from a state."""
+        """Continue the engines' dataset from a state."""
         self._call(_load, self._handle, state_dict)
 
     def __repr__(self) -> str:
@@ -87,14 +87,14 @@ class RemoteDataset:
 
 
 class RemoteIterator(BatchIterator):
-    """One iteration over the engines' dataset.
+    """An iteration over the engines' dataset.
 
-    It fetches a few batches ahead, with a deferred call that runs behind the program that uses the last batch that is
-    here. With four batches per fetch, the engines and the notebook do in turn:
+    It fetches a few batches ahead, with a deferred call that runs behind the program that uses the last fetched batch.
+    With four batches per fetch the order is:
 
         batch 0, run(0), fetch 1 to 4, run(1), run(2), run(3), run(4), fetch 5 to 8, …
 
-    A batch counts as given only when the cell asks for it. If reading the next batch raises, or if the user's code
+    A batch counts as returned only when the cell asks for it. If reading the next batch raises, or if the user's code
     could notice the early reading, nothing is fetched ahead.
     """
 
@@ -141,7 +141,7 @@ class RemoteIterator(BatchIterator):
         return _read_ahead, self._handle, given, len(self._here), self._ahead - len(self._here)
 
     def _fetched(self, asked: DeferredCall) -> Sequence[Any]:
-        """Return the batches that were fetched ahead; none if reading the next one raises."""
+        """Return the batches that were fetched ahead, or () if reading the next one raises."""
         try:
             batches: Sequence[Any] = asked.result()
         except StructureError:  # the replicas read different data, and some are at the end
@@ -154,7 +154,7 @@ class RemoteIterator(BatchIterator):
         return itself, (self._handle,)
 
 
-# Bytes that are equal on all replicas come to the notebook. Objects would stay on the replicas, behind handles.
+# Bytes that are equal on all replicas are sent to the notebook. Objects would stay on the replicas, behind handles.
 
 
 def _unpacked(packed: Any) -> Any:
@@ -174,7 +174,10 @@ def _load(dataset: Any, state: Any) -> None:
 
 
 def _advance(iterator: DistributedIterator) -> tuple[int, tuple[Any, ...]]:
-    """Return the number of batches to fetch ahead and the next batch; none at the end, as StopIteration is an error."""
+    """Return the number of batches to fetch ahead, and the next batch in a tuple.
+
+    The tuple is empty at the end, since StopIteration would count as an error of the replica.
+    """
     try:
         return iterator.ahead, (next(iterator),)
     except StopIteration:
@@ -185,9 +188,9 @@ def _read_ahead(iterator: DistributedIterator, given: int, here: int, more: int)
     """Return some more of the next batches.
 
     Args:
-        given: The number of batches that the cell has got since the last fetch.
-        here: The number of batches that the notebook has and has not given to the cell.
-        more: The number of batches to return, behind those.
+        given: The number of batches that the cell has received since the last fetch.
+        here: The number of batches that the notebook has and the cell has not received.
+        more: The number of batches to return, after those.
     """
     for _ in range(given):
         next(iterator)

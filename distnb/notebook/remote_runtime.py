@@ -24,10 +24,10 @@ __all__ = ["Remote", "RemoteScope"]
 
 
 class Remote:
-    """Forwards a strategy's methods to the engines: the meaning stays in one place, the SPMD runtime there."""
+    """The runtime that forwards a strategy's methods to the SPMD runtime of the engines, the only implementation."""
 
     is_remote = True
-    """Has the notebook send the blocks of scopes to the engines (`StrategyScope`)."""
+    """True: the notebook sends the blocks of scopes to the engines (`StrategyScope`)."""
 
     def __init__(self, strategy: Owner, session: Callable[[], Session]) -> None:
         self._strategy = strategy
@@ -66,8 +66,8 @@ class Remote:
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         """Combine the replicas' components into one value.
 
-        The value stays on the engines, except for numbers in host memory, which come as tensors. If the notebook knows
-        the components, as it does for numbers that `run` returned, no message is needed.
+        The value stays on the engines, except for numbers in host memory, which are returned as tensors. If the
+        notebook knows the components, as it does for numbers that `run` returned, no message is needed.
         """
         leaves, shape = flatten(map_structure(resolve, value))
         known = []

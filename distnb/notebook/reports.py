@@ -1,4 +1,4 @@
-"""What people ask of a running cluster, as text: alike for `%distnb stacks`, a second terminal, and the side panel."""
+"""Reports on a running cluster as text, for `%distnb stacks`, a second terminal, and the side panel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNHEARD = "It does not answer: it has ended, or native code holds Python's lock
 
 
 def stacks_text(session: Session) -> str:
-    """Where each engine is in its program; from any thread, and while programs run."""
+    """Return the stack of each engine. Works from any thread, and while programs run."""
     stacks = session.stacks()
     lines = []
     for row in session.status():
@@ -25,7 +25,7 @@ def stacks_text(session: Session) -> str:
 
 
 def process_text(session: Session) -> str:
-    """One line that tells which notebook this is."""
+    """Return one line that identifies this notebook."""
     devices = ", ".join(row.device for row in session.status())
     try:
         folder = os.getcwd()

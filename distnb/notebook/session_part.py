@@ -15,14 +15,14 @@ Ask = Callable[[Sequence[int], Callable[[int, Any], Any]], dict[int, Any]]
 
 
 class SessionPart:
-    """A part of a session with processes, channels or programs of its own. `Session.part` makes it at its first use.
+    """A part of a session with processes, channels or programs of its own. `Session.part` creates it at its first use.
 
     Args:
         engines: The session's engines.
-        ask: Runs a program on some engines: called with them, and with a function that makes the message of the
-            program's number and team. Returns the values of the replies, by engine.
-        front: Returns the front end that shows what happens.
-        open_error: Opens an exception that was packed.
+        ask: Runs a program on some engines, and returns the values of the replies by engine. Its arguments are the
+            engines, and a function that creates the message from the program's number and team.
+        front: Returns the front end that shows the session.
+        open_error: Opens a packed exception.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class SessionPart:
         self._open_error = open_error
 
     def enlist(self, engines: Iterable[int]) -> None:
-        """Use engines that have just started. The caller has the session's turn."""
+        """Use engines that have just started. The caller holds the session's turn."""
 
     def leave(self, engines: Iterable[int]) -> None:
         """Release engines that are about to be replaced."""
@@ -44,8 +44,8 @@ class SessionPart:
         return False
 
     def work(self) -> Mapping[str, tuple[str, str]]:
-        """Return what each task, by its name, computes and holds now, in words, for `%distnb status`."""
+        """Return for each task, by its name, what it computes and what it holds, as texts for `%distnb status`."""
         return {}
 
     def close(self) -> None:
-        """End with the cluster."""
+        """Free the part's resources: the cluster ends."""

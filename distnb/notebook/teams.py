@@ -1,4 +1,4 @@
-"""Which engines of the cluster a strategy runs on, and in which process group they meet."""
+"""The choice of the engines that a strategy runs on, and of the process group that they form."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _logger = logging.getLogger("distnb.notebook")
 
 
 class Teams:
-    """The teams of a session's programs. Each generation of them forms process groups of its own.
+    """The teams of a session's programs. Each generation of teams forms process groups of its own.
 
-    Its engines find each other at the store; without one, by files in the cluster's private directory. Parameter
-    servers belong to none.
+    The engines of a team meet at the store, or without a store by files in the cluster's private directory. Parameter
+    servers belong to no team.
     """
 
     def __init__(self, store: RendezvousStore | None, servers: AbstractSet[int]) -> None:
         self._store = store
         self._servers = servers
-        # Nobody listens there: it is what programs that make a store of their own look for in MASTER_PORT.
+        # No process listens at this port. Programs that create a store of their own read it from MASTER_PORT.
         self._address = (store.host, store.port) if store is not None else ("127.0.0.1", free_port())
         self._teams: dict[StrategySpec, Team] = {}
-        self._missed: set[int] = set()  # those whose end a program's user has been told of
+        self._missed: set[int] = set()  # ended engines that the user has been notified of
         self._generation = 1
-        self._lock = threading.Lock()  # the watcher's thread makes new generations, too
+        self._lock = threading.Lock()  # the watcher's thread begins new generations, too
 
     def of(self, spec: StrategySpec, cluster: Cluster) -> Team:
-        """The engines that a strategy runs on, as `choose_engines` chooses them."""
+        """Return the team of the engines that `choose_engines` chooses for a strategy."""
         known = self._teams.get(spec)
         if known is not None and known.generation == self._generation:
-            return known  # every engine that comes or goes makes a new generation
-        generation = self._generation  # before it is looked who is there: who ends meanwhile makes this one old
+            return known  # every engine that comes or goes begins a new generation
+        generation = self._generation  # read before the engines: the end of one meanwhile makes the team outdated
         engines = [each for each in sorted(cluster.engines.items()) if each[0] not in self._servers]
         ended = {engine for engine, process in engines if process.ended}
         alive = {engine: process.device for engine, process in engines if engine not in ended}
@@ -53,7 +53,7 @@ class Teams:
         return team
 
     def made_of(self, engines: Sequence[int], cluster: Cluster, generation: int | None = None) -> Team:
-        """The team of these engines, in this order, of the newest generation or a given one."""
+        """Return the team of these engines, in this order, of the newest generation or a given one."""
         if generation is None:
             generation = self._generation
         devices = tuple(cluster.engines[engine].device for engine in engines)
@@ -71,9 +71,9 @@ class Teams:
         )
 
     def renew(self, after: Team | None = None) -> None:
-        """Let the next programs' teams form new process groups: an engine came or went.
+        """Begin a new generation: the teams of the next programs form new process groups, since an engine came or went.
 
-        With `after`, only if no newer generation than this team's has begun: what was under way on its group is lost.
+        With `after`, begin it only if this team belongs to the newest generation, whose group is now unusable.
         """
         with self._lock:
             if after is None or self._generation <= after.generation:
@@ -82,7 +82,7 @@ class Teams:
 
 
 def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]:
-    """Of the engines that are there, all, or as many, or those on devices, as a strategy names; in replica order."""
+    """Return a strategy's engines in replica order: all alive, the number it asks for, or those of its devices."""
     if not alive:
         raise ClusterError("Every engine of the cluster has ended. %distnb restart starts them anew.")
     there = ", ".join(map(str, alive.values()))
@@ -117,8 +117,8 @@ def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]
 
 
 def _note_of_missing(spec: StrategySpec, alive: Mapping[int, Device], ended: Collection[int]) -> str:
-    """What a program's user must know if it runs on fewer replicas than there were: its numbers may be others."""
-    if not ended or spec.devices or spec.num_replicas:  # one that names its replicas has them all
+    """Return a notice if a program runs on fewer replicas than before, which may change its numbers; else ""."""
+    if not ended or spec.devices or spec.num_replicas:  # a strategy that names its replicas has them all
         return ""
     gone = ", ".join(map(str, sorted(ended)))
     return (

@@ -1,4 +1,4 @@
-"""Where a value is: the replicas' answers, or what this process holds, put together for drawing."""
+"""The placement of a value on devices, from the replicas' answers and from this process, as models for drawing."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _EARLIER = "An engine is stuck, and tells nothing (%distnb status)."
 
 
 def placement_of(value: Any) -> PlacementModel:
-    """Where the tensors of a value are.
+    """Return the placement of the tensors of a value.
 
     Args:
-        value: A handle, a module, a dataset, an optimizer, a tensor, or anything nested of such.
+        value: A handle, a module, a dataset, an optimizer, a tensor, or a nested structure of these.
 
     Raises:
-        OptionError: There is no tensor in it.
+        OptionError: The value has no tensor.
     """
     from distnb.runtime.inspection.holdings import holdings_of, may_hold, no_tensor  # with torch
 
@@ -67,9 +67,11 @@ def _joined(path: str, name: str) -> str:
 
 
 def devices_model(user_ns: Mapping[str, Any], idle: Iterable[str]) -> DevicesModel:
-    """The devices of the running cluster, their memory now, and what of the notebook's variables is on them.
+    """Return the devices of the running cluster, with their memory use and the notebook's variables on them.
 
-    `idle` are devices of this machine, which get a row if nobody uses them, too.
+    Args:
+        user_ns: The notebook's variables.
+        idle: Devices of this machine, which have a row even if no engine uses them.
     """
     session = sessions.current()
     if session is None:
@@ -78,7 +80,7 @@ def devices_model(user_ns: Mapping[str, Any], idle: Iterable[str]) -> DevicesMod
 
 
 def devices_of(strategy: Strategy) -> DevicesModel:
-    """The devices that a strategy's replicas compute on, likewise."""
+    """Return the devices that a strategy's replicas compute on, with their memory use and the variables on them."""
     devices, session = strategy.worker_devices, sessions.current()
     if session is None or not strategy.needs_engines:
         return DevicesModel.of_nobody(devices)
@@ -92,7 +94,7 @@ def devices_of(strategy: Strategy) -> DevicesModel:
 
 
 def server_placement(strategy: Strategy) -> PlacementModel | None:
-    """Return the shards of a strategy's variables on parameter servers; None where it has no such placement."""
+    """Return the shards of a strategy's variables on parameter servers; None if it has no such placement."""
     placement = getattr(type(strategy), "placement", None)
     if placement is None:
         return None
@@ -121,7 +123,7 @@ def _dtype(row: PlacedShard) -> str:
 
 
 def _held(user_ns: Mapping[str, Any]) -> dict[int, dict[str, int]]:
-    """Bytes of each of the notebook's variables that live on engines, by engine."""
+    """Return the size in bytes of each of the notebook's variables on engines, by engine and name."""
     held: dict[int, dict[str, int]] = {}
     for name, value in list(user_ns.items()):
         if name.startswith("_") or type(value) not in HANDLES:

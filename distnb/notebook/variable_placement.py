@@ -1,4 +1,4 @@
-"""What `%distnb variables` and `%distnb check` tell: where each variable lives, and whether replicas hold the same."""
+"""The content of `%distnb variables` and `%distnb check`: the places of variables, and differences between replicas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ COLUMNS = ("variable", "kind", "type", "shape", "dtype", "lives on")
 
 
 def variables(user_ns: Mapping[str, Any], devices: Mapping[int, str]) -> list[tuple[str, ...]]:
-    """The notebook's variables that live on engines, a row for each; `devices` are those of the engines."""
+    """Return a row for each of the notebook's variables that live on engines. `devices` are the engines' devices."""
     rows = []
     for name, value in list(user_ns.items()):
-        # A handle's attributes are on the engines: its class alone says that it is one.
+        # A handle's attributes are on the engines, so only its class identifies it here.
         if name.startswith("_") or type(value) not in HANDLES:
             continue
         state = state_of_handle(value)
@@ -46,19 +46,25 @@ def _described(state: RemoteState, devices: Mapping[int, str]) -> tuple[str, ...
 
 
 def _type_name(state: RemoteState) -> str:
-    """The class of the object; components that are plain values are told from the values."""
+    """Return the name of the object's class. For components that are plain values it is the class of the values."""
     values = [*(fact.value for fact in state.facts.values() if fact.summary is None), *state.local.values()]
     return type(values[0]).__name__ if values and state.type_name == "object" else state.type_name.rsplit(".", 1)[-1]
 
 
 def _grouped(devices: list[str]) -> str:
-    """`cpu:0 ×2`, `cuda:0, cuda:1`."""
+    """Return the devices as text: `cpu:0 ×2`, or `cuda:0, cuda:1`."""
     counts = {device: devices.count(device) for device in devices}
     return ", ".join(device if count == 1 else f"{device} ×{count}" for device, count in counts.items())
 
 
 def drift_reports(user_ns: Mapping[str, Any], names: Sequence[str] = ()) -> dict[str, str]:
-    """What the engines find when they compare what they hold, by name; all mirrored variables where none is named."""
+    """Compare the components of variables on the engines, and return the findings by name.
+
+    Without `names` compare all mirrored variables.
+
+    Raises:
+        OptionError: A name is not that of a variable that lives on engines.
+    """
     for name in names:
         if type(user_ns.get(name)) not in HANDLES:
             what = "is no variable" if name not in user_ns else "lives in the notebook, where it is one object"

@@ -190,7 +190,7 @@ class Supervisor:
         return found
 
     def ask_activity(self, engines: Iterable[int], timeout_s: float) -> list[TelemetrySample]:
-        """Return samples of each engine's latest activity, with all events. Engines without a program so far are missing."""
+        """Return samples of each engine's latest activity, with all events; without engines that have not computed."""
         found: list[TelemetrySample] = []
 
         def answers(event: Any) -> bool:
