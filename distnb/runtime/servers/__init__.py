@@ -1,1 +1,1 @@
-"""Variables that live on parameter servers: what a server does, and what the coordinator and the workers ask of it."""
+"""Variables that live on parameter servers: the server's side, and the side of the coordinator and the workers."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ClosureRun", "ServerAccess"]
 
-_PIECE_NBYTES = 4 << 20  # of a variable that is filled row by row
+_PIECE_NBYTES = 4 << 20  # the size of the pieces in which `fill` sets a variable
 _MOMENT_S = 0.01
 
 
@@ -50,11 +50,13 @@ class ClosureRun:
     """A closure that runs on this worker.
 
     Attributes:
-        number: Its number.
-        fence: The closures that had ended when it was sent.
-        is_new: Whether its function has not run here yet. Then its parameters are compared with what was read: only so
-            are changes by way of `.data` seen, and to do it each time would take as long as reading them.
-        staleness: Of each step: how many updates its copies had missed.
+        number: The closure's number.
+        fence: The closures that had ended when this one was sent.
+        is_new: Whether the function runs on this worker for the first time. Parameters are then compared with the
+            values that were read. Only a comparison detects changes through `.data`, but it takes as long as reading
+            the parameters, so later runs skip it.
+        staleness: For each step, the number of updates that the worker's copies had missed.
+        changes: The number of changes that the closure has sent to the servers, counted for `ServerAccess.token`.
     """
 
     number: int
@@ -77,7 +79,7 @@ def _sent(value: torch.Tensor) -> torch.Tensor:
 
 
 def _pulls(copies: Iterable[Copy]) -> dict[int, Pull]:
-    """Return the operations that read copies again, by server."""
+    """Return the operations that update the copies, by server."""
     known: dict[int, dict[Shard, int]] = {}
     for copy in copies:
         for place, (shard, part) in enumerate(copy.stored.shards()):
@@ -86,21 +88,21 @@ def _pulls(copies: Iterable[Copy]) -> dict[int, Pull]:
 
 
 class ServerAccess:
-    """The variables on the servers, as this process reads and changes them. Several threads may use it.
+    """The access of this process to the variables on the servers. It is thread-safe.
 
     Args:
-        servers: The connections.
-        is_worker: Whether copies are fresh by themselves: a worker's are when a closure starts. The coordinator's are
-            read again at each use.
-        device: Where copies are made.
+        servers: The connections to the servers.
+        is_worker: Whether this process is a worker. A worker's copies are updated when a closure starts; the
+            coordinator's are updated at each use.
+        device: The device of the copies.
 
     Attributes:
-        exchanges: How many there have been with servers.
-        fence: Gives the closures that have ended, as the coordinator knows them.
-        next_is_here: Whether a worker has the next closure already.
-        representatives: The variables that have no copy here, by their place on the servers.
-        made: The copies of parameters that were made since this was last emptied.
-        is_one_of_several: Whether it is one replica of a worker that has several.
+        exchanges: The number of exchanges with the servers so far.
+        fence: Returns the closures that have ended, as the coordinator knows them.
+        next_is_here: Returns whether this worker has already received the next closure.
+        representatives: The variables that have no copy here, by their description.
+        made: The parameters created as copies since this list was last emptied.
+        is_one_of_several: Whether this process is one replica of a worker with several.
     """
 
     def __init__(self, servers: Servers, *, is_worker: bool, device: torch.device | None = None) -> None:
@@ -111,12 +113,12 @@ class ServerAccess:
         self.fence: Callable[[], Fence] = Fence
         self.closure: ClosureRun | None = None
         self._turn = threading.RLock()
-        self._ended_well = True  # the latest closure
-        self._recreated: dict[int, int] = {}  # by server: which of those in its place
+        self._ended_well = True  # whether the latest closure ended without an error
+        self._recreated: dict[int, int] = {}  # by server: the generation that was last filled (see `recreate`)
         self._copies: dict[int, Copy] = {}
         self._stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._stale: set[int] = set()  # this process has changed them on the servers since it read them
-        self._variables: frozenset[int] = frozenset()  # the closure's
+        self._stale: set[int] = set()  # variables this process changed on the servers since it last read them
+        self._variables: frozenset[int] = frozenset()  # the variables that the current closure reads
         self.next_is_here: Callable[[], bool] = lambda: False
         self._fresh: tuple[frozenset[int], float] = frozenset(), 0.0
         self._row_versions: dict[Shard, int] = {}
@@ -129,7 +131,10 @@ class ServerAccess:
 
     @property
     def replicas(self) -> WorkerReplicas | None:
-        """The replicas of a worker that has several, this one among them. They do alike, but for reading rows."""
+        """The replicas of this worker, including this one, or None if it has only one.
+
+        All replicas issue the same requests, except those that read rows.
+        """
         if self._replicas is None and self.is_one_of_several and this_process.replica is not None:
             from distnb.runtime.servers.worker_replicas import WorkerReplicas
 
@@ -143,7 +148,10 @@ class ServerAccess:
     # Talking to the servers -----------------------------------------------------------------------------------------
 
     def exchange(self, requests: dict[int, list[Any]]) -> dict[int, tuple[Any, ...]]:
-        """Send each server its operations, in one message, and wait for all answers; those that replica 0 gets."""
+        """Send each server its operations in one message and wait for all answers.
+
+        On a worker with several replicas only replica 0 asks, and all replicas return its answers.
+        """
         if self.replicas is None:
             return self._exchange(requests)
         return self.replicas.ask_once(lambda: self._exchange(requests))  # type: ignore[no-any-return]
@@ -155,14 +163,18 @@ class ServerAccess:
         return self.servers.exchange(requests, self.fence() if self.closure is None else self.closure.fence)
 
     def token(self) -> Token | None:
-        """Names a change, so that the same one of a closure that runs again is not applied twice."""
+        """Return the identity of the closure's next change, or None outside a closure.
+
+        A closure that is run again, because its worker was lost, issues the same tokens. The servers skip a change
+        whose token they have already applied.
+        """
         if self.closure is None:
             return None
         self.closure.changes += 1
         return self.closure.number, self.closure.changes
 
     def _each_part(self, stored: Stored, operation: Callable[[Shard, Any], Any]) -> list[Any]:
-        """Do one operation on each part of a variable: the results, in order."""
+        """Run one operation on each part of a variable and return the results in the order of the parts."""
         requests: dict[int, list[Any]] = {}
         places = []
         for shard, part in stored.shards():
@@ -175,7 +187,12 @@ class ServerAccess:
     # Whole values ---------------------------------------------------------------------------------------------------
 
     def create(self, stored: Stored, value: torch.Tensor | None) -> list[int]:
-        """Make a variable on its servers, of a value, or of zeros. It is there as long as its owner (`own`) is.
+        """Create a variable on its servers, filled with a value or with zeros.
+
+        The variable exists until its owner is garbage-collected (see `own`).
+
+        Args:
+            value: The initial value. None: zeros.
 
         Returns:
             The version of each part.
@@ -183,7 +200,10 @@ class ServerAccess:
         return self._each_part(stored, lambda shard, part: _creation(stored, shard, part, value))
 
     def own(self, stored: Stored, owner: torch.Tensor) -> None:
-        """Free a variable's memory on the servers once this tensor of the coordinator, which represents it, is gone."""
+        """Tie a variable's lifetime to a tensor of the coordinator that represents it.
+
+        The servers free the variable's memory once the tensor is garbage-collected.
+        """
         self._owners[stored] = TensorWeakRef(owner)
         self._stored[owner] = stored
 
@@ -192,7 +212,7 @@ class ServerAccess:
         self._copies.pop(stored.number, None)
 
     def free_what_is_gone(self) -> None:
-        """Have the servers drop variables whose owners are gone."""
+        """Drop the variables on the servers whose owners were garbage-collected."""
         with self._turn:
             self._free_what_is_gone()
 
@@ -215,12 +235,12 @@ class ServerAccess:
         self.exchange(requests)
 
     def recreate(self, server: int) -> None:
-        """Fill a server that is new and empty, once: with the values that the coordinator knows, or zeros."""
+        """Fill a new, empty server once, with the values that the coordinator knows or with zeros."""
         with self._turn:
             self.free_what_is_gone()
             generation = self.servers.generation(server)
             if self._recreated.get(server, 0) == generation:
-                return  # several coordinators recover, and the first may have restored its variables already
+                return  # another ClusterCoordinator has filled the server and may have restored its variables already
             for stored, owner in self._owners.items():
                 self._recreate(stored, owner(), server)
             for number, (factory, groups) in self._optimizers.items():
@@ -243,7 +263,7 @@ class ServerAccess:
                 copy.versions[place] = version
 
     def read(self, stored: Stored) -> torch.Tensor:
-        """Return the variable's value now, a new tensor."""
+        """Return the variable's current value as a new tensor."""
         parts = [
             found[1]
             for found in self._each_part(stored, lambda shard, part: Pull({shard: UNKNOWN}))
@@ -253,7 +273,7 @@ class ServerAccess:
         return whole.to(self.device)
 
     def write(self, stored: Stored, method: str, value: torch.Tensor) -> None:
-        """`assign`, `assign_add` or `assign_sub` a value of its shape."""
+        """Apply `assign`, `assign_add` or `assign_sub` (the `method`) with a value of the variable's shape."""
         value = value.detach().to("cpu", stored.dtype)
         self._each_part(
             stored,
@@ -266,7 +286,7 @@ class ServerAccess:
     def change(
         self, stored: Stored, change: Callable[[torch.Tensor], Any], rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Change a variable, or some rows, by a function; see `change_in_place`."""
+        """Change a variable, or some of its rows, with a function; see `change_in_place`."""
         try:
             return change_in_place(self, stored, change, rows)
         finally:
@@ -275,7 +295,7 @@ class ServerAccess:
     # Rows -----------------------------------------------------------------------------------------------------------
 
     def read_rows(self, stored: Stored, rows: torch.Tensor) -> torch.Tensor:
-        """Return some rows, whose numbers ascend: `[k, ...]`."""
+        """Return some rows as `[k, ...]`. The row numbers `[k]` must ascend."""
         requests: dict[int, list[Any]] = {}
         places = []
         for shard, part, inside in stored.shards_of_rows(rows):
@@ -291,7 +311,7 @@ class ServerAccess:
         return (values[0].clone() if len(values) == 1 else torch.cat(values)).to(self.device)
 
     def write_rows(self, stored: Stored, method: str, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Change some rows, in the order in which they are named: `scatter_add` and related methods."""
+        """Apply `scatter_add` or a related method to some rows, in the order in which `rows` lists them."""
         requests: dict[int, list[Any]] = {}
         for shard, part in stored.shards():
             inside = (rows >= part.first) & (rows < part.last)
@@ -304,11 +324,12 @@ class ServerAccess:
         self._stale.add(stored.number)
 
     def fill(self, stored: Stored, change: Callable[[torch.Tensor], Any], *, of_old: bool) -> None:
-        """Set its rows piece by piece, so that no more than a piece is in this process's memory.
+        """Set a variable piece by piece, so that this process holds no more than one piece in memory.
 
         Args:
-            change: Changes a piece in place. torch draws the same numbers for pieces of a multiple of 16 as for all.
-            of_old: Whether it looks at what is there.
+            change: Changes a piece in place. Pieces have a multiple of 16 rows, because torch then draws the same
+                random numbers as for the whole tensor.
+            of_old: Whether `change` uses the old values.
         """
         if not stored.shape and of_old:
             self.change(stored, change)
@@ -344,11 +365,12 @@ class ServerAccess:
     def adopt(
         self, stored: Stored, tensor: torch.Tensor, versions: Sequence[int] | None = None, *, keep: bool = True
     ) -> None:
-        """Make a parameter or buffer this process's copy of a variable.
+        """Register a parameter or buffer as this process's copy of a variable.
 
         Args:
-            versions: Of the value that it holds already; None: it is read before it is used.
-            keep: Whether it is held here.
+            versions: The version of each part of the value that the tensor already holds. None: the value is read
+                before its first use.
+            keep: Whether to hold a strong reference to the tensor.
         """
         known = [UNKNOWN] * len(stored.parts) if versions is None else list(versions)
         reference = (lambda: tensor) if keep else TensorWeakRef(tensor)
@@ -366,7 +388,7 @@ class ServerAccess:
         self._stored[tensor] = stored
 
     def opened_copy(self, stored: Stored, *, is_parameter: bool) -> torch.Tensor:
-        """Return this worker's copy of a model's parameter or buffer; it is read before it is used."""
+        """Return this worker's copy of a model's parameter or buffer. A new copy is read before its first use."""
         copy = self._copies.get(stored.number)
         if copy is None:
             tensor = torch.zeros(stored.shape, dtype=stored.dtype, device=self.device)
@@ -378,12 +400,15 @@ class ServerAccess:
         return copy.tensor
 
     def stored_of(self, tensor: Any) -> Stored | None:
-        """Return the variable that a tensor is this process's copy of; None of other tensors."""
+        """Return the variable that a tensor copies or represents in this process, or None for other tensors."""
         found: Stored | None = getattr(tensor, "stored", None) or self._stored.get(tensor)
         return found
 
     def cached(self, stored: Stored) -> torch.Tensor:
-        """Return a variable's whole value, as new as a read gives it here. Nobody else may change the tensor."""
+        """Return a variable's whole value from this process's copy, which is updated first if it may be outdated.
+
+        Callers must not change the tensor.
+        """
         with self._turn:
             copy = self._copies.get(stored.number)
             if copy is None:
@@ -398,7 +423,7 @@ class ServerAccess:
             return copy.tensor
 
     def refresh(self, numbers: Iterable[int] | None = None) -> None:
-        """Bring copies up to date: those of some variables, or all. One message for each server."""
+        """Update the copies of some variables, or of all, with one message to each server."""
         with self._turn:
             self.free_what_is_gone()
             wanted = self._copies if numbers is None else numbers
@@ -407,7 +432,7 @@ class ServerAccess:
             self._merge(copies, (news for (news,) in answers.values()))
 
     def _merge(self, copies: Sequence[Copy], news: Iterable[Mapping[Shard, tuple[int, torch.Tensor]]]) -> None:
-        """Apply to these copies the parts that were read: those that had changed since."""
+        """Apply the servers' answers, which contain only the parts that have changed, to these copies."""
         changed: dict[int, dict[int, tuple[int, torch.Tensor]]] = {}
         for each in news:
             for (variable, number), found in each.items():
@@ -418,19 +443,19 @@ class ServerAccess:
         self._stale.difference_update(copy.stored.number for copy in copies)
 
     def distrust(self) -> None:
-        """Have all copies read whole before they are used: a program may have left them half changed."""
+        """Mark all copies to be read completely before their next use: a program may have left them half changed."""
         for copy in self._copies.values():
             copy.doubtful = True
 
     def refresh_copies(self, copies: Iterable[torch.Tensor]) -> None:
-        """Send the servers the changes of the coordinator's copies, and update some of these."""
+        """Send the servers the coordinator's changes of some copies, and update those copies."""
         with self._turn:
             numbers = [stored.number for each in copies if (stored := self.stored_of(each)) is not None]
             self.send_changes(numbers)
             self.refresh(numbers)
 
     def versions(self, shards: Iterable[Shard]) -> dict[Shard, int]:
-        """Return the versions with which this process computes, of parts of variables."""
+        """Return the versions of some shards that this process currently computes with."""
         found = {}
         for variable, place in shards:
             copy = self._copies.get(variable)
@@ -440,7 +465,7 @@ class ServerAccess:
         return found
 
     def send_changes(self, numbers: Iterable[int] | None = None, *, thorough: bool = True) -> None:
-        """Send the servers the changes of copies that were made in place here: of some variables, or all.
+        """Send the servers the changes that this process made in place to the copies of some variables, or of all.
 
         Args:
             thorough: See `Copy.is_changed`.
@@ -457,9 +482,13 @@ class ServerAccess:
                 self._send_new_values(changed)
 
     def _send_new_values(self, changed: Sequence[Copy]) -> None:
-        """Set parts that the coordinator has changed, or add its changes where workers have changed them, too."""
+        """Send the parts that the coordinator has changed.
+
+        A part is assigned if the server still has the version that the coordinator read. If workers have changed it
+        since, the coordinator's difference is added instead.
+        """
         for copy in changed:
-            copy.doubtful = True  # if an interrupt comes meanwhile, the servers may or may not have got them
+            copy.doubtful = True  # after an interrupt it is unknown whether the servers received the changes
         requests: dict[int, list[Any]] = {}
         parts = []
         for copy in changed:
@@ -483,10 +512,10 @@ class ServerAccess:
             copy.note_sent(versions[copy.stored.number])
 
     def _additions(self) -> dict[int, list[Any]]:
-        """Return the operations that add up closures' changes in place: of values without gradients, such as buffers.
+        """Return the operations that add a closure's in-place changes of values without gradients, such as buffers.
 
         Raises:
-            ProgramError: A parameter was changed, which only optimizers and `assign` may do.
+            ProgramError: The closure changed a parameter, which only optimizers and `assign` may do.
         """
         requests: dict[int, list[Any]] = {}
         for copy in list(self._copies.values()):
@@ -510,13 +539,13 @@ class ServerAccess:
         return requests
 
     def fetch_changes(self) -> None:
-        """Send the servers the changes made here, and read those of workers, of the coordinator's tensors."""
+        """Send the servers the coordinator's changes of its tensors, and read the workers' changes."""
         with self._turn:
             self.send_changes()
             self.refresh_tensors()
 
     def refresh_tensors(self) -> None:
-        """Bring the coordinator's tensors up to date; what was changed here stays changed."""
+        """Update the coordinator's tensors from the servers. Changes made here are kept."""
         with self._turn:
             owned = [(stored.number, owner()) for stored, owner in self._owners.items()]
             self.refresh([n for n, owner in owned if n in self._copies and self._copies[n].reference() is owner])
@@ -526,7 +555,14 @@ class ServerAccess:
     def make_optimizer(
         self, number: int, factory: bytes, groups: Sequence[Sequence[Stored]], only: Iterable[int] | None = None
     ) -> None:
-        """Make an optimizer on each server that holds something of its variables, or on some of them."""
+        """Make an optimizer on each server that holds a part of its variables.
+
+        Args:
+            number: The optimizer's number.
+            factory: See `MakeOptimizer`.
+            groups: The variables of each parameter group.
+            only: The servers to make it on, if not all.
+        """
         self._optimizers[number] = factory, groups
         servers = {part.server for group in groups for stored in group for part in stored.parts}
         if only is not None:
@@ -550,10 +586,10 @@ class ServerAccess:
         )
 
     def step(self, requests: dict[int, StepOptimizer]) -> None:
-        """Have the servers update variables by gradients. A worker's copies are those after the step, as torch's are.
+        """Have the servers update variables with gradients, and update a worker's copies to the new values.
 
-        The values come with the answers. If the next closure is here already, they are as new as it may ask for: it was
-        scheduled before.
+        The new values arrive with the answers. If the next closure is already here, it was scheduled before this step,
+        so these values are recent enough for it and it need not read them again (see `take_fresh`).
         """
         if not self.is_worker:
             self.send_changes(thorough=False)
@@ -574,7 +610,10 @@ class ServerAccess:
             closure.staleness.append(max(each.staleness for each in steps))
 
     def take_fresh(self) -> frozenset[int]:
-        """Variables whose copies are as new as the closure that comes now may ask for, and were read a moment ago."""
+        """Return the variables whose copies the latest step has just read, and reset the record.
+
+        The closure that starts next need not read them again. After `_MOMENT_S` seconds the set is empty.
+        """
         (fresh, when), self._fresh = self._fresh, (frozenset(), 0.0)
         return fresh if time.monotonic() - when < _MOMENT_S else frozenset()
 
@@ -586,7 +625,7 @@ class ServerAccess:
         }
 
     def set_optimizer_states(self, states: dict[int, SetOptimizer]) -> None:
-        """Give an optimizer what it kept."""
+        """Restore an optimizer's state on each server."""
         self.exchange({server: [each] for server, each in states.items()})
 
     # Closures -------------------------------------------------------------------------------------------------------
@@ -595,7 +634,13 @@ class ServerAccess:
     def running(
         self, closure: ClosureRun, variables: Iterable[int], fresh: Collection[int] = ()
     ) -> Iterator[ClosureRun]:
-        """Run a closure that reads these variables. Their copies are read first, but for those that are `fresh`."""
+        """Return a context that runs a closure.
+
+        Args:
+            closure: The closure.
+            variables: The variables that it reads. Their copies are updated first.
+            fresh: The variables whose copies need no update (see `take_fresh`).
+        """
         if not self._ended_well:
             self._forget_the_latest()
         self.closure, self._variables, self._ended_well = closure, frozenset(variables), False
@@ -612,7 +657,7 @@ class ServerAccess:
                 self._keep_values(False)
 
     def _keep_values(self, kept: bool) -> None:
-        """Keep the values of parameters, to find every change of them."""
+        """Keep or release the values of the closure's parameters, with which every change of them is detected."""
         for number in self._variables:
             copy = self._copies.get(number)
             if copy is not None and copy.guarded:
@@ -622,7 +667,7 @@ class ServerAccess:
         return number in self._stale or number not in self._copies or self._copies[number].doubtful
 
     def _forget_the_latest(self) -> None:
-        """Undo what a closure that raised or was ended has left here: it has no effect on the next one."""
+        """Discard the changes and gradients left by a closure that failed, which must not affect the next one."""
         self.distrust()
         for copy in self._copies.values():
             copy.tensor.grad = None
@@ -630,7 +675,7 @@ class ServerAccess:
             variable.grad = None
 
     def placement(self) -> tuple[PlacedShard, ...]:
-        """Return the shards on the servers, in the order in which they were made, with one message to each server."""
+        """Return the shards on the servers in the order of their creation, with one message to each server."""
         answers = self.exchange({server: [Describe()] for server in range(self.servers.count)})
         found = sorted(
             ((row, server) for server, (rows,) in answers.items() for row in rows), key=lambda each: each[0].shard

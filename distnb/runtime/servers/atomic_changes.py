@@ -1,4 +1,11 @@
-"""Changes in place by any function of torch: nothing that others change meanwhile is lost."""
+"""Changes in place of server variables with any torch function, without losing concurrent changes.
+
+A change is an optimistic transaction, a compare-and-swap on the shard's version. Two workers run `v.mul_(2)` on 10,
+which has version 4:
+
+    worker A: reads (4, 10), writes 20 "if the version is 4"   accepted, the version is 5
+    worker B: reads (4, 10), writes 20 "if the version is 4"   refused; reads (5, 20), writes 40 "if it is 5"
+"""
 
 from __future__ import annotations
 
@@ -23,14 +30,14 @@ _ATTEMPTS = 200
 
 @dataclass(eq=False)
 class _Piece:
-    """The part of a change that one server makes.
+    """The part of a change that concerns one shard.
 
     Attributes:
-        rows: Which rows of the shard; None: all.
-        count: How many rows of the block these are.
-        token: Names the change, however often it is tried.
-        before, version: The value that the server had.
-        after: The value that it has after the change; None: the change has not been made, or is none.
+        rows: The row numbers within the shard. None: all rows.
+        count: The number of rows in the block.
+        token: The identity of the change, the same for all attempts.
+        before, version: The value that the server had, and its version.
+        after: The server's value after the change. None: the change was not made, or left the value as it was.
     """
 
     server: int
@@ -51,7 +58,7 @@ class _Piece:
 
     def value_in(self, answer: Any) -> torch.Tensor:
         value: torch.Tensor = (answer[self.shard] if self.rows is None else answer)[1]
-        return value.clone()  # the message's memory is used again
+        return value.clone()  # the message's memory is reused
 
     def write(self, value: torch.Tensor) -> WriteShard:
         method = "assign" if self.rows is None else "scatter_update"
@@ -68,20 +75,20 @@ class _Piece:
 def change_in_place(
     access: ServerAccess, stored: Stored, change: Callable[[torch.Tensor], Any], rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Change a variable by a function that changes its value in place.
+    """Change a variable with a function that changes a tensor in place.
 
-    The value is read, changed here, and written if the server still has the version that was read; if not, the
-    function is called again with the new value. Each server's part is changed in one piece.
+    The value is read, changed in this process, and written if the server still has the version that was read. If not,
+    the function is called again with the new value. The change is atomic on each server, not across servers.
 
     Args:
-        change: Is given the value, or the block of rows.
-        rows: Ascending row numbers `[k]`, for a change of some rows only.
+        change: Changes its argument in place: the value, or the block of rows.
+        rows: Ascending row numbers `[k]`, to change these rows only.
 
     Returns:
         The value, or the block of rows, as the servers have it after the change.
 
     Raises:
-        ContextError: Others have changed it every time.
+        ContextError: Other processes changed the variable during every attempt.
     """
     left = pieces = _pieces(access, stored, rows)
     if not pieces:
@@ -131,7 +138,7 @@ def _joined(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _asked(access: ServerAccess, asked: list[tuple[_Piece, list[Any]]]) -> list[tuple[_Piece, list[Any]]]:
-    """Ask for operations on pieces, each server in one message. Returns the pieces, with their answers."""
+    """Run operations on pieces, with one message to each server, and return each piece with its answers."""
     requests: dict[int, list[Any]] = {}
     for piece, operations in asked:
         requests.setdefault(piece.server, []).extend(operations)

@@ -1,4 +1,4 @@
-"""The connections of workers and the coordinator to the parameter servers."""
+"""The connections of the workers and the coordinator to the parameter servers."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class ClientKeys(Protocol):
 
 
 class Servers:
-    """The parameter servers, as one of their clients has them. Several threads may use it: their exchanges take turns.
+    """The connections of one client to the parameter servers. They are thread-safe: exchanges run one at a time.
 
     Args:
-        addresses: Where each server is.
-        number: Who this client is; no other of the cluster has it.
-        keys: For servers of other hosts.
+        addresses: The address of each server.
+        number: This client's number, unique in the cluster.
+        keys: The keys for servers on other hosts.
     """
 
     def __init__(self, addresses: Mapping[int, Address], number: int, keys: ClientKeys) -> None:
@@ -64,24 +64,25 @@ class Servers:
 
     @property
     def count(self) -> int:
-        """The number of servers, those that are lost among them."""
+        """The number of servers, including lost ones."""
         return len(self._connections)
 
     def exchange(self, requests: Mapping[int, Sequence[Any]], fence: Fence = NO_FENCE) -> dict[int, tuple[Any, ...]]:
-        """Ask several servers at once, and wait for all their answers.
+        """Send requests to several servers at once and wait for all answers.
 
-        An exception that a signal raises meanwhile passes through, and further exchanges work. Whether the servers did
-        what was asked is then not known.
+        A signal handler may raise an exception during the wait. The exception propagates, later exchanges work, and it
+        is unknown whether the servers ran the operations.
 
         Args:
-            requests: The operations (see `messages`) for each server; it does its own in one atomic turn.
+            requests: The operations (see `server_messages`) for each server, which runs its own atomically.
             fence: The closures that have ended.
 
         Returns:
-            What the operations of each server gave.
+            The results of the operations, by server.
 
         Raises:
-            ServerLost: One of them has ended.
+            ServerLost: One of the servers has ended.
+            NoClusterError: The cluster was stopped.
         """
         with self._lock:
             waiting: dict[int, int] = {}
@@ -114,13 +115,13 @@ class Servers:
         return {server: answers[server].results for server in requests}
 
     def _collect(self, waiting: dict[int, int]) -> dict[int, ServerReply]:
-        """Return the replies to requests, by server. `waiting` has the number of each server's request."""
+        """Wait for the replies and return them by server. `waiting` maps each server to its request's number."""
         answers: dict[int, ServerReply] = {}
         ready = list(waiting)
         while True:
             for server in ready:
                 for answer in self._connections[server].receive():
-                    # Others are late answers to exchanges that were interrupted.
+                    # Other numbers belong to late answers to interrupted exchanges. -1: a request was unreadable.
                     if server in waiting and answer.number in (waiting[server], -1):
                         answers[server] = answer
                         del waiting[server]
@@ -132,7 +133,7 @@ class Servers:
             ready = self._wait()
 
     def _wait(self) -> list[int]:
-        """Wait until something has come; the servers that it may be from."""
+        """Wait until a message has arrived, and return the servers that may have sent it."""
         descriptors = [descriptor for descriptor, _ in self._poll.poll()]
         if self._wake in descriptors:
             with contextlib.suppress(BlockingIOError):
@@ -146,12 +147,12 @@ class Servers:
                 raise ServerLost(f"Parameter server {server} is lost: {how}. {_CURE}")
 
     def lost(self, server: int, how: str) -> None:
-        """Mark a server that has ended: exchanges with it raise ServerLost, also those under way. From any thread."""
+        """Mark a server as lost, from any thread. Exchanges with it, including the current one, raise ServerLost."""
         self._lost[server] = how
         os.eventfd_write(self._wake, 1)
 
     def replace(self, server: int, address: Address) -> None:
-        """Another server has come in the place of one. It holds nothing yet."""
+        """Connect to the new, empty server that replaces another."""
         with self._lock:
             if server in self._connections:
                 self._connections[server].close()
@@ -160,7 +161,7 @@ class Servers:
             self._generations[server] = self.generation(server) + 1
 
     def generation(self, server: int) -> int:
-        """Return how many servers have taken this one's place so far."""
+        """Return the number of times that this server has been replaced."""
         return self._generations.get(server, 0)
 
     def close(self) -> None:
@@ -182,7 +183,7 @@ class Servers:
     def _open(self, server: int, address: Address) -> ProgramLink:
         try:
             link = connect(address.path, self._number)
-        except OSError as error:  # nobody listens there; or it is of another host
+        except OSError as error:  # no process listens on the socket, or the server is on another host
             if not address.url:
                 raise ServerLost(f"Parameter server {server} cannot be reached: {error}. {_CURE}") from error
         else:
@@ -201,27 +202,27 @@ class Servers:
 
 
 class _Connection:
-    """A connection to a server, made at its first use, and again after an interrupt in mid-message.
+    """A connection to a server, opened on first use and reopened after an interrupt in the middle of a message.
 
     Args:
-        make: Makes it.
-        poll: Where it is registered while something can come.
+        make: Opens the connection.
+        poll: The poll in which the connection is registered while messages can arrive.
     """
 
     def __init__(self, make: Callable[[], ProgramLink], poll: select.epoll) -> None:
         self._make = make
         self._poll = poll
         self._link: ProgramLink | None = None
-        self._within = False  # a message was begun, in either direction
+        self._within = False  # True during a message; if it is True at the next call, that message was interrupted
         self.descriptor = -1
 
     @property
     def ended(self) -> bool:
-        """True if nothing more will come."""
+        """True if no more messages can arrive."""
         return self._link is not None and self._link.ended
 
     def send(self, message: Any) -> None:
-        """Send a message, copied."""
+        """Send a copy of a message."""
         frames = encode_tensors(message)
         if self._within:
             self.close()
@@ -234,7 +235,7 @@ class _Connection:
         self._within = False
 
     def receive(self) -> Iterator[Any]:
-        """Return the messages that have come. Never blocks."""
+        """Return the messages that have arrived, without blocking."""
         if self._within:
             self.close()
         link = self._link
@@ -248,10 +249,10 @@ class _Connection:
                 break
             yield message
         if link.ended:
-            self._poll.unregister(self.descriptor)  # it would be readable for ever
+            self._poll.unregister(self.descriptor)  # a closed connection stays readable, so `poll` would never block
 
     def close(self) -> None:
-        """Close it; what comes is dropped."""
+        """Close the connection and drop the messages that still arrive."""
         link, self._link, self._within = self._link, None, False
         if link is not None:
             if not link.ended:

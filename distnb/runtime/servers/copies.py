@@ -1,14 +1,14 @@
-"""A process's copies of variables on the servers, and what the process has changed in them.
+"""A process's copies of variables on the servers, and the changes that the process has made to them.
 
-The servers hold the truth. A copy is read from them, and a change in place is found by comparison with the value that
-was read (`base`), so that only changes are ever sent. While workers train, both sides change:
+The servers hold the authoritative values. A process reads a copy from them and finds its own in-place changes by
+comparing the copy with the value that it read (`base`). Only changes are sent. While workers train, both sides change:
 
     base   10        the value that was read
     tensor 12        this process has added 2
     server 15        workers have added 5
 
-`take` makes `base` 15 and `tensor` 17. `ServerAccess.send_changes` sends "17, if you still have what I read", and the
-difference, 2, if the server has another version by then.
+`Copy.take` makes `base` 15 and `tensor` 17. `ServerAccess.send_changes` then sends "assign 17 if the version is the one
+that I read". If the server has a newer version by then, it sends the difference instead: "add 2".
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from distnb.runtime.servers.shard_placement import Part, Stored
 __all__ = ["UNKNOWN", "Copy", "difference", "same_bits"]
 
 UNKNOWN = -1
-"""No version."""
+"""The version of a part that was not read."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,15 +34,15 @@ class Copy:
     """A process's copy of a variable's whole value.
 
     Attributes:
-        reference: Gives the tensor. Its memory stays the same; it is a leaf of graphs if the variable is trainable.
-        versions: Of each part, when it was read.
-        base: The value that was read, where changes in place are sent to the servers, or looked for.
-        guarded: Whether a change in place is an error. Without `base` and `guarded` the copy is a cache: nobody can
-            change it.
-        noted: torch's count of changes in place when `tensor` was last known to equal `base`. torch does not count
-            changes by way of `.data`.
-        doubtful: Whether the content is not to be relied on: it was not read yet, or an exception left it half read or
-            half sent. It is read whole before it is used, and nothing of it is sent.
+        reference: Returns the tensor. Its memory stays the same. It is a leaf of graphs if the variable is trainable.
+        versions: The version of each part when it was read.
+        base: The value that was read, if in-place changes are sent to the servers or have to be detected.
+        guarded: Whether an in-place change is an error. A copy that is not guarded and has no `base` is a cache, which
+            no program can change.
+        noted: The tensor's `_version`, torch's count of in-place changes, when `tensor` was last known to equal `base`.
+            torch does not count changes through `.data`.
+        doubtful: Whether the content is unreliable: it was not read yet, or an exception left it half read or half
+            sent. It is then read completely before it is used, and none of its changes are sent.
     """
 
     stored: Stored
@@ -55,21 +55,21 @@ class Copy:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The copy itself."""
+        """The tensor that holds the copy."""
         tensor = self.reference()
         assert tensor is not None, "copies whose tensors are gone are dropped before they are used"
         return tensor
 
     def known(self, place: int) -> int:
-        """Return the version of a part that need not be read again."""
+        """Return the version of a part that this process has, or UNKNOWN if the part must be read."""
         return UNKNOWN if self.doubtful else self.versions[place]
 
     def is_changed(self, *, thorough: bool = True) -> bool:
-        """Return whether this process has changed it since it was read.
+        """Return whether this process has changed the copy since it was read.
 
         Args:
-            thorough: Whether to compare every element of a parameter, and not to rely on torch's count. Buffers are
-                always compared: torch's kernels for BatchNorm do not count.
+            thorough: Whether to compare every element of a parameter instead of relying on torch's count of in-place
+                changes. Buffers are always compared, because torch's BatchNorm kernels do not increase the count.
         """
         counted = self.tensor._version == self.noted
         if self.doubtful or (self.base is None and (counted or not self.guarded)):
@@ -84,7 +84,7 @@ class Copy:
         return False
 
     def changes(self) -> list[tuple[Shard, int, Part, torch.Tensor, torch.Tensor]]:
-        """Return the parts that this process has changed: shard, place, part, value now, and value that was read."""
+        """Return the parts that this process has changed, as (shard, place, part, current value, value read)."""
         assert self.base is not None
         value, found = self.tensor.detach(), []
         for place, (shard, part) in enumerate(self.stored.shards()):
@@ -94,7 +94,11 @@ class Copy:
         return found
 
     def take(self, news: Mapping[int, tuple[int, torch.Tensor]]) -> None:
-        """Take versions and values of some parts, by place, as the servers have them. Changes made here stay."""
+        """Merge the servers' news into the copy and keep the changes made here. The module's docstring has an example.
+
+        Args:
+            news: The version and value of each changed part, by the part's place.
+        """
         anew, self.doubtful = self.doubtful, True
         tensor = self.tensor
         value, counted = tensor.detach(), tensor._version == self.noted
@@ -116,11 +120,12 @@ class Copy:
         self.doubtful = anew and len(news) < len(self.versions)
 
     def note_sent(self, versions: Mapping[int, int]) -> None:
-        """Note that the servers have got all changes.
+        """Record that the servers have received all changes.
 
         Args:
-            versions: Of the parts that were sent; UNKNOWN for those to which something was added. The server's value is
-                another one then, also where the same addition had been made before and was not made again.
+            versions: The new version of each part that was sent. UNKNOWN for a part to which a difference was added:
+                its value on the server includes other changes and must be read again. This also holds if the server
+                skipped the addition because it had already applied its token.
         """
         assert self.base is not None
         self.base.copy_(self.tensor.detach())
@@ -131,7 +136,7 @@ class Copy:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape and dtype hold the same bits: NaN is equal to itself."""
+    """Return whether two tensors of one shape and dtype hold the same bits. NaN therefore equals itself."""
     one, other = one.detach(), other.detach()
     if one.is_complex():
         one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
@@ -142,7 +147,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def difference(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Return what was added; of truth values, the new ones."""
+    """Return the difference to add to a server's value. For booleans, return the new values, which are assigned."""
     return now.clone() if now.dtype is torch.bool else now - before
 
 

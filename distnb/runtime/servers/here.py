@@ -1,4 +1,4 @@
-"""The process's part in a cluster with parameter servers. Loads no torch."""
+"""The entry points of this process to a cluster with parameter servers. Importing this module does not load torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["servers_here"]
 
-_NOTEBOOK = "distnb.notebook.closures.task_cluster"  # above this layer; only a coordinator needs it
+_NOTEBOOK = "distnb.notebook.closures.task_cluster"  # of a higher layer, so a coordinator imports it on first use
 
 
 def _link() -> ClusterLink:
@@ -25,13 +25,13 @@ def _require(resolver: ClusterResolver | None) -> None:
 
 
 class _ServersHere:
-    """The slots of a process of such a cluster. There is one instance, `servers_here`.
+    """The type of `servers_here`, its only instance.
 
     Attributes:
-        access: The ServerAccess by which this process, a coordinator or a worker, reads and changes variables on
-            servers; None where it has none.
-        link: Returns the coordinator's connection with workers and servers. Raises NoClusterError where there are none.
-        require: Makes sure that a cluster with workers and servers runs, and starts the one that a resolver describes.
+        access: The ServerAccess with which this process, a coordinator or a worker, reads and changes variables on the
+            servers. None if the process has none.
+        link: Returns the coordinator's connection to the workers and servers. Raises NoClusterError if there are none.
+        require: Ensures that a cluster with workers and servers runs: starts the one that a resolver describes.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers of a parameter server: any of `torch.optim`, on the shards that the server has."""
+"""The optimizers of a parameter server: any optimizer of `torch.optim`, for the shards that the server holds."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["ServerOptimizer"]
 
 
 class ServerOptimizer:
-    """An optimizer on some shards.
+    """An optimizer for some shards.
 
     Args:
         factory: See `MakeOptimizer`.
-        groups: Its shards by group.
-        parameters: Every shard's parameter.
+        groups: The shards of each parameter group.
+        parameters: The parameter of each shard.
 
     Attributes:
-        steps: How many there were.
+        steps: The number of steps taken.
 
     Raises:
-        OptionError: The factory makes something else than a torch optimizer of these groups, or one whose step
-            computes gradients itself.
+        OptionError: The factory does not make a torch optimizer with these groups, or the optimizer's step computes
+            gradients itself, as LBFGS does.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class ServerOptimizer:
             )
 
     def __bool__(self) -> bool:
-        """Return whether it has a shard."""
+        """Return whether the optimizer has any shards."""
         return bool(self._parameters)
 
     def prepare(
         self, gradients: Mapping[Shard, Gradient], options: Sequence[Mapping[str, Any]]
     ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return the arguments of `step`, parameters with their gradients. Nothing changes.
+        """Check a step's arguments and return each parameter with its gradient, for `step`. Change nothing.
 
         Raises:
-            StaleHandleError: The optimizer has no such shard.
-            StructureError: A gradient does not fit its shard, or there are not as many options as groups.
+            StaleHandleError: The optimizer does not have a shard that has a gradient.
+            StructureError: A gradient does not fit its shard, or the number of options differs from that of the groups.
         """
         groups = self._optimizer.param_groups
         if len(options) != len(groups):
@@ -78,9 +78,13 @@ class ServerOptimizer:
     def step(
         self, ready: Sequence[tuple[torch.nn.Parameter, torch.Tensor]], options: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Step once, on parameters that have gradients, with these options of the groups.
+        """Take one step.
 
-        What the optimizer raises passes through: some parameters may have got their update then, and others not.
+        An exception of the optimizer propagates. Some parameters may then be updated and others not.
+
+        Args:
+            ready: The parameters with their gradients, as `prepare` returns them.
+            options: The options of each parameter group, such as the learning rate.
         """
         for group, wanted in zip(self._optimizer.param_groups, options, strict=True):
             for name, value in wanted.items():
@@ -104,12 +108,12 @@ class ServerOptimizer:
         return self._parameters[shard]
 
     def state(self) -> dict[Shard, dict[str, Any]]:
-        """Return the state of each shard that has some: the optimizer's own tensors, not copies."""
+        """Return the state of each shard that has any: the optimizer's own tensors, not copies."""
         known = self._optimizer.state
         return {shard: dict(known[parameter]) for shard, parameter in self._parameters.items() if parameter in known}
 
     def load(self, state: Mapping[Shard, Mapping[str, Any]], steps: int) -> None:
-        """Give some shards a state, copied. An empty one is that of a shard that never was in a step."""
+        """Restore copies of the states of some shards. A shard that was never in a step has an empty state."""
         own = {shard: self._parameter(shard) for shard in state}
         for shard, values in state.items():
             self._optimizer.state.pop(own[shard], None)
@@ -120,7 +124,7 @@ class ServerOptimizer:
         self.steps = steps
 
     def forget(self, shard: Shard) -> None:
-        """Forget a shard that is gone."""
+        """Remove a shard that was dropped."""
         parameter = self._parameters.pop(shard, None)
         if parameter is not None:
             self._optimizer.state.pop(parameter, None)
@@ -129,7 +133,11 @@ class ServerOptimizer:
 
 
 def _fitting(shard: Shard, parameter: torch.nn.Parameter, gradient: Gradient) -> torch.Tensor:
-    """Return a gradient in the form that the optimizer takes."""
+    """Return a gradient in the form that the optimizer expects.
+
+    Raises:
+        StructureError: The gradient does not fit the shard's parameter.
+    """
     values = gradient.values if isinstance(gradient, RowsGradient) else gradient
     wanted = parameter.shape
     if isinstance(gradient, RowsGradient):
@@ -145,7 +153,8 @@ def _fitting(shard: Shard, parameter: torch.nn.Parameter, gradient: Gradient) ->
     if not isinstance(gradient, RowsGradient):
         return gradient
     if gradient.sparse:
-        # What one row gets is summed first: dense gradients are, too. Workers send each row once, in order.
+        # Gradients of the same row are summed before the step, as in a dense gradient. Workers send each row once and
+        # in order, so the tensor is usually coalesced already.
         summed = bool((rows[1:] > rows[:-1]).all())
         found = torch.sparse_coo_tensor(
             rows[None], values, parameter.shape, is_coalesced=summed, check_invariants=False

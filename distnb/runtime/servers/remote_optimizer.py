@@ -1,4 +1,4 @@
-"""Optimizers that step on the servers, where the variables and the optimizers' state are."""
+"""Optimizers whose steps run on the servers, which hold the variables and the optimizers' state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 _numbers = itertools.count(1)
 _NOT_SENT = frozenset(
     {"state", "param_groups", "defaults", "_remote", "_loaded", "step"}
-)  # schedules wrap an optimizer's `step`
+)  # `step`: learning rate schedules set a wrapper of it as an attribute
 
 
 @dataclass(frozen=True)
@@ -51,28 +51,28 @@ class _ServerSide:
 
 
 class RemoteSteps:
-    """The methods that replace an optimizer's own; its class is made of this one and the user's.
+    """The methods that replace an optimizer's own. The optimizer's class becomes a subclass of this one and its own.
 
-    `step` sends the gradients that are here, and the servers update. State lives there: `state_dict` asks for it.
-    Options in `param_groups`, such as the learning rate, go with each step.
+    `step` sends this process's gradients to the servers, which update the variables. The servers hold the state, and
+    `state_dict` fetches it. Options in `param_groups`, such as the learning rate, are sent with each step.
     """
 
     _remote: _ServerSide
-    _loaded: dict[str, Any] | None = None  # the state that it was given in the scope, before it is on the servers
-    _opt_called = True  # the steps are the workers': learning rate schedules would ask for some of this process's
+    _loaded: dict[str, Any] | None = None  # the state loaded in the scope, before the optimizer is on the servers
+    _opt_called = True  # workers take the steps; without it, schedules warn that this process has taken none
     param_groups: list[dict[str, Any]]
 
     @property
     def iterations(self) -> int:
-        """The number of steps that the servers have taken with it, for all workers."""
+        """The number of steps that the servers have taken with this optimizer for all workers."""
         if not is_remote(self):
             return 0 if self._loaded is None else _steps_in_state(self._loaded)
         return self._steps_in(servers_here.access.optimizer_states(self._remote.number, self._remote.servers))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Send the gradients to the servers, which update the variables: each server's in one piece."""
+        """Send the gradients to the servers, which update the variables, atomically on each server."""
         innermost = contexts.innermost()
-        if not is_remote(self) and innermost is not None:  # the scope that makes it is open
+        if not is_remote(self) and innermost is not None:  # the scope that makes this optimizer is still open
             innermost[0].runtime.registration.take_made()
         loss = None
         if closure is not None:
@@ -102,7 +102,11 @@ class RemoteSteps:
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, only while the optimizer is made."""
+        """Add a group of parameters, which is possible only while the optimizer is being made.
+
+        Raises:
+            ContextError: The optimizer is already on the servers.
+        """
         if hasattr(self, "_remote"):
             raise ContextError(
                 "add_param_group of an optimizer whose variables live on servers: it is there already. Make a new one "
@@ -111,7 +115,7 @@ class RemoteSteps:
         super().add_param_group(param_group)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return its state, as torch has it: of variables in several shards that of the whole."""
+        """Return the state in torch's format. The states of a variable's shards are joined."""
         if not is_remote(self):
             plain: dict[str, Any] = super().state_dict()  # type: ignore[misc]
             loaded = self._loaded
@@ -139,12 +143,12 @@ class RemoteSteps:
         return max((found["steps"] for found in states.values()), default=0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the servers a state that `state_dict` gave, of this strategy's optimizer or of a plain one.
+        """Load a state that `state_dict` returned, from an optimizer of such a strategy or from a plain one.
 
-        In the scope that makes the optimizer the state is kept, and given to the servers when the scope ends.
+        In the scope that makes the optimizer, the state is kept here and sent to the servers when the scope ends.
 
         Raises:
-            ValueError: It is the state of an optimizer of other parameters.
+            ValueError: The state belongs to an optimizer with other parameter groups.
         """
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
@@ -174,7 +178,10 @@ class RemoteSteps:
 
 
 def by_part(stored: Stored, gradient: torch.Tensor, wants_sparse: bool) -> Iterable[tuple[Any, Gradient]]:
-    """Return the part of a gradient for each part of its variable. It may have no rows, which is a step as well."""
+    """Return the part of a gradient for each part of its variable.
+
+    A sparse gradient may have no rows in a part. That part takes the step all the same.
+    """
     if not gradient.is_sparse:
         for each in stored.shards():
             yield each, stored.piece(gradient, each[1]).cpu().contiguous()
@@ -208,12 +215,15 @@ def piece_of_state(stored: Stored, part: Any, value: Any) -> Any:
 
 
 def _steps_in_state(state_dict: dict[str, Any]) -> int:
-    """Return how many steps an optimizer had taken; a plain one says so if it counts them."""
+    """Return the number of steps that an optimizer had taken.
+
+    A plain optimizer's state has the number only if the optimizer counts steps, as Adam does.
+    """
     counted = (float(each["step"]) for each in state_dict["state"].values() if "step" in each)
     return int(state_dict["iterations"] if "iterations" in state_dict else max(counted, default=0))
 
 
-# -- making them -------------------------------------------------------------------------------------------------------
+# -- construction ------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -232,15 +242,15 @@ def will_be_remote(optimizer: Any) -> None:
     """Replace the methods of an optimizer that is made in a scope, before other code can wrap them."""
     cls: Any = type(optimizer)
     optimizer.__class__ = _remote_class(cls)
-    torch_internals.patch_step(optimizer)  # torch calls hooks of steps: training steps are counted by one
+    torch_internals.patch_step(optimizer)  # makes torch call step hooks, one of which counts training steps
 
 
 def make_remote(optimizer: Any) -> None:
-    """Have the servers take the steps of an optimizer that a scope made. All of its parameters live there.
+    """Move the steps of an optimizer that was made in a scope to the servers, which hold its parameters.
 
     Raises:
-        ContextError: Some parameters do not.
-        OptionError: It computes losses again and again.
+        ContextError: Some of its parameters are not on the servers.
+        OptionError: It computes the loss several times in each step, as LBFGS does.
     """
     servers = servers_here.access
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -267,7 +277,7 @@ def make_remote(optimizer: Any) -> None:
 
 
 def _template(optimizer: Any) -> tuple[type, dict[str, Any], list[dict[str, Any]]]:
-    """Return its class, its own attributes, and the options of its groups: all but parameters and state."""
+    """Return an optimizer's class, its own attributes and its groups' options: all but its parameters and state."""
     cls = getattr(type(optimizer), "of", type(optimizer))
     own = {
         name: value
@@ -288,14 +298,14 @@ def _built(template: tuple[Any, dict[str, Any], list[dict[str, Any]]], params: S
 
 
 def _factory(optimizer: Any) -> bytes:
-    """Return the makers of the servers' optimizers, of the parameters of each group."""
+    """Return the pickled function that makes a server's optimizer from the parameters of each group."""
     data: bytes = cloudpickle.dumps(functools.partial(_built_on_server, _template(optimizer)))
     return data
 
 
 def _built_on_server(template: Any, params: Sequence[Sequence[Any]]) -> Any:
     optimizer = _built(template, params)
-    if isinstance(optimizer, torch.optim.Adagrad):  # alone of torch's it keeps something from the beginning
+    if isinstance(optimizer, torch.optim.Adagrad):  # the only torch optimizer that has state before its first step
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 full = torch.full_like(parameter, group["initial_accumulator_value"])
@@ -304,7 +314,7 @@ def _built_on_server(template: Any, params: Sequence[Sequence[Any]]) -> Any:
 
 
 class OpenOptimizer(NamedTuple):
-    """An optimizer as it is sent to a worker: `opened` makes the worker's own of it.
+    """An optimizer in the form that is sent to workers. `opened` makes the worker's optimizer from it.
 
     Attributes:
         number: The optimizer's number on the servers.
@@ -320,7 +330,7 @@ class OpenOptimizer(NamedTuple):
 
 
 def opened(sent: OpenOptimizer) -> Any:
-    """Return a worker's own optimizer, whose steps go to the servers."""
+    """Return a worker's optimizer, whose steps run on the servers, from the form in which it was sent."""
     optimizer = _built(sent.template, sent.params)
     will_be_remote(optimizer)
     optimizer._remote = _ServerSide(sent.number, sent.groups)
@@ -328,7 +338,7 @@ def opened(sent: OpenOptimizer) -> Any:
 
 
 def described(optimizer: Any) -> OpenOptimizer:
-    """Return an optimizer as it is sent to workers."""
+    """Return an optimizer in the form that is sent to workers."""
     return OpenOptimizer(
         number=optimizer._remote.number,
         template=_template(optimizer),

@@ -1,4 +1,4 @@
-"""A ParameterServerStrategy in the coordinator's process, and in a worker's."""
+"""The runtimes of a ParameterServerStrategy in the coordinator's process and in a worker's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Coordinating", "ServerHome", "Working", "coordinating", "models", "r
 
 
 class ServerHome(Home):
-    """The variables of a ParameterServerStrategy, as the coordinator and the workers see them: once, elsewhere."""
+    """The home of a ParameterServerStrategy's variables. Each variable exists once, on the servers."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -62,7 +62,7 @@ class ServerHome(Home):
 
 
 class Coordinating(InProcess):
-    """The coordinator: variables are made on the servers. What `run` is called for here, is computed here."""
+    """The runtime on the coordinator. It makes variables on the servers. `run` calls functions in this process."""
 
     def __init__(self, strategy: Owner, access: ServerAccess, link: Any) -> None:
         super().__init__(strategy, "cpu")
@@ -73,7 +73,7 @@ class Coordinating(InProcess):
         )
 
     def num_replicas(self) -> int:
-        """Return the number of each worker's replicas, which make a step together."""
+        """Return the number of replicas of each worker. They compute each step together."""
         return int(self._link.replicas_per_worker)
 
     @contextmanager
@@ -91,13 +91,13 @@ class Coordinating(InProcess):
         kwargs: Mapping[str, Any],
         options: RunOptions | None,
     ) -> Any:
-        """Call the function here, once what a scope has made is on the servers."""
+        """Put all objects that a scope has made on the servers, then call the function in this process."""
         self.registration.take_made()
         return super().run(fn, args, kwargs, options)
 
 
 class Working(InProcess):
-    """A worker of one replica, in a function that the coordinator has scheduled."""
+    """The runtime on a worker with one replica, in a function that the coordinator has scheduled."""
 
 
 def coordinating(strategy: Owner) -> Coordinating:
@@ -113,7 +113,7 @@ def coordinating(strategy: Owner) -> Coordinating:
 
 
 def models() -> list[Any]:
-    """Return the models that scopes of all such strategies have made here: their variables are on the same servers."""
+    """Return the models made in the scopes of all ParameterServerStrategies of this process. They share the servers."""
     return [root for each in _runtimes.values() if isinstance(each, Coordinating) for root in each.registration.roots]
 
 
@@ -124,7 +124,7 @@ def runtime_of(strategy: Owner) -> Coordinating | Working | WorkingTogether:
     """Return the runtime of a ParameterServerStrategy in this process.
 
     Raises:
-        NoClusterError: This process is no worker, and has no workers and servers.
+        NoClusterError: This process is not a worker and has no workers and servers.
     """
     runtime, servers = _runtimes.get(strategy), servers_here.access
     if servers is not None and servers.is_worker:

@@ -1,7 +1,16 @@
 """The messages to a parameter server, and its replies.
 
-A variable lies on the servers in *shards*. A request is a tuple of operations that a server does in one atomic turn.
-An operation's docstring names its result.
+The servers store each variable in one or more *shards*. A request is a tuple of operations, which a server runs as one
+atomic unit. The docstring of an operation names its result. For example, a worker's step on server 0:
+
+    ServerRequest(number=7, fence=..., operations=(
+        StepOptimizer(optimizer=1, gradients={(3, 0): tensor}, options=({"lr": 0.1},), seen={(3, 0): 12}),
+        Pull(known={(3, 0): 12}),
+    ))
+    ServerReply(number=7, results=(
+        StepDone(versions={(3, 0): 14}, staleness=1, applied=True),   another worker's change came first: version 13
+        {(3, 0): (14, tensor)},
+    ))
 """
 
 from __future__ import annotations
@@ -38,19 +47,22 @@ __all__ = [
 ]
 
 Shard = tuple[int, int]
-"""(variable's number, part)."""
+"""A shard's name: (the variable's number, the number of the part)."""
 
 Token = tuple[int, int]
-"""Names a change: (number of the closure that makes it, which of its changes). It is made once, however often asked."""
+"""The identity of a closure's change: (the closure's number, the number of the change within the closure).
+
+A server applies a change once, even if it receives several requests with the change's token.
+"""
 
 
 class RowsGradient(NamedTuple):
-    """The gradient of some rows of a shard; those that are named twice are summed.
+    """The gradient of some rows of a shard. Gradients of the same row are summed.
 
     Attributes:
-        rows: `[k]` int64, within the shard.
-        values: `[k, ...]`.
-        sparse: Whether the optimizer gets a sparse gradient; if not, the server makes it dense.
+        rows: The row numbers within the shard, `[k]` int64.
+        values: The gradients, `[k, ...]`.
+        sparse: Whether the optimizer receives a sparse gradient. If not, the server converts it to a dense one.
     """
 
     rows: torch.Tensor
@@ -65,11 +77,13 @@ Gradient = torch.Tensor | RowsGradient
 
 
 class Create(NamedTuple):
-    """Make a shard; one that exists is replaced, and optimizers forget it. Gives its version.
+    """An operation that makes a shard. The result is its version.
+
+    An existing shard of this name is replaced and removed from optimizers.
 
     Attributes:
-        value: None: zeros of that shape and dtype.
-        trainable: Whether optimizers may have it.
+        value: The initial value. None: zeros of `shape` and `dtype`.
+        trainable: Whether the shard requires gradients, if its dtype allows it.
     """
 
     shard: Shard
@@ -81,33 +95,38 @@ class Create(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Forget shards; those that are not there are no error. An optimizer that has none left is forgotten, too."""
+    """An operation that removes shards. Unknown shards are ignored. An optimizer without shards is removed as well."""
 
     shards: tuple[Shard, ...]
 
 
 class Pull(NamedTuple):
-    """Read `dict[Shard, (version, tensor)]` of those whose version is not the known one (-1: none is known)."""
+    """An operation that reads shards. The result is `dict[Shard, (version, tensor)]` of the shards that have changed.
+
+    Attributes:
+        known: The version of each shard that the client has; -1 if it has none. A shard that still has this version is
+            left out of the result.
+    """
 
     known: Mapping[Shard, int]
 
 
 class PullRows(NamedTuple):
-    """Read `(version, values [k, ...])` of some rows `[k]` of a shard."""
+    """An operation that reads some rows `[k]` of a shard. The result is `(version, values [k, ...])`."""
 
     shard: Shard
     rows: torch.Tensor
 
 
 class WriteShard(NamedTuple):
-    """Change a shard. Gives its version.
+    """An operation that changes a shard. The result is its new version.
 
     Attributes:
-        method: assign, assign_add, assign_sub; with `rows` `[k]` scatter_add, _sub, _update, _min, _max, _mul, _div;
-            assign_rows: the rows from `rows` on, as many as `value` has.
-        token: None: it is not a closure's.
-        seen: The version of which the value was computed. Nothing changes if the shard has another one, and the
-            answer is None. None: any version.
+        method: assign, assign_add or assign_sub; with `rows` `[k]`: scatter_add, _sub, _update, _min, _max, _mul or
+            _div; with the number of the first row in `rows`: assign_rows, which assigns as many rows as `value` has.
+        token: The identity of the change. None: the change does not belong to a closure.
+        seen: The version from which the value was computed. If the shard has another version, it is not changed and the
+            result is None. None: any version.
     """
 
     shard: Shard
@@ -119,15 +138,16 @@ class WriteShard(NamedTuple):
 
 
 class Describe(NamedTuple):
-    """Read a `ShardInfo` of each shard, in a tuple."""
+    """An operation whose result is a tuple with a `ShardInfo` for each shard."""
 
 
 class ShardInfo(NamedTuple):
     """The description of a shard.
 
     Attributes:
-        version: Grows by one with each change, from a number that no earlier server has used.
-        updates: How many changes there were.
+        version: The version, which increases by one with each change. It starts at a number that no earlier server has
+            used.
+        updates: The number of changes.
     """
 
     shard: Shard
@@ -143,13 +163,13 @@ class ShardInfo(NamedTuple):
 
 
 class MakeOptimizer(NamedTuple):
-    """Make an optimizer, in the place of one of that number.
+    """An operation that makes an optimizer and replaces one with the same number.
 
     Attributes:
-        factory: By cloudpickle, a function that is given a list of lists of `torch.nn.Parameter`, one for each group,
-            and returns a `torch.optim.Optimizer` with these groups, in order.
-        groups: The shards of each group that this server has; there may be none.
-        environment: The client's modes that have to be set before the factory is opened.
+        factory: A function, pickled with cloudpickle. It receives a list of `torch.nn.Parameter` for each group, and
+            returns a `torch.optim.Optimizer` with these groups in this order.
+        groups: The shards of each group that this server holds. A group may have none here.
+        environment: The client's modes, which are set before the factory is unpickled.
     """
 
     optimizer: int
@@ -159,12 +179,12 @@ class MakeOptimizer(NamedTuple):
 
 
 class StepOptimizer(NamedTuple):
-    """Let an optimizer step on the shards that have gradients here. Gives a `StepDone`.
+    """An operation that takes an optimizer's step on the shards in `gradients`. The result is a `StepDone`.
 
     Attributes:
-        options: Of each group what it is to have (lr, …), set before the step; without "params".
-        seen: The version that each gradient was computed with.
-        token: None: it is not a closure's.
+        options: The options of each group (lr, …) without "params". They are set before the step.
+        seen: The version of each shard from which its gradient was computed.
+        token: The identity of the step. None: the step does not belong to a closure.
     """
 
     optimizer: int
@@ -178,9 +198,9 @@ class StepDone(NamedTuple):
     """The result of a step.
 
     Attributes:
-        versions: Of the shards that had gradients, now.
-        staleness: The most changes that one of them had between the version seen and this step.
-        applied: False: the change of this token had been made before.
+        versions: The versions, after the step, of the shards that had gradients.
+        staleness: The largest number of changes that one of these shards had between the version seen and this step.
+        applied: Whether this request applied the step. False: a request with the same token had applied it before.
     """
 
     versions: dict[Shard, int]
@@ -189,13 +209,16 @@ class StepDone(NamedTuple):
 
 
 class GetOptimizer(NamedTuple):
-    """Read `{"state": {shard: {name: tensor or number}}, "steps": the number of steps}`."""
+    """An operation that reads an optimizer's state.
+
+    The result is `{"state": {shard: {name: tensor or number}}, "steps": the number of steps}`.
+    """
 
     optimizer: int
 
 
 class SetOptimizer(NamedTuple):
-    """Give an optimizer the state of some shards, also before its first step; that of others stays."""
+    """An operation that sets an optimizer's state for some shards, even before its first step. Other states stay."""
 
     optimizer: int
     state: Mapping[Shard, Mapping[str, Any]]
@@ -209,8 +232,9 @@ class ServerRequest(NamedTuple):
     """A client's request.
 
     Attributes:
-        number: The answer carries it.
-        fence: The closures that have ended: from now on their changes are refused.
+        number: The number of the request, which its reply repeats.
+        fence: The closures that have ended. The server refuses their changes from now on.
+        operations: The operations, which the server runs in order.
     """
 
     number: int
@@ -222,9 +246,9 @@ class ServerReply(NamedTuple):
     """A server's reply.
 
     Attributes:
-        number: The request's; -1: some request of this client could not be read.
-        results: Of each operation; of those before the one that failed.
-        error: Why an operation failed. Later ones were not begun.
+        number: The request's number. -1: the server could not read a request of this client.
+        results: The result of each operation, up to the first that failed.
+        error: The exception of the operation that failed. Later operations were not run.
     """
 
     number: int
@@ -236,8 +260,9 @@ class Address(NamedTuple):
     """The address of a server.
 
     Attributes:
-        path: That of its UNIX socket, for clients of its host.
-        url, public: ZeroMQ's address, and the server's CURVE key (Z85), for others; "" if it listens on no port.
+        path: The path of its UNIX socket, for clients on its host.
+        url, public: The ZeroMQ address and the server's public CURVE key (Z85), for clients on other hosts. Empty if
+            the server does not listen on a port.
     """
 
     path: str

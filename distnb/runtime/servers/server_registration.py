@@ -1,4 +1,4 @@
-"""The coordinator's side of a scope: what is made in it is made on the servers."""
+"""The coordinator's side of a scope: models, variables and optimizers made in the scope move to the servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 class RefreshHook:
-    """A hook that reads a model's copies before it computes on the coordinator. Closures read when they start."""
+    """A hook that updates a model's copies before the model computes on the coordinator.
+
+    On a worker the hook does nothing, because a closure updates the copies when it starts.
+    """
 
     def __call__(self, module: torch.nn.Module, _args: Any) -> None:
         servers = servers_here.access
@@ -40,7 +43,7 @@ class RefreshHook:
         servers.refresh_copies((*module.parameters(), *module.buffers()))
 
     def before_state_dict(self, module: torch.nn.Module, _prefix: str, _keep_vars: bool) -> None:
-        """Read the copies: torch calls this before the model computes."""
+        """Update the copies. torch calls this hook before it collects the model's `state_dict`."""
         self(module, ())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -48,7 +51,7 @@ class RefreshHook:
 
 
 class ServerRegistration:
-    """The maker of variables on the servers, for one strategy."""
+    """The registration of one strategy's variables, models and optimizers on the servers."""
 
     def __init__(self, strategy: Any, access: ServerAccess, placement: Placement) -> None:
         self.strategy = strategy
@@ -60,11 +63,11 @@ class ServerRegistration:
 
     @property
     def roots(self) -> list[torch.nn.Module]:
-        """The models that were made, the latest last."""
+        """The registered models that still exist, the latest last."""
         return [root for each in self._roots if (root := each()) is not None]
 
     def make_variable(self, value: torch.Tensor, settings: Settings) -> ServerVariable:
-        """Make a variable in a scope."""
+        """Make a `distnb.Variable` on the servers and return its representative."""
         name = settings.name or "Variable"
         stored = self.placement.place(name, value.shape, value.dtype, trainable=settings.trainable)
         self.access.create(stored, value)
@@ -73,13 +76,13 @@ class ServerRegistration:
         return made
 
     def make_table(self, shape: tuple[int, ...], dtype: torch.dtype, name: str, *, trainable: bool) -> ServerVariable:
-        """Make a variable of zeros of which rows are read; it takes no memory here."""
+        """Make a table: a variable of zeros whose rows are read on demand. It takes no memory in this process."""
         stored = self.placement.place(name, shape, dtype, trainable=trainable)
         self.access.create(stored, None)
         return self._table(stored)
 
     def as_table(self, parameter: torch.Tensor) -> ServerVariable:
-        """Replace a parameter by a variable on the servers, of which rows are read."""
+        """Return a table, whose rows are read on demand, that replaces a parameter which is on the servers."""
         stored = self.access.stored_of(parameter)
         assert stored is not None
         self.access.send_changes()
@@ -99,7 +102,7 @@ class ServerRegistration:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what this thread makes within, for `take_made`; forget it if this ends by an error."""
+        """Return a context that records objects made by this thread, for `take_made`. An error discards the record."""
         try:
             with _tables_made_by(self), _noting_optimizers(self._made_optimizers), self._made.noting():
                 yield
@@ -109,17 +112,18 @@ class ServerRegistration:
             raise
 
     def take_made(self) -> None:
-        """Put what scopes have made since the last call on the servers."""
+        """Put the objects that scopes have made since the last call on the servers."""
         alive = self._made.take(self._is_new)
         roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
-        within: set[torch.nn.Module] = set()  # layers of Keras's models, which may be no modules of these to torch
+        within: set[torch.nn.Module] = set()  # the layers of Keras models, which torch may not see as their modules
         for root in sorted(roots, key=lambda root: not adopters_of(root)):
             self._made.own(root.modules())
             if root not in within:
                 self.take(root)
                 within.update(part for adopter in adopters_of(root) for part in adopter.parts(root))
         for each in alive:
-            # What never learns is nobody's to update, such as what Keras's metrics and optimizers count by.
+            # A parameter without gradients outside a model is never trained, such as the counters of Keras's metrics
+            # and optimizers. It stays in this process.
             if isinstance(each, torch.nn.Parameter) and each.requires_grad:
                 self._take_tensor(each, "", trainable=True)
         while self._made_optimizers:
@@ -131,7 +135,11 @@ class ServerRegistration:
         return not tensor.is_meta and self.access.stored_of(tensor) is None
 
     def _grow(self, module: torch.nn.Module, _name: str, value: Any, in_replica: bool) -> None:
-        """Take what a model gets that a scope made: in a function that runs here at once, since it is used then."""
+        """Register a parameter or module that is added to a registered model.
+
+        In a function that `run` calls here it is registered at once, because the function uses it. Otherwise
+        `take_made` registers it.
+        """
         if isinstance(value, torch.nn.Module):
             self._made.own(value.modules())
             found = [parameter for _, parameter in own_parameters(value)]
@@ -150,7 +158,11 @@ class ServerRegistration:
             adopter.adopt(self.strategy, module)
 
     def take(self, root: torch.nn.Module) -> None:
-        """Put a model's parameters and buffers on the servers, those that are not there yet."""
+        """Put a model's parameters and buffers on the servers, except those that are already there.
+
+        Raises:
+            OptionError: A lazy parameter has no shape yet.
+        """
         for name, parameter in own_parameters(root):
             if is_lazy(parameter):
                 raise OptionError(
@@ -178,7 +190,11 @@ class ServerRegistration:
 
 @contextmanager
 def _tables_made_by(registration: ServerRegistration) -> Iterator[None]:
-    """Embeddings that are made within have their tables on the servers from the beginning: they may be too large."""
+    """Return a context in which embeddings are made with their tables on the servers.
+
+    A table may be too large for this process. So the module is first made on the meta device, which takes no memory,
+    and its weight is then replaced by a table on the servers, which `reset_parameters` fills piece by piece.
+    """
     plain = {cls: cls.__init__ for cls in _TABLES}
 
     def wrapped(cls: Any) -> Callable[..., None]:
@@ -213,7 +229,7 @@ def _tables_made_by(registration: ServerRegistration) -> Iterator[None]:
 
 @contextmanager
 def _noting_optimizers(made: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """Add the optimizers of torch's that are made within to a list."""
+    """Return a context that adds the torch optimizers made in it to a list."""
     init: Any = torch.optim.Optimizer.__init__
 
     @functools.wraps(init)

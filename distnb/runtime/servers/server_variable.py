@@ -1,4 +1,4 @@
-"""Variables whose values live on servers: what stands for them in the coordinator and in the workers."""
+"""The representatives, in the coordinator and the workers, of variables whose values live on servers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ _BY_ELEMENT = frozenset(
 ) | frozenset(
     {"exp_", "log_", "sign_", "round_", "floor_", "ceil_", "exponential_", "cauchy_", "log_normal_", "random_"}
 )
-_SMALL_NBYTES = 1 << 20  # below, all is read where some rows would do
+_SMALL_NBYTES = 1 << 20  # a variable up to this size is read whole, even if only some rows are needed
 
 
 def represent(stored: Stored, settings: Settings, strategy: Any, *, rows_apart: bool = False) -> ServerVariable:
-    """Make the representative of a variable in this process. `rows_apart`: it is a table, of which rows are read."""
+    """Return a new representative of a variable in this process.
+
+    Args:
+        rows_apart: Whether the variable is a table, whose rows are read on demand.
+    """
     cls = ShardedVariable if rows_apart or len(stored.parts) > 1 else ServerVariable
-    # Without memory: what it holds is read when it is used.
+    # A meta tensor takes no memory. The value is read when it is used.
     empty = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
     variable: ServerVariable = torch_internals.make_subclass(cls, empty, settings.trainable)
     variable._settings, variable._strategy, variable.number = settings, strategy, stored.number
@@ -44,26 +48,27 @@ def represent(stored: Stored, settings: Settings, strategy: Any, *, rows_apart: 
 class ServerVariable(Variable):
     """A variable on a parameter server; see `distnb.Variable`, which makes it in a ParameterServerStrategy's scope.
 
-    Every method that reads (`read_value`, `numpy`, `float`) reads the server's value of now. In torch's operations it
-    stands for its value: in a scheduled function for the one at the function's start, or after its own changes.
-    `assign`, `assign_add`, `assign_sub` and `scatter_*` change it on the server, in one piece each: of several workers'
-    none is lost, and a function that runs again after its worker was lost does not change it twice.
+    The methods that read (`read_value`, `numpy`, `float`) return the server's current value. In torch operations the
+    variable represents its value. In a scheduled function this is the value at the start of the function, or after the
+    function's own changes. `assign`, `assign_add`, `assign_sub` and `scatter_*` change the variable on the server. Each
+    change is atomic, so no worker's change is lost. If a worker is lost and its function runs again, the change is
+    still made only once.
 
     Attributes:
-        stored: Where it is.
-        sparse_gradients: Whether gradients of single rows are to reach the optimizer as sparse tensors.
+        stored: The description of the variable on the servers.
+        sparse_gradients: Whether gradients of single rows reach the optimizer as sparse tensors.
     """
 
     stored: Stored
     sparse_gradients: bool
-    is_meta = False  # libraries, and torch, say of those that what they are given is lost
+    is_meta = False  # torch and other libraries warn that values copied into a meta tensor are lost; here they are not
     _gradient: torch.Tensor | None
 
-    # What it is -----------------------------------------------------------------------------------------------------
+    # Properties -----------------------------------------------------------------------------------------------------
 
     @property
     def data(self) -> torch.Tensor:
-        """The value, without a graph: a view, by which it can be changed."""
+        """The value without a graph: a view through which the variable can be changed."""
         return self.detach()
 
     @data.setter
@@ -73,17 +78,17 @@ class ServerVariable(Variable):
 
     @property
     def device(self) -> Any:  # type: ignore[override]
-        """TensorFlow's word for the server: `/job:ps/replica:0/task:1/device:CPU:0`."""
+        """The server in TensorFlow's spelling: `/job:ps/replica:0/task:1/device:CPU:0`."""
         return self.stored.parts[0].device
 
     @property
     def name(self) -> str | None:
-        """The name as given; of a shard with its number."""
+        """The name given by the user, or None. The name of a shard includes its number: `name/part_0`."""
         return self.stored.name if self._settings.name else None
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The sum of the gradients of backward passes; sparse where single rows were read."""
+        """The sum of the gradients of all backward passes. It is sparse if only single rows were read."""
         return self._gradient
 
     @grad.setter
@@ -110,7 +115,7 @@ class ServerVariable(Variable):
         return value
 
     def read_value(self) -> torch.Tensor:
-        """Return the value now, as a tensor of its own."""
+        """Return the current value as a new tensor."""
         return self._seen("read_value")
 
     value = read_value
@@ -132,24 +137,26 @@ class ServerVariable(Variable):
         leaf.grad = None
 
     def _is_table(self) -> bool:
-        """Return whether single rows are read, and only those that are asked for."""
+        """Return whether indexing reads only the requested rows."""
         return self.numel() * self.dtype.itemsize > _SMALL_NBYTES
 
     def lookup(
         self, rows: torch.Tensor, *, sparse: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Read some rows, each once, from all servers that have some at once.
+        """Read some rows, each once, with one message to each server that holds some of them.
+
+        For example, `lookup(tensor([5, 2, 5]))` returns `[2, 5]`, the values of rows 2 and 5, and `[1, 0, 1]`.
 
         Args:
-            rows: Their numbers, in any shape and order, each any number of times.
-            sparse: Whether their gradient is to reach the optimizer as a sparse tensor; None: as it was last said.
+            rows: The row numbers, in any shape and order. A number may occur several times.
+            sparse: Whether the gradient reaches the optimizer as a sparse tensor. None: as in the last call.
 
         Returns:
-            The different numbers `[k]`, ascending; their values `[k, ...]`, with gradients for a trainable variable;
-            and which of them each of `rows` is, in their shape.
+            The distinct row numbers `[k]`, ascending; the rows' values `[k, ...]`, which collect gradients if the
+            variable is trainable; and the position in these `k` rows of each number in `rows`, in the shape of `rows`.
 
         Raises:
-            IndexError: There is no such row.
+            IndexError: A row number is out of range.
         """
         self._strategy.home.in_replica(writing=False)
         unique, inverse = torch.unique(rows.long(), return_inverse=True)
@@ -171,7 +178,7 @@ class ServerVariable(Variable):
                         unique.to(leaf.grad.device)[None],
                         leaf.grad,
                         self.shape,
-                        is_coalesced=True,  # each row stands once, in order
+                        is_coalesced=True,  # each row occurs once, in order
                         check_invariants=False,
                     )
                 )
@@ -192,10 +199,16 @@ class ServerVariable(Variable):
         return view_of(values[inside], self, rows, derive, index)
 
     def _rows_of(self, index: Any) -> tuple[torch.Tensor, Any, bool] | None:
-        """Return the rows that an index names, the index within them, and whether that gives a view of them.
+        """Return the rows that an index selects, the index to apply to these rows, and whether the result is a view.
 
-        Without an index within, it is each row's place among the different ones, ascending. None: of all rows, the
-        whole value is needed.
+        The index is None if the caller shall use each row's position in the distinct, ascending rows instead, as
+        `lookup` returns it. Examples for a table with 100 rows:
+
+            v[3]          rows [3],       index 0,          a view
+            v[10:13]      rows [10..12],  index slice(None), a view
+            v[[7, 2, 7]]  rows [7, 2, 7], index None,       a copy
+
+        The whole result is None if the whole value is needed, as in `v[...]` and for small variables.
         """
         first = _first(index)
         if not self.dim() or first is None or first is Ellipsis or isinstance(first, bool):
@@ -267,7 +280,7 @@ class ServerVariable(Variable):
         servers.change(self.stored, lambda block: function(block, inside, value), unique)
 
     def _refuse_in_replicas(self, what: str) -> None:
-        """Raise where each replica of a worker would change it by itself."""
+        """Raise ContextError if each replica of a worker would make the same change."""
         home = self._strategy.home
         if home.in_replica(writing=True) and not home.alone:
             raise ContextError(
@@ -285,11 +298,11 @@ class ServerVariable(Variable):
         if function in _LOOKUPS and isinstance(args[1], ServerVariable):
             return _LOOKUPS[function](*args, **(kwargs or {}))
         if function is torch.full_like and contexts.innermost() is not None and args[0]._is_table():
-            # Adagrad wants it in the beginning, and of a table it may be more than this process has memory for.
+            # Adagrad creates its state this way, and the state of a table may exceed this process's memory.
             return torch.full((), args[1], dtype=args[0].dtype).expand(args[0].shape)
         return super().__torch_function__(function, types, args, kwargs)
 
-    # Being an object ------------------------------------------------------------------------------------------------
+    # Representation and copying -------------------------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = self.stored.parts[0].device if len(self.stored.parts) == 1 else f"{len(self.stored.parts)} shards"
@@ -306,20 +319,20 @@ class ServerVariable(Variable):
 
 
 class ShardedVariable(ServerVariable):
-    """A variable whose rows are divided among several servers, or of which only some rows are read at a time.
+    """A variable whose rows are divided among several servers, or whose rows are read on demand.
 
-    It stands for the whole value in torch's operations, which then has to be brought here from all servers.
-    Indexing, `distnb.nn.embedding_lookup`, and `torch.nn.Embedding` bring only the rows that they need.
+    In torch operations it represents the whole value, which must then be fetched from all servers. Indexing,
+    `distnb.nn.embedding_lookup` and `torch.nn.Embedding` fetch only the rows that they need.
     """
 
     @property
     def device(self) -> Any:  # type: ignore[override]
-        """The device of its value, or of rows of it, in torch's operations. A shard's own `device` is its server's."""
+        """The device of the value, or of its rows, in torch operations. A shard's own `device` is its server's."""
         return servers_here.access.device
 
     @property
     def variables(self) -> list[ServerVariable]:
-        """The shards, in order: variables named `name/part_0` and so on."""
+        """The shards in order, as variables named `name/part_0`, `name/part_1` and so on."""
         return [_shard(self, number) for number in range(len(self.stored.parts))]
 
     def __iter__(self) -> Iterator[Any]:
@@ -362,15 +375,15 @@ def _rest(index: Any) -> tuple[Any, ...]:
 
 
 def _is_backwards(index: Any) -> bool:
-    """Return whether it is a slice with a negative step, which torch does not know."""
+    """Return whether an index is a slice with a negative step, which torch does not support."""
     return isinstance(index, slice) and index.step is not None and index.step < 0
 
 
-# -- functions of torch that look rows up ------------------------------------------------------------------------------
+# -- torch functions that look up rows ---------------------------------------------------------------------------------
 
 
 def lookup(table: Any, rows: Any) -> torch.Tensor:
-    """Rows of a variable or tensor, `[*rows.shape, ...]`; see `distnb.nn.embedding_lookup`."""
+    """Return rows of a variable or tensor, `[*rows.shape, ...]`; see `distnb.nn.embedding_lookup`."""
     rows = torch.as_tensor(rows)
     if isinstance(table, (list, tuple)) and table and all(isinstance(each, _Shard) for each in table):
         table = table[0].whole
@@ -426,7 +439,7 @@ def _embedding_bag(
 
 
 def _place_of(row: int | None, unique: torch.Tensor, weight: ServerVariable) -> int | None:
-    """Return which of the rows that were read gets no gradient."""
+    """Return the position, in the rows that were read, of the padding row, which gets no gradient. None: not read."""
     if row is None:
         return None
     found = (unique == row % weight.shape[0]).nonzero()

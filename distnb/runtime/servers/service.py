@@ -1,4 +1,4 @@
-"""The thread of a parameter server: it takes requests from its sockets, one at a time, and answers them."""
+"""The thread of a parameter server, which receives requests from sockets and answers them one at a time."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ _PATIENCE_S = 0.05
 
 
 class Service:
-    """Serves a store of shards to workers and to the coordinator, from a thread of its own, until it is closed.
+    """A store of shards and a thread that serves it to the workers and the coordinator until `close`.
 
-    Clients come and go at any time. Those of this host can enter the private directory; others have the cluster's key.
+    Clients may connect and disconnect at any time. Clients on this host are authorised by their access to the private
+    directory, and clients on other hosts by the cluster's key.
 
     Args:
         directory: The private directory.
-        client_public: The CURVE key (Z85) of those whom it serves.
-        host: Where it listens for clients of other hosts: a name or an address of this machine. None: on no port.
+        client_public: The public CURVE key (Z85) of the clients.
+        host: The name or address of this machine on which to listen for clients on other hosts. None: no port.
 
     Attributes:
-        address: Where clients reach it.
+        address: The server's address for clients.
     """
 
     def __init__(self, directory: str, *, client_public: str, host: str | None) -> None:
@@ -50,17 +51,18 @@ class Service:
         self._listener = Listener(directory)
         self._peers = Peers(remote, self._listener, recycles=True)
         self.address = Address(self._listener.path, url, public.decode())
-        # Clients keep copies by version: what they know of an earlier server is never taken for this one's.
+        # Clients identify the content of their copies by version. Versions that start at the current time differ from
+        # those of any earlier server, so clients never mistake a copy from an earlier server for this one's.
         self._store = ShardStore(first_version=time.time_ns())
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="distnb-parameter-server", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start serving."""
         self._thread.start()
 
     def close(self) -> None:
-        """Answer the request that is under way, and end. What clients wait for beyond that, they do not get."""
+        """Answer the current request and end. Other waiting requests get no answer."""
         os.eventfd_write(self._end, 1)
         if self._thread.is_alive():
             self._thread.join()
@@ -81,11 +83,11 @@ class Service:
             if listener in readable:
                 try:
                     self._peers.let_in()
-                except OSError:  # too many open files: until some are closed, it is readable again and again
+                except OSError:  # too many open files; the listener stays readable until some files are closed
                     time.sleep(_PATIENCE_S)
             for client, message in self._peers.receive(readable):
                 self._answer(client, message)
-                del message  # its memory is the client's again
+                del message  # returns the message's memory to the client
 
     def _answer(self, client: int, message: ServerRequest | MessageError) -> None:
         if isinstance(message, MessageError):
@@ -94,14 +96,14 @@ class Service:
             answer = self._store.handle(message)
         if answer.error is not None:
             answer = answer._replace(error=_that_travels(answer.error))
-        # Encoded, and so copied, before the next request changes what the answer shows.
+        # The answer holds the store's own tensors. Encoding copies them before the next request changes them.
         self._peers.send_frames([client], encode_tensors(answer))
 
 
 def _that_travels(error: BaseException) -> BaseException:
-    """Return an error in a form that can be sent."""
+    """Return an error, or a RemoteError with its text if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever hinders it
+    except Exception:  # noqa: BLE001 - pickling runs the error's own methods, which may raise anything
         return RemoteError(f"{type(error).__name__}: {error}")
     return error

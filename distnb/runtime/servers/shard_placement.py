@@ -14,7 +14,7 @@ from distnb.variables.partitioning import checked_shards, shard_sizes
 
 __all__ = ["Part", "PlacedShard", "Placement", "Stored"]
 
-_numbers = itertools.count(1)  # strategies share the servers
+_numbers = itertools.count(1)  # all strategies share the servers, so numbers are unique in the process
 
 
 def _device(server: int) -> str:
@@ -27,8 +27,8 @@ class PlacedShard:
     """A variable, or a part of one, on a parameter server: a row of `ParameterServerStrategy.placement`.
 
     Attributes:
-        server: Which parameter server holds it.
-        updates: How often it was changed since that server has it.
+        server: The number of the parameter server that holds it.
+        updates: The number of changes since this server has held it.
     """
 
     name: str
@@ -40,12 +40,12 @@ class PlacedShard:
 
     @property
     def device(self) -> str:
-        """The server, as TensorFlow spells it: `/job:ps/replica:0/task:1/device:CPU:0`."""
+        """The server in TensorFlow's spelling: `/job:ps/replica:0/task:1/device:CPU:0`."""
         return _device(self.server)
 
 
 class Part(NamedTuple):
-    """The rows `first` to `last` (without it) of a variable, on one server."""
+    """The rows from `first` up to but not including `last` of a variable, which one server holds."""
 
     server: int
     first: int
@@ -58,12 +58,12 @@ class Part(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The description of a variable on the servers, which every process has.
+    """The description of a variable on the servers, the same in all processes.
 
     Attributes:
-        number: Which of the strategy's variables it is.
-        parts: In the order of rows.
-        first_part: Which of the variable's parts the first one is, for a part that stands by itself.
+        number: The variable's number, unique on the servers.
+        parts: The parts in the order of their rows.
+        first_part: The number of the first of `parts` in the variable; not 0 only if `only` made this description.
     """
 
     number: int
@@ -75,11 +75,15 @@ class Stored(NamedTuple):
     first_part: int = 0
 
     def shards(self) -> Iterator[tuple[Shard, Part]]:
-        """Return its parts, each with its name on the servers."""
+        """Return the parts, each with the name of its shard on the servers."""
         return (((self.number, self.first_part + place), part) for place, part in enumerate(self.parts))
 
     def shards_of_rows(self, rows: torch.Tensor) -> Iterator[tuple[Shard, Part, torch.Tensor]]:
-        """Return the parts that ascending row numbers are in, with the numbers within each."""
+        """Return the parts that contain ascending row numbers, each with the numbers within the part.
+
+        For example, with the parts 0..9 and 10..19 the rows `[2, 10, 15]` give `[2]` in the first part and `[0, 5]` in
+        the second. Parts without any of the rows are left out.
+        """
         rows = rows.cpu()
         if len(self.parts) == 1:
             yield from ((shard, part, rows) for shard, part in self.shards() if len(rows))
@@ -93,18 +97,18 @@ class Stored(NamedTuple):
             begin = end
 
     def only(self, place: int) -> Stored:
-        """Return a part as a variable by itself."""
+        """Return the description of one part as a variable in its own right."""
         part = self.parts[place]
         name = f"{self.name}/part_{place}" if self.name else f"part_{place}"
         alone = Part(part.server, 0, part.last - part.first)
         return self._replace(name=name, shape=self.part_shape(part), parts=(alone,), first_part=place)
 
     def piece(self, value: torch.Tensor, part: Part) -> torch.Tensor:
-        """Return the rows of a value that belong to a part; the value itself where there is one part."""
+        """Return the rows of a whole value that belong to a part, or the value itself if there is only one part."""
         return value if len(self.parts) == 1 else value[part.first : part.last]
 
     def like(self) -> torch.Tensor:
-        """Return a tensor of its shape and dtype that takes no memory, and has no content to be read."""
+        """Return a tensor of the variable's shape and dtype that takes no memory. Its content is undefined."""
         return torch.empty((), dtype=self.dtype).expand(self.shape)
 
     def part_shape(self, part: Part) -> tuple[int, ...]:
@@ -113,7 +117,12 @@ class Stored(NamedTuple):
 
 
 class Placement:
-    """Deals variables, and the parts of large ones, out to the servers in turn, in the order of making."""
+    """The placement of one strategy's variables: variables and parts go to the servers round-robin as they are made.
+
+    Args:
+        num_servers: The number of servers.
+        partitioner: The strategy's `variable_partitioner`, which divides large variables. None: none is divided.
+    """
 
     def __init__(self, num_servers: int, partitioner: Any = None) -> None:
         self.num_servers = num_servers
@@ -123,7 +132,11 @@ class Placement:
     def place(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, *, trainable: bool, whole: bool = False
     ) -> Stored:
-        """Choose the servers of a new variable. `whole`: it is not divided, whatever the partitioner says."""
+        """Choose the servers of a new variable and return its description.
+
+        Args:
+            whole: Whether to keep the variable in one part, regardless of the partitioner.
+        """
         shape = tuple(shape)
         shards = 1
         if self._partitioner is not None and not whole and shape and shape[0] > 1:

@@ -1,4 +1,4 @@
-"""The variables on a parameter server, and the operations on them. No sockets, no threads."""
+"""The variables on a parameter server and the operations on them. This module uses no sockets and no threads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["ShardStore"]
 
 @dataclass
 class _Held:
-    """A shard."""
+    """A shard with its version and its number of updates."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -55,20 +55,20 @@ class _Held:
 
 
 class ShardStore:
-    """The shards and optimizers of one server. A request is answered whole before the next one: it is atomic.
+    """The shards and optimizers of one server. Requests are atomic: one is finished before the next one starts.
 
     Args:
-        first_version: Of new shards. A server that takes another's place gives another one, so that no client takes
-            its shards for those that it has copies of.
+        first_version: The version of new shards. A server that replaces another uses a different number, so no client
+            mistakes its copies of the old server's shards for copies of the new ones.
     """
 
     def __init__(self, first_version: int = 0) -> None:
         self._first_version = first_version
         self._shards: dict[Shard, _Held] = {}
         self._optimizers: dict[int, ServerOptimizer] = {}
-        self._oldest = 0
-        self._astray: set[int] = set()  # closures above it that have ended
-        self._applied: dict[int, set[int]] = {}  # of each unfinished closure, which of its changes were made
+        self._oldest = 0  # all closures with a smaller number have ended
+        self._astray: set[int] = set()  # the closures from `_oldest` on that have ended
+        self._applied: dict[int, set[int]] = {}  # by unfinished closure: the numbers of its changes that were applied
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Create: self._create,
             Drop: self._drop,
@@ -83,14 +83,13 @@ class ShardStore:
         }
 
     def handle(self, request: ServerRequest) -> ServerReply:
-        """Do what is asked, in one turn.
+        """Run a request's operations in order, up to the first that raises.
 
-        An operation that raises has changed nothing and its token is unused, with one exception: an optimizer that
-        raises in the midst of its step has changed some of the shards and not others. Operations before it are done,
-        those after it not.
+        An operation that raises has changed nothing, and its token can be used again. There is one exception: an
+        optimizer that raises during its step may have changed some of the shards.
 
         Returns:
-            The answer. Its tensors are the store's own, to be sent before the next request is handled.
+            The reply. Its tensors are the store's own and must be sent before the next request is handled.
         """
         self._note_ended(request.fence)
         results: list[Any] = []
@@ -98,7 +97,7 @@ class ShardStore:
             with torch.no_grad():
                 for operation in request.operations:
                     results.append(self._handlers[type(operation)](operation))
-        except Exception as error:  # noqa: BLE001 - it is the client's
+        except Exception as error:  # noqa: BLE001 - the client's function may raise anything; the client receives it
             return ServerReply(request.number, tuple(results), error)
         return ServerReply(request.number, tuple(results))
 
@@ -116,10 +115,11 @@ class ShardStore:
         return closure < self._oldest or closure in self._astray
 
     def _was_applied(self, token: Token | None) -> bool:
-        """Return whether a change was made when another worker ran its closure.
+        """Return whether a change was already applied, when an earlier worker ran its closure.
 
         Raises:
-            ClosureCancelled: The closure has ended. Whoever scheduled it counts on that.
+            ClosureCancelled: The closure has ended. A late change, from a worker that was given up, would alter values
+                after the coordinator considered the closure finished.
         """
         if token is None:
             return False
@@ -149,7 +149,8 @@ class ShardStore:
         if asked.value is None:
             value = torch.zeros(asked.shape, dtype=asked.dtype, device="cpu")
         else:
-            # Its own memory: the message's may be shared with a process that ends, and counts twice once written to.
+            # Copy the value. The message's memory may be shared with a client, which can end, and a shared page that is
+            # written to exists twice.
             value = asked.value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         learns = asked.trainable and (value.is_floating_point() or value.is_complex())
         before = self._shards.get(asked.shard)
@@ -220,7 +221,7 @@ class ShardStore:
         return optimizer
 
     def _make_optimizer(self, asked: MakeOptimizer) -> None:
-        apply_environment(asked.environment.on("cpu"))  # shards and their optimizers are on the host
+        apply_environment(asked.environment.on("cpu"))  # servers keep shards and optimizers on the CPU
         parameters = {shard: self._held(shard).parameter for group in asked.groups for shard in group}
         self._optimizers[asked.optimizer] = ServerOptimizer(asked.factory, asked.groups, parameters)
 
@@ -233,7 +234,7 @@ class ShardStore:
             ready = optimizer.prepare(asked.gradients, asked.options)
             try:
                 optimizer.step(ready, asked.options)
-            finally:  # if it raises, too: half a step has to be seen by everybody
+            finally:  # even if the step raises: a half-done step changes values too, so clients must read them again
                 for each in held.values():
                     each.changed()
             self._note_applied(asked.token)
@@ -248,7 +249,7 @@ class ShardStore:
 
 
 def _change(held: _Held, asked: WriteShard) -> None:
-    """Change a shard; nothing has changed where this raises."""
+    """Apply a change to a shard. If this raises, nothing has changed."""
     own, method = held.parameter.detach(), asked.method
     if method.startswith("scatter_"):
         rows, updates = scattering.parse_scatter(own, held.label, method, asked.rows, asked.value)

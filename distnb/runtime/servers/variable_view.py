@@ -1,7 +1,11 @@
-"""Views of variables on servers: a change in place of a view changes the variable, where it lives.
+"""Views of variables on servers. An in-place change of a view changes the variable on its server.
 
-`v[0].add_(1)` changes `v`, as it does for any tensor of torch. Here `v[0]` is a view of what this process has read, so
-it remembers how it is derived from the variable: the change is applied to the same view of the servers' value.
+`v[0].add_(1)` changes `v`, as it does for any torch tensor. Here `v[0]` is a view of the value that this process has
+read, which is only a copy. The view therefore records how it was derived from the variable, and the change is applied
+to the same view of the servers' value:
+
+    row = v[0]      derive = lambda value: value[0]
+    row.add_(1)     on the servers' value: derive(value).add_(1), by `change_in_place`; then `row` shows the result
 """
 
 from __future__ import annotations
@@ -32,16 +36,16 @@ Derive = Callable[[torch.Tensor], torch.Tensor]
 
 
 class VariableView(Intercepted, torch.Tensor):
-    """A view of a variable that lives on servers. To read, it is a tensor as any other.
+    """A view of a variable that lives on servers. Reads work as with any other tensor.
 
-    It holds what was read, and is not brought up to date by itself.
+    The view holds the value that was read and is not updated automatically.
     """
 
     _variable: ServerVariable
-    _rows: torch.Tensor | None  # of the variable, that it is a view of; None: of all
-    _derive: Derive | None  # of the value of these rows; None: it is a copy
-    _index: Any = None  # variable[index] was it
-    _written_at: int | None = None  # after so many exchanges with the servers it was changed in place
+    _rows: torch.Tensor | None  # the variable's rows that this is a view of; None: all rows
+    _derive: Derive | None  # returns the view, given the value of these rows; None: this tensor is a copy
+    _index: Any = None  # the index, if this view is `variable[index]`
+    _written_at: int | None = None  # `ServerAccess.exchanges` after the last in-place change of this view
 
     @property
     def data(self) -> torch.Tensor:
@@ -52,7 +56,7 @@ class VariableView(Intercepted, torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._derive = None  # it is no view of the variable any more
+        self._derive = None  # no longer a view of the variable
 
     def _operand(self, name: str) -> torch.Tensor:
         return self
@@ -86,7 +90,11 @@ class VariableView(Intercepted, torch.Tensor):
         )
 
     def was_written_as(self, variable: ServerVariable, index: Any) -> bool:
-        """Return whether it is `variable[index]` and has just been changed in place, as by `variable[index] += 1`."""
+        """Return whether this view is `variable[index]` and was changed in place just now.
+
+        Python runs `variable[index] += 1` as `view = variable[index]; view += 1; variable[index] = view`. The second
+        step has already changed the variable on the servers, so the assignment must not write the value again.
+        """
         return (
             self._written_at == servers_here.access.exchanges
             and self._variable is variable
@@ -104,7 +112,7 @@ class VariableView(Intercepted, torch.Tensor):
 
 
 def plain(view: VariableView) -> torch.Tensor:
-    """Return the same memory as a tensor of torch's own class."""
+    """Return a plain `torch.Tensor` that shares the view's memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return view.as_subclass(torch.Tensor)
 
@@ -122,14 +130,14 @@ def view_of(
 def seen_through(
     source: ServerVariable | VariableView, operand: torch.Tensor, function: Any, args: Any, kwargs: Any, result: Any
 ) -> Any:
-    """Return a function's result; as views those tensors in it that share memory with the operand.
+    """Return a function's result, in which tensors that share memory with the operand are turned into views.
 
     Args:
-        source: The variable or view that the operand is the value of.
-        args, kwargs: What the function was given.
+        source: The variable or view whose value is the operand.
+        args, kwargs: The function's arguments.
     """
     if isinstance(result, np.ndarray):
-        return result.copy()  # changes of an array's memory are seen by nobody
+        return result.copy()  # a change of the array could not be detected and would be lost
     if isinstance(result, torch.Tensor):
         if not _shares_memory(result, operand):
             return result

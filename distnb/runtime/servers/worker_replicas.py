@@ -1,4 +1,4 @@
-"""A worker of several replicas, each on a device of its own: all run the function, and to the servers they are one."""
+"""A worker with several replicas, each on its own device. All run the function; the servers see a single client."""
 
 from __future__ import annotations
 
@@ -38,15 +38,18 @@ _NONE, _SPARSE, _DENSE = range(3)
 
 
 class WorkerReplicas:
-    """The replicas of this worker, of which this process is one, whatever strategy a function uses.
+    """The replicas of this worker, including this process. All strategies that functions use share them.
 
-    Replica 0 talks with the servers for all: the others make the same requests, and are given its answers. Rows of
-    tables each reads by itself. Gradients are added up over the replicas as those of a MirroredStrategy are.
+    Replica 0 communicates with the servers for all replicas. The others make the same requests and receive its answers.
+    Only rows of tables are read by each replica for itself. Gradients are summed over the replicas, as in a
+    MirroredStrategy.
 
     Attributes:
-        access: This replica's copies of the variables.
-        process: Which replica this is.
-        sync, registration, home: Of the parameters of models.
+        access: This replica's access to the variables.
+        process: This replica's process.
+        sync: The synchronisation of the gradients of models' parameters.
+        registration: The registration of these parameters.
+        home: The home of the replicas' variables.
     """
 
     def __init__(self, access: ServerAccess) -> None:
@@ -74,21 +77,21 @@ class WorkerReplicas:
         return self._of_group
 
     def begin(self, access: ServerAccess) -> None:
-        """Begin a closure, in the current process group.
+        """Prepare for a closure in the current process group.
 
         Args:
-            access: Another one than before if a replica was replaced: then all of them start again.
+            access: This replica's access. After a replica was replaced, all replicas start again with a new one.
         """
         if access is not self.access:
             self.sync.detach()
             self.access = access
         if self._group.generation != self._generation:
-            # What ended the last one may have left them with copies that differ.
+            # The failure that ended the previous group may have left the replicas with different copies.
             self._generation = self._group.generation
             access.distrust()
 
     def keep_in_sync(self, models: Sequence[torch.nn.Module], parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up the gradients of new copies over the replicas from now on. They are made alike on all."""
+        """Sum the gradients of new copies over the replicas from now on. The copies are equal on all replicas."""
         within = {id(parameter) for model in models for parameter in model.parameters()}
         loose = [parameter for parameter in parameters if id(parameter) not in within]
         if models or loose:
@@ -97,7 +100,7 @@ class WorkerReplicas:
             BACKWARD_PASSES.listen(self._rows)
 
     def bind(self, metric: Any) -> None:
-        """Each replica updates its own of a metric, with its own part."""
+        """Bind a metric, so that each replica updates its own copy with its own part of the data."""
         import torchmetrics
 
         for each in metric.modules():
@@ -109,7 +112,10 @@ class WorkerReplicas:
         return self.registration.owns(made) or self.access.stored_of(made) is not None
 
     def ask_once(self, ask: Callable[[], Any]) -> Any:
-        """Return replica 0's answer on all replicas, which all call this. Its error ends them all."""
+        """Call `ask` on replica 0 and return its answer on all replicas. All replicas must call this method.
+
+        An error on replica 0 ends the closure on all replicas.
+        """
         if self._group.rank == 0:
             answers = ask()
             broadcast_bytes(self._group, _joined(encode_tensors(answers)), 0)
@@ -117,7 +123,7 @@ class WorkerReplicas:
         return decode(_split(broadcast_bytes(self._group, None, 0)))
 
     def whole(self, value: Any) -> Any:
-        """Return the result of a function with the components of all replicas."""
+        """Return a function's result in which each PerReplica value has the components of all replicas."""
         return map_structure(self._gathered, value)
 
     def _gathered(self, leaf: Any) -> Any:
@@ -128,7 +134,7 @@ class WorkerReplicas:
 
 
 class _CopyRegistration(Registration):
-    """The copies of variables that models have as their parameters; what stands for a table is none."""
+    """The registration of copies that are parameters of models. Representatives of tables are not registered."""
 
     def _register(self, parameter: torch.nn.Parameter, *args: Any, **kwargs: Any) -> bool:
         return not isinstance(parameter, Variable) and super()._register(parameter, *args, **kwargs)
@@ -139,7 +145,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _joined(frames: Sequence[Frame]) -> bytes:
-    """Frames as one text of bytes: how many, how long each is, and what is in them."""
+    """Join frames into one byte string: their number, the length of each (8 bytes, little-endian), their content."""
     lengths = [len(frames), *(memoryview(frame).nbytes for frame in frames)]
     return b"".join([each.to_bytes(8, "little") for each in lengths] + list(frames))
 
@@ -155,7 +161,7 @@ def _split(data: bytes) -> list[Frame]:
 
 
 class WorkingTogether(Spmd):
-    """A strategy in a worker of several replicas, in a function that the coordinator has scheduled."""
+    """The runtime of a strategy on a worker with several replicas, in a function that the coordinator has scheduled."""
 
     def __init__(self, strategy: Owner, replicas: WorkerReplicas) -> None:
         self._replicas = replicas
@@ -166,19 +172,20 @@ class WorkingTogether(Spmd):
         return self._replicas.owns(made)
 
     def _resynchronise(self, within: str) -> None:
-        self._generation = self._process.group.generation  # the servers have what is right, and `begin` had it read
+        # The servers hold the authoritative values, and `WorkerReplicas.begin` has the copies read from them.
+        self._generation = self._process.group.generation
 
 
 class _GradientsElsewhere:
-    """Adds up the gradients of variables that are no parameters here: of rows that were read, and `distnb.Variable`s.
+    """A listener to backward passes that sums, over the replicas, gradients of variables that have no parameter here.
 
-    It listens to backward passes, as `GradientSync` does for parameters.
+    These are `distnb.Variable`s and tables whose rows were read. `GradientSync` does the same for parameters.
     """
 
     def __init__(self, replicas: WorkerReplicas) -> None:
         self._replicas = replicas
         self._before: list[tuple[ServerVariable, torch.Tensor | None]] = []
-        self._local: set[int] = set()  # variables whose gradients are this replica's own, made under `no_sync`
+        self._local: set[int] = set()  # variables with gradients made under `no_sync`, which are not summed yet
         self._in_replica = False
 
     @property
