@@ -145,7 +145,7 @@ class Session:
 
     @property
     def alive(self) -> bool:
-        """Whether the cluster has not been stopped."""
+        """True if the cluster has not been stopped."""
         return self._engines.alive
 
     def restart(

@@ -311,7 +311,7 @@ def _is_dataset(handle: DistributedValues) -> bool:
 
 
 def _has_labels(handle: DistributedValues) -> bool:
-    """Return whether the object belongs to pandas, and so has labels besides its values."""
+    """Return whether the object belongs to pandas, and so has labels in addition to its values."""
     return state_of_handle(handle).type_name.partition(".")[0] == "pandas"
 
 

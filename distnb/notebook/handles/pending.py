@@ -114,7 +114,7 @@ class DeferredCall:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the call was sent, or an error kept it from being sent."""
+        """True if the call was sent, or if an error prevented that."""
         return self._sent is not None or self._error is not None
 
     def send(self) -> None:

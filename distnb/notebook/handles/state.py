@@ -57,7 +57,7 @@ class RemoteState:
 
     @property
     def dated(self) -> bool:
-        """Whether the summaries may be out of date, and are fetched again before they are shown."""
+        """True if the summaries may be out of date, and are fetched again before they are shown."""
         return self.as_of != self.operations.changes
 
     def give(self, names: Iterable[str]) -> None:
@@ -108,7 +108,7 @@ class RemoteState:
 
     @property
     def together(self) -> bool:
-        """Whether the replicas hold parts of one value, which they combine together."""
+        """True if the replicas hold parts of one value, which they combine together."""
         return any(fact.together for fact in self.facts.values())
 
     @property

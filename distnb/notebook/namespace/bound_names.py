@@ -1,4 +1,4 @@
-"""Names in the engines' namespace, and what they are bound to there as far as the notebook knows."""
+"""The bindings of names in the engines' namespace, as far as the notebook knows them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _UNKNOWN: Any = object()
 
 
 class BoundNames:
-    """What names are bound to on the engines of one group.
+    """The bindings of names on the engines of one group.
 
-    A program binds the names that it reads. Others of the notebook's names stay bound on the engines, since threads of
-    earlier cells may read them: to immutable values, modules and handles as they are now, and to what is sent by value
-    as it was. Objects behind handles are not kept alive by this.
+    A program binds the names that it reads. The notebook's other names stay bound on the engines, since threads of
+    earlier cells may read them. Immutable values, modules and handles are updated to the current ones. Values that are
+    sent by value stay as they were. The bindings do not keep objects behind handles alive.
 
     Args:
-        tracker: Knows the values that are sent by value.
+        tracker: The tracker of the values that are sent by value.
 
     Attributes:
-        latest: Names that the latest snapshot bound, if nothing was bound since; else None.
+        latest: The names that the latest snapshot bound, if nothing was bound since; else None.
 
-    An example: cell 1 starts a thread that reads `rate`, `rows` and `done`. Cell 2, which reads none of them, begins
-    after `rate = 0.1`, `rows = []` and `del done` in the notebook. From then on the thread finds the new rate, the
-    list that `rows` was, and no `done`.
+    An example: cell 1 starts a thread that reads `rate`, `rows` and `done`. Then the notebook executes `rate = 0.1`,
+    `rows = []` and `del done`. Cell 2, which reads none of these names, begins. From then on the thread finds the new
+    rate, the old list of `rows`, and no `done`.
     """
 
     def __init__(self, tracker: Tracker) -> None:
@@ -44,19 +44,19 @@ class BoundNames:
         self._there: set[str] = set()  # every name that is bound
 
     def clear(self) -> None:
-        """Forget everything: maybe an engine has other values."""
+        """Forget everything, since an engine may have other values."""
         self.latest = None
         self._values.clear()
         self._sent.clear()
         self._there.clear()
 
     def send(self, name: str, value: Any) -> None:
-        """Note that the engines are sent an immutable value, a handle or a module for a name, and keep it."""
+        """Note that an immutable value, a handle or a module is sent for a name, and that the engines keep it."""
         self.assign(name, value)
         self._sent.add(name)
 
     def assign(self, name: str, value: Any) -> None:
-        """Note that a name was bound on the engines to what the notebook has bound it to."""
+        """Note that a name is bound on the engines to the same value as in the notebook."""
         self._sent.discard(name)
         self._there.add(name)
         if not _is_small(value):
@@ -65,14 +65,14 @@ class BoundNames:
             self._values[name] = weakref.ref(value) if type(value) in HANDLES else value
 
     def send_by_value(self, names: Iterable[str]) -> None:
-        """Note that the tracker knows what the engines have for these names from now on."""
+        """Note that from now on the tracker knows the engines' values of these names."""
         for name in names:
             self._values.pop(name, None)
             self._sent.discard(name)
         self._there.update(names)
 
     def forget_sent_handles(self) -> None:
-        """Send handles again: they stand for other objects."""
+        """Send handles again, since they represent other objects."""
         self._sent = {name for name in self._sent if type(self._values[name]) is not weakref.ref}
 
     def is_sent(self, name: str, value: Any) -> bool:
@@ -80,7 +80,7 @@ class BoundNames:
         return name in self._sent and self._is_bound_to(name, value)
 
     def rebound(self, user_ns: Mapping[str, Any]) -> list[str]:
-        """Return the names that the notebook has bound anew to something that takes no time to send."""
+        """Return the names that the notebook has rebound to a value that takes no time to send."""
         return [
             name
             for name in self._there
@@ -90,8 +90,9 @@ class BoundNames:
     def stay(self, user_ns: Mapping[str, Any], assigned: Collection[str]) -> tuple[str, ...]:
         """Return the notebook's names that stay bound on the engines although a program does not read them.
 
-        A name whose object was freed does not stay. Nor does one that the program assigns and that is not bound to the
-        same on all replicas and in the notebook: a replica does not see that it is assigned to what it was bound to.
+        A name whose object was freed does not stay. A name that the program assigns stays only if it is bound to the
+        same value on all replicas and in the notebook: a replica does not notice the assignment of the value that the
+        name already has.
         """
         staying = tuple(
             name

@@ -1,4 +1,4 @@
-"""The search for those of the notebook's objects that the replicas have changed differently."""
+"""The search for objects of the notebook that the replicas have changed differently."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def differing(tracker: Tracker, packs: Mapping[int, Packed]) -> dict[int, dict[i
     An example: if the replicas append different numbers to `a` in `outer = [a]`, then `a` is found and `outer` is not.
 
     Returns:
-        For each object, by its number here, the number that each replica has given it.
+        The number that each replica has given an object, by the object's number here and by replica.
     """
     found: dict[int, dict[int, int]] = {}
     digests: dict[int, set[bytes]] = {}
@@ -37,12 +37,12 @@ def differing(tracker: Tracker, packs: Mapping[int, Packed]) -> dict[int, dict[i
 
 
 class _Shallow(Digester):
-    """Looks at an object without looking into others that have numbers."""
+    """The digester of an object without the content of other numbered objects in it."""
 
     def __init__(self, tracker: Tracker, known: Mapping[int, int], obj: Any) -> None:
         self.persistent_id = lambda each: None if each is obj else known.get(id(each))
         super().__init__(tracker.side)
         self.digested_class = obj if isinstance(obj, type) else None
         self.digest = b""
-        with contextlib.suppress(Exception):  # what cannot be looked at is not told from others
+        with contextlib.suppress(Exception):  # objects that cannot be digested count as equal
             self.digest = self.digest_of(obj)

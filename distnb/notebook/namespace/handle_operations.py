@@ -29,7 +29,7 @@ _LOOKING = ("summary", "read_summary", "inspect", "holdings", "nbytes", "get", "
 
 
 _OF_THOSE_LEFT = ("summary", "inspect", "holdings", "nbytes")
-"""What is asked of those who still have the object, whoever has lost it."""
+"""The operations that apply on the replicas that still have the object, although others have lost it."""
 
 
 class Perform(Protocol):
@@ -71,7 +71,7 @@ class HandleOperations:
     ) -> Any:
         """Apply an operation on every replica that has the object.
 
-        Returns a plain value where they agree on it, else a handle.
+        Returns a plain value if all of them give the same, else a handle.
         """
         results = self._results(handle, operation, args, kwargs or {}, path)
         found = self._given(handle, results)
@@ -90,7 +90,7 @@ class HandleOperations:
         return self._given(handle, results)[0]
 
     def _given(self, handle: DistributedValues, results: dict[int, Result]) -> Any:
-        """Take in what an operation gave, as a list of it. The object may hold data that it gave."""
+        """Apply the effects of an operation, and return its results as a list. The object may hold returned data."""
         state = state_of_handle(handle)
         found = _derived(handle, self._namespace.apply_call(state.tracked, results))
         name = name_of_given(next(iter(results.values())).serial)
@@ -100,7 +100,12 @@ class HandleOperations:
         return found
 
     def compare(self, handle: DistributedValues, comparison: str, other: Any) -> Any:
-        """Compare the object with another, or with a plain value, on every replica: "eq", "lt", … as in `operator`.
+        """Compare the object with another object or a plain value on every replica.
+
+        Args:
+            handle: The handle of the object.
+            comparison: "eq", "lt", … as in `operator`.
+            other: The other object.
 
         Returns:
             A plain bool if all replicas agree on one. Otherwise a handle or a PerReplica of their answers, which for
@@ -137,11 +142,11 @@ class HandleOperations:
 
     def _ask(self, tracked: TrackedObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
         def give_up(results: dict[int, Any]) -> None:
-            # After an operation that raised, as in `hasattr`, the engines still have what was sent.
+            # After an operation that raised, as in `hasattr`, the engines still have the values that were sent.
             told = results if all(isinstance(one, Result) for one in results.values()) else {}
             self._namespace.failed(request.snapshot, told)
 
-        # Every engine receives every snapshot, even if it has nothing to answer.
+        # Every engine receives every snapshot, also one without an answer to give.
         answers = self._perform(tracked.key[0], operation, target, request, give_up)
         return {tracked.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
 
@@ -219,7 +224,7 @@ class HandleOperations:
         except ReplicaStuck:
             return None
         self._namespace.apply_call(state.tracked, results, with_result=False)
-        state.as_of = as_of  # its summaries are as new as they were
+        state.as_of = as_of  # its summaries were not updated
         return {replica: one.result for replica, one in results.items()}
 
     def read(self, handle: DistributedValues) -> Any:
@@ -268,7 +273,7 @@ class HandleOperations:
     def copies(self, states: Sequence[RemoteState], replica: int = 0) -> list[Any]:
         """Return copies of several objects of one team, which share what the objects share.
 
-        A placeholder stands for one that cannot be copied.
+        A placeholder represents an object that cannot be copied.
         """
         tracked = states[0].tracked
         packs = self._fetch(tracked, "copies", (replica,), tuple(state.identity for state in states))
@@ -279,9 +284,9 @@ class HandleOperations:
     def restore(
         self, tracked: TrackedObjects, survivor: int, lost: Sequence[int], mirrored: tuple[ObjectId, ...]
     ) -> set[ObjectId]:
-        """Give replacements of lost engines what a survivor has, the notebook's objects and the mirrored ones.
+        """Copy the notebook's objects and mirrored objects from a survivor to the replacements of lost engines.
 
-        Returns the ids of what they now have.
+        Returns the ids of the objects that they now have.
         """
         self.before()
         snapshot = self._namespace.call_snapshot(tracked, None)
@@ -302,7 +307,7 @@ def _no_object(state: RemoteState) -> str:
 
 
 def _derived(handle: DistributedValues, result: Any) -> Any:
-    """The result of an operation on a handle; handles in it remember whose parts they are."""
+    """Return the result of an operation on a handle. The handles in it record that handle as an ancestor."""
     for part in result if type(result) in (list, tuple) else (result,):
         if type(part) in HANDLES and part is not handle and not state_of_handle(part).ancestors:
             state_of_handle(part).ancestors = (weakref.ref(handle), *state_of_handle(handle).ancestors)

@@ -23,14 +23,14 @@ _VISITED_AT_MOST = 20_000
 
 
 class _HandlePlace(NamedTuple):
-    """A place of a handle, or of a tuple that holds one.
+    """The place of a handle, or of a tuple that holds one.
 
     Attributes:
         container: A namespace, a list, a dict, a cell, a class, a function.
         key: A name, an index, a key, an attribute.
         before: The handle, or the tuple.
         within: The place where the container was found.
-        form: How messages call this place, after what they call that one.
+        form: The name of this place in messages, which follows the name of `within`.
     """
 
     container: Any
@@ -67,14 +67,14 @@ _BY_ITEM = (dict, list, collections.deque)
 
 
 class LocalCopies:
-    """Puts copies in the place of handles, and takes them out again."""
+    """The copies that replace handles for the duration of a cell."""
 
     def __init__(self, user_ns: dict[str, Any], operations: HandleOperations, announce: Callable[[str], None]) -> None:
         self._user_ns = user_ns
         self._operations = operations
         self._announce = announce
         self._put: list[tuple[_HandlePlace, Any]] = []  # with the copy
-        self._copied: dict[int, tuple[Any, Any, bytes, str]] = {}  # by id of a handle: it, its copy, digest and label
+        self._copied: dict[int, tuple[Any, Any, bytes, str]] = {}  # by handle id: handle, copy, digest, label
 
     def bind(self, reads: Reads) -> tuple[str, ...]:
         """Put copies of replica 0's objects in the places of the mirrored handles that a cell may read.
@@ -96,7 +96,7 @@ class LocalCopies:
             for each in group:
                 if state_of_handle(each).together:
                     copies[id(each)] = self._whole(each, copies[id(each)])
-        # What cannot be copied, as an open file, is used where it is, by its handle.
+        # An object that cannot be copied, such as an open file, is used on the engines, by its handle.
         copies = {key: copy for key, copy in copies.items() if type(copy) is not Placeholder}
         places = [place for place in places if any(id(handle) in copies for handle in _handles_in(place.before))]
         for place in places:
@@ -112,7 +112,7 @@ class LocalCopies:
         return tuple(place.key for place in places if place.container is self._user_ns)
 
     def _whole(self, handle: Any, component: Any) -> Any:
-        """Copy what replicas hold in parts, a metric or a sync-on-read variable: with what it is as a whole."""
+        """Return a copy, with its whole value, of a metric or a sync-on-read variable, which replicas hold in parts."""
         whole = self._operations.read(handle)
         if not hasattr(component, "assign"):
             return whole
@@ -120,7 +120,7 @@ class LocalCopies:
         return component
 
     def unbind(self) -> None:
-        """Put the handles back, where the cell has put nothing else."""
+        """Put the handles back, except in places that the cell has assigned."""
         back: set[int] = set()
         for place, made in self._put:
             if place.get() is made:
@@ -150,7 +150,7 @@ class LocalCopies:
                     queue.append(_HandlePlace(container=self._user_ns, key=name, before=self._user_ns[name]))
 
         read_also(user_names(self._user_ns) if reads.dynamic else reads.names)
-        for place in queue:  # it grows
+        for place in queue:  # the loop appends to it
             value = place.before
             if handles := _handles_in(value):
                 yield place
@@ -183,7 +183,7 @@ def _with_copies(value: Any, copies: Mapping[int, Any]) -> Any:
 
 
 def _parts(obj: Any, within: _HandlePlace) -> Iterator[_HandlePlace]:
-    """Yield the places within an object. The shell, which holds everything, is no part of what a cell reads."""
+    """Yield the places within an object. The shell is left out, since it holds everything."""
     if isinstance(obj, (str, bytes, int, float, types.ModuleType, type(None), *HANDLES)):
         return
     if type(obj).__module__.startswith(("IPython.", "ipykernel.")):

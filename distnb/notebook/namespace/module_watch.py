@@ -1,4 +1,4 @@
-"""Modules that engines must import beside those that are named, and local ones that the notebook reloaded."""
+"""The modules that engines must import in addition to the named ones, and local modules that the notebook reloaded."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from distnb.wire.exchange import Reloads
 __all__ = ["ModuleWatch", "State", "reloaded", "state_of", "versions"]
 
 versions: list[Callable[[str], object]] = []
-"""Tell which version of its file %autoreload has brought into a module, by its name; None where it knows of none."""
+"""Functions that return the version of its file that %autoreload has loaded into a module, by its name, or None."""
 
 State = tuple[object, object]
 
 
 def state_of(module: types.ModuleType) -> State:
-    """What tells whether a module was reloaded: its spec, of which a reload makes a new one, and its file's version."""
+    """Return the parts of a module that a reload changes: its spec, which is then a new one, and its file's version."""
     version = next((found for ask in versions if (found := ask(module.__name__)) is not None), None)
     return getattr(module, "__spec__", None), version
 
 
 def reloaded(before: State, now: State) -> Reloads | None:
-    """How a module was reloaded between two states; None if it was not."""
+    """Return the reload of a module between two states; None if it was not reloaded."""
     if before[1] is not None and now[1] is not None and before[1] != now[1]:
         return Reloads(1, in_place=True)
     return Reloads(1) if before[0] is not now[0] else None
@@ -47,7 +47,7 @@ def _library_folders() -> tuple[str, ...]:
 
 @functools.cache
 def _given_folders() -> tuple[str, ...]:
-    """Folders that Python was started with beside its own: those of PYTHONPATH and of .pth files."""
+    """Return the folders that Python was started with in addition to its own, from PYTHONPATH and .pth files."""
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     for site_folder in (*site.getsitepackages(), site.getusersitepackages()):
         for file in glob.glob(os.path.join(glob.escape(site_folder), "*.pth")):
@@ -57,7 +57,7 @@ def _given_folders() -> tuple[str, ...]:
 
 
 def _is_local_file(file: str) -> bool:
-    """Whether a module's file is the user's own: in the working directory, or on a path that was added to sys.path."""
+    """Return whether a module's file is the user's: in the working directory, or on a path added to sys.path."""
     if file.startswith(_library_folders()):
         return False
     real = os.path.realpath(file)
@@ -68,7 +68,7 @@ def _is_local_file(file: str) -> bool:
 
 
 class ModuleWatch:
-    """Sees when the notebook reloads a local module, by `importlib.reload` or %autoreload."""
+    """The detector of reloads of local modules in the notebook, by `importlib.reload` or %autoreload."""
 
     def __init__(self) -> None:
         self._states: dict[str, State] = {}
@@ -76,13 +76,16 @@ class ModuleWatch:
         self._local: dict[str, bool] = {}
         self._newest = 0, ""
         self._names: list[str] = []
-        # Of packages that were asked for, the modules within, by the first part of their names there.
+        # By package, and by the first part of their names within it, its loaded modules. Example: {"torch": {"nn":
+        # ["torch.nn", "torch.nn.functional"]}}.
         self._within: dict[str, dict[str, list[str]]] = {}
 
     def wanted(self, modules: Iterable[types.ModuleType], attributes: Collection[str]) -> dict[str, Reloads]:
-        """What the engines should have imported for a program that reads `modules`, and how often each was reloaded.
+        """Return the modules that a program needs on the engines, each with its reloads.
 
-        Of its code's `attributes`, `a.b` needs the submodule `a.b` if there is one.
+        Args:
+            modules: The modules that the program reads.
+            attributes: The attributes that its code reads: `a.b` needs the submodule `a.b` if there is one.
         """
         wanted = {name: Reloads() for module in modules for name in self._submodules(module.__name__, attributes)}
         for module in self.local():
@@ -93,13 +96,13 @@ class ModuleWatch:
         return wanted
 
     def local(self) -> list[types.ModuleType]:
-        """The local modules that are loaded."""
+        """Return the local modules that are loaded."""
         self._see_new()
         found = [sys.modules.get(name) for name in self._names]
         return [each for each in found if isinstance(each, types.ModuleType)]
 
     def _see_new(self) -> None:
-        """Go through the loaded modules, of which there are thousands, when there is a new one: the last then."""
+        """Search the loaded modules if there is a new one, which is then the last. There are thousands of modules."""
         newest = len(sys.modules), next(reversed(sys.modules), "")
         if newest != self._newest:
             self._newest = newest
@@ -128,12 +131,12 @@ class ModuleWatch:
         again = reloaded(before, now)
         if again is not None:
             known = self._reloads[name] = Reloads(known.times + 1, again.in_place)
-        # A version that is not known (a reload that failed) says nothing new.
+        # An unknown version (after a failed reload) is no change.
         self._states[name] = now[0], before[1] if now[1] is None else now[1]
         return known
 
     def _is_local(self, name: str, module: types.ModuleType) -> bool:
-        """Whether it is the user's own. distnb's modules may be in no library's folder, and never change."""
+        """Return whether a module is the user's. distnb's own may lie outside library folders, but never change."""
         known = self._local.get(name)
         if known is None:
             file = getattr(module, "__file__", None) if getattr(module, "__spec__", None) is not None else None

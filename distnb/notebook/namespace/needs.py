@@ -1,4 +1,4 @@
-"""The part of the notebook's namespace that a program needs: the names that it reads, and what these refer to."""
+"""The part of the notebook's namespace that a program needs: the names that it reads, and the values they refer to."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Needs"]
 
 
 class Needs:
-    """The needs of one program, as they are collected.
+    """The collection of the needs of one program.
 
     Attributes:
         names: The names to be bound on the engines.
         imports: The modules by the names that are bound to them.
         plain: The immutable values and handles by name.
-        sections: All other values by name. An argument without a name has one that begins with "@".
-        digests: Their digests, and what functions among them read.
+        sections: All other values by name. An argument without a name gets one that begins with "@".
+        digests: The digests of the sections, and the names that functions among them read.
         own_source: The cell's file name, text and name in tracebacks.
         more: The names still to be added. Names that the notebook does not have are skipped.
         unseen: The values still to be added, by their section names.

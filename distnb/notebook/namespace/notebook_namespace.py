@@ -37,11 +37,11 @@ from distnb.wire.messages import ObjectId
 __all__ = ["NotebookNamespace"]
 
 _LARGE_NBYTES = 50 << 20
-_MOST_GIVEN = 16  # values that an object gave, until it is asked which of them it holds
+_MOST_GIVEN = 16  # the number of values that an object returns until it is asked which of them it holds
 
 
 class NotebookNamespace:
-    """Keeps the notebook's namespace and that of the engines equal, as far as programs can see.
+    """The notebook's side of the namespace that notebook and engines share, as far as programs can see.
 
     Args:
         user_ns: The notebook's variables.
@@ -50,8 +50,8 @@ class NotebookNamespace:
 
     Attributes:
         most_nbytes: The size above which data stays on the engines.
-        batch: What an iteration over a distributed dataset gave last. As an argument of a call, its lists and dicts are
-            made anew on the replicas, and are not looked at.
+        batch: The latest batch of an iteration over a distributed dataset. As an argument of a call, its lists and
+            dicts are rebuilt on the replicas, and are not digested.
     """
 
     def __init__(self, user_ns: dict[str, Any], perform: Perform, announce: Callable[[str], None] = print) -> None:
@@ -89,7 +89,7 @@ class NotebookNamespace:
         return self._snapshot(tracked, needs, None, cell=True, assigned=reads.assigned)
 
     def incoming(self, team: Team, replies: Mapping[int, Result]) -> None:
-        """Take in what a cell did (`EngineNamespace.finish`, by replica), whether it failed or not."""
+        """Apply the effects of a cell (`EngineNamespace.finish`, by replica), whether it failed or not."""
         tracked = self._teams.of(team.engines)
         if replies:
             self.apply_call(tracked, replies, with_result=False)
@@ -100,7 +100,7 @@ class NotebookNamespace:
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def outgoing_call(self, args: Sequence[Any], kwargs: Mapping[str, Any], team: Team) -> Snapshot:
-        """Return the snapshot of a call of a strategy's method, with the arguments, functions among them."""
+        """Return the snapshot of a call of a strategy's method, with its arguments, including functions."""
         return self.call_snapshot(self._teams.of(team.engines), (tuple(args), dict(kwargs)))
 
     def call_snapshot(
@@ -117,7 +117,7 @@ class NotebookNamespace:
             needs.follow_handle(handle)
         if arguments is not None:
             arguments = _Arguments(tracked, needs, self.user_ns, self.batch, asked=bool(touched)).replaced(arguments)
-        # An object may no longer hold the values that it gave, so it is described again now and then.
+        # An object may no longer hold the values that it returned, so it is described again now and then.
         crowded = [state_of_handle(each).identity for each in touched if state_of_handle(each).given > _MOST_GIVEN]
         return self._snapshot(tracked, needs, arguments, cell=False, described=crowded)
 
@@ -131,13 +131,13 @@ class NotebookNamespace:
         return not objects.isdisjoint(self._teams.of(team.engines).references.met)
 
     def result(self, team: Team, replies: Mapping[int, Result], changes: int | None = None) -> Any:
-        """The result of a call, from what `EngineNamespace.close_call` gave by replica; see `Results` for `changes`."""
+        """Return the result of a call from `EngineNamespace.close_call`, by replica. For `changes` see `Results`."""
         return self.apply_call(self._teams.of(team.engines), replies, changes=changes)
 
     def failed(self, snapshot: Snapshot, replies: Mapping[int, Result] | None = None) -> None:
-        """A call failed, or could not be sent, or engines that were given up on may have ended before they opened it.
+        """Handle a call that failed, was not sent, or may not have been opened by engines that were given up on.
 
-        What it did until then (`EngineNamespace.give_up_call`, by replica) is taken in, as that of a cell is.
+        Its effects until then (`EngineNamespace.give_up_call`, by replica) are applied, like those of a cell.
         """
         for tracked in self._teams:
             if tracked.key == snapshot.team:
@@ -154,9 +154,9 @@ class NotebookNamespace:
         with_result: bool = True,
         changes: int | None = None,
     ) -> Any:
-        """Take in what a program did, and give its result."""
+        """Apply the effects of a program, and return its result."""
         snapshot = tracked.outstanding.get(next(iter(results.values())).serial)
-        if snapshot is None:  # since it was sent, both sides have forgotten the numbers of objects
+        if snapshot is None:  # both sides have forgotten the numbers of objects since it was sent
             results = {replica: one._replace(changed={}, pack=None) for replica, one in results.items()}
         incoming = Results(tracked, self.user_ns, self.operations, results, self._announce, changes, self.most_nbytes)
         try:
@@ -170,7 +170,7 @@ class NotebookNamespace:
                 tracked.doubt()
             raise
         finally:
-            tracked.make_handle = None  # it holds what has arrived
+            tracked.make_handle = None  # it refers to the results
         if snapshot is not None:
             tracked.outstanding.pop(snapshot.serial, None)
         if len(results) < tracked.size:
@@ -181,7 +181,7 @@ class NotebookNamespace:
         """Open an exception that an engine packed. Its class is the notebook's own."""
         return TrackedObjects(((), 0), self.user_ns, self._classes).tracker.open_loose(pack)[""]
 
-    # -- engines that come and go --------------------------------------------------------------------------------------
+    # -- lost and new engines ------------------------------------------------------------------------------------------
 
     def engine_died(self, engine: int) -> None:
         """Note that an engine's process has ended, from any thread. Later programs use the objects of the others."""
@@ -199,11 +199,11 @@ class NotebookNamespace:
 
     @contextmanager
     def localise(self, source: str) -> Iterator[tuple[str, ...]]:
-        """Let a cell that runs in the notebook work on copies of the mirrored objects that it reads.
+        """Bind copies of the mirrored objects that a cell reads, for a cell that runs in the notebook.
 
-        Within the context, names bound to handles (also in the notebook's containers and functions that the cell
-        reads) hold copies of replica 0's objects, made together; afterwards the names are the handles again, unless
-        the cell assigned them. Gives the names that hold copies.
+        Within the context, names that are bound to handles (also in the notebook's containers and functions that the
+        cell reads) hold copies of replica 0's objects, made together. Afterwards they are bound to the handles again,
+        unless the cell assigned them. The context's value is the names that hold copies.
         """
         copies = LocalCopies(self.user_ns, self.operations, self._announce)
         names = copies.bind(names_read(source))
@@ -232,7 +232,7 @@ class NotebookNamespace:
             )
         try:
             return self._make_snapshot(tracked, needs, arguments, cell=cell, assigned=assigned, described=described)
-        except BaseException:  # the user's interrupt, or what the user's own code raises as it is pickled
+        except BaseException:  # the user's interrupt, or an error of the user's code in pickling
             tracked.doubt()
             raise
 
@@ -264,7 +264,7 @@ class NotebookNamespace:
                 self._announce(f"distnb: sending {size}: {what or 'arguments of a call'}")
         names, bound = tuple(needs.names), tracked.bound
         plain = {name: value for name, value in needs.plain.items() if not bound.is_sent(name, value)}
-        # A cell always binds them, since a thread of an earlier cell may have bound them to something else.
+        # A cell always binds its names, since a thread of an earlier cell may have bound them to something else.
         bind = cell or bool(plain) or any(name in needs.names for name in lacking) or not self._are_bound(bound, names)
         staying = bound.stay(self.user_ns, set(assigned).difference(names)) if bind else ()
         if bind:
@@ -302,7 +302,7 @@ class NotebookNamespace:
         )
         tracked.forget.clear()
         tracked.unlike_parts.clear()
-        tracked.drop_unreferenced()  # they hear of it later than of this pack, which may refer to memory of it
+        tracked.drop_unreferenced()  # reported after this pack, which may refer to memory of these objects
         tracked.adopt.clear()
         tracked.renamed.clear()
         tracked.fresh = False
@@ -313,7 +313,7 @@ class NotebookNamespace:
         return snapshot
 
     def _needs(self, tracked: TrackedObjects) -> Needs:
-        """Begin to collect what a program needs, once the engines' names are the notebook's."""
+        """Return an empty collection of a program's needs, after names that the notebook has rebound are released."""
         tracker, user_ns = tracked.tracker, self.user_ns
         rebound = [
             name
@@ -324,7 +324,7 @@ class NotebookNamespace:
         return Needs(tracked, user_ns)
 
     def _are_bound(self, bound: BoundNames, names: tuple[str, ...]) -> bool:
-        """Return whether the latest snapshot has bound what a call needs, and the notebook has these names still."""
+        """Return whether the latest snapshot has bound the names that a call needs, and the notebook still has them."""
         latest = bound.latest
         return latest is not None and set(names) <= set(latest) and all(name in self.user_ns for name in latest)
 
@@ -346,10 +346,12 @@ class NotebookNamespace:
 
 
 class _Arguments:
-    """Puts names in the place of values that are looked at by themselves; what the notebook has a name for gets that.
+    """The arguments of a call in which names replace the values that are digested and sent one by one.
+
+    A function that the notebook has a name for is replaced by that name.
 
     Args:
-        asked: They are the arguments of an operation on a handle; else of a strategy's method.
+        asked: Whether they are the arguments of an operation on a handle, or else of a strategy's method.
     """
 
     def __init__(
@@ -364,7 +366,7 @@ class _Arguments:
     def replaced(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Return `(args, kwargs)` as they are sent."""
         args, kwargs = arguments
-        # The second and third argument of `run` are a tuple and a dict that were made for the call.
+        # The second and third argument of `run` are a tuple and a dict that were created for the call.
         made = not (self._asked or kwargs) and len(args) == 3 and type(args[1]) is tuple and type(args[2]) is dict
         if made:
             own = {name: self._one(value) for name, value in args[2].items()}

@@ -1,4 +1,4 @@
-"""The notebook's knowledge of one group of engines: the objects that they have, and the handles of theirs."""
+"""The notebook's knowledge of one group of engines: the objects that they have, and the handles of these."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NotebookReferences:
 
         Args:
             obj: Any object; None is returned for others.
-            word: "own" where a handle's object takes its place, "argument" where that stays a distributed value.
+            word: "own" if the engines replace a handle by its object, "argument" if it stays a distributed value.
         """
         handle, kind = obj, type(obj)
         if kind in HANDLES:
@@ -94,13 +94,13 @@ class TrackedObjects:
         ended: Whether the engines were restarted or stopped.
         sources: The hashes of the texts that the engines have, by file name.
         modules: The state of the notebook's modules that the engines know.
-        forget, adopt, renamed, released, unlike_parts: The news for the next snapshot.
+        forget, adopt, renamed, released, unlike_parts: The news for the engines, sent with the next snapshot.
         fresh: Whether everything is sent again, because earlier snapshots may not have arrived.
     """
 
     def __init__(self, key: TeamKey, user_ns: dict[str, Any], classes: Classes) -> None:
         self.key = key
-        self.whole = key[0]  # the engines that it was made with, those that died since among them
+        self.whole = key[0]  # the engines of the first group, including those that died since
         self.references = NotebookReferences(self)
         self.tracker = Tracker(Side(user_ns=user_ns, references=self.references, classes=classes))
         self.bound = BoundNames(self.tracker)
@@ -116,9 +116,9 @@ class TrackedObjects:
         self.released: list[ObjectId] = []
         self.fresh = False
         self.outstanding: dict[int, Snapshot] = {}
-        self.changing: set[int] = set()  # those, by serial, that may change an object of the notebook's in place
+        self.changing: set[int] = set()  # serials of the programs that may change an object of the notebook's in place
         self._handles: dict[ObjectId, weakref.ref[Any]] = {}
-        self.make_handle: Any = None  # set by who takes in results: makes a handle for an id that has none
+        self.make_handle: Any = None  # set while results are applied: creates a handle for an id that has none
 
     @property
     def size(self) -> int:
@@ -173,7 +173,7 @@ class TrackedObjects:
         }
 
     def release_names(self, rebound: Iterable[str], serial: int) -> None:
-        """Release names that are bound to other objects now, but keep what engine objects hold of the former."""
+        """Release names that are bound to other objects now, but keep the old values that engine objects hold."""
         names = list(rebound)
         formers = [name for name in self.tracker.names if "#" in name]
         if not names and not formers:

@@ -43,7 +43,7 @@ class TrackedTeams:
         self._dead.add(engine)
 
     def leave_the_dead(self, tracked: TrackedObjects) -> None:
-        """Let a team go on with the engines of it that live, if some do and some do not."""
+        """Continue a team with its living engines, if it has lost some and not all."""
         if self._lost_some(tracked):
             self._move(tracked, tuple(engine for engine in tracked.key[0] if engine not in self._dead))
 
@@ -52,7 +52,7 @@ class TrackedTeams:
         return not self._dead.isdisjoint(engines) and not self._dead.issuperset(engines)
 
     def _move(self, tracked: TrackedObjects, engines: tuple[int, ...]) -> None:
-        """Let a team go on with fewer engines, or with more: those that stay keep its objects."""
+        """Continue a team with fewer or more engines. The engines that stay keep its objects."""
         old, new = tracked.key, (engines, next(self._epochs))
         self._operations.rename(tuple(engine for engine in old[0] if engine in engines), old, new)
         del self._teams[old[0]]

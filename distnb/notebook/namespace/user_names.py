@@ -1,4 +1,4 @@
-"""Which names of the notebook's namespace are the user's, and not the shell's."""
+"""The distinction between the user's names in the notebook's namespace and those of the shell."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _SHELL_NAMES = frozenset({"In", "Out", "exit", "quit", "get_ipython", "_dh", "_o
 
 
 def is_user_name(name: str, user_ns: Mapping[str, Any]) -> bool:
-    """Whether a name is there, and is no name of the shell's or of Python's own."""
+    """Return whether a name exists and belongs neither to the shell nor to Python."""
     if name not in user_ns or (name.startswith("__") and name.endswith("__")) or name in _SHELL_NAMES:
         return False
-    # The shell's own `open`, which the engines have as well.
+    # IPython replaces `open` by a function of its own, and the engines have that too.
     return name != "open" or "IPython" not in getattr(getattr(user_ns[name], "__code__", None), "co_filename", "")
 
 
 def user_names(user_ns: Mapping[str, Any]) -> set[str]:
-    """Every name of the user's."""
+    """Return all names of the user."""
     return {
         name for name in user_ns if isinstance(name, str) and not name.startswith("_") and is_user_name(name, user_ns)
     }
