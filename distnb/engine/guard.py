@@ -203,7 +203,7 @@ class Guard:
         return ordered
 
     def forestall(self, program: int) -> bool:
-        """Let a program end as it begins, from another thread. Return False if it has begun."""
+        """Order the end of a program before it begins, from another thread. Return False if it has begun."""
         with self._beginning:
             begun = self._run is not None and program <= self._run.program
             if not begun:

@@ -1,11 +1,11 @@
-"""Threads that a program starts belong to it: it ends when they have ended, as a Python process does.
+"""The wait for a program's threads. A program ends when the threads that it started have ended, like a Python process.
 
-A thread that the notebook's user did not start as a daemon may still communicate or write a file: torch's
-`checkpoint.async_save` does both. Python waits for such threads before it ends, and so does a program here. It does not
-wait for threads that have nothing to do, such as the workers of a pool: later programs may go on to use them.
+A thread that is not a daemon may still communicate or write a file. torch's `checkpoint.async_save` does both. Python
+waits for such threads before it ends, and so does a program here. It does not wait for threads that have nothing to do,
+such as the workers of a pool, which later programs may use.
 
-The stack of a thread tells whether it works. That of a pool's worker does not: a worker that waits looks like one that
-has just been given something. So what pools are given is noted.
+The stack of a thread shows whether the thread works. The stack of a pool's worker does not: an idle worker looks like
+one that has just received a task. So the tasks that pools receive are recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["note_work_of_pools", "threads_awaited"]
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _PATIENCE_S = 1.0
 _PYTHON = os.path.dirname(threading.__file__)
-# Where the threads of Python's own pools, timers, event loops and servers are while they wait for something to do.
+# The modules in which the threads of Python's own pools, timers, event loops and servers wait for something to do.
 _POOLS = tuple(
     os.path.join(_PYTHON, *path.split("/"))
     for path in (
@@ -45,11 +45,11 @@ _POOLS = tuple(
 _WAITS = frozenset({"wait", "select", "_worker"})
 
 
-_given: dict[Future[Any], str] = {}  # to pools, and not done
+_given: dict[Future[Any], str] = {}  # the unfinished tasks of pools, with the names of their functions
 
 
 def note_work_of_pools() -> None:
-    """Note, from now on, what this process gives to the pools of `concurrent.futures`. Idempotent."""
+    """Record, from now on, the tasks that this process submits to the pools of `concurrent.futures`. Idempotent."""
     for pool in (ThreadPoolExecutor, ProcessPoolExecutor):
         if not hasattr(pool.submit, "__wrapped__"):
             pool.submit = _noting(pool.submit)  # type: ignore[method-assign]
@@ -72,9 +72,9 @@ def _forget(future: Future[Any]) -> None:
 
 @contextmanager
 def threads_awaited() -> Iterator[None]:
-    """Wait, at the end of a block that ends well, for the threads that began to work in it; on the main thread.
+    """Wait at the end of a successful block for the threads that began to work in it. Use it on the main thread.
 
-    A notice names those that take long. Threads that an earlier program left at work, since it failed or was
+    A notice names the threads that take long. Threads that still work for an earlier program, which failed or was
     interrupted, are not waited for again.
     """
     earlier = _at_work().keys()
@@ -95,7 +95,7 @@ def threads_awaited() -> Iterator[None]:
 
 
 def _at_work() -> dict[threading.Thread | Future[Any], str]:
-    """Return what Python would wait for, and that is not done, in words: threads that work, and work of pools."""
+    """Return the working threads and unfinished tasks of pools that Python would wait for, each with a description."""
     working: dict[threading.Thread | Future[Any], str] = {
         each: f"{name} in a pool" for each, name in _given.copy().items()
     }
@@ -110,9 +110,9 @@ def _at_work() -> dict[threading.Thread | Future[Any], str]:
 
 
 def _waits(innermost: FrameType) -> bool:
-    """Return whether a thread waits for something to do: it runs no code but Python's own, and that waits."""
+    """Return whether a thread waits for something to do: all its code is Python's own, and the innermost waits."""
     if innermost.f_code.co_name not in _WAITS:
-        return False  # a thread that begins has no other code on its stack yet, either
+        return False  # checked first, because a thread that begins has only Python's code on its stack, too
     frame: FrameType | None = innermost
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_POOLS):
@@ -122,7 +122,7 @@ def _waits(innermost: FrameType) -> bool:
 
 
 def _place(innermost: FrameType) -> str:
-    """Return the innermost line of a thread that is not Python's own."""
+    """Return the innermost line of a thread outside Python's own code."""
     frame: FrameType = innermost
     while frame.f_back is not None and _is_python(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""This engine as a task of a cluster with parameter servers: a worker, which runs closures, or a server."""
+"""The tasks of an engine in a cluster with parameter servers: a worker, which runs closures, or a server."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ REFUSAL = (
 
 
 def install(agent: Agent) -> None:
-    """Let the engine take a task of a cluster with parameter servers: see `distnb.engine.rooms`."""
+    """Add the programs of workers and parameter servers to an agent: see `distnb.engine.rooms`."""
     TaskRoom(agent)
 
 
 class TaskRoom:
-    """The programs that an engine gets as a parameter server or as a worker."""
+    """The programs that an engine receives as a parameter server or as a worker."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -67,7 +67,7 @@ class TaskRoom:
             return Reply(program=message.program, status="ok", value=self._server.address)
         before = self._worker
         if before is not None:  # another replica of this worker was replaced, and all of them start again
-            agent.stop_receiving(before.link)  # before its descriptor's number is another socket's
+            agent.stop_receiving(before.link)  # before another socket gets the number of its descriptor
             before.close()
         else:
             agent.suspensions.append(lambda: self._working.suspend())
@@ -108,10 +108,10 @@ class TaskRoom:
 
 
 class ServerTask:
-    """A parameter server: a thread serves variables.
+    """A parameter server, which serves variables on a thread.
 
     Args:
-        spread: Whether some of those that it serves are on other machines.
+        spread: True if some of its clients are on other machines.
     """
 
     def __init__(self, connection: Connection, *, spread: bool) -> None:
@@ -122,13 +122,13 @@ class ServerTask:
 
 
 class WorkerTask:
-    """A worker: closures come by a channel of their own, and run one at a time on the main thread.
+    """A worker. It receives closures by a channel of their own, and runs them one at a time on the main thread.
 
     Attributes:
-        rank: Which replica of its worker it is.
-        number: Which one among the replicas of all workers.
+        rank: This engine's replica number within its worker.
+        number: Its number among the replicas of all workers.
         link: The channel.
-        alone: The team that it is while a closure runs, if its worker has no other replica.
+        alone: The team of this engine only, for closures of a worker that has no other replica.
         access: The variables on the servers.
     """
 
@@ -161,34 +161,34 @@ class WorkerTask:
         self.access: ServerAccess
         access = ServerAccess(self._servers, is_worker=True, device=torch_device(device))
         if len(mates) == 1:
-            access.next_is_here = self.link.has_message  # of several replicas each would find another answer
+            access.next_is_here = self.link.has_message  # several replicas would find different answers
         access.is_one_of_several = len(mates) > 1
         if before is not None:
             access.replicas = before.access.replicas
         servers_here.access = self.access = access
         self._runner = Runner(access, role.index)
         self.alone = _team_of_one(message.team, engine, device)
-        self._definitions: tuple[tuple[int, Any], ...] = ()  # that have come, and may not be the runner's yet
+        self._definitions: tuple[tuple[int, Any], ...] = ()  # received ones, which the runner may not have yet
         self._seed: int | None = None
         self._device = str(torch_device(device))
         self._modes = Environment()
         self._fresh: frozenset[int] = frozenset()  # variables that this closure need not read
-        self._random: RngState | None = None  # while others draw
+        self._random: RngState | None = None  # the worker's state while other programs draw random numbers
 
     def close(self) -> None:
-        """Take no more closures."""
+        """Close the channel of closures and the connections to the servers."""
         self.link.close()
         self._servers.close()
 
     def renew(self, message: ServersReplaced) -> None:
-        """Parameter servers have come in the place of others."""
+        """Connect to the parameter servers that replace others."""
         for server, address in message.servers.items():
             if self._addresses.get(server) != address:
                 self._addresses[server] = address
                 self._servers.replace(server, address)
 
     def accept(self, message: RunClosure) -> None:
-        """Keep what comes once, whether this closure runs or was told to end before it began."""
+        """Store what is sent only once, even if the closure was ordered to end before it began."""
         for source in message.sources:
             remember_source(*source)
         self._definitions += message.definitions
@@ -198,7 +198,7 @@ class WorkerTask:
             self._modes = message.modes.on(self._device)
 
     def run(self, message: RunClosure) -> ClosureResult:
-        """Run a closure that was taken in, in its team's process group; raises what it does."""
+        """Run an accepted closure in its team's process group, and raise whatever it raises."""
         if message.team is not None:
             assert self.access.replicas is not None
             self.access.replicas.begin(self.access)
@@ -212,11 +212,11 @@ class WorkerTask:
         if not self._definitions:
             return self._runner.run(message, self._fresh)
         result = self._runner.run(message._replace(definitions=self._definitions), self._fresh)
-        self._definitions = ()  # not if it was ended: then it may not have them
+        self._definitions = ()  # kept if the closure raised: the runner may not have them yet
         return result
 
     def suspend(self) -> None:
-        """Another program comes, with random numbers of its own: this worker's go on later."""
+        """Save the worker's random state before another program, which draws random numbers of its own."""
         if self._random is None:
             self._random = RngState.capture(streams.generators)
 
@@ -236,7 +236,7 @@ def _seed(seed: int) -> None:
 
 
 def _address_towards(url: str) -> str:
-    """This machine's address on the network that leads to another one."""
+    """Return this machine's address on the network that leads to a URL's host."""
     there = urlsplit(url)
     family = socket.AF_INET6 if ":" in (there.hostname or "") else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,8 +1,13 @@
-"""The process from which the engines of one machine are forked: what all of them load is loaded once, and shared.
+"""The process from which the engines of one machine are forked, so that they share the modules that all of them load.
 
-Its standard input is a socket of packets to the notebook. It is told the engines, forks them, and ends: only then they
-begin, as children of the notebook. So nobody but the notebook has to know how one ends, and what is read at import,
-such as environment variables, is read anew whenever engines are replaced.
+Its standard input is a socket of packets to the notebook. It receives the list of engines, forks them, and ends. Only
+then do the engines begin, as children of the notebook. Thus only the notebook has to handle the end of an engine, and
+settings that are read at import, such as environment variables, are read again whenever engines are replaced:
+
+    notebook → template   a JSON list of engines, each with its environment and the path of its log
+    engine   → notebook   "ENGINE PID", one packet from each forked process
+    notebook → template   an answer, by which it accepts the engines as its children
+    template → engines    one byte each through a pipe; then the template ends
 """
 
 from __future__ import annotations
@@ -28,19 +33,19 @@ __all__ = ["fork_engines", "load"]
 
 _PACKET_NBYTES = 1 << 20
 _LOOK_S = 0.1
-_FORKED = ("cpu", "cuda")  # torch's import touches no such device; of others the import may be what opens one
+_FORKED = ("cpu", "cuda")  # the import of torch does not open such a device; it may open others
 
 
 def load() -> None:
-    """Import what every engine needs; a forked one has it already."""
+    """Import the modules that every engine needs. A forked engine has them already."""
     importlib.import_module("torch.distributed")
     importlib.import_module("distnb.engine.app")
     importlib.import_module(os.environ[AGENT_VARIABLE])
 
 
 def fork_engines() -> None:
-    """Fork the engines that the notebook names. Returns in each of these, and never in the calling process."""
-    # No thread could watch the notebook: a process with threads is not to fork. The kernel ends this one.
+    """Fork the engines that the notebook names. Return in each of them, and never in the calling process."""
+    # A process with threads must not fork, so no thread can watch the notebook. The kernel ends this process with it.
     request_signal_at_parent_end(signal.SIGKILL)
     with socket.socket(fileno=0) as notebook:
         told = notebook.recv(_PACKET_NBYTES)
@@ -54,14 +59,14 @@ def fork_engines() -> None:
                 os.close(let_begin)
                 _become(order, notebook, begin, fit and _may_fork(order["environment"]))
                 return
-        # An answer says that they are the notebook's children from our end on. Without one they end with us.
+        # By its answer the notebook accepts them as its children once we have ended. Without one they end with us.
         if _answered(notebook):
             os.write(let_begin, b"." * len(orders))
     os._exit(0)
 
 
 def _answered(notebook: socket.socket) -> bool:
-    """Wait for the notebook's answer. Exit if an engine ends before it: the notebook waits for its word."""
+    """Wait for the notebook's answer. Exit if an engine ends before it, since the notebook waits for its packet."""
     while not select.select([notebook], [], [], _LOOK_S)[0]:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -76,19 +81,26 @@ def _may_fork(environment: Mapping[str, str]) -> bool:
 
 
 def _load_for_forking() -> bool:
-    """Load it all. False where something has begun to use a GPU, which no forked process could go on with."""
-    gc.disable()  # nothing that imports leave is garbage
+    """Load the engines' modules. Return False if an import began to use a GPU, which a forked process cannot use."""
+    gc.disable()  # imports leave no garbage
     load()
-    gc.freeze()  # a collection writes to every object that it looks at, and memory is shared until it is written to
+    gc.freeze()  # a collection writes to every object that it visits, and memory is shared only until it is written to
     return not sys.modules["torch"].cuda.is_initialized()
 
 
 def _become(order: Mapping[str, Any], notebook: socket.socket, begin: int, fit: bool) -> None:
-    """In the forked process: begin as the engine that is wanted, once the notebook has it; if `fit`, with what was
-    loaded before the fork."""
-    # Threads that live on through a fork are not there in the new process, and locks that they hold are never released.
+    """Make the forked process an engine, once the notebook has answered.
+
+    Args:
+        order: The engine's environment and the path of its log.
+        notebook: The socket to the notebook.
+        begin: The reading end of the pipe that lets the engine begin.
+        fit: True if the engine can use the modules that were loaded before the fork. Otherwise it executes Python
+            again.
+    """
+    # The parent's other threads do not exist in the forked process, and the locks that they held are never released.
     fit = fit and len(os.listdir(f"/proc/{os.getppid()}/task")) == 1
-    os.setsid()  # a terminal's Ctrl-C is for the notebook; and what ends with us is exactly our group
+    os.setsid()  # a terminal's Ctrl-C is for the notebook, and our group is exactly the processes that end with us
     environment = order["environment"]
     notebook.send(f"{environment[ENGINE_VARIABLE]} {os.getpid()}".encode())
     notebook.close()
@@ -96,7 +108,7 @@ def _become(order: Mapping[str, Any], notebook: socket.socket, begin: int, fit: 
         os._exit(1)
     os.close(begin)
     os.environ.update(environment)
-    os.open(os.devnull, os.O_RDONLY)  # as standard input, whose number is the lowest that is free
+    os.open(os.devnull, os.O_RDONLY)  # becomes standard input, because 0 is the lowest free descriptor
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -108,7 +120,7 @@ def _become(order: Mapping[str, Any], notebook: socket.socket, begin: int, fit: 
 
 
 def _be_another() -> None:
-    """What is chosen at random when it is imported is chosen anew. Python's `random` does so by itself."""
+    """Renew the random values that imports have chosen. Python's `random` reseeds itself after a fork."""
     multiprocessing.current_process().authkey = os.urandom(32)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:

@@ -1,1 +1,1 @@
-"""The user at a replica: its questions, a debugger's prompt in its frames, and what a failed program leaves for one."""
+"""Interaction with the user: a replica's prompts, a debugger in its frames, and the frames kept of a failed program."""

@@ -1,4 +1,4 @@
-"""The replica's keyboard is the notebook's: what is asked for here, a line at a time, is asked there."""
+"""The console of a replica, whose prompts the notebook shows to its user, one line at a time."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ _NOBODY = (
     "{what} was called where nobody can be asked: in a child process of a replica (num_workers=0 keeps a DataLoader in "
     "the replica itself), or while the notebook runs nothing on it."
 )
-_BLOCKED_S = 0.3  # a collective that lasts longer waits for other replicas
-_AWAY_S = 2.0  # a debugger's command that lasts longer lets other replicas ask meanwhile
+_BLOCKED_S = 0.3  # a collective that takes longer waits for other replicas
+_AWAY_S = 2.0  # during a debugger's command that takes longer, other replicas may ask
 _COLLECTIVES = os.path.join(OWN, "collectives", "")
 
 
 class Console(io.TextIOBase):
     """A stream that debuggers read from and write to, and that asks for `input`. Several threads take turns.
 
-    What is written is kept, and shown above the next prompt. Who waits for an answer is freed when the program is told
-    to end.
+    Written text is kept, and shown above the next prompt. An order to end the program frees the thread that waits for
+    an answer.
 
     Args:
-        running: Gives the (program, replica) that runs.
+        running: Returns the current (program, replica).
         emit: Sends an event to the notebook, at once if it is `urgent`.
 
     Attributes:
-        refusal: The reason why the program that runs cannot ask the user, with a place for `{what}`; "" if it can.
-        stopped_in: What ended the program at a debugger's prompt, and the user's frames there.
+        refusal: The reason why the running program cannot ask the user, with a place for `{what}`; "" if it can.
+        stopped_in: The error that ended the program at a debugger's prompt, and the user's frames there.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Console(io.TextIOBase):
         self._emit = emit
         self._owner = os.getpid()
         self._turn = threading.RLock()
-        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # its `get` a signal ends, and is whole
+        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # a signal can safely end its `get`
         self._written: list[str] = []
-        self._inside = False  # the notebook takes its user to be here
-        self._debugging = False  # a debugger has asked, and will ask again
-        self._since: float | None = None  # when a debugger got the line that it is busy with
+        self._inside = False  # True if the notebook shows this replica's prompt
+        self._debugging = False  # True if a debugger has asked, and will ask again
+        self._since: float | None = None  # the time when the debugger received its current command
         self.refusal = ""
         self.stopped_in: tuple[BaseException, TracebackType | None] | None = None
 
@@ -74,7 +74,7 @@ class Console(io.TextIOBase):
         return len(text)
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
-        """A debugger's next line, "" at the end of input. Its prompt is the line that it has begun to write."""
+        """Return a debugger's next line; "" at the end of input. The prompt is the line that it has begun to write."""
         text, newline, prompt = "".join(self._written).rpartition("\n")
         self._written = [text + newline]
         self._debugging = True
@@ -84,16 +84,16 @@ class Console(io.TextIOBase):
             return ""
 
     def input(self, prompt: object = "") -> str:
-        """As Python's `input`."""
+        """Ask the user for a line, like Python's `input`."""
         return self._input(prompt, "input()")
 
     def getpass(self, prompt: str = "Password: ", stream: object = None, **keywords: object) -> str:
-        """As `getpass.getpass`."""
+        """Ask the user for a password, like `getpass.getpass`."""
         return self._input(prompt, "getpass()", hidden=True)
 
     def _input(self, prompt: object, what: str, *, hidden: bool = False) -> str:
         process = this_process.replica
-        mark = f"[{process.rank}] " if process is not None and process.size > 1 else ""  # as what it writes has one
+        mark = f"[{process.rank}] " if process is not None and process.size > 1 else ""  # as its output has one
         try:
             return self._ask(f"{mark}{prompt}", what, hidden=hidden)
         finally:
@@ -110,7 +110,7 @@ class Console(io.TextIOBase):
             self._since = None
             while not self._answers.empty():
                 self._answers.get()
-            self.check()  # after that: an order to end that comes now finds the queue ready for its word
+            self.check()  # after emptying the queue: an order to end that arrives from here on puts None into it
             text, self._written = "".join(self._written), []
             program, replica = running
             self._inside = True
@@ -128,13 +128,13 @@ class Console(io.TextIOBase):
         return answer.line
 
     def check(self) -> None:
-        """Raise what ends the program if it was told to end: debuggers pass over a KeyboardInterrupt."""
+        """Raise the exception of an order to end the program, since debuggers ignore a KeyboardInterrupt."""
         if self._guard.aborted:
-            self._written = []  # what debuggers say of it
+            self._written = []  # the debugger's own words about it
             raise self._guard.error
 
     def leave(self) -> None:
-        """The user is here no more: the program goes on, or has ended."""
+        """Report that the user is no longer at this prompt, since the program continues or has ended."""
         self._since, self._debugging = None, False
         running = self._running()
         if running is None or os.getpid() != self._owner:
@@ -149,17 +149,17 @@ class Console(io.TextIOBase):
     # -- the control thread ----------------------------------------------------------------------------------------
 
     def answer(self, answer: Answer) -> None:
-        """The user has answered."""
+        """Pass the user's answer to the thread that waits for it."""
         running = self._running()
         if running is not None and running[0] == answer.program:
             self._answers.put(answer)
 
     def free(self) -> None:
-        """The program is told to end: nobody waits any longer."""
+        """Free the thread that waits for an answer, since the program is ordered to end."""
         self._answers.put(None)
 
     def watch_command(self) -> None:
-        """See whether a debugger's command waits for the other replicas, and tell; called many times a second."""
+        """Report a debugger's command that waits for the other replicas. It is called many times a second."""
         since, running = self._since, self._running()
         if since is None or running is None:
             return
@@ -178,7 +178,7 @@ class Console(io.TextIOBase):
 
 
 def _collective() -> str:
-    """Which collective the main thread is in, and the user's line that called it: "all_reduce (cell 3, line 4)"."""
+    """Return the main thread's collective and the user's line that called it: "all_reduce (cell 3, line 4)"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     codes: list[Any] = []
     while frame is not None and not _is_users(frame):

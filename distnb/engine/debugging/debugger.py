@@ -1,8 +1,8 @@
-"""A debugger's prompt in a replica's own frames, for the user in the notebook: pdb as IPython has it."""
+"""IPython's pdb in a replica's own frames, with its prompt in the notebook."""
 
 from __future__ import annotations
 
-import pdb  # noqa: T100  (to lead to ours whoever calls it)
+import pdb  # noqa: T100  (to redirect its callers to ours)
 import sys
 from bdb import BdbQuit
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ class ReplicaPdb(Pdb):
     """IPython's debugger, which asks by a `Console` and shows none of distnb's frames.
 
     Attributes:
-        who: What its prompt begins with, "replica 1 (cpu:1)".
+        who: The beginning of its prompt, such as "replica 1 (cpu:1)".
         after_line: Called after each command.
     """
 
@@ -33,7 +33,7 @@ class ReplicaPdb(Pdb):
     after_line: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, completekey: Any = None, stdin: Any = None, stdout: Any = None, **options: Any) -> None:
-        # Nobody may be interrupted by SIGINT here: the notebook's Ctrl-C ends the program, by the guard.
+        # pdb must not handle SIGINT here. The notebook's Ctrl-C ends the program by the guard's signal.
         super().__init__(None, stdin, stdout, nosigint=True, **options)
         self.report_skipped = False
         self.prompt = f"{self.who}> "
@@ -45,7 +45,7 @@ class ReplicaPdb(Pdb):
         _forget_latest()
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
-        """The user's frames, from the cell's own on; all of them where there are no others."""
+        """Return the user's frames, from the cell's own frame on. If there are none, return all frames."""
         stack, _ = super().get_stack(f, t)  # type: ignore[no-untyped-call]
         guarded = [place for place, (frame, _) in enumerate(stack) if frame.f_code.co_filename == guard.__file__]
         users = [
@@ -58,27 +58,27 @@ class ReplicaPdb(Pdb):
         return shown, at[-1] if at else len(shown) - 1
 
     def format_stack_entry(self, frame_lineno: tuple[FrameType, int], lprefix: str = ": ") -> str:
-        """One frame, of a cell by the cell's name."""
+        """Format one frame, with the cell's name instead of its file name."""
         text = str(super().format_stack_entry(frame_lineno, lprefix))
         filename = self.canonic(frame_lineno[0].f_code.co_filename)
         name = self.shell.compile.format_code_name(filename)
         return text.replace(filename, " ".join(name), 1) if name is not None else text
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Whether stepping stops in a frame: never in ours."""
+        """Return whether stepping stops in a frame. It never stops in ours."""
         return not frame.f_code.co_filename.startswith(OWN) and bool(super().stop_here(frame))  # type: ignore[no-untyped-call]
 
     def postcmd(self, stop: bool, line: str) -> bool:
-        """Whether the user leaves, after a command."""
+        """Call `after_line` after a command, and return whether the user leaves."""
         self.after_line()
         return stop
 
     def _cmdloop(self) -> None:
-        # pdb's and IPython's own begin again after a KeyboardInterrupt, which ends the program here.
+        # The loops of pdb and IPython continue after a KeyboardInterrupt, which ends the program here.
         self.cmdloop()
 
     def interaction(self, frame: FrameType | None, tb_or_exc: Any) -> None:
-        """Talk with the user. Raises what ends the program: the notebook's word, or the user's `q`."""
+        """Read and run the user's commands. Raise on the notebook's order to end the program, and on the user's `q`."""
         console: Console = self.stdin  # type: ignore[assignment]
         try:
             super().interaction(frame, tb_or_exc)  # type: ignore[no-untyped-call]
@@ -88,12 +88,12 @@ class ReplicaPdb(Pdb):
         except BaseException as error:
             self._ended_by(error, frame)
             raise
-        if self.stoplineno == -1:  # it stops no more by itself
+        if self.stoplineno == -1:  # it does not stop again by itself
             console.leave()
 
-    @guard.spared  # a program is told to end by a word to who waits here and by a signal: the second one comes now
+    @guard.spared  # an order to end the program frees the waiting thread and sends a signal, which may arrive now
     def _ended_by(self, error: BaseException, frame: FrameType | None) -> None:
-        """The program ends at the prompt: note where that is."""
+        """Record the error that ends the program at the prompt, and the user's frames there."""
         console: Console = self.stdin  # type: ignore[assignment]
         sys.settrace(None)
         console.leave()
@@ -107,12 +107,12 @@ class ReplicaPdb(Pdb):
 def at_breakpoint(
     console: Console, who: str, size: int, frame: FrameType, header: str | None = None, commands: Iterable[str] = ()
 ) -> None:
-    """Stop in a frame of the user's, in the line that comes next (since Python 3.13: in that of the breakpoint).
+    """Stop in a user's frame, in the line after the breakpoint (since Python 3.13: in the breakpoint's line).
 
     Args:
-        who: Names one of `size` replicas.
+        who: The name of this replica, one of `size`.
         header: A line to show first.
-        commands: What the debugger does before it asks.
+        commands: The debugger's commands to run before it asks.
     """
     others = "The other replicas go on until they need this one. " if size > 1 else ""
     on = " on all replicas" if size > 1 else ""
@@ -125,7 +125,7 @@ def at_breakpoint(
 
 
 def post_mortem(console: Console, who: str, traceback: TracebackType, after_line: Callable[[], None]) -> None:
-    """Look around in the frames of a traceback, until the user leaves. `after_line` is called after each command."""
+    """Debug the frames of a traceback until the user leaves. `after_line` is called after each command."""
     debugger = _debugger(console, who)
     debugger.after_line = after_line
     debugger.reset()
@@ -135,21 +135,21 @@ def post_mortem(console: Console, who: str, traceback: TracebackType, after_line
 
 
 def _debugger(console: Console, who: str) -> ReplicaPdb:
-    kind = type("ReplicaPdb", (ReplicaPdb,), {"who": who})  # `debug` at the prompt makes another one
+    kind = type("ReplicaPdb", (ReplicaPdb,), {"who": who})  # `debug` at the prompt makes another debugger of this class
     debugger: ReplicaPdb = kind(stdin=console, stdout=console)
     return debugger
 
 
 def stop_stepping() -> None:
-    """The program has ended: what follows is not traced."""
+    """Stop tracing after a program has ended."""
     if isinstance(getattr(sys.gettrace(), "__self__", None), ReplicaPdb):
         sys.settrace(None)
 
 
 def redirect(stop: Callable[[FrameType, str | None, Iterable[str]], None]) -> None:
-    """Let `pdb.set_trace`, and debuggers made of it, stop by a call of this.
+    """Have `pdb.set_trace`, and debuggers derived from it, stop by a call of `stop`.
 
-    Those that have a connection of their own, as remote debuggers do, are left alone.
+    Debuggers that have a connection of their own, as remote debuggers do, keep it.
     """
     set_trace = pdb.Pdb.set_trace
 
@@ -175,5 +175,5 @@ def redirect(stop: Callable[[FrameType, str | None, Iterable[str]], None]) -> No
 
 
 def _forget_latest() -> None:
-    """Have `pdb.set_trace` make a debugger: since Python 3.14 it takes the latest one, which may be ours."""
+    """Have `pdb.set_trace` create a debugger. Since Python 3.14 it uses the latest one, which may be ours."""
     pdb.Pdb._last_pdb_instance = None  # type: ignore[attr-defined]

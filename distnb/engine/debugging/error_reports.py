@@ -1,4 +1,4 @@
-"""An exception of a replica, made ready to be sent and to be read."""
+"""Reports of a replica's exceptions, for the notebook and its user."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ _SHOWN = 12  # frames at either end of a very long traceback
 
 
 def report(error: BaseException, pack: Callable[[BaseException], Packed] | None = None) -> ErrorReport:
-    """Describe an exception: itself where it can be pickled, and its traceback as IPython draws it.
+    """Describe an exception by its pickle, if it can be pickled, and by its traceback as IPython draws it.
 
-    `pack` packs it so that its class is the notebook's own; there is none where no program runs. Never raises: the
-    texts of exceptions are the user's code, and the notebook waits for what this gives.
+    This never raises, although the texts of exceptions are user code, because the notebook waits for the report.
+
+    Args:
+        error: The exception.
+        pack: Packs it so that its class is the notebook's own; None outside a program and for closures.
     """
     kind = type(error)
     if _wants_a_gpu(error):
@@ -47,7 +50,7 @@ def report(error: BaseException, pack: Callable[[BaseException], Packed] | None 
     shared_files.explain(error)
     try:
         text, rendered = str(error), _draw(error)
-    except BaseException as failed:  # noqa: BLE001  # whatever its __str__ raises, an order to end that comes late too
+    except BaseException as failed:  # noqa: BLE001  # its __str__ may raise anything, and a late order to end may arrive
         text = f"(its text and traceback cannot be shown: {type(failed).__name__})"
         rendered = (f"{kind.__qualname__}: {text}",)
     return ErrorReport(
@@ -62,7 +65,7 @@ def report(error: BaseException, pack: Callable[[BaseException], Packed] | None 
 
 
 def _wants_a_gpu(error: BaseException) -> bool:
-    """Whether torch was asked for a GPU that is not there, and nobody has told the cure yet."""
+    """Return whether torch was asked for a missing GPU, and the error has no note about the cure yet."""
     text = str(error) if isinstance(error, (AssertionError, RuntimeError)) else ""
     return any(words in text for words in _NO_GPU) and _WITHOUT_GPU not in getattr(error, "__notes__", ())
 
@@ -71,17 +74,17 @@ def _pickle(error: BaseException, pack: Callable[[BaseException], Packed] | None
     try:
         if pack is not None:
             return pack(error)
-        data = cloudpickle.dumps(error)  # without its traceback: pickle leaves that out
+        data = cloudpickle.dumps(error)  # without the traceback, which pickle leaves out
         return data if type(pickle.loads(data)).__name__ == type(error).__name__ else None
     except Exception:  # noqa: BLE001
         return None  # an exception may hold anything, and fail in any way; its text and traceback are still sent
 
 
 def users_part(error: BaseException) -> list[TracebackType]:
-    """The traceback without frames of distnb, and of torch where the error is ours.
+    """Return the traceback without distnb's frames, and without torch's if the error is ours.
 
-    An error that is not ours, raised with no frame but ours on the stack, is a defect, whose place must be seen, unless
-    it came from where we do what the notebook asked of the user's object.
+    An error that is not ours, with only our frames on the stack, is a defect of distnb, and keeps all frames. The
+    exceptions are operations that the notebook requested on a user's object, which run in our frames.
     """
     frames = frames_of(error.__traceback__)
     hidden = (OWN, *torch_frames(error))
@@ -99,7 +102,7 @@ def _draw(error: BaseException) -> tuple[str, ...]:
     def chosen(each: BaseException) -> Sequence[TracebackType]:
         nonlocal left_out
         frames = users_part(each)
-        if len(frames) > 2 * _SHOWN:  # IPython needs minutes for the thousand frames of an endless recursion
+        if len(frames) > 2 * _SHOWN:  # IPython needs minutes to draw the thousand frames of an endless recursion
             left_out += len(frames) - 2 * _SHOWN
             frames = [*frames[:_SHOWN], *frames[-_SHOWN:]]
         return frames
@@ -111,10 +114,10 @@ def _draw(error: BaseException) -> tuple[str, ...]:
 
 def _drawn(error: BaseException) -> tuple[str, ...]:
     kind, traceback = type(error), error.__traceback__
-    if any(isinstance(each, BaseExceptionGroup) for each in chain(error)):  # IPython knows none
+    if any(isinstance(each, BaseExceptionGroup) for each in chain(error)):  # IPython cannot draw them
         return tuple(line.rstrip("\n") for line in format_exception(error))
     shell = get_ipython()
-    mode = shell.InteractiveTB.mode if shell is not None else "Context"  # as the notebook's %xmode has it
+    mode = shell.InteractiveTB.mode if shell is not None else "Context"  # the mode of the notebook's %xmode
     drawer: Any = AutoFormattedTB(mode=mode, theme_name="neutral")
     if isinstance(error, SyntaxError):
         drawer = SyntaxTB(theme_name="neutral")

@@ -1,4 +1,4 @@
-"""What a program that failed leaves for a debugger: its frames with their variables, until the next program."""
+"""The frames of a failed program, with their variables, which a debugger can show until the next program."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class KeptFailure:
     """An exception that ended a program, with the user's frames.
 
     Attributes:
-        who: The replica, "replica 1 (cpu:1)".
+        who: The replica's name, such as "replica 1 (cpu:1)".
         replica: Its number.
         error: The exception.
-        stopped_in: The user's frames where it ended the program at a prompt.
-        text: What is kept of it, in words.
+        stopped_in: The user's frames at the debugger's prompt where the program ended.
+        text: A sentence for the user that says whether the variables are kept.
     """
 
     who: str
@@ -43,9 +43,9 @@ class KeptFailure:
 
     @property
     def traceback(self) -> TracebackType | None:
-        """The user's part of its traceback; of a replica that was ended from without, down to the user's own line.
+        """The user's part of the traceback, or None if it has no line of the user's.
 
-        None where there is no line of the user's.
+        If another replica or the user ended this one, the traceback ends at the user's own line.
         """
         if self.stopped_in is not None:
             return self.stopped_in
@@ -57,11 +57,11 @@ class KeptFailure:
         return traceback_of(frames)
 
     def limit(self) -> None:
-        """Let go of what need not, or must not, be kept.
+        """Release the objects that need not, or must not, be kept.
 
-        What our frames hold goes at once: process groups, what is under way. The variables of the user's stay, unless
-        memory is short with them. They take no more than the program did, and whatever needs that memory next on this
-        replica comes after they are gone.
+        The variables of distnb's own frames (process groups, pending operations) are released at once. The user's
+        variables stay, unless memory is short. They take no more memory than the program did, and they are released
+        before the next program on this replica needs it.
         """
         nbytes = available_nbytes()
         scarce = nbytes < _FREE_NBYTES or free_share() < _FREE_SHARE
@@ -71,9 +71,9 @@ class KeptFailure:
                 if frame.f_code.co_filename.startswith(OWN) or (
                     scarce and frame.f_code.co_flags & inspect.CO_OPTIMIZED
                 ):
-                    with suppress(RuntimeError):  # it still runs
+                    with suppress(RuntimeError):  # the frame still runs
                         frame.clear()
-                        _ = frame.f_locals  # where that is a dict that was made before, it is brought up to date
+                        _ = frame.f_locals  # before Python 3.13 this updates the dict that was made earlier
         self.text = "Its variables are kept until the next program."
         if scarce:
             self.text = (

@@ -1,1 +1,1 @@
-"""The engine's side of the one namespace."""
+"""The engine's side of the namespace that it shares with the notebook."""

@@ -1,4 +1,4 @@
-"""Objects that are copied from one replica to the engine of another, and are kept in sync there again."""
+"""The origins of objects that are copied from one replica to the engine of another, and kept in sync there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Origin = tuple[StrategySpec, list[ParameterKey | None]]
 
 
 def origin_of(value: Any) -> Origin | None:
-    """Return the origin of a module, optimizer or parameter, for a replica that gets a copy, or None."""
+    """Return the origin of a module, optimizer or parameter, for a replica that gets a copy. None if it has none."""
     process = this_process.replica
     if process is None or not is_mirrored(value):
         return None
@@ -36,7 +36,7 @@ def origin_of(value: Any) -> Origin | None:
 
 
 def register_copied(value: Any, origin: Origin | None) -> None:
-    """Keep an object in sync that was copied to this engine from another replica; `origin_of` gave its origin there."""
+    """Keep an object in sync that was copied from another replica, where `origin_of` returned its origin."""
     if is_mirrored(value) and is_metric(value):
         metric_binding.bind(value)
     elif origin is not None:

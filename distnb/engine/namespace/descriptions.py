@@ -1,4 +1,4 @@
-"""Descriptions of an engine's objects for the notebook: kind, digest, and whether replicas agree on them."""
+"""Descriptions of an engine's objects for the notebook, by kind and by a digest that shows whether replicas agree."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ _UNKNOWN = Described(kind="object")
 
 
 class Describer:
-    """Describes what a program assigned or returned on one engine; new objects get ids of its snapshot's serial.
+    """The describer of the values that a program assigned or returned on one engine.
 
     Args:
-        most_nbytes: Larger data stays here.
+        serial: The serial number of the program's snapshot, from which new ids are made.
+        most_nbytes: The size in bytes above which data stays here.
 
     Attributes:
-        plain: Immutable values that are no scalars, by their paths.
-        sent: Data and code, which is sent by value, by its paths.
-        digests: The digests, and what was found while they were computed.
-        fresh: Objects that what is sent refers to, and that stay.
+        plain: Immutable values that are not scalars, by path.
+        sent: Data and code that are sent by value, by path.
+        digests: The digests, and the findings of their computation.
+        fresh: The objects that stay, and to which sent values refer.
     """
 
     def __init__(self, objects: EngineObjects, serial: int, most_nbytes: int) -> None:
@@ -51,8 +52,8 @@ class Describer:
         self.sent: dict[str, Any] = {}
         self.digests = Digests()
         self.fresh: dict[ObjectId, Described] = {}
-        self._described: dict[str, Described] = {}  # what the surveys told, by path
-        self._paths: dict[int, str] = {}  # of values that were surveyed, by `id()`
+        self._described: dict[str, Described] = {}  # the findings of the surveys, by path
+        self._paths: dict[int, str] = {}  # the paths of surveyed values, by `id()`
         objects.references.forget_program()
 
     @functools.cached_property
@@ -64,7 +65,7 @@ class Describer:
         """Choose which of the assigned values are sent, and give an id to each.
 
         Args:
-            values: By their paths.
+            values: The assigned values, by path.
         """
         objects, data = self._objects, dict[str, Any]()
         for path, value in values.items():
@@ -138,7 +139,7 @@ class Describer:
                 self._described[path] = described._replace(holds=tuple({*described.holds, *names} - {path}))
 
     def value(self, value: Any, path: str, *, brief: bool = False) -> Described:
-        """Describe what a name or a result is. A new object is kept under `path`."""
+        """Describe the value of a name, or a result. A new object is kept under `path`."""
         if issubclass(type(value), types.ModuleType):
             known = self._objects.id_of(value)
             identity = known if known is not None else self._objects.own((self._serial, path), value)
@@ -159,10 +160,10 @@ class Describer:
     def object(self, value: Any, identity: ObjectId, *, brief: bool = False, surveyed: str = "") -> Described:
         """Describe an object that stays on the engine, behind a handle.
 
-        An object that cannot be described affects no other: its summary says why.
+        If an object cannot be described, its summary gives the reason, and the others are described all the same.
 
         Args:
-            surveyed: The path under which it was surveyed, if it was.
+            surveyed: The path under which the object was surveyed; "" if it was not.
         """
         try:
             return self._object(value, identity, brief=brief, surveyed=surveyed)
@@ -175,9 +176,9 @@ class Describer:
     def _object(self, value: Any, identity: ObjectId, *, brief: bool, surveyed: str) -> Described:
         mirrored, together = is_mirrored(value), is_read_together(value)
         wrapped = isinstance(value, DistributedValues)
-        # The content of a distributed value is not asked for: looking at it would wait for the device.
+        # The content of a distributed value is not read, since that would wait for the device.
         compared = not (mirrored or wrapped or is_apart(value))
-        # This replica's part is not what it is: that is asked for when it is shown.
+        # The value of an object that is read together is more than this replica's part. It is read when it is shown.
         summary = summarise(value, brief=brief or together)
         if summary.number is not None and not wrapped:
             return self._number(value, identity, summary)
@@ -209,14 +210,14 @@ class Describer:
         return Described(kind="object", digest=digest, identity=identity, summary=summary, holds=holds)
 
     def register_fresh(self, value: Any) -> ObjectId:
-        """Give an id to an object that stays, that sent data refers to, and that no survey has met."""
+        """Give an id to an object that stays, if sent data refers to it and no survey has found it."""
         made = self.surveyor.made.setdefault("", {})
         identity = self._objects.own((self._serial, f"*{len(made)}"), value)
         made[identity] = value
         return identity
 
     def describe_fresh(self) -> None:
-        """Describe the objects within sent data that got an id, for the notebook's handles of them."""
+        """Describe the objects within sent data that got an id, for the notebook's handles."""
         for made in self.surveyor.made.values():
             for identity, value in made.items():
                 self.fresh[identity] = self.object(value, identity, brief=True)
@@ -227,7 +228,7 @@ class Describer:
             return Leaf(Described(kind="plain", digest=None, value=value))
         try:
             leaves, shape = structure.flatten(value)
-        except Exception:  # a container that holds itself, or does as it likes  # noqa: BLE001
+        except Exception:  # the container holds itself, or its class raises any error  # noqa: BLE001
             return Leaf(self.value(value, RETURNED, brief=True))
         if len(leaves) == 1 and leaves[0] is value:
             return Leaf(self.value(value, RETURNED, brief=True))
@@ -236,14 +237,15 @@ class Describer:
         ]
         try:
             return structure.unflatten(shape, described)
-        except Exception:  # a container that checks what it is given  # noqa: BLE001
+        except Exception:  # the container's class checks its items, and refuses a `Leaf`  # noqa: BLE001
             return Leaf(self.value(value, RETURNED, brief=True))
 
 
 def summarise(value: Any, *, brief: bool = False) -> Summary:
     """Return a description that is short enough to be sent with every result.
 
-    A brief one has nothing that costs time or waits for a device; the notebook asks again when it is shown.
+    A brief summary leaves out what costs time or waits for a device. The notebook requests the rest when it shows the
+    object.
     """
     shown = own_part(value)
     name = _type_name(type(shown))
@@ -277,15 +279,15 @@ def _hashing(value: Any) -> Literal["identity", "value", "none"]:
 
 
 def _shape_text(array: Any) -> str:
-    """Return an array's shape, as text; "" for one whose rows have lengths of their own."""
+    """Return an array's shape as text; "" for a nested tensor, whose rows differ in length."""
     try:
         return str(tuple(array.shape))
-    except RuntimeError:  # of a nested tensor
+    except RuntimeError:  # raised by a nested tensor
         return ""
 
 
 def _nbytes(array: Any) -> int:
-    """Return an array's size in bytes; of a sparse tensor, which has no `nbytes`, that of an equal dense one."""
+    """Return an array's size in bytes. A sparse tensor has no `nbytes`, and gets the size of an equal dense one."""
     size = array.numel() * array.element_size() if isinstance(array, torch.Tensor) else array.nbytes
     return int(size)
 
@@ -298,8 +300,8 @@ def _is_variable(value: Any) -> bool:
 def own_part(value: Any) -> Any:
     """Return a value, or a structure of distributed values, with this replica's own components.
 
-    A structure that cannot be taken apart or put together again is given as it is: one that holds itself, or a
-    container whose class does as it likes. Nothing is to fail because it is looked at.
+    A structure that cannot be taken apart or rebuilt is returned as it is, since a description must not fail. Examples
+    are a structure that holds itself, and a container whose class raises.
     """
     try:
         if not structure.has_distributed(value):
@@ -310,7 +312,7 @@ def own_part(value: Any) -> Any:
     own = [leaf.values[0] if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
     try:
         return structure.unflatten(shape, own)
-    except Exception:  # noqa: BLE001  # whatever a container raises that checks what it is given
+    except Exception:  # noqa: BLE001  # whatever a container raises that checks its items
         return value
 
 
@@ -321,7 +323,7 @@ def _type_name(kind: type) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Return names for completion: all, or only the object's own if the notebook has its class, too."""
+    """Return the names for completion: all of them, or only the object's own if the notebook has its class, too."""
     try:
         names = dir(value)
         if is_importable(type(value)):
@@ -332,7 +334,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 class _Brief(reprlib.Repr):
-    """Return the first few members of a container: of a state_dict, names of tensors and their shapes."""
+    """A repr of a container's first members, such as the names and shapes of a state_dict's tensors."""
 
     def repr1(self, x: Any, level: int) -> str:
         if isinstance(x, dict) and type(x) is not dict:
@@ -348,7 +350,7 @@ _BRIEF.maxother = 80
 
 def _short_text(value: Any) -> str:
     if isinstance(value, torch.Tensor) and dense_tensor(value) and not is_stored(value):
-        return f"<{type(value).__name__}, whose storage was resized to less than it shows>"  # torch would read on
+        return f"<{type(value).__name__}, whose storage was resized to less than it shows>"  # torch would read past it
     try:
         if isinstance(value, list | tuple | dict | set | frozenset | str | bytes):
             return _BRIEF.repr(value)

@@ -1,4 +1,4 @@
-"""The engine's side of the one namespace, which opens snapshots and describes results."""
+"""The engine's side of the shared namespace, which opens the notebook's snapshots and describes results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from distnb.wire.exchange import (
 
 __all__ = ["EngineNamespace"]
 
-# The last ones are what torch.compile puts beside a function that it has compiled.
+# Names that are not the user's. torch.compile adds the last ones to the globals of a compiled function.
 _HIDDEN = re.compile(
     r"_+|_i+|_\d+|_i\d+|_[od]h|In|Out|exit|quit|open|get_ipython|__\w+__|__(compiled_fn|resume_at|import|builtins_dict)_\w+"
 )
@@ -44,16 +44,16 @@ _SHOWN = frozenset({"_", "__all__", "__annotations__"})
 
 
 class EngineNamespace:
-    """Keeps the engine's user namespace equal to the notebook's, as far as programs read it.
+    """The engine's user namespace, kept equal to the notebook's as far as programs read it.
 
     Args:
         user_ns: The engine's one namespace.
         teams: The engine's objects.
-        engine: This engine's id. Its position among a team's engines is its replica.
+        engine: This engine's id. Its position among a team's engines is its replica number.
         reserved: The names that the engine itself binds before a program runs.
 
     Attributes:
-        adopt: Called with each object restored from a survivor, and where it was made, to keep it in sync.
+        adopt: Called with each object that is restored from another replica, and its origin, to keep it in sync.
     """
 
     def __init__(
@@ -75,22 +75,22 @@ class EngineNamespace:
         self._arguments: Any = None
         self._call: Mark | None = None
         self._moment: Moment = "end"
-        # `open` and `begin` are two calls: this is the snapshot of the next program.
+        # The snapshot of the next program, kept between the calls of `open` and `begin`.
         self._snapshot: Snapshot | None = None
 
     def replica_in(self, key: TeamKey) -> int:
-        """Return the replica that this engine is in a group of engines."""
+        """Return this engine's replica number in a team."""
         return key[0].index(self._engine) if self._engine in key[0] else self.teams.of(key).replica
 
     # -- before a program ----------------------------------------------------------------------------------------------
 
     def open(self, snapshot: Snapshot, replica: int) -> None:
-        """Make the namespace what a snapshot says. Call it before `begin`, in the order of the snapshots."""
+        """Apply a snapshot to the namespace. Call this before `begin`, in the order of the snapshots."""
         self._call, self._moment = None, "end"
         objects = self.teams.of(snapshot.team)
         objects.replica = replica
         self.teams.program_begins(snapshot.serial)
-        torch.clear_autocast_cache()  # values that were cast for an earlier program may be out of date
+        torch.clear_autocast_cache()  # values that were cast in an earlier program may be out of date
         self._apply_outcome(objects, snapshot)
         environment = None if snapshot.environment is None else snapshot.environment.on(self.teams.place)
         if environment is not None:
@@ -106,7 +106,7 @@ class EngineNamespace:
         self._snapshot = snapshot
 
     def open_call(self, snapshot: Snapshot, replica: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Open the snapshot of a call. Returns its arguments; `close_call` ends what this began."""
+        """Open the snapshot of a call, and return its arguments. `close_call` ends the call."""
         self.open(snapshot, replica)
         args, kwargs = self._arguments
         self._arguments, self._moment = None, "call"
@@ -115,10 +115,14 @@ class EngineNamespace:
 
     @spared
     def _apply_outcome(self, objects: EngineObjects, snapshot: Snapshot) -> None:
-        """Hear what the notebook made of earlier programs: maybe again, where another replica did not hear of it."""
+        """Apply the notebook's decisions on the results of earlier programs.
+
+        They may arrive twice, since the notebook sends them again if another replica did not receive them.
+        """
         for identity, what in snapshot.adopt.items():
             if identity in objects.owned:
-                # Perhaps it was sent, and the replicas did not agree. The notebook's own stays the notebook's.
+                # The object may have been sent without agreement of the replicas. It now needs its id, unless it is one
+                # of the notebook's own objects.
                 found = objects.owned[identity]
                 objects.own(identity, found, by_value=objects.tracker.number_of(found) is not None)
             elif isinstance(what, str):
@@ -126,7 +130,7 @@ class EngineNamespace:
                     objects.own(identity, objects.tracker.root(what))
             elif objects.replica in what:
                 given = what[objects.replica]
-                with contextlib.suppress(KeyError):  # an engine that was replaced since has nothing of it
+                with contextlib.suppress(KeyError):  # an engine that was replaced meanwhile does not have the object
                     found = objects.tracker.find(given) if isinstance(given, int) else objects.owned[given]
                     objects.own(identity, found)
         if snapshot.unlike_parts:
@@ -162,7 +166,7 @@ class EngineNamespace:
                 self._bind_one(name, tracker.root(name), wanted)
         if pack is not None:
             opening = tracker.opening(pack)
-            for name in pack.names:  # code comes first: what comes after it may call it when it is opened
+            for name in pack.names:  # code comes first, since opening later values may call it
                 self._bind_one(name, opening.load(name), wanted)
             values = tracker.merge(opening)
             tracker.accept(values)
@@ -195,7 +199,7 @@ class EngineNamespace:
         return Mark(dict(self.user_ns), snapshot, self._environment)
 
     def note_names(self) -> Callable[[], None]:
-        """Note all bindings, and return a function that restores them (see `runtime.contexts`)."""
+        """Note all bindings, and return a function that restores them (see `distnb.runtime.contexts`)."""
         before = dict(self.user_ns)
 
         def take_back() -> None:
@@ -208,9 +212,9 @@ class EngineNamespace:
         return take_back
 
     def refuse_placeholders(self, mark: Mark) -> None:
-        """Raise the error of a placeholder that the program bound to a name, such as one of a stale handle.
+        """Raise the error of a placeholder that the program bound to a name, such as a stale handle's.
 
-        A placeholder of an object of the notebook's goes back as that object.
+        A placeholder of one of the notebook's objects is no error: it is sent back as that object.
         """
         tracker = self.teams.of(mark.snapshot.team).tracker
         for name in self._assigned(mark.before):
@@ -225,11 +229,12 @@ class EngineNamespace:
         data: Mapping[str, Any] | None = None,
         result_name: str = RETURNED,
     ) -> Result:
-        """Describe what a program did since `begin`, whether it failed or not.
+        """Describe the effects of a program since `begin`, whether it failed or not.
 
         Args:
+            mark: The state of the namespace that `begin` noted.
             result: Describes the result of a call.
-            data: Values that go to the notebook like assigned ones, by names that no variable has.
+            data: Values that are sent to the notebook like assigned ones, by names that no variable has.
             result_name: The name under which the result is kept.
         """
         snapshot = mark.snapshot
@@ -276,9 +281,10 @@ class EngineNamespace:
     def _pack(
         self, objects: EngineObjects, serial: int, values: dict[str, Any], describer: Describer
     ) -> tuple[dict[str, bytes | None], Packed | None]:
-        """Pack what the program changed in place of the notebook's values, and what it assigned that is sent.
+        """Pack the notebook's values that the program changed in place, and the assigned values that are sent.
 
-        Returns the digests of the former, and the pack.
+        Returns:
+            The digests of the changed values by name, and the pack.
         """
         tracker, sent = objects.tracker, describer.sent
         if not values and not sent:
@@ -303,8 +309,8 @@ class EngineNamespace:
         held: dict[str, set[str]] = {}
         try:
             every = {**sent, **values}
-            # Code comes first, since opening others may call it. Values that are opened without running code come
-            # before values that run code, which may fail.
+            # Code comes first, since opening other values may call it. Values that run no code when they are opened
+            # come before those that do, which may fail.
             instances = describer.surveyor.instances
             lacking = sorted([*names, *sent], key=lambda name: (not is_code(every[name]), bool(instances.get(name))))
             pack = tracker.pack(serial << 1 | 1, every, digests, lacking, held)
@@ -312,7 +318,7 @@ class EngineNamespace:
             objects.references.register = None
         describer.note_held(held)
         describer.describe_fresh()
-        # One replica sends what all have made alike. Changed values are sent by all, to find the differences.
+        # One replica sends the values that are equal on all. All replicas send changed values, to find the differences.
         return changed, pack.bare() if objects.replica and not changed else pack
 
     def close_call(self, result: Any) -> Result:
@@ -322,21 +328,25 @@ class EngineNamespace:
         return self.finish_with(lambda describer: describer.tree(result))
 
     def give_up_call(self) -> Result | None:
-        """Describe the effects of a call that raised; None if it raised before the end of `open_call`."""
+        """Describe the effects of a call that raised. Return None if it raised before the end of `open_call`."""
         mark, self._call = self._call, None
         return self.finish(mark) if mark is not None else None
 
     def finish_with(self, result: Callable[[Describer], Any]) -> Result:
-        """End a call that `open_call` began, with a function that describes its result."""
+        """End a call that `open_call` began. `result` describes its result."""
         mark, self._call = self._call, None
         assert mark is not None
         return self.finish(mark, result)
 
     def finish_operation(self, values: list[Any], *, brief: bool = False) -> Result:
-        """End an operation on a handle that `open_call` began, with its value, if there is one.
+        """End an operation on a handle that `open_call` began.
 
-        Data goes to the notebook like data that a cell assigns. Data that the notebook has is not sent again. Functions
-        stay here, since they are called where the object is.
+        Data is sent to the notebook like data that a cell assigns, unless the notebook has it. Functions stay here,
+        since they are called where the object is.
+
+        Args:
+            values: The operation's value in a list, which is empty if there is none.
+            brief: True if the value's text is not needed yet.
         """
         mark, self._call = self._call, None
         assert mark is not None
@@ -348,7 +358,7 @@ class EngineNamespace:
         )
 
     def pack_error(self, error: BaseException) -> Packed:
-        """Pack an exception with all that it holds. Its class is the same in the notebook."""
+        """Pack an exception with all that it holds. It keeps its class in the notebook."""
         return self.teams.copies().pack_loose({"": error})
 
     def _assigned(self, before: Mapping[str, Any]) -> list[str]:
@@ -365,7 +375,7 @@ class EngineNamespace:
 
 
 def _with_values(arguments: Any, objects: EngineObjects) -> Any:
-    """Return the arguments of a call, with values in the place of their representatives."""
+    """Return the arguments of a call, with each representative replaced by its value."""
     kind = type(arguments)
     if kind is NamedArgument:
         return objects.tracker.root(arguments.name)

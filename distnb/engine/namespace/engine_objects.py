@@ -22,7 +22,7 @@ __all__ = ["NOT_THERE", "EngineObjects", "EngineReferences", "ObjectsOfTeams"]
 
 
 class _NotThere:
-    """The component of a replica that never assigned the name."""
+    """The type of `NOT_THERE`, the component of a replica that never assigned the name."""
 
     def __repr__(self) -> str:
         return "<unassigned>"
@@ -35,11 +35,11 @@ NOT_THERE: Any = _NotThere()
 
 
 class EngineReferences:
-    """The rules by which an engine's objects stay on the engine, and go to the notebook as handles.
+    """The rules that decide which objects stay on the engine and go to the notebook as handles.
 
     Attributes:
         register: Gives an id to an object that stays and has none; None while no object may get one.
-        holders: The instances that hold device objects, by `id()`, as a survey of data has found them.
+        holders: The instances that hold device objects, by `id()`, found by a survey of data.
     """
 
     def __init__(self, objects: EngineObjects) -> None:
@@ -64,7 +64,7 @@ class EngineReferences:
         if not is_device_object(obj):
             return False
         if type(obj) is torch.Tensor and not (obj.requires_grad or obj.grad is not None or vars(obj)):
-            # It holds nothing else. Data sets have thousands of them.
+            # The short way for a tensor that holds no other object. Data sets have thousands of them.
             return self._objects.tracker.number_of(obj) is None and id(obj) not in self._parts
         if isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
             return True
@@ -75,7 +75,7 @@ class EngineReferences:
         return is_mirrored(obj)
 
     def digest_token(self, obj: Any) -> Any:
-        """What stands for an object that the notebook has a handle of."""
+        """Return the object's identity for the digest if the notebook has a handle of it, or None."""
         identity = self._objects.id_of(obj)
         if identity is None:
             return (type(obj).__name__, obj.values) if isinstance(obj, DistributedValues) else None
@@ -89,7 +89,7 @@ class EngineReferences:
         return identity
 
     def send_by_value(self, parts: Any) -> None:
-        """Note the tensors that a tensor of the notebook's consists of (the indices and values of a sparse one)."""
+        """Note the parts of a notebook's tensor, which are sent by value (the indices and values of a sparse one)."""
         if isinstance(parts, tuple):
             for part in parts:
                 self.send_by_value(part)
@@ -101,14 +101,14 @@ class EngineReferences:
         objects, word = self._objects, token[0]
         if word == "refused":
             return Placeholder(*token[1:])
-        if word == "components":  # a distributed value that the user made in the notebook: each replica takes its own
+        if word == "components":  # a distributed value that the user made in the notebook: return this replica's part
             kind, components = (Mirrored if token[1] == "Mirrored" else PerReplica), token[2]
             own = {objects.replica: components[objects.replica]} if objects.replica in components else components
             return kind(own, objects.size)
         _, identity, local, kind_name = token
         component = local[objects.replica] if objects.replica in local else objects.owned.get(identity, NOT_THERE)
         if word == "own" or component is NOT_THERE or structure.select(component, objects.replica) is not component:
-            return component  # the last: it is, or holds, distributed values, as a batch of a cell does
+            return component  # by the last condition it is, or holds, distributed values, as a cell's batch does
         return (Mirrored if kind_name == "Mirrored" else PerReplica)({objects.replica: component}, objects.size)
 
 
@@ -135,10 +135,10 @@ def _device_parts(obj: Any) -> list[Any]:
 
 
 class EngineObjects:
-    """The objects of one group of engines, as this engine, one of its replicas, holds them.
+    """The objects of a team that this engine, one of its replicas, holds.
 
     Attributes:
-        replica: Which of the replicas this engine is.
+        replica: This engine's replica number.
         tracker: The notebook's objects.
         owned: Objects behind handles, by id.
         plain: Immutable values and engine objects, by the names that the notebook binds to them.
@@ -151,8 +151,8 @@ class EngineObjects:
         self.tracker = Tracker(Side(user_ns=user_ns, references=self.references, classes=classes), place)
         self.owned: dict[ObjectId, Any] = {}
         self.plain: dict[str, Any] = {}
-        self._ids: dict[int, list[ObjectId]] = {}  # of each object that has some, by `id()`, in the order it got them
-        self._containers: set[int] = set()  # those of them that pickling does not ask for
+        self._ids: dict[int, list[ObjectId]] = {}  # each object's ids in the order in which it got them, by `id()`
+        self._containers: set[int] = set()  # the plain containers among them, by `id()`
 
     @property
     def size(self) -> int:
@@ -161,7 +161,7 @@ class EngineObjects:
 
     @property
     def owns_containers(self) -> bool:
-        """Whether plain containers are among the objects behind handles. Pickling does not call a reducer for them."""
+        """True if objects behind handles include plain containers, for which pickling calls no reducer."""
         return bool(self._containers)
 
     def containers_within(self, ids: KeysView[int]) -> list[ObjectId]:
@@ -169,15 +169,15 @@ class EngineObjects:
         return [self._ids[key][0] for key in self._containers & ids]
 
     def id_of(self, obj: Any) -> ObjectId | None:
-        """Return the id of an object of which the notebook has a handle, or may get one."""
+        """Return the id of an object if the notebook has, or may get, a handle of it; otherwise None."""
         found = self._ids.get(id(obj))
         return found[0] if found is not None else None
 
     def own(self, identity: ObjectId, obj: Any, *, by_value: bool = False) -> ObjectId:
-        """Keep an object under an id, and return the first id that it got, by which it is known.
+        """Keep an object under an id, and return the first id that it got, which identifies it.
 
         Args:
-            by_value: Whether the object itself may be sent. The id is then needed only if the replicas do not agree.
+            by_value: True if the object itself may be sent. The id is then needed only if the replicas do not agree.
         """
         self.owned[identity] = obj
         if by_value:
@@ -196,19 +196,19 @@ class EngineObjects:
             known = self._ids.get(id(obj), [])
             if identity in known:
                 known.remove(identity)
-                if not known:  # else it is held on under another id
+                if not known:  # otherwise it is still held under another id
                     del self._ids[id(obj)]
                     self._containers.discard(id(obj))
 
 
 class _NoReferences:
-    """The references of a pickle that copies everything, so that no object stays."""
+    """The references of a pickle that copies all objects."""
 
     def digest_token(self, obj: Any) -> Any:
-        """By value."""
+        """Return None, since every object is copied."""
 
     def token(self, obj: Any) -> Any:
-        """By value."""
+        """Return None, since every object is copied."""
 
     def send_by_value(self, parts: Any) -> None:
         """Do nothing: a copy has no references."""
@@ -228,7 +228,7 @@ class ObjectsOfTeams:
         self._teams: dict[TeamKey, EngineObjects] = {}
 
     def of(self, key: TeamKey) -> EngineObjects:
-        """Return a team's objects. A new team gets new ones, and those of an older team of these engines are freed."""
+        """Return a team's objects. A new team starts with none, and an older team of the same engines is released."""
         found = self._teams.get(key)
         if found is None:
             for stale in [old for old in self._teams if old[0] == key[0]]:
@@ -243,7 +243,7 @@ class ObjectsOfTeams:
         )
 
     def program_begins(self, serial: int) -> None:
-        """Name classes that are sent for the first time after the program, alike on each replica."""
+        """Name classes after the program that is the first to send them, so that all replicas use the same names."""
         counts: collections.Counter[str] = collections.Counter()
 
         def new_id(cls: Any) -> str:
@@ -254,7 +254,7 @@ class ObjectsOfTeams:
         self._classes.new_id = new_id
 
     def rename(self, old: TeamKey, new: TeamKey) -> None:
-        """Change the key of a team that continues with fewer engines, or with more."""
+        """Change the key of a team that continues with fewer or more engines."""
         objects = self._teams.pop(old, None)
         if objects is not None:
             objects.key = new

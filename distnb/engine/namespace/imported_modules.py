@@ -14,14 +14,14 @@ __all__ = ["ModuleReloader"]
 
 
 class ModuleReloader:
-    """Imports and reloads local modules as the notebook did."""
+    """The importer of local modules, which repeats the notebook's imports and reloads."""
 
     def __init__(self) -> None:
         self._followed: dict[str, int] = {}
-        self._before: dict[Any, Any] = {}  # what the next change in place changes
+        self._before: dict[Any, Any] = {}  # autoreload's record of objects to change in place
 
     def follow(self, modules: Mapping[str, Reloads]) -> None:
-        """Import modules, or reload them, by name."""
+        """Import modules, or reload those that the notebook has reloaded, by name."""
         for name, reloads in modules.items():
             known = sys.modules.get(name)
             with contextlib.suppress(ImportError):  # raised again where the module is used

@@ -37,11 +37,11 @@ _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
-    """Carry out one operation. Its effects on the namespace are described like those of a call.
+    """Carry out one operation, and describe its effects on the namespace like those of a call.
 
     Raises:
-        StaleHandleError: The object is not here.
-        BaseException: What the operation itself raises.
+        StaleHandleError: The object is not on this replica.
+        BaseException: The operation itself raised it.
     """
     if message.operation == "rename":
         namespace.teams.rename(*message.payload)
@@ -64,7 +64,7 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
     if message.operation == "next":
         items = _next(target)
         if isinstance(target, DistributedIterator):
-            # A batch is a structure of slices, as where the notebook's own cells read a dataset.
+            # The batch is described as a structure of slices, as when the notebook's own cells read a dataset.
             return namespace.finish_with(lambda describer: describer.tree(items))
         return namespace.finish_operation(items)
     if message.operation in _SUMMARIES:
@@ -72,11 +72,11 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         return namespace.finish_with(lambda describer: summary)
     result = _OPERATIONS[message.operation](target, args, kwargs)
     if message.operation == "get" and isinstance(result, _METHODS) and getattr(result, "__self__", None) is not None:
-        # The handle calls the method by its path, so nothing is kept here.
+        # The handle calls the method by its path, so the method itself is not kept here.
         return namespace.finish_with(
             lambda describer: [Leaf(Described(kind="object", summary=summarise(result), value="method"))]
         )
-    # Results of operators are mostly operands of others. Their texts are fetched when they are shown.
+    # Most results of operators are operands of others. Their texts are fetched when they are shown.
     brief = message.operation == "apply"
     return namespace.finish_operation([result], brief=brief)
 
@@ -102,7 +102,7 @@ def _owned(objects: EngineObjects, identity: ObjectId) -> Any:
 
 
 def _next(target: Any) -> list[Any]:
-    """Return the next item of an iterator in a list, which is empty at the end."""
+    """Return a list with the next item of an iterator, or an empty list at its end."""
     try:
         return [next(target)]
     except StopIteration:
@@ -159,7 +159,7 @@ def _copies(namespace: EngineNamespace, objects: EngineObjects, request: Request
     return namespace.teams.copies().pack_loose(values, apart=True)
 
 
-# A process without a process group, or without the memory of these objects, cannot open their pickles.
+# Objects whose pickles another process cannot open, since they need a process group or the memory of this process.
 _STAYS = (DistributedDataParallel, DistributedDataset, DistributedIterator)
 
 
@@ -175,13 +175,13 @@ def _export(
 
 
 def _packable(namespace: EngineNamespace, obj: Any) -> bool:
-    """Return whether a copy of an object can be packed and opened, so that it does not spoil the others."""
+    """Return whether a copy of an object can be packed and opened. One that cannot would spoil the common pack."""
     if isinstance(obj, _STAYS):
         return False
     copies = namespace.teams.copies()
     try:
         return type(copies.open_loose(copies.pack_loose({"": obj}))[""]) is not Placeholder
-    except Exception:  # whatever pickling it, or making it again, raises  # noqa: BLE001
+    except Exception:  # whatever pickling or unpickling raises  # noqa: BLE001
         return False
 
 
@@ -201,6 +201,6 @@ _TRANSFERS: dict[str, Callable[[EngineNamespace, EngineObjects, Request], Any]] 
 
 
 def _drift_report(value: Any) -> str:
-    """Say whether the replicas hold the same bits of an object. All of them call this with theirs."""
+    """Report whether the replicas hold the same bits of an object. Each of them calls this with its own."""
     assert this_process.replica is not None, "an engine runs this as a replica"
     return sync_check.drift_report(this_process.replica.group, value)

@@ -1,6 +1,6 @@
-"""Surveys of an engine's values: their digests and contents, found by pickling, before anything is sent.
+"""Surveys of an engine's values, which pickle them to find their digests and contents before any value is sent.
 
-In the digest of data a device object counts by its id, which is the same on every replica. A dict that holds a loss is
+The digest of data contains the id of a device object, which is the same on every replica. A dict that holds a loss is
 therefore equal on all replicas, although the losses differ. An object that stays is digested with its content.
 """
 
@@ -25,9 +25,9 @@ from distnb.wire.messages import ObjectId
 __all__ = ["MOST_DEVICE_OBJECTS", "ContentSurveyor", "DataSurveyor"]
 
 MOST_DEVICE_OBJECTS = 1000
-"""The most device objects of a container that comes to the notebook. A container with more stays as a whole."""
+"""The most device objects of a container that is sent to the notebook. A container with more stays as a whole."""
 
-_MOST_PARTS = 50_000  # of a value whose instances are asked what they hold
+_MOST_PARTS = 50_000  # the most parts of a value whose instances are searched for device objects
 
 
 class _Surveyor(Digester):
@@ -62,7 +62,7 @@ class _Surveyor(Digester):
         number = tracker.number_of_memory(start, 1)
         if number is not None:
             self._holds[tracker.name_of(number)] = None
-            self.digested.nbytes -= nbytes  # the notebook has it
+            self.digested.nbytes -= nbytes  # the notebook has these bytes
 
     def reference(self, obj: Any) -> Any:
         identity = self._objects.id_of(obj)
@@ -76,7 +76,7 @@ class ContentSurveyor(_Surveyor):
 
     Args:
         value: The object.
-        tensors: Whether the elements of its tensors count; otherwise only their shape and dtype do.
+        tensors: True if the elements of its tensors are digested; otherwise only their shape and dtype are.
     """
 
     def __init__(self, objects: EngineObjects, value: Any, *, tensors: bool) -> None:
@@ -86,7 +86,7 @@ class ContentSurveyor(_Surveyor):
 
     def digest_of_root(self) -> bytes | None:
         """Return the object's digest, or None if it cannot be pickled."""
-        with contextlib.suppress(Exception):  # many objects cannot be pickled: then nothing is known of them
+        with contextlib.suppress(Exception):  # many objects cannot be pickled, and have no digest
             return self.digest_of([self._root])
         return None
 
@@ -112,17 +112,17 @@ class DataSurveyor(_Surveyor):
     does not.
 
     Args:
-        serial: Of the program, by which new ids are made.
-        most_nbytes: Larger data stays.
+        serial: The program's serial number, from which new ids are made.
+        most_nbytes: The size in bytes above which data stays.
 
     Attributes:
-        made: The objects that got ids, in order, by the name in whose value they were found.
-        reasons: Why an object stays that is no device object, by its id.
-        errors: What digesting a value raised, by its name.
-        overfull: Names of values with more device objects than may come home in one.
-        instances: How many objects each value has that only their classes know how to pickle, by name.
-        nbytes: How much of each value the notebook lacks, by name.
-        held: What of the notebook's is in each value, as far as it is known yet, by name.
+        made: The objects that got ids, in order, by the name of the value in which they were found.
+        reasons: The reason why an object that is not a device object stays, by its id.
+        errors: The error that digesting a value raised, by name.
+        overfull: The names of values with more device objects than one value that is sent may have.
+        instances: The number of objects in each value that are pickled by their classes' own methods, by name.
+        nbytes: The bytes of each value that the notebook lacks, by name.
+        held: The notebook's objects in each value, as far as they are known yet, by name.
     """
 
     def __init__(self, objects: EngineObjects, serial: int, most_nbytes: int) -> None:
@@ -156,7 +156,7 @@ class DataSurveyor(_Surveyor):
             self.errors[name] = error
             raise
         self.nbytes[name] = self.digested.nbytes
-        # What the pack tells is not asked for here.
+        # Packing finds the tracked objects of a value that is sent, so the full search is only for a value that stays.
         self.held[name] = self.holds() if self.digested.nbytes > self._most_nbytes else tuple(self._holds)
         return digest
 
@@ -199,11 +199,14 @@ class DataSurveyor(_Surveyor):
 
     def _holders(self, value: Any) -> dict[int, Any]:
         """Return the instances in a value that hold a device object, by their `id()`."""
-        holders: dict[int, list[int]] = {}  # of each object, by `id()`, what holds it
-        seen: dict[int, Any] = {id(value): value}  # it grows as it is walked through
+        # The objects form a graph: a list `batch` holds an instance `Sample`, which holds a tensor of the device. The
+        # first loop finds the tensor, and notes the holder of each object. The second one follows the holders from the
+        # tensor back to the root, and finds `Sample` and `batch`. `batch` is a container, so `Sample` is returned.
+        holders: dict[int, list[int]] = {}  # the holders of each object, both as `id()`
+        seen: dict[int, Any] = {id(value): value}
         found: list[int] = []
         queue = [value]
-        for obj in queue:
+        for obj in queue:  # it grows
             if self._objects.id_of(obj) is not None or self._objects.references.stays(obj):
                 found.append(id(obj))
                 continue
@@ -225,14 +228,14 @@ class DataSurveyor(_Surveyor):
         return {key: obj for key, obj in above.items() if not (is_container(type(obj)) or _is_open(obj))}
 
     def _parts(self, obj: Any, *, is_root: bool) -> Iterable[Any]:
-        """Return the parts that an object is pickled as: the items of a container, the state of an instance."""
+        """Return the objects that are pickled for an object: the items of a container, the state of an instance."""
         kind = type(obj)
         if kind is dict:
             return chain(obj, obj.values())
         if kind in (list, tuple, set, frozenset):
             return tuple(obj)
         if issubclass(kind, type | types.CodeType) and not is_root:
-            return ()  # a class is digested by itself
+            return ()  # a class is digested on its own
         try:
             reduced: Any = self.reducer_override(obj)
             if reduced is NotImplemented:
@@ -246,7 +249,7 @@ class DataSurveyor(_Surveyor):
 
 
 def _is_open(obj: Any) -> bool:
-    """Return whether an object is code or a part of code: like a container, it may hold handles in the notebook."""
+    """Return whether an object is code or a part of code, which may hold handles in the notebook like a container."""
     return isinstance(obj, types.CellType | types.CodeType) or is_code(obj)
 
 
@@ -257,7 +260,7 @@ _PLAIN_CONTAINERS = frozenset({*_CONTAINERS, collections.OrderedDict, collection
 def is_container(kind: type) -> bool:
     """Return whether a class is one of Python's containers, or a subclass that is unpickled without code of its own.
 
-    Such a container may hold handles in the notebook. A dataclass may not, nor may a class with a constructor.
+    Such a container may hold handles in the notebook. A dataclass or a class with a constructor may not.
     """
     if kind in _PLAIN_CONTAINERS:
         return True

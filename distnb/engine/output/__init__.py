@@ -1,1 +1,1 @@
-"""What an engine tells while a program runs: output, errors, telemetry."""
+"""The events that an engine sends while a program runs: output, widgets, telemetry."""

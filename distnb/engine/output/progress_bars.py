@@ -1,4 +1,7 @@
-"""tqdm.auto's bars: text, which the notebook merges where replicas are equally far. tqdm.notebook's are widgets."""
+"""The choice of text for bars of tqdm.auto. The notebook merges such bars of replicas that have come equally far.
+
+Bars of tqdm.notebook are widgets.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Have `from tqdm.auto import tqdm` give text bars in this process."""
+    """Have `from tqdm.auto import tqdm` create text bars in this process."""
     try:
         tqdm, plain = importlib.import_module("tqdm"), importlib.import_module("tqdm.std")  # torch has loaded them
     except ImportError:

@@ -1,8 +1,8 @@
-"""What a replica writes and shows, caught where it arises and sent as events.
+"""The output and displays of a replica, captured and sent as events.
 
-`sys.stdout` and `sys.stderr` are replaced by streams of ours; file descriptors 1 and 2 are pipes, so that C code,
-subprocesses and forked DataLoader workers are heard too. Outside a program everything goes to the engine's log, and
-to ipyparallel's clients, whose cells (`%px`) may be what runs.
+Streams of ours replace `sys.stdout` and `sys.stderr`. File descriptors 1 and 2 are pipes, which also capture the output
+of C code, subprocesses and forked DataLoader workers. Outside a program all output goes to the engine's log, and to
+ipyparallel's clients, since one of their cells (`%px`) may be running.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Running = Callable[[], tuple[int, int] | None]
 
 
 class ReplicaStream(io.TextIOBase):
-    """A text stream whose lines become `Output` events of the running program.
+    """A text stream whose text becomes `Output` events of the running program.
 
-    Outside a program they go to the log and to the stream that was there before.
+    Outside a program the text goes to the log and to the stream that this one replaced.
     """
 
     encoding = "utf-8"  # libraries ask for it
@@ -54,7 +54,7 @@ class ReplicaStream(io.TextIOBase):
 
     @property
     def name(self) -> str:
-        """As sys.stdout has it."""
+        """The name in angle brackets, as `sys.stdout.name` is."""
         return f"<{self._stream}>"
 
     def writable(self) -> bool:
@@ -70,7 +70,7 @@ class ReplicaStream(io.TextIOBase):
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         if os.getpid() != self._owner:
-            # A forked child has no control thread; the pipe leads to its parent's.
+            # A forked child has no control thread. The pipe leads to its parent's.
             os.write(self._descriptor, text.encode(errors="replace"))
             return len(text)
         running = self._control.running
@@ -84,12 +84,12 @@ class ReplicaStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is held back here: events leave 20 times a second."""
+        """Flush the replaced stream outside a program. A program's output has no buffer here."""
         if self._control.running is None and os.getpid() == self._owner:
             self._before.flush()
 
     def set_parent(self, parent: Any) -> None:
-        """The kernel's word on which request output belongs to; for ipyparallel's clients."""
+        """Set the request to which output belongs, for ipyparallel's clients. The kernel calls this."""
         if hasattr(self._before, "set_parent"):
             self._before.set_parent(parent)
 
@@ -97,11 +97,11 @@ class ReplicaStream(io.TextIOBase):
 def pipe_descriptor(
     engine: int, descriptor: int, name: Literal["stdout", "stderr"], running: Running, emit: Callable[[Output], None]
 ) -> tuple[int, int, Callable[[bytes], None]]:
-    """Put a pipe in the place of file descriptor 1 or 2; `running` gives the (program, replica) that runs.
+    """Replace file descriptor 1 or 2 by a pipe. `running` returns the current (program, replica).
 
     Returns:
-        The pipe's reading end, a duplicate of what the descriptor was (the engine's log), and the function that
-        takes what is read from the pipe.
+        The pipe's reading end, a duplicate of the former descriptor (the engine's log), and the function that handles
+        the data read from the pipe.
     """
     log_fd = os.dup(descriptor)
     reading, writing = os.pipe()
@@ -120,9 +120,9 @@ def pipe_descriptor(
 
 
 class ReplicaDisplayPublisher(DisplayPublisher):
-    """IPython's display publisher of an engine: rich displays become `Display` events.
+    """The display publisher of an engine's shell, which turns rich displays into `Display` events.
 
-    Outside a program they go to the publisher that was there before.
+    Outside a program they go to the publisher that this one replaced.
     """
 
     def __init__(self, engine: int, control: Control, before: Any, **kwargs: Any) -> None:
@@ -141,7 +141,7 @@ class ReplicaDisplayPublisher(DisplayPublisher):
         update: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Send one display to the notebook. Args as IPython's."""
+        """Send one display to the notebook. The arguments are those of IPython's method."""
         running = self._control.running
         if running is not None:
             program, replica = running
@@ -172,6 +172,6 @@ class ReplicaDisplayPublisher(DisplayPublisher):
             self._before.clear_output(wait)
 
     def set_parent(self, parent: Any) -> None:
-        """The kernel's word on which request displays belong to; for ipyparallel's clients."""
+        """Set the request to which displays belong, for ipyparallel's clients. The kernel calls this."""
         if hasattr(self._before, "set_parent"):
             self._before.set_parent(parent)

@@ -1,4 +1,4 @@
-"""What a replica does, measured from its control thread while the main thread computes. It costs little."""
+"""Measurements of a replica's work, taken by its control thread while the main thread computes, at little cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distnb.wire.messages import MemoryUse, TelemetrySample, Waiting
 
 __all__ = ["Telemetry", "innermost", "memory", "name_cell", "remember_cell", "where_it_failed"]
 
-_FEW_EVENTS = 64  # in a sample, where nobody asked for all
+_FEW_EVENTS = 64  # the most events of a sample, unless all are requested
 _KNOWN_CALLS = 64
 _CACHE = dis.opmap["CACHE"]
 _labels: dict[str, str] = {}
@@ -31,26 +31,26 @@ _loaded = time.monotonic()
 
 
 def remember_cell(filename: str, label: str) -> None:
-    """Let samples say where in this cell the replica is; `label` is what people call it, "Cell In[3]"."""
+    """Let samples report the replica's line in this cell. `label` is the cell's name for users, "Cell In[3]"."""
     _labels[filename] = label.replace("Cell In[", "cell ").removesuffix("]") or "cell"
 
 
 def name_cell(text: str, filename: str) -> str:
-    """A frame of a traceback in which a cell's file is called as people call the cell."""
+    """Replace a cell's file name in a frame of a traceback by the cell's name for users."""
     return text.replace(f'File "{filename}"', _labels.get(filename, f'File "{filename}"'), 1)
 
 
 class Telemetry:
-    """Measures this process. Used by the threads of one control.
+    """The measurements of this process. The threads of one `Control` use it.
 
     Attributes:
-        detailed: Whether each sample brings every event since the one before it.
+        detailed: True if each sample has every event since the sample before it.
     """
 
     detailed = False
 
     def __init__(self) -> None:
-        self._told = 0  # the serial of the newest event that a sample brought
+        self._told = 0  # the serial number of the newest event that was sent in a sample
         self._place: tuple[CodeType, int] | None = None
         self._calls: dict[tuple[CodeType, int], str] = {}
         self._machine = activity.machine()
@@ -59,7 +59,7 @@ class Telemetry:
         self._accelerator_nbytes: int | None = None
 
     def sample(self, engine: int, program: int, replica: int, *, whole: bool = False) -> TelemetrySample:
-        """Measure this process, with the events since the latest sample; or with the `whole` of those that are kept."""
+        """Measure this process, with the events since the latest sample, or with all recorded events if `whole`."""
         where, frame = self._where()
         most = activity.MOST_EVENTS if self.detailed or whole else _FEW_EVENTS
         events = activity.latest(most, after=0 if whole else self._told)
@@ -88,7 +88,7 @@ class Telemetry:
         )
 
     def _accelerator(self) -> int | None:
-        """All memory of the accelerator, once it is used; asked for once."""
+        """Return the total memory of the accelerator in bytes, or None before its first use. It is read only once."""
         if self._accelerator_nbytes is None:
             known = device_memory()
             self._accelerator_nbytes = known[1] if known is not None else None
@@ -97,13 +97,13 @@ class Telemetry:
     def _where(self) -> tuple[str, FrameType | None]:
         main = threading.main_thread().ident or 0
         if threading.get_ident() == main:
-            # No variable: this frame would hold itself, and its callers what the program brought, until a collection.
+            # No variable holds the frame: it would hold itself, and the callers' objects, until a garbage collection.
             return innermost(traceback.walk_stack(sys._getframe(1)))
         frame = sys._current_frames().get(main)
         return innermost(traceback.walk_stack(frame)) if frame is not None else ("", None)
 
     def _call_under_way(self, frame: FrameType | None) -> str:
-        """What a line calls in which the main thread was a sample ago, too: read only then."""
+        """Return the function that the main thread calls now, if it did so one sample ago, too; otherwise ""."""
         before, self._place = self._place, (frame.f_code, frame.f_lasti) if frame is not None else None
         if self._place is None or self._place != before:
             return ""
@@ -130,12 +130,12 @@ def memory(engine: int) -> MemoryUse:
 
 
 def where_it_failed(error: BaseException) -> str:
-    """The innermost line of a cell that an error came through; "" if it came through none."""
+    """Return the innermost line of a cell in an error's traceback; "" if there is none."""
     return innermost(reversed(list(traceback.walk_tb(error.__traceback__))))[0]
 
 
 def innermost(places: Iterable[tuple[FrameType, int]]) -> tuple[str, FrameType | None]:
-    """The first of these frames and lines that is of a cell: for people, and the frame."""
+    """Return the first of these frames and lines that belongs to a cell, as text for users, and the frame."""
     for frame, number in places:
         label = _labels.get(frame.f_code.co_filename)
         if label is not None:
@@ -154,9 +154,12 @@ def _waiting() -> Waiting | None:
 
 
 def _callee(code: CodeType, instruction: int) -> str:
-    """What is called by an instruction, as the source has it: "time.sleep"; "" if it is no call."""
+    """Return the function that an instruction calls, as the source names it ("time.sleep"); "" if it is no call."""
     content = code.co_code
-    while instruction > 0 and content[instruction] == _CACHE:  # behind the call of a function that is in Python, too
+    # During the call of a Python function `f_lasti` is at one of the caches that follow the CALL instruction:
+    #     CALL  CACHE  CACHE  CACHE
+    #     ^ the call          ^ f_lasti
+    while instruction > 0 and content[instruction] == _CACHE:
         instruction -= 2
     if not dis.opname[content[instruction]].startswith("CALL"):
         return ""
@@ -176,7 +179,7 @@ def _callee(code: CodeType, instruction: int) -> str:
 
 
 def _queued_s() -> float | None:
-    """How long the main thread has been ready to run, but had no processor, as the system's scheduler counts it."""
+    """Return the seconds that the main thread was ready to run but had no processor, from the system's scheduler."""
     try:
         with open("/proc/self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9

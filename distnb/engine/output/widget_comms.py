@@ -1,7 +1,7 @@
-"""The comms of widgets that a replica creates: they lead to the notebook, which shows copies of the widgets.
+"""The comms of widgets that a replica creates, which lead to the notebook. The notebook shows copies of the widgets.
 
-A widget sends its whole state when it is created, and afterwards what changes. Nothing comes back: what a person does
-to a copy stays in the page.
+A widget sends its whole state when it is created, and its changes afterwards. The notebook sends nothing back: a user's
+changes to a copy stay in the page.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WidgetComm(BaseComm):
     Args:
         engine: The number of this engine.
         control: Sends the events.
-        keywords: As `comm.create_comm` takes them.
+        keywords: The arguments of `comm.create_comm`.
     """
 
     def __init__(self, engine: int, control: Control, **keywords: Any) -> None:
@@ -42,7 +42,7 @@ class WidgetComm(BaseComm):
     def publish_msg(
         self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any
     ) -> None:
-        """Send a message of the widget's. Args as `comm` has them."""
+        """Send a message of the widget. The arguments are those of `comm`'s method."""
         data = data or {}
         if msg_type == "comm_open" or data.get("method") == "update":
             state = _with_buffers(json_clean(data["state"]), data.get("buffer_paths", ()), buffers or ())
@@ -68,9 +68,9 @@ class WidgetComm(BaseComm):
 
 
 def install(engine: int, control: Control, shell: Any) -> None:
-    """Lead the comms of widgets that programs create to the notebook; others stay the kernel's.
+    """Connect the comms of widgets that programs create to the notebook. Other comms remain the kernel's.
 
-    An `ipywidgets.Output` captures what belongs to the kernel's latest request, so there must be one.
+    An `ipywidgets.Output` captures the output of the kernel's latest request, so this sets one.
     """
     of_kernel = comm.create_comm
 
@@ -84,7 +84,7 @@ def install(engine: int, control: Control, shell: Any) -> None:
 
 
 def _with_buffers(state: dict[str, Any], paths: Any, buffers: Any) -> dict[str, Any]:
-    """Put the binary values of a state back in their places."""
+    """Put the binary values of a state back into their places."""
     for path, buffer in zip(paths, buffers, strict=True):
         place: Any = state
         for key in path[:-1]:
