@@ -399,7 +399,7 @@ class Agent:
         except BaseException as error:  # noqa: BLE001  # whatever user code raises is reported, and the engine lives on
             failed = error
             if self._guard.interrupted:
-                # Workers do not receive the interrupt, and a DataLoader waits five seconds for each that is in an item.
+                # Workers do not receive the interrupt, and a DataLoader waits five seconds for each that is at work.
                 workers.end_processes(set(multiprocessing.active_children()) - there)
             groups.program_failed()
         results, interrupt = None, None

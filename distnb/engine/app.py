@@ -161,7 +161,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         return info
 
     async def _register(self, url: str) -> bool:
-        """Ask the controller for our id, which an earlier engine may still have. Return whether it was given."""
+        """Ask the controller for our id, which an earlier engine may still have. Return whether we have it now."""
         with self._socket(zmq.DEALER) as socket:
             socket.linger = 0
             self._lead(socket, url)

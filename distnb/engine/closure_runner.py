@@ -39,13 +39,13 @@ class Runner:
         self.worker = worker
         self.reach = Reach(set(), set())
         self._new_models: list[torch.nn.Module] = []
-        on_cpu = access.device.type == "cpu"  # torch's mode for new tensors would only cost time there
+        on_cpu = access.device.type == "cpu"  # there torch's device mode for new tensors would only cost time
         self._placed: AbstractContextManager[Any] = contextlib.nullcontext() if on_cpu else access.device
         self._packed: dict[int, PickledParts] = {}
         self._resources: dict[int, Any] = {}
         self._reaches: dict[int, Reach] = {}
         self._inputs: dict[int, Any] = {}
-        self._run_before: set[Any] = set()  # codes of functions
+        self._run_before: set[Any] = set()  # the code objects of functions
 
     def run(self, message: RunClosure, fresh: Collection[int] = ()) -> ClosureResult:
         """Run a closure, and raise whatever it raises. Copies of variables in `fresh` are not read again."""
@@ -57,7 +57,7 @@ class Runner:
         self._inputs = dict(message.inputs)
         self.reach = Reach(set(), set())
         shown, arguments, settings = pickle.loads(message.data)
-        buffers = iter(message.buffers)  # each pickle takes as many as it has
+        buffers = iter(message.buffers)  # each pickle takes its own ones from the common iterator
         function = self.resource(shown) if isinstance(shown, int) else pickle.loads(shown, buffers=buffers)
         args, kwargs = pickle.loads(arguments, buffers=buffers)
         for number, its in settings.items():
@@ -117,7 +117,7 @@ class Runner:
                 elif isinstance(found, remote_optimizer.OpenOptimizer):
                     found = remote_optimizer.opened(found)
                 elif isinstance(found, torch.nn.Module) and (library := library_of(found)) is not None:
-                    found.to(self.access.device)  # a metric: of models each parameter is a copy that is there already
+                    found.to(self.access.device)  # moves a metric; a model's parameters are on the device already
                     library.opened(found)
                     if self.access.replicas is not None:
                         self.access.replicas.bind(found)

@@ -63,7 +63,7 @@ _FLUSH_S = 0.05
 _TELEMETRY_S = 0.2
 _POINTS_S = 0.2  # longer than `_FLUSH_S`: reading them holds Python's lock, and delays the training
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_WAITING = (threading.__file__, queue.__file__)  # the modules that distnb waits with
+_WAITING = (threading.__file__, queue.__file__)  # the modules in whose functions distnb waits
 
 
 _Told = tuple[tuple[int, int], str, tuple[int, int], dict[str, Any], float]
@@ -145,7 +145,7 @@ class Control:
             self.emit(event, urgent=True)
 
     def emit(self, event: Any, *, urgent: bool = False) -> None:
-        """Queue an event for the notebook, from any thread; cheap.
+        """Queue an event for the notebook. Any thread may call this, and it is cheap.
 
         Events are sent in order, 20 times a second, or at once if one is `urgent`.
         """

@@ -63,7 +63,7 @@ def _name(function: Any) -> str:
 
 
 def _forms_group(target: Any) -> bool:
-    """Return whether a function, or one that it calls by a global name, names `init_process_group`."""
+    """Return whether a function, or one that it calls by a global name, refers to `init_process_group`."""
     waiting, seen = [target], set[int]()
     while waiting and len(seen) < _MOST_FUNCTIONS:
         function = _function_of(waiting.pop())

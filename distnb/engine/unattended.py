@@ -1,4 +1,4 @@
-"""Redirection of `input()`, `breakpoint()` and `exit()` on a replica, and the refusal of `%distnb` there."""
+"""Redirection of a replica's `input()`, `breakpoint()`, `exit()` and pager, and the refusal of `%distnb` there."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Interaction with the user: a replica's prompts, a debugger in its frames, and the frames kept of a failed program."""
+"""Interaction with the user: a replica's prompts, a debugger in its frames, and the kept frames of a failed program."""

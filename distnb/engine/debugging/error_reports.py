@@ -83,8 +83,8 @@ def _pickle(error: BaseException, pack: Callable[[BaseException], Packed] | None
 def users_part(error: BaseException) -> list[TracebackType]:
     """Return the traceback without distnb's frames, and without torch's if the error is ours.
 
-    An error that is not ours, with only our frames on the stack, is a defect of distnb, and keeps all frames. The
-    exceptions are operations that the notebook requested on a user's object, which run in our frames.
+    An error that is not ours, with only our frames on the stack, is a defect of distnb, and keeps all frames. This does
+    not hold for operations that the notebook requested on a user's object, which also run in our frames.
     """
     frames = frames_of(error.__traceback__)
     hidden = (OWN, *torch_frames(error))

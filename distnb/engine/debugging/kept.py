@@ -20,7 +20,7 @@ __all__ = ["KeptFailure"]
 
 _FREE_NBYTES = 512 * 2**20
 _FREE_SHARE = 0.1
-_TORCH = os.path.dirname(torch.__file__) + os.sep  # where a replica waits for others
+_TORCH = os.path.dirname(torch.__file__) + os.sep  # the frames in which a replica waits for others
 
 
 @dataclass
@@ -43,7 +43,7 @@ class KeptFailure:
 
     @property
     def traceback(self) -> TracebackType | None:
-        """The user's part of the traceback, or None if it has no line of the user's.
+        """The user's part of the traceback, or None if it has no line of user code.
 
         If another replica or the user ended this one, the traceback ends at the user's own line.
         """

@@ -23,7 +23,7 @@ Origin = tuple[StrategySpec, list[ParameterKey | None]]
 
 
 def origin_of(value: Any) -> Origin | None:
-    """Return the origin of a module, optimizer or parameter, for a replica that gets a copy. None if it has none."""
+    """Return the origin of a module, optimizer or parameter for a replica that gets a copy, or None if it has none."""
     process = this_process.replica
     if process is None or not is_mirrored(value):
         return None

@@ -72,7 +72,7 @@ class Describer:
             if issubclass(type(value), types.ModuleType) or is_plain(value):
                 continue
             if objects.id_of(value) is not None or objects.references.stays(value):
-                objects.own((self._serial, path), value)  # before data that holds it is surveyed
+                objects.own((self._serial, path), value)  # before the survey of data that holds it
             else:
                 data[path] = value
         for path, value in data.items():

@@ -46,7 +46,7 @@ class EngineReferences:
         self._objects = objects
         self.register: Callable[[Any], ObjectId] | None = None
         self.holders: dict[int, Any] = {}
-        self._parts: dict[int, Any] = {}  # of the notebook's own device objects, by `id()`
+        self._parts: dict[int, Any] = {}  # the parts of the notebook's own device objects, by `id()`
 
     def forget_program(self) -> None:
         """Clear the findings of the previous program."""
@@ -64,7 +64,7 @@ class EngineReferences:
         if not is_device_object(obj):
             return False
         if type(obj) is torch.Tensor and not (obj.requires_grad or obj.grad is not None or vars(obj)):
-            # The short way for a tensor that holds no other object. Data sets have thousands of them.
+            # A shortcut for a tensor that holds no other object. Data sets have thousands of them.
             return self._objects.tracker.number_of(obj) is None and id(obj) not in self._parts
         if isinstance(obj, torch.Tensor) and obj.grad_fn is not None:
             return True
@@ -115,7 +115,7 @@ class EngineReferences:
 def _device_parts(obj: Any) -> list[Any]:
     """Return the device objects within another: a tensor's gradient, the parts of a module or an optimizer."""
     found, seen, queue = [], {id(obj)}, [obj]
-    for each in queue:  # it grows
+    for each in queue:  # the loop appends to it
         parts: list[Any] = []
         if isinstance(each, dict):
             parts = list(each.values())

@@ -31,7 +31,7 @@ __all__ = ["QUIET", "carry_out"]
 QUIET = frozenset(
     {"copies", "export", "fetch", "holdings", "import", "inspect", "nbytes", "rename", "summary", "writes"}
 )
-"""The operations that run no code of the user's which could communicate."""
+"""The operations that run no user code that could communicate."""
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 

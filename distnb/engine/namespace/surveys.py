@@ -39,7 +39,7 @@ class _Surveyor(Digester):
         super().__init__(objects.tracker.side, digests)
 
     def holds(self) -> tuple[str | ObjectId, ...]:
-        """Return the names and engine object ids of what the most recently digested value holds."""
+        """Return the names and ids of the notebook's and the engine's objects in the most recently digested value."""
         tracker, objects = self._objects.tracker, self._objects
         found = dict(self._holds)
         if tracker.names or objects.owns_containers:
@@ -206,7 +206,7 @@ class DataSurveyor(_Surveyor):
         seen: dict[int, Any] = {id(value): value}
         found: list[int] = []
         queue = [value]
-        for obj in queue:  # it grows
+        for obj in queue:  # the loop appends to it
             if self._objects.id_of(obj) is not None or self._objects.references.stays(obj):
                 found.append(id(obj))
                 continue
@@ -220,7 +220,7 @@ class DataSurveyor(_Surveyor):
             if len(queue) > _MOST_PARTS:
                 raise CannotTravelError(f"it holds device objects, and more than {_MOST_PARTS:,} parts")
         above: dict[int, Any] = {}
-        for key in found:  # it grows
+        for key in found:  # the loop appends to it
             for holder in holders.get(key, ()):
                 if holder not in above and self._objects.tracker.number_of(seen[holder]) is None:
                     above[holder] = seen[holder]

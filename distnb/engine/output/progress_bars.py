@@ -1,6 +1,6 @@
-"""The choice of text for bars of tqdm.auto. The notebook merges such bars of replicas that have come equally far.
+"""The choice of text bars for tqdm.auto. The notebook merges the bars of replicas whose progress is equal.
 
-Bars of tqdm.notebook are widgets.
+The bars of tqdm.notebook are widgets.
 """
 
 from __future__ import annotations
