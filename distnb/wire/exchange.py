@@ -1,6 +1,6 @@
-"""The messages about names and objects: snapshots to the engines, results to the notebook.
+"""The messages about names and objects: snapshots to the engines, and results to the notebook.
 
-Named tuples: every call brings some of them, and a dataclass is pickled with the names of its fields.
+They are named tuples, since every call sends some of them, and a dataclass is pickled with the names of its fields.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 TeamKey = tuple[tuple[int, ...], int]
-"""The engines whose objects belong together, and how often that group was rebuilt."""
+"""The engines of a group whose objects belong together, and the number of times that the group was rebuilt."""
 
 
 def former(name: str, serial: int) -> str:
@@ -56,7 +56,7 @@ def leaf_name(result_name: str, index: int) -> str:
 
 
 def name_of_given(serial: int) -> str:
-    """Return the name of the result of an operation on a handle: both sides know data by it."""
+    """Return the name of the result of an operation on a handle. Both sides use it for data that is returned."""
     return f"@{serial}"
 
 
@@ -103,8 +103,8 @@ class Reloads(NamedTuple):
     """The reloads of a module in the notebook since it was imported there.
 
     Attributes:
-        times: How often it was reloaded.
-        in_place: Whether functions and classes that others hold changed with it the last time, as by %autoreload.
+        times: The number of reloads.
+        in_place: Whether the last reload also changed functions and classes that others hold, as %autoreload does.
     """
 
     times: int = 0
@@ -115,29 +115,29 @@ class Snapshot(NamedTuple):
     """The part of the notebook's namespace that a program needs.
 
     Attributes:
-        team: The engines whose objects it is about.
-        serial: Its number; objects that the program makes are called by it.
-        names: Those that the program reads; None where the namespace may stay as it is.
-        staying: Other names of the notebook's, which stay bound to what they are bound to.
-        imports: Modules by the names that are bound to them.
-        sections: Names whose values are compared after the program, whether they are bound or not.
-        most_nbytes: Larger data that it makes stays on the engines.
-        pack: What the engines lack of these values.
-        plain: Immutable values and handles, by name, that the engines lack.
-        arguments: Of a call, with `NamedArgument`s in them; packed unless they are bare.
-        fresh: What was sent before is not certain to have arrived: all that is needed is here.
-        renamed: What was sent under a name is known by another from now on.
-        forget: Names of which the two sides may have something else.
-        unlike_parts: Parts of packs, by number, whose objects are not known by their numbers any more: they have others
-            on other replicas, or the notebook has none of them.
-        adopt: Objects that are engine objects from now on, by id: given by the name of a value, or for each replica by
-            the number that it has given it, or by the id that it has there already.
-        release: Ids that the notebook no longer holds.
-        handles: Engine objects that are described again after the program.
-        environment: The parts that changed.
-        sources: Texts and names of cells ("Cell In[3]", or ""), by file name, for tracebacks.
-        modules: Submodules to be imported, and what became of local modules since, by name.
-        awaited: Submodules that the program's text imports, and that the notebook does not have.
+        team: The engines of the group that the snapshot is sent to.
+        serial: The number of the snapshot, which is part of the ids of objects that the program creates.
+        names: The names that the program reads; None if the engines' namespace may stay unchanged.
+        staying: The notebook's other names, whose bindings stay.
+        imports: The modules by the names that are bound to them.
+        sections: The names whose values are compared after the program, whether they are bound or not.
+        most_nbytes: The size above which data that the program creates stays on the engines.
+        pack: The values of the sections that the engines lack.
+        plain: The immutable values and handles, by name, that the engines lack.
+        arguments: The arguments of a call, with `NamedArgument`s in them; packed unless they are bare.
+        fresh: Whether the snapshot has everything that is needed, since earlier snapshots may not have arrived.
+        renamed: The new names of values that were sent before, by their old names.
+        forget: The names whose values may differ between the two sides.
+        unlike_parts: The numbers of parts of packs whose objects can no longer be identified by their numbers: the
+            numbers differ between replicas, or the notebook has none of the objects.
+        adopt: Objects that become engine objects, by id. Each is given by the name of a value, or for each replica by
+            the number that it has given the object, or by the id that the object already has there.
+        release: The ids that the notebook no longer holds.
+        handles: The engine objects that are described again after the program.
+        environment: The parts of the environment that changed.
+        sources: The texts and names of cells ("Cell In[3]", or ""), by file name, for tracebacks.
+        modules: The submodules to import, and the reloads of local modules, by name.
+        awaited: The submodules that the program's text imports and the notebook does not have.
     """
 
     team: TeamKey
@@ -164,7 +164,7 @@ class Snapshot(NamedTuple):
 
     @property
     def binds_nothing(self) -> bool:
-        """True if the engines have all that a call needs, under the names that it reads."""
+        """True if the engines have all values that a call needs, under the names that it reads."""
         return self.names is None and self.pack is None and self.plain is None
 
 
@@ -172,14 +172,14 @@ class Summary(NamedTuple):
     """A summary of an engine object, which the notebook shows without asking again.
 
     Attributes:
-        type: Qualified name of its class, without the module of builtins.
-        text: Its own short description; None if it is to be asked for when it is shown.
-        shape, dtype, device: Of tensors and arrays, else "".
-        attributes: What `dir` gives, for completion.
-        iterates: Whether it is an iterator.
-        number: The element of a tensor without dimensions in host memory, which takes no waiting and no room.
-        graph: Whether it is a tensor that autograd computed.
-        hashing: Whether it is hashed by its identity, by its value, or not at all.
+        type: The qualified name of the object's class, without the module for builtins.
+        text: The object's own short description; None if it is fetched when the handle is shown.
+        shape, dtype, device: The properties of a tensor or an array, else "".
+        attributes: The names that `dir` returns, for completion.
+        iterates: Whether the object is an iterator.
+        number: The element of a tensor without dimensions in host memory, which costs neither waiting nor memory.
+        graph: Whether the object is a tensor that autograd computed.
+        hashing: The way in which the object is hashed: by its identity, by its value, or not at all.
     """
 
     type: str
@@ -198,20 +198,25 @@ class Described(NamedTuple):
     """The description of a name's value, or of a result, on one replica.
 
     Attributes:
-        kind: "plain": an immutable value, among `Result.plain` if not here. "module": `value` is its name; the id
-            serves where the notebook cannot import it. "sent": data or code, in the pack; `value` is its number if the
-            notebook has it, and the id serves where the replicas do not agree. "tracked": an object of the notebook's,
-            `value` is its number. "object": one that lives here.
+        kind: The way in which the value reaches the notebook:
+            "plain": an immutable value, in `value` or in `Result.plain`.
+            "module": a module, whose name is `value`. The id is used if the notebook cannot import it.
+            "sent": data or code in the pack. `value` is its number if the notebook has it. The id is used if the
+            replicas differ.
+            "tracked": an object of the notebook's, whose number is `value`.
+            "object": an object that lives on the engine.
         digest: The digest of the content, or None if it is unknown.
-        value: The plain value, if it is a scalar.
+        value: A scalar plain value, a module's name, or an object's number, as `kind` says; "method" for a method.
         identity: The object's id on every replica.
-        mirrored: It was made in a scope, so it is kept equal on all replicas.
-        wrapped: It is a distributed value that holds this replica's component.
-        reads: Global names that its code reads.
-        holds: Names of the notebook's whose objects are within it, and ids of engine objects that are.
-        together: The replicas hold parts; what it is as a whole, they read together.
-        why: Why it lives here though it is no device object; "" for a device object, and for data.
-        nbytes: The size of data that is too large to be sent; else 0.
+        summary: The summary that the notebook shows, or None.
+        mirrored: Whether the object was created in a scope, and so is kept equal on all replicas.
+        wrapped: Whether the object is a distributed value that holds this replica's component.
+        reads: The global names that the object's code reads.
+        holds: The notebook's names of objects within it, and the ids of engine objects within it.
+        together: Whether the replicas hold parts of a whole value, which they read together.
+        why: The reason why the object lives on the engine although it is no device object; "" for a device object, and
+            for data.
+        nbytes: The size in bytes of data that is too large to be sent; else 0.
     """
 
     kind: Literal["plain", "sent", "module", "tracked", "object"]
@@ -231,7 +236,7 @@ class Described(NamedTuple):
 class Leaf:
     """The place of one described leaf in the structure of a result.
 
-    No tuple and no dataclass: those are structures, whose fields would be leaves in its place.
+    The class is neither a tuple nor a dataclass: those are structures, so their fields would be the leaves.
     """
 
     __slots__ = ("described",)
@@ -247,19 +252,20 @@ class Result(NamedTuple):
     """The effects of a program on one replica.
 
     Attributes:
-        serial: Of the snapshot that it came with.
-        names: What each name that it assigned now is.
-        deleted: Names that it deleted.
-        changed: Digests of values that it changed in place, by the names of the snapshot; None if one is unknown.
-        pack: These values, and what it assigned of kind "sent". Not those that hold too many device objects now. Bare,
-            where another replica sends the same, or the notebook has no use for it.
-        plain: The plain values that it assigned or returned and that are no scalars, by name.
-        fresh: Engine objects that the pack refers to and that have no handle yet.
-        handles: New descriptions of the engine objects that it read.
-        imported: Those of the awaited submodules that are there now.
-        environment: The parts that it changed; None if none.
-        result: Of a call: its structure with `Leaf`s.
-        result_name: What it is kept under.
+        serial: The serial of the program's snapshot.
+        names: The descriptions of the names that the program assigned.
+        deleted: The names that the program deleted.
+        changed: The digests of values that the program changed in place, by the names of the snapshot; None for an
+            unknown digest.
+        pack: The changed values, except those that now hold too many device objects, and the assigned values of kind
+            "sent". It is bare if another replica sends the same pack, or if the notebook does not use it.
+        plain: The plain values, except scalars, that the program assigned or returned, by name.
+        fresh: The descriptions of engine objects that the pack refers to and that have no handle yet.
+        handles: New descriptions of the engine objects that the program read.
+        imported: The awaited submodules that are now imported.
+        environment: The parts of the environment that the program changed; None if it changed none.
+        result: The structure of a call's result, with `Leaf`s.
+        result_name: The name under which the engines keep the result.
     """
 
     serial: int
@@ -277,7 +283,7 @@ class Result(NamedTuple):
 
     @property
     def data_given(self) -> dict[str, Described]:
-        """The data that an operation on a handle gave, by the name that both sides know it under."""
+        """The data that an operation on a handle returned, by the name that both sides use for it."""
         if self.pack is None or self.result_name not in self.pack.names:
             return {}
         return {self.result_name: self.result[0].described}
@@ -290,13 +296,14 @@ class Result(NamedTuple):
 
 
 class Request(NamedTuple):
-    """An operation on engine objects, asked by a handle; its arguments come with the snapshot.
+    """An operation on engine objects, requested by a handle.
 
     Attributes:
-        path: Attributes `("a", name)` and items `("i", key)` to follow from the object.
-        answers: Replicas that answer; None for all.
-        targets: Objects, for operations on several.
-        pack: What a survivor exported, for a replacement to import.
+        snapshot: The snapshot of the operation, with its arguments.
+        path: The attributes `("a", name)` and items `("i", key)` to follow from the object.
+        answers: The replicas that answer; None for all.
+        targets: The ids of the objects, for operations on several objects.
+        pack: The objects that a survivor exported and a replacement imports.
     """
 
     snapshot: Snapshot

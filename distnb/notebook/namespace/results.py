@@ -76,7 +76,7 @@ class Results:
         if environment is not None:
             apply_environment(environment, early=True)  # paths, before anything is imported
         names = sorted({name for results in every for name in results.names})
-        # Code that opens other values may use these.
+        # Code that runs when other values are opened may use these.
         early = [
             name
             for name in names
@@ -186,7 +186,7 @@ class Results:
         return {name for name in names if len({size.get(name) for size in sizes}) == 1}
 
     def _forget_parts(self, common: set[str]) -> None:
-        """Let the engines forget the values that they packed under other names than these."""
+        """Have the engines forget the values that they packed, except under these names."""
         packs = [results.pack for results in self._results.values() if results.pack is not None]
         gone = {(pack.serial, name) for pack in packs for name in pack.names if name not in common}
         self._tracked.unlike_parts.update(part_of(serial, name) for serial, name in gone)
@@ -293,7 +293,7 @@ class Results:
             elif first.kind == "module" and len({one.value for one in described.values()}) == 1:
                 try:
                     return importlib.import_module(first.value)
-                except Exception as error:  # whatever its code raises  # noqa: BLE001
+                except Exception as error:  # importing runs code of any kind  # noqa: BLE001
                     return self._replacement(name or first.value, path, described, error)
             elif first.kind == "sent" and path in self._sent:
                 return self._sent[path]
@@ -332,14 +332,14 @@ class Results:
         facts = {replica: one for replica, one in described.items() if one.kind != "plain"}
         before = self._user_ns.get(name, MISSING) if name else MISSING
         identity: ObjectId = (self._serial, path)
-        if any(one.kind in ("sent", "tracked") for one in facts.values()):  # it stays after all
+        if any(one.kind in ("sent", "tracked") for one in facts.values()):  # it stays on the engines after all
             self._tracked.adopt[identity] = {
                 replica: one.value if one.kind == "tracked" else identity for replica, one in facts.items()
             }
         others = [replica for replica in self._results if replica not in described]
         if isinstance(before, HANDLES):
             old = state_of_handle(before)
-            if old.tracked is self._tracked:  # replicas that did not assign the name have what it was
+            if old.tracked is self._tracked:  # replicas that did not assign the name keep its old value
                 local.update({replica: old.local[replica] for replica in others if replica in old.local})
                 kept = [replica for replica in others if replica in old.facts]
                 facts.update({replica: old.facts[replica]._replace(identity=identity) for replica in kept})
@@ -350,7 +350,7 @@ class Results:
         return self._handle(identity, facts, name=name, local=local, mirrored=False)
 
     def _replacement(self, name: str, path: str, described: dict[int, Described], error: Exception | None) -> Any:
-        """Return a handle of an object that is the same on all replicas and cannot exist here."""
+        """Return a handle of an object that is the same on all replicas and cannot exist in the notebook."""
         identities = {one.identity for one in described.values()}
         identity = (identities.pop() if len(identities) == 1 else None) or (self._serial, path)
         found = self._tracked.handle(identity)
@@ -395,7 +395,7 @@ class Results:
         return handle
 
     def _fresh_handle(self, identity: ObjectId) -> Any:
-        """Create a handle of an engine object within data that has arrived. The object may have a name as well."""
+        """Create a handle of an engine object within data that has arrived. The object may have a name too."""
         unknown = Described(kind="object", identity=identity)
         facts, names = {}, {}
         for replica, one in self._results.items():
@@ -407,7 +407,7 @@ class Results:
         return self._handle(identity, facts, name=next(iter(names.values())))
 
     def release(self) -> None:
-        """Let the engines free the program's objects that have no handle here. To be called last."""
+        """Have the engines free the program's objects that have no handle here. Call it last."""
         made = {described.identity for described in self._returned}
         for one in self._results.values():
             made |= {described.identity for described in one.names.values()}
@@ -433,13 +433,13 @@ class Results:
             state.facts.update(facts)
             state.given = 0
             state.as_of = self._changes
-            # The components that are left after an engine has ended do not say what its component was.
+            # After an engine has ended, the remaining components do not show whether its component was equal to them.
             known = len(state.facts) == self._tracked.size and (isinstance(handle, Mirrored) or not state.gone)
             if known and not any(fact.wrapped for fact in facts.values()):
                 change_kind(handle, mirrored=are_equal(state.facts))
 
     def _environment_in_order(self) -> Environment | None:
-        """Return the modes that the program changed, except those that a later program set whose results came first."""
+        """Return the modes that the program changed, except those set by a later program whose results came first."""
         environment, set_by = self._first.environment, self._tracked.modes_set_by
         if environment is None:
             return None
