@@ -67,7 +67,8 @@ _WAITING = (threading.__file__, queue.__file__)  # the modules in whose function
 
 
 _Told = tuple[tuple[int, int], str, tuple[int, int], dict[str, Any], float]
-"""A call of `distnb.live`: (program, replica), name of the run, place, values, and time in seconds since 1970.
+"""A call of `distnb.live`: (program, replica), run, (training step, number of the call of `run` or 0), {name: value},
+and the time in seconds since 1970.
 
 A named tuple would cost each training step 2 µs more."""
 

@@ -111,7 +111,7 @@ class ServerTask:
     """A parameter server, which serves variables on a thread.
 
     Args:
-        spread: True if some of its clients are on other machines.
+        spread: True if the engines, which are its clients, are on several machines.
     """
 
     def __init__(self, connection: Connection, *, spread: bool) -> None:
