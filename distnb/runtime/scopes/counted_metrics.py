@@ -1,8 +1,8 @@
-"""Metrics by which other processes count, such as workers of parameter servers.
+"""The counts that other processes, such as workers of parameter servers, contribute to this process's metrics.
 
-Their counts are kept next to a metric's own states, and combined with these when the metric is read, as the
-states of replicas are: torchmetrics gives the metric its own states back afterwards. So any metric will do, also one
-whose combined states cannot be updated any more, such as PearsonCorrCoef's.
+The contributions are kept separate from a metric's own states. They are combined with these when the metric is read, as
+the states of replicas are, and torchmetrics restores the metric's own states afterwards. This works for every metric,
+including those whose combined states cannot be updated further, such as PearsonCorrCoef.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["Contribution", "add", "check", "contribution", "note_attributes", "r
 
 _FOLD = 256
 _SIMPLE = (bool, int, float, str, torch.dtype, torch.Tensor)
-_lock = threading.RLock()  # contributions arrive on another thread than the one that reads and resets
+_lock = threading.RLock()  # contributions arrive on one thread; another reads and resets the metric
 
 
 class Contribution(NamedTuple):
-    """The counts of a process by a metric.
+    """The counts that one process contributes to a metric.
 
     Attributes:
-        updates: How often it was updated.
-        states: By name.
+        updates: The number of updates.
+        states: The states by name.
         attributes: Attributes other than states that `update` has set, such as a dtype.
     """
 
@@ -44,11 +44,12 @@ class Contribution(NamedTuple):
 
 @dataclass
 class _Counted:
-    """The counts of other processes by a metric.
+    """The counts of all other processes for a metric.
 
     Attributes:
-        parts: By state, values that are yet to be combined; of a listed state, its elements.
-        stacked: By state, earlier values: many small tensors take more memory than one.
+        updates: The number of updates.
+        parts: By state, the values that are not combined yet. For a state that is a list, its elements.
+        stacked: By state, earlier values, stacked because one tensor takes less memory than many small ones.
     """
 
     updates: int = 0
@@ -56,7 +57,7 @@ class _Counted:
     stacked: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
     def add(self, metric: Any, given: Contribution) -> None:
-        """Add a contribution. Values that can be combined already are."""
+        """Add a contribution. Values with an associative reduction (sum, minimum, maximum) are combined at once."""
         self.updates += given.updates
         for name, reduction in reductions(metric).items():
             parts, value = self.parts.setdefault(name, []), given.states[name]
@@ -71,12 +72,12 @@ class _Counted:
                 parts.clear()
 
     def of(self, name: str, listed: bool) -> list[Any]:
-        """Return the values of a state, as those of so many replicas; a listed one has one value, a list."""
+        """Return the values of a state, as if each came from a replica. A listed state has one value, a list."""
         parts = self.parts.get(name, [])
         return [list(parts)] if listed else [*(each for block in self.stacked.get(name, ()) for each in block), *parts]
 
     def combine(self, metric: Any) -> None:
-        """Set a metric's states to what it and others have counted."""
+        """Set a metric's states to the combination of its own and the other processes' counts."""
         own = None if metric_binding.is_untouched(metric) else metric_binding.states_of(metric)
         for name, reduction in reductions(metric).items():
             listed = isinstance(default_states(metric)[name], list)
@@ -93,11 +94,14 @@ def _is_associative(reduction: Any) -> bool:
     return reduction in (dim_zero_max, dim_zero_min, dim_zero_sum)
 
 
-# -- where the metric is counted by ------------------------------------------------------------------------------------
+# -- in a process that counts ------------------------------------------------------------------------------------------
 
 
 def check(root: Any) -> None:
-    """Raise CannotTravelError for a metric that depends on the order of all updates: processes have none."""
+    """Raise CannotTravelError for a metric whose updates by several processes cannot be combined.
+
+    Examples are metrics that depend on the order of all updates, which is undefined across processes.
+    """
     import torchmetrics
 
     for each in root.modules():
@@ -115,7 +119,7 @@ def check(root: Any) -> None:
 
 
 def reset(root: Any) -> None:
-    """Have a metric, and those in it, count from nothing."""
+    """Reset a metric and the metrics in it."""
     root.reset()
     for _, metric in _within(root):
         if updates(metric):
@@ -123,18 +127,18 @@ def reset(root: Any) -> None:
 
 
 def note_attributes(root: Any) -> None:
-    """Note the attributes of a metric, and of those in it, other than states, before they are updated."""
+    """Record the attributes, other than states, of a metric and the metrics in it, before they are updated."""
     for _, metric in _within(root):
         vars(metric)["_distnb_attributes"] = _attributes(metric)
 
 
 def contribution(root: Any) -> dict[str, Contribution] | None:
-    """Return what a metric, and those in it, have counted since `reset`, by path; None if that is nothing."""
+    """Return the counts since `reset` of a metric and the metrics in it, by path, or None if there are none."""
     import torchmetrics
 
     for module in root.modules():
         if isinstance(module, torchmetrics.MetricCollection):
-            module.values(copy_state=False)  # those that share a state get it now
+            module.values(copy_state=False)  # copies the state to the metrics of the collection that share it
     found = {}
     for path, metric in _within(root):
         if updates(metric):
@@ -155,20 +159,20 @@ def _attributes(metric: Any) -> dict[str, Any]:
 
 
 def _within(root: Any) -> Iterator[tuple[str, Any]]:
-    """Find the metrics in a metric, itself included, that have a state, with their paths."""
+    """Yield the path of each metric that has states in a metric, including the metric itself, and the metric."""
     import torchmetrics
 
     for path, module in root.named_modules():
         states = default_states(module) if isinstance(module, torchmetrics.Metric) else {}
-        if states and states.keys() <= vars(module).keys():  # a wrapper's may be those of a metric in it
+        if states and states.keys() <= vars(module).keys():  # False for a wrapper that shows its inner metric's states
             yield path, module
 
 
-# -- where it is read --------------------------------------------------------------------------------------------------
+# -- in the process that reads -----------------------------------------------------------------------------------------
 
 
 def add(root: Any, given: Mapping[str, Contribution]) -> None:
-    """Add what another process has counted by a metric, and those in it."""
+    """Add another process's contribution to a metric and the metrics in it."""
     import torchmetrics
 
     metrics = dict(_within(root))
@@ -195,7 +199,7 @@ def _has_counted(metric: Any) -> bool:
 
 
 def _read(metric: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
-    """Take the place of torchmetrics' `_sync_dist`."""
+    """Combine a metric's counts. This replaces torchmetrics' `_sync_dist`."""
     with _lock:
         counted: _Counted = vars(metric)[metric_binding.COUNTED]
         counted.combine(metric)

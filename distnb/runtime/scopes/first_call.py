@@ -1,4 +1,4 @@
-"""Making parameters equal on all replicas in the first call of their module, which gives them their values."""
+"""The equalisation of parameters whose values are only set in the first call of their module."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["equalise_at_first_call"]
 def equalise_at_first_call(
     part: torch.nn.Module, equalise: Callable[[Sequence[tuple[str, torch.Tensor]]], None]
 ) -> None:
-    """Have `equalise` called with what a module itself holds, by name, before its first forward pass that has values.
+    """Call `equalise` with a module's own parameters and buffers, by name, once all of them have values.
 
-    Lazy parameters get their values in this pass, from each replica's own random stream. So do those of a layer that
-    is made in `strategy.run` and initialised once it is part of its model.
+    The call happens in the module's first forward pass. Lazy parameters are initialised at the start of this pass, from
+    each replica's own random stream, so the replicas' values differ until `equalise` is called. The same holds for a
+    layer that is made in `strategy.run` and initialised once it is part of its model.
     """
     hook = _FirstCallHook(equalise)
-    hook.handle = part.register_forward_pre_hook(hook)  # after the module's own, which gives lazy parameters values
+    hook.handle = part.register_forward_pre_hook(hook)  # runs after the module's hook that initialises lazy parameters
 
 
 class _FirstCallHook:
@@ -37,7 +38,7 @@ class _FirstCallHook:
             self._equalise([(f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _hook_of_a_copy, ()  # the replicas do not keep copies equal
+        return _hook_of_a_copy, ()  # replicas do not keep copies of a module equal
 
 
 def _hook_of_a_copy() -> Callable[..., None]:
@@ -45,4 +46,4 @@ def _hook_of_a_copy() -> Callable[..., None]:
 
 
 def _do_nothing(*_args: object) -> None:
-    """Stand where a copied module has the hook of the original."""
+    """Replace the original's hook in a copied module."""

@@ -1,4 +1,4 @@
-"""Other libraries whose objects need help on replicas, and the modules of ours that know them, loaded when needed."""
+"""Support for objects of other libraries on replicas. distnb's modules for a library are loaded when it is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STRATEGY = "_distnb_strategy"
 
 
 def prepare() -> None:
-    """Have each library that is loaded know of replicas, from its next object on. Idempotent."""
+    """Prepare each loaded library for replicas: objects that it makes from now on are handled. Idempotent."""
     for library in _KEEPERS.keys() - _prepared.keys():
         loaded: Any = sys.modules.get(library)
         if loaded is not None and _computes_with_torch(loaded):
@@ -27,16 +27,16 @@ def prepare() -> None:
 
 
 def _computes_with_torch(library: Any) -> bool:
-    """Return whether a library that has several backends has torch's; False while it is being imported."""
+    """Return whether a library with several backends uses torch. Return False while the library is being imported."""
     backend = getattr(library, "backend", None)
     return getattr(backend, "backend", lambda: None)() == "torch"
 
 
 def begin_program(size: int, rank: int) -> None:
-    """Undo what libraries keep of an earlier program's processes.
+    """Clear the information about processes that libraries keep from an earlier program.
 
-    Keras would share out what later programs train. Accelerate and Lightning would go on with as many processes as
-    there were, and with another rank.
+    Otherwise Keras would distribute the training of later programs, and Accelerate and Lightning would use the old
+    number of processes and the old rank.
     """
     accelerate_internals.renew(size, rank)
     lightning_internals.renew(rank)
@@ -46,21 +46,24 @@ def begin_program(size: int, rank: int) -> None:
 
 
 def is_shared(value: Any) -> bool:
-    """Return whether replicas share an object that is no module: each has a part, and reading combines them."""
+    """Return whether an object that is not a module is shared: each replica has a part, and reading combines them."""
     return strategy_of_shared(value) is not None
 
 
 def strategy_of_shared(value: Any) -> Any:
     """Return the strategy whose replicas share an object, or None."""
     try:
-        own: Any = object.__getattribute__(value, "__dict__")  # whatever the object's class does when it is asked
+        own: Any = object.__getattribute__(value, "__dict__")  # bypasses a `__getattribute__` of the object's class
     except AttributeError:
         return None
     return own.get(_STRATEGY)
 
 
 def variable_in(value: Any) -> Variable | None:
-    """Return the variable of ours that another library's variable holds; one of ours holds itself."""
+    """Return the distnb variable that another library's variable holds, or the value itself if it is one.
+
+    Return None for all other values.
+    """
     if isinstance(value, Variable):
         return value
     held = (keeper.variable_in(value) for keeper in _prepared.values())
@@ -68,11 +71,11 @@ def variable_in(value: Any) -> Variable | None:
 
 
 def tensors_in(value: Any) -> list[Any]:
-    """Return the tensors of another library's variable, or optimizer; none of any other object."""
+    """Return the tensors of another library's variable or optimizer; an empty list for any other object."""
     return [tensor for keeper in _prepared.values() for tensor in keeper.tensors_in(value)]
 
 
 def restore_shared(value: Any, strategy: Any) -> bool:
-    """Have this replica share an object that was copied from another one. Return False if it is none of these."""
+    """Mark an object copied from another replica as shared. Return False if no library has such shared objects."""
     prepare()
     return any(keeper.restore(value, strategy) for keeper in _prepared.values())

@@ -1,12 +1,12 @@
-"""The modules and parameters that scopes make, noted in the order of making until a registration takes them.
+"""The record of modules and parameters made in scopes, in the order of creation, until a registration takes them.
 
     with strategy.scope():
         model = Net()                 # noted: Net, its layers, their parameters
         strategy.run(step)            # taken before `step` is called: registered, and made equal on all replicas
-        head = torch.nn.Linear(8, 1)  # noted, and taken as the scope ends
+        head = torch.nn.Linear(8, 1)  # noted, and taken when the scope ends
 
-A module that was taken may get parameters later: a layer that is built by its first call, or a head that is attached
-to it. The registration is notified of these as well, wherever it happens.
+A module that was taken may get parameters later: its first call may build a layer, or a program may attach a head to
+it. The registration is notified of these parameters as well, inside or outside a scope.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["CHANGES", "MadeObjects", "own_parameters"]
 
 
 class _Changes:
-    """The count of what may have brought a function other modules or parameters than it had before.
+    """The count of events after which a function may use other modules or parameters than before.
 
     Attributes:
-        count: Grows when any module of this process gets a parameter or a submodule, and when a program begins.
+        count: Increases when any module of this process gets a parameter or a submodule, and when a program begins.
     """
 
     count = 0
@@ -41,7 +41,7 @@ class _Changes:
 CHANGES = _Changes()
 
 _open: dict[Any, MadeObjects] = {}
-"""The objects of the strategies whose scopes are open, by strategy."""
+"""The `MadeObjects` of each strategy whose scope is open."""
 
 _owners = WeakIdKeyDictionary()
 """The `MadeObjects` of each module that was taken."""
@@ -51,10 +51,11 @@ class MadeObjects:
     """Objects that the scopes of one strategy have made and that its registration has not taken yet.
 
     Args:
-        strategy: Objects are noted in its cross-replica context.
-        begin: Called with each module as its construction begins, when it has no parameters yet.
-        grow: Called with a module that was taken before, the name and the parameter or module that it gets, and whether
-            this is in a replica context of the strategy. Outside scopes only: within one the module is noted.
+        strategy: The strategy in whose cross-replica context objects are noted.
+        begin: Called with each module at the start of its construction, when it has no parameters yet.
+        grow: Called when a module that was taken before gets a parameter or a submodule outside a scope. (In a scope
+            the module is noted instead.) The arguments are the module, the new member's name, the member, and whether
+            the calling thread is in a replica context of the strategy.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class MadeObjects:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what is made within, in the strategy's cross-replica context."""
+        """Return a context that notes objects made in it, in the strategy's cross-replica context."""
         self._open += 1
         _open[self.strategy] = self
         try:
@@ -89,23 +90,26 @@ class MadeObjects:
                 del _open[self.strategy]
 
     def note(self, made: Any) -> None:
-        """Note a module or a parameter. Again it changes nothing."""
+        """Note a module or a parameter, unless it is already noted."""
         identity, noted = id(made), self._noted
         reference = noted.get(identity)
         if reference is None or reference() is not made:
-            noted.pop(identity, None)  # of something that is gone: what is new comes last, as elsewhere
+            # The entry may belong to a freed object with the same id. Without it, the new object is added at the end,
+            # so the order of creation is the same on all replicas.
+            noted.pop(identity, None)
             noted[identity] = weakref.ref(made)
 
     def take(self, is_new: Callable[[torch.Tensor], bool]) -> list[Any]:
-        """Return the noted objects that still exist, and forget them.
+        """Return the noted objects that still exist, and clear the record.
 
         Args:
-            is_new: Whether a parameter or buffer is still to be registered.
+            is_new: Returns whether a parameter or buffer is still to be registered.
         """
         alive = self._alive()
         if any(is_new(tensor) for made in alive for tensor in _tensors(made)):
-            # What was made and dropped must be gone on every replica, or none: garbage collectors run when they like.
-            # Where nothing is new, what a collection might free is not new either, and none is needed.
+            # All replicas must return the same objects. An unreferenced object in a reference cycle exists until the
+            # garbage collector happens to run, at a different time on each replica. So collect now, on all of them. If
+            # no tensor is new, then none that the collection could free is new either, and no collection is needed.
             del alive
             gc.collect()
             alive = self._alive()
@@ -113,11 +117,11 @@ class MadeObjects:
         return alive
 
     def forget(self) -> None:
-        """Forget what was noted."""
+        """Clear the record."""
         self._noted.clear()
 
     def own(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Notice the parameters that these modules get from now on."""
+        """Call `grow` for parameters and submodules that these modules get from now on."""
         for module in modules:
             if _owners.get(module) is not self:
                 _owners[module] = self
@@ -129,8 +133,9 @@ class MadeObjects:
 def own_parameters(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield the parameters of a module and its submodules, with their names.
 
-    Keras's layers keep theirs in a submodule that they make when they are asked for parameters. Made before the layer
-    is built, it would be given variables that exist only while Keras traces the layer.
+    A Keras layer keeps its parameters in a submodule, which it makes when its own `named_parameters` is called. If it
+    made the submodule before the layer is built, the submodule would get variables that exist only while Keras traces
+    the layer. So torch's method is called instead.
     """
     if hasattr(type(module), "torch_params"):
         return torch.nn.Module.named_parameters(module)
@@ -149,14 +154,14 @@ def _tensors(made: Any) -> Iterator[torch.Tensor]:
 
 
 def _open_here() -> MadeObjects | None:
-    """Return the objects of the scope in which this thread is."""
+    """Return the `MadeObjects` of the scope that the calling thread is in, or None outside a scope."""
     innermost = contexts.innermost()
     return _open.get(innermost[0]) if innermost is not None and innermost[1] is None else None
 
 
 @functools.cache
 def _install_hooks() -> None:
-    """Notice from now on every parameter, buffer and submodule that a module gets. Idempotent."""
+    """Install hooks that run when any module gets a parameter, buffer or submodule. Idempotent."""
     torch_module.register_module_parameter_registration_hook(_registered)
     torch_module.register_module_module_registration_hook(_registered)
     torch_module.register_module_buffer_registration_hook(_buffer_registered)
@@ -176,14 +181,17 @@ def _registered(module: torch.nn.Module, name: str, value: Any) -> None:
 
 
 def _buffer_registered(module: torch.nn.Module, _name: str, _buffer: Any) -> None:
-    # Outside scopes buffers are a replica's own: caches and masks whose shapes follow from its slice.
+    # Buffers made outside scopes stay local to a replica: caches and masks whose shapes depend on its slice.
     here = _open_here()
     if here is not None:
         here.note(module)
 
 
 class _Wrappers:
-    """The wrappers around what makes, copies and unpickles modules and parameters, while any scope is open."""
+    """The wrappers around the torch methods that make, copy and unpickle modules and parameters.
+
+    They are installed while any scope is open.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

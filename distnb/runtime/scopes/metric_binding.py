@@ -1,11 +1,11 @@
-"""torchmetrics' metrics on replicas: each replica updates its own, and reading a metric of a scope aggregates them.
+"""torchmetrics metrics on replicas: each replica updates its own copy, and reading a scope's metric aggregates them.
 
-A metric finds its replicas through functions of this module, never through a strategy: so it can be copied and sent,
-and in a process without replicas it is a plain metric again. torchmetrics wraps `update` again in every copy, so the
-class's own wrapper is replaced, and not the method of one metric.
+A metric finds its replicas through functions of this module, never through a strategy. It can therefore be copied and
+sent, and in a process without replicas it becomes a plain metric again. torchmetrics wraps `update` again in every
+copy, so this module replaces the wrapper of the class, not the method of one metric.
 
-An update without rows, from an empty slice of a batch, counts as nothing, whatever the metric. A replica without any
-row adds no state to the aggregate: not every metric could distinguish an untouched state from a counted one.
+An update without rows, from an empty slice of a batch, is ignored by every metric. A replica that has had no rows adds
+no state to the aggregate, because some metrics cannot distinguish an initial state from a counted one.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ __all__ = [
 ]
 
 COUNTED = "_distnb_counted"
-"""The attribute of a metric that has what other processes have counted by it; see `counted_metrics`."""
+"""The name of the attribute that holds other processes' counts of a metric; see `counted_metrics`."""
 
 
 @functools.cache
 def install() -> None:
-    """Bind metrics to their replicas if they are made in a scope from now on. Idempotent; loads torchmetrics."""
+    """Bind every metric that is made in a scope from now on to its replicas. Idempotent; loads torchmetrics."""
     cls: Any = torchmetrics_internals.load().Metric
     plain_init, plain_call, plain_reset = cls.__init__, cls.__call__, cls.reset
     wrap_update = torchmetrics_internals.wrap_update()
@@ -74,7 +74,7 @@ def install() -> None:
 
     @functools.wraps(plain_call)
     def call(metric: Any, *args: Any, **kwargs: Any) -> Any:
-        # With dist_sync_on_step all replicas meet in the call.
+        # With dist_sync_on_step the call is a collective of all replicas, so a replica without rows must not skip it.
         if aggregates_here() and not metric.dist_sync_on_step and without_rows(*_own(metric, args, kwargs)):
             return torch.tensor(torch.nan, device=metric.device)
         return plain_call(metric, *args, **kwargs)
@@ -86,8 +86,8 @@ def install() -> None:
 
     @functools.wraps(merge_groups)
     def merge(collection: Any) -> None:
-        # torchmetrics has metrics share a state if their states are equal after the first batch. On replicas and in
-        # scheduled functions a batch may be too small to distinguish them, or empty.
+        # torchmetrics lets metrics share a state if their states are equal after the first batch. On replicas and in
+        # scheduled functions a batch may be empty, or too small to reveal that the states differ.
         servers = servers_here.access
         if not aggregates_here() and (servers is None or not servers.is_worker):
             merge_groups(collection)
@@ -95,7 +95,7 @@ def install() -> None:
     cls.__init__, cls.__call__, cls.reset = init, call, reset
     torchmetrics_internals.replace_wrap_update(wrap)
     torchmetrics_internals.replace_merge_groups(merge)
-    # torchmetrics warns of a metric that is read before it was updated: another replica may have updated it.
+    # torchmetrics warns if a metric is read before it was updated. Here another replica may have updated it.
     cls.update_called = property(lambda metric: updates(metric) > 0 or _is_shared(metric) or COUNTED in vars(metric))
     add_names()
 
@@ -106,7 +106,7 @@ def is_installed() -> bool:
 
 
 def bind_all() -> None:
-    """Bind every metric that there is: torchmetrics was loaded in the scope that made them."""
+    """Bind every existing metric, for a scope in which torchmetrics was first imported, before `install` was called."""
     import torchmetrics
 
     install()
@@ -116,7 +116,7 @@ def bind_all() -> None:
 
 
 def bind(metric: Any) -> None:
-    """Have the replicas share a metric: each updates its own, and reading it aggregates them."""
+    """Share a metric among the replicas: each updates its own copy, and reading it aggregates the copies."""
     install()
     if not hasattr(metric.update, "_distnb"):  # made before torchmetrics' wrapper was replaced
         metric.update = _on_replicas(metric, metric.update)
@@ -124,20 +124,21 @@ def bind(metric: Any) -> None:
 
 
 def read_by(metric: Any, has_others: Callable[[], bool], combine: Callable[..., None]) -> None:
-    """Have a metric combine its states with those of other processes when it is read.
+    """Combine a metric's states with those of other processes whenever it is read.
 
     Args:
-        has_others: Whether there are others.
-        combine: Takes the place of torchmetrics' `_sync_dist`.
+        has_others: Returns whether there are other processes.
+        combine: The replacement of torchmetrics' `_sync_dist`.
     """
     metric.distributed_available_fn = has_others
     torchmetrics_internals.replace_combine(metric, combine)
-    # Others may have counted more since: whether reading looks for that must not depend on this process alone.
+    # Disable the cache. A process's cached result is valid until its own next update, but others may have counted more
+    # since. If only some processes used their cache, the others would wait for them in the collective.
     metric.compute_with_cache = False
 
 
 def aggregates_here() -> bool:
-    """Return whether there are several replicas, whose states reading a metric combines. All of them read it."""
+    """Return whether this process is one of several replicas, so reading a metric is a collective of all of them."""
     process = this_process.replica
     return process is not None and process.size > 1
 
@@ -150,7 +151,7 @@ def _is_shared(metric: Any) -> bool:
 
 
 def _on_replicas(metric: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a metric's `update`, which takes this replica's part, and nothing if that has no rows."""
+    """Wrap a metric's `update` to count this replica's part of the arguments, and to skip a part without rows."""
 
     @functools.wraps(plain)
     def update(*args: Any, **kwargs: Any) -> Any:
@@ -170,7 +171,7 @@ def _on_replicas(metric: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own(metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Select this replica's components of the arguments, which a shared metric gets outside replicas."""
+    """Return this replica's components of the arguments, if a shared metric was called outside replica contexts."""
     if contexts.in_replica() or not _is_shared(metric):
         return args, kwargs
     process = this_process.replica
@@ -180,10 +181,10 @@ def _own(metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
 
 
 def without_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an update gets no example: of the arguments that have a length, each has length 0.
+    """Return whether an update has no examples: all arguments that have a length have length 0.
 
-    Scalars and flags (a weight, `real=True`) have none. A text, and an item of a list, is an example, whatever is in
-    it: an image in which nothing was detected counts.
+    Scalars and flags (a weight, `real=True`) have no length. A string counts as one example, and so does each item of a
+    list regardless of its content. For example, an image without any detections counts.
     """
     lengths = [length for value in (*args, *kwargs.values()) for length in _lengths(value)]
     return bool(lengths) and not any(lengths)
@@ -206,15 +207,15 @@ def _lengths(value: Any) -> Iterator[int]:
 
 
 def _aggregate(metric: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
-    """Combine the replicas' states in place of torchmetrics' `_sync_dist`, in one message, whatever a state holds."""
-    if default_states(metric) and not _combine(metric):  # a wrapper has none: the metrics in it have
+    """Combine the replicas' states of any type in one message. This replaces torchmetrics' `_sync_dist`."""
+    if default_states(metric) and not _combine(metric):  # a wrapper has no states; its inner metrics do
         warnings.warn(
             f"{type(metric).__name__}.compute was called before any replica updated the metric.", stacklevel=2
         )
 
 
 def _combine(metric: Any) -> bool:
-    """Set a metric's states to what all replicas have counted. Return False if that is nothing."""
+    """Set a metric's states to the combined counts of all replicas. Return False if no replica has counted anything."""
     process = this_process.replica
     assert process is not None
     own = None if is_untouched(metric) else map_structure(_on_host, states_of(metric))
@@ -239,7 +240,12 @@ def states_of(metric: Any) -> dict[str, Any]:
 
 
 def _share_attributes(metric: Any, source: int, lacks: bool) -> None:
-    """Give a metric that was never updated the attributes other than states that another replica's `update` has set."""
+    """Copy attributes other than states, which a replica's `update` has set, to replicas that were never updated.
+
+    Args:
+        source: The replica that sends its attributes.
+        lacks: Whether this replica was never updated.
+    """
     process = this_process.replica
     assert process is not None
     simple = (bool, int, float, str, torch.dtype, torch.Tensor)
@@ -251,7 +257,13 @@ def _share_attributes(metric: Any, source: int, lacks: bool) -> None:
 
 
 def combined(parts: list[Any], reduction: Callable[[Any], Any] | None, listed: bool) -> Any:
-    """Combine the replicas' parts of one state: lists are joined, tensors reduced."""
+    """Combine the replicas' parts of one state: join lists, and reduce tensors.
+
+    Args:
+        parts: The state of each replica.
+        reduction: The metric's reduction of this state. None: tensors are stacked.
+        listed: Whether the state is a list.
+    """
     from torchmetrics.utilities import dim_zero_cat
 
     if listed:
@@ -263,7 +275,10 @@ def combined(parts: list[Any], reduction: Callable[[Any], Any] | None, listed: b
 
 
 def is_untouched(metric: Any) -> bool:
-    """Return whether a metric has counted nothing. One that was loaded has a state, though it was never updated."""
+    """Return whether a metric has counted nothing.
+
+    The number of updates is not enough: a metric that was loaded from a checkpoint has states without an update.
+    """
     return updates(metric) == 0 and all(
         torch.equal(getattr(metric, name).cpu(), default.cpu())
         if isinstance(default, torch.Tensor)
@@ -280,7 +295,10 @@ def _on_host(leaf: Any) -> Any:
 
 
 def metrics_within(value: Any) -> list[tuple[str, Any]]:
-    """Find the metrics with states in a metric or a collection, itself included, with paths; none in anything else."""
+    """Return the path of each metric that has states in a metric or a collection, including itself, and the metric.
+
+    Return an empty list for any other value.
+    """
     torchmetrics: Any = sys.modules.get("torchmetrics")
     if torchmetrics is None or not isinstance(value, (torchmetrics.Metric, torchmetrics.MetricCollection)):
         return []
@@ -289,12 +307,12 @@ def metrics_within(value: Any) -> list[tuple[str, Any]]:
 
 
 def is_shared(value: Any) -> bool:
-    """Return whether an object is a metric, or a collection, of which each of several replicas has counted a part."""
+    """Return whether an object is a metric or a collection that several replicas share, each with its own counts."""
     return any(_is_shared(metric) for _, metric in metrics_within(value))
 
 
 def aggregated(value: Any) -> Any:
-    """Return a copy of a metric that holds what all replicas have counted. All of them call it."""
+    """Return a copy of a metric that holds the counts of all replicas. All replicas must call this function."""
     whole = [whole_state(metric) for _, metric in metrics_within(value)]
     copied = copy.deepcopy(value)
     for (_, metric), saved in zip(metrics_within(copied), whole, strict=True):
@@ -303,7 +321,7 @@ def aggregated(value: Any) -> Any:
 
 
 def whole_state(metric: Any) -> dict[str, Any]:
-    """Return what a metric has counted everywhere, for a checkpoint: the number of updates, and the states."""
+    """Return a metric's total counts in all processes, for a checkpoint: the number of updates and the states."""
     total, own, counted = updates(metric), states_of(metric), vars(metric).get(COUNTED)
     if counted is None and not _is_shared(metric):
         return {"updates": total, "states": own}
@@ -323,7 +341,7 @@ def whole_state(metric: Any) -> dict[str, Any]:
 
 
 def set_whole_state(metric: Any, saved: dict[str, Any]) -> None:
-    """Have a metric's replicas together hold what `whole_state` gave: replica 0 all of it, the others nothing."""
+    """Restore a metric from `whole_state`. Replica 0 gets all counts, and the metrics of other replicas are reset."""
     metric.reset()
     process = this_process.replica
     if process is None or process.rank == 0 or not _is_shared(metric):

@@ -1,4 +1,4 @@
-"""Keras's method names for torchmetrics' metrics: `update_state` in Keras's order, `result`, `reset_state`, `name`."""
+"""Keras's method names for torchmetrics metrics: `update_state` in Keras's order, `result`, `reset_state`, `name`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["add_names"]
 
 
 def add_names() -> None:
-    """Give torchmetrics' metrics Keras's method names, where a class has none of its own. Loads torchmetrics."""
+    """Add Keras's method names to torchmetrics' classes, unless they define them already. Loads torchmetrics."""
     import torchmetrics
 
     for cls in (torchmetrics.Metric, torchmetrics.MetricCollection):
@@ -32,19 +32,19 @@ def add_names() -> None:
 
 
 def _update_state(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Update with more values, in Keras's order.
+    """Update the metric with more values, in Keras's argument order.
 
-    `update_state(y_true, y_pred)` for a metric that compares, whose own `update` takes (preds, target): its arguments
-    (threshold, num_classes, …) say how predictions are read. `update_state(values, sample_weight=None)` for one that
-    gathers values. Lists and arrays will do; a last axis of 1 that only one of y_true and y_pred has is dropped, and
-    labels may be floating-point numbers.
+    Call `update_state(y_true, y_pred)` for a metric that compares, whose own `update` takes (preds, target). The
+    metric's own arguments (threshold, num_classes, …) define how predictions are interpreted. Call
+    `update_state(values, sample_weight=None)` for a metric that gathers values. Lists and arrays are accepted. A last
+    axis of size 1 that only one of y_true and y_pred has is dropped, and labels may be floating-point numbers.
 
     Raises:
-        OptionError: Weights for a metric that weighs all examples alike.
+        OptionError: `sample_weight` was given for a metric that weighs all examples equally.
     """
     if _compares(self):
         if "preds" in kwargs:
-            self.update(*args, **kwargs)  # in torchmetrics' words, which leave no doubt
+            self.update(*args, **kwargs)  # torchmetrics' argument names are unambiguous
             return
         values, weight, more = _compared(*args, **kwargs)
     else:
@@ -55,13 +55,13 @@ def _update_state(self: Any, *args: Any, **kwargs: Any) -> None:
     else:
         rank, size = process.rank, process.size
         taken = _as_taken(self, *select((values, weight), rank, size))
-        # The metric itself takes the replica's component: outside replicas it wants distributed values.
+        # Outside replica contexts `update` requires distributed values, of which it takes this replica's component.
         positional = tuple(PerReplica.own(rank, one, size) for one in taken[0])
         named = {name: PerReplica.own(rank, one, size) for name, one in taken[1].items()}
     self.update(*positional, **named, **more)
 
 
-# Not the methods themselves, which a metric of the user's may have in its own way.
+# The lambdas look the methods up when they are called, because a subclass may override them.
 _KERAS: dict[str, Callable[..., Any]] = {
     "update_state": _update_state,
     "result": lambda self: self.compute(),
@@ -71,7 +71,7 @@ _KERAS: dict[str, Callable[..., Any]] = {
 
 
 class _DefaultName:
-    """The attribute `name` of a metric that was given none: its class's, in Keras's spelling."""
+    """The default of a metric's attribute `name`: its class's name in Keras's spelling, such as `mean_metric`."""
 
     def __get__(self, metric: Any, owner: type) -> str:
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", (owner if metric is None else type(metric)).__name__).lower()
@@ -83,12 +83,16 @@ def _compared(y_true: Any, y_pred: Any, sample_weight: Any = None, **more: Any) 
 
 def _gathered(*values: Any, sample_weight: Any = None, **more: Any) -> tuple[Any, Any, dict[str, Any]]:
     values = (*values, *(more.pop(name) for name in ("values", "value") if name in more))
-    weight = more.pop("weight", sample_weight)  # torchmetrics' word
+    weight = more.pop("weight", sample_weight)  # torchmetrics' name for it
     return (values[:1], values[1], more) if len(values) == 2 and weight is None else (values, weight, more)
 
 
 def _as_taken(metric: Any, values: tuple[Any, ...], weight: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named arguments of the metric's own `update`."""
+    """Return the positional and named arguments for the metric's own `update`.
+
+    Raises:
+        OptionError: There are weights, and the metric weighs all examples equally.
+    """
     from torchmetrics import SumMetric
 
     compares, name = _compares(metric), type(metric).__name__
@@ -109,7 +113,7 @@ def _as_taken(metric: Any, values: tuple[Any, ...], weight: Any) -> tuple[tuple[
 
 
 def _predicted_and_true(metric: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
-    """Return the arguments of torchmetrics, (preds, target)."""
+    """Return (preds, target), torchmetrics' arguments."""
     true, predicted = _tensor(metric, y_true), _tensor(metric, y_pred)
     if not (isinstance(true, torch.Tensor) and isinstance(predicted, torch.Tensor)):
         return predicted, true
@@ -117,7 +121,7 @@ def _predicted_and_true(metric: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any
         predicted = predicted.squeeze(-1)
     elif true.ndim > 1 and true.shape[-1] == 1 and (true.ndim > predicted.ndim or predicted.shape[-1:] != (1,)):
         true = true.squeeze(-1)  # also labels [batch, 1] with probabilities [batch, classes]
-    # A classification's labels are whole numbers.
+    # torchmetrics' classification metrics require integer labels.
     classes = (cls.__module__ for each in metric.modules() for cls in type(each).__mro__)
     if true.is_floating_point() and any(name.startswith("torchmetrics.classification") for name in classes):
         true = true.long()
@@ -125,7 +129,7 @@ def _predicted_and_true(metric: Any, y_true: Any, y_pred: Any) -> tuple[Any, Any
 
 
 def _tensor(metric: Any, value: Any) -> Any:
-    """Numbers as a tensor; texts and other things as they are."""
+    """Return numbers as a tensor, and other values, such as strings, unchanged."""
     if isinstance(value, torch.Tensor):
         return value
     try:
@@ -135,7 +139,11 @@ def _tensor(metric: Any, value: Any) -> Any:
 
 
 def _compares(metric: Any) -> bool:
-    """Return whether a metric's `update` takes (preds, target); of a collection or a wrapper, its content decides."""
+    """Return whether a metric's `update` takes (preds, target). For a collection or a wrapper, check its content.
+
+    Raises:
+        OptionError: A collection has both kinds of metrics.
+    """
     import torchmetrics
 
     if isinstance(metric, torchmetrics.MetricCollection):

@@ -1,4 +1,4 @@
-"""The objects of a strategy's scope on a replica: whether they are mirrored, and their values outside replicas."""
+"""Checks on a replica whether objects of a scope are mirrored, and their values in cross-replica context."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["is_apart", "is_metric", "is_mirrored", "is_read_together", "read_tog
 
 
 def is_mirrored(value: Any) -> bool:
-    """Return whether an object was made in the scope of a strategy of several replicas, which keeps its copies equal.
+    """Return whether an object was made in the scope of a strategy with several replicas, which keeps its copies equal.
 
-    A module or an optimizer, Keras's too, is mirrored if all its trainable parameters are. An object that is read
+    A module or an optimizer, including Keras's, is mirrored if all its trainable parameters are. An object that is read
     together (see `is_read_together`) is mirrored as well.
     """
     if is_metric(value):
@@ -35,7 +35,7 @@ def is_mirrored(value: Any) -> bool:
 
 
 def is_read_together(value: Any) -> bool:
-    """Return whether replicas hold parts of a sync-on-read variable or a metric, which reading makes one value."""
+    """Return whether an object is a sync-on-read variable or a metric, whose parts a read combines into one value."""
     if metric_binding.is_shared(value):
         return True
     process, variable = this_process.replica, foreign_libraries.variable_in(value)
@@ -45,7 +45,7 @@ def is_read_together(value: Any) -> bool:
 
 
 def is_apart(value: Any) -> bool:
-    """Return whether an object's components are unrelated even while equal (a variable without aggregation)."""
+    """Return whether an object's components are independent, even if equal: a variable without aggregation."""
     variable = foreign_libraries.variable_in(value)
     return isinstance(variable, SyncOnReadVariable) and variable.aggregation is VariableAggregation.NONE
 
@@ -53,7 +53,7 @@ def is_apart(value: Any) -> bool:
 def read_together(value: Any) -> Any:
     """Return an object's value in cross-replica context: aggregated if it is read together, else the object itself.
 
-    Every replica calls this with its own object.
+    All replicas must call this function, each with its own object.
     """
     variable = foreign_libraries.variable_in(value)
     if not is_read_together(value):
@@ -62,5 +62,5 @@ def read_together(value: Any) -> Any:
 
 
 def is_metric(value: Any) -> bool:
-    """Return whether a value is a metric of torchmetrics."""
+    """Return whether a value is a torchmetrics metric."""
     return isinstance(value, torch.nn.Module) and getattr(value, "distributed_available_fn", None) is not None

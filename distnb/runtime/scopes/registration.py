@@ -1,4 +1,7 @@
-"""The variables of one strategy on a replica: what its scopes made is made equal, and kept in sync from then on."""
+"""The registration of one strategy's variables on a replica.
+
+Registered parameters and buffers get replica 0's values on all replicas. Parameters are kept in sync from then on.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ __all__ = [
 ]
 
 _LARGE_NBYTES = 4096
-# What sees to the models of other libraries that a scope makes; it is not loaded before they are.
+# distnb's modules that adopt models of other libraries made in a scope. They are loaded only if the library is.
 _ADOPTERS = {("keras", "Model"): "distnb.keras.models"}
 _OF_KERAS = "_torch_params"
 _FUNCTIONAL = re.compile(r"\b_functional\.")
@@ -49,12 +52,18 @@ _buffers = WeakIdKeyDictionary()
 
 
 def is_scope_buffer(value: object) -> bool:
-    """Return whether a tensor is a buffer of a model that a scope of some strategy made: each replica has its own."""
+    """Return whether a tensor is a buffer of a model made in any strategy's scope. Each replica has its own values."""
     return value in _buffers
 
 
 class ParameterKey(NamedTuple):
-    """The name of a parameter on all replicas: its group, the group's description in errors, and the place in it."""
+    """The identity of a parameter, the same on all replicas.
+
+    Attributes:
+        identity: The identity of the parameter's group.
+        place: The parameter's place in the group.
+        label: The description of the group in errors.
+    """
 
     identity: Identity
     place: int
@@ -62,7 +71,7 @@ class ParameterKey(NamedTuple):
 
 
 def parameters_of(value: Any) -> list[Any]:
-    """Return a parameter itself; those of a module or an optimizer, and those of another library's model."""
+    """Return the parameters of a module, an optimizer or another library's model, or a list with a tensor itself."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, torch.nn.Module):
@@ -74,7 +83,7 @@ def parameters_of(value: Any) -> list[Any]:
 
 
 def adopters_of(module: torch.nn.Module) -> list[Any]:
-    """Return our modules that adopt a module as a model of another library."""
+    """Return distnb's modules that adopt a torch module as a model of another library, such as Keras."""
     models = ((getattr(sys.modules.get(library), name, None), where) for (library, name), where in _ADOPTERS.items())
     return [
         importlib.import_module(where) for model, where in models if model is not None and isinstance(module, model)
@@ -82,7 +91,10 @@ def adopters_of(module: torch.nn.Module) -> list[Any]:
 
 
 class _GroupKey:
-    """Names the parameters of one model, and how errors call it, to GradientSync without keeping the model alive."""
+    """The key of one model's parameters in GradientSync, with the model's name in errors.
+
+    It refers to the model weakly, so it does not keep the model alive.
+    """
 
     def __init__(self, label: str, model: torch.nn.Module | None = None) -> None:
         self.label = label
@@ -91,7 +103,14 @@ class _GroupKey:
 
 
 class Registration:
-    """The variables of one strategy on this replica, and where they are the same memory on all, what sees to that."""
+    """The registration of one strategy's variables on this replica.
+
+    Args:
+        strategy: The strategy.
+        sync: The synchronisation of the gradients of registered parameters.
+        group: Returns the current process group.
+        shared: Puts the parameters into memory that all replicas share, if the strategy uses such memory.
+    """
 
     def __init__(
         self, strategy: Any, sync: GradientSync, group: Callable[[], Group], shared: SharedVariables | None = None
@@ -108,11 +127,14 @@ class Registration:
 
     @property
     def group(self) -> Group:
-        """The replicas."""
+        """The current process group of the replicas."""
         return self._group()
 
     def owns(self, made: torch.Tensor | torch.nn.Module) -> bool:
-        """Return whether a scope of this strategy made a parameter, or a model of a library that makes them later."""
+        """Return whether a parameter belongs to this strategy, or whether this strategy adopted a module.
+
+        Adopted modules are models of libraries, such as Keras, that make parameters later.
+        """
         if isinstance(made, torch.nn.Module):
             return made in self._adopted
         parameter = made
@@ -132,13 +154,16 @@ class Registration:
         }
 
     def average_statistics(self, keys: Iterable[Any]) -> None:
-        """Average the running statistics of models: a backward pass has reached these parameters on every replica."""
+        """Average the running statistics of the models of these keys.
+
+        Called at the end of a backward pass that has reached the models' parameters on every replica.
+        """
         models = [key.model() for key in keys if key.has_statistics]
         running_statistics.average(self.group, [model for model in models if model is not None])
 
     def take_variable(self, variable: Variable) -> None:
-        """Keep a new variable in sync: it was made in a scope or in a replica, and gets replica 0's value on all."""
-        # Replica 0 counts: a replica that was replaced knows less.
+        """Register a new variable, made in a scope or in a replica context. All replicas get replica 0's value."""
+        # Replica 0's number is used: a replica that was replaced has counted fewer variables.
         number = torch.tensor(self._made_variables + 1)
         if self.group.size > 1:
             told = settings_of(variable).summary
@@ -146,11 +171,11 @@ class Registration:
         variable.number = self._made_variables = int(number)
         self._register(variable, _GroupKey(f"Variable {variable.name}" if variable.name else "Variable"))
 
-    # What scopes make -----------------------------------------------------------------------------------------------
+    # Objects made in scopes -----------------------------------------------------------------------------------------
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what this thread makes within, for `take_made`."""
+        """Return a context that notes the objects this thread makes, for `take_made`."""
         if "torchmetrics" in sys.modules:
             metric_binding.install()
         self._unfinished = False
@@ -159,14 +184,14 @@ class Registration:
 
     @property
     def pending(self) -> bool:
-        """True if there is anything for `take_made`."""
+        """True if there are objects for `take_made` to register."""
         return self._made.pending
 
     def take_made(self) -> bool:
-        """Register what scopes have made, and models got that were made in one, since the last call.
+        """Register the objects made in scopes, and added to models that were made in one, since the last call.
 
-        All replicas call this at the same point of their programs. Return whether any variable was new: the same on
-        all of them.
+        All replicas must call this at the same point of their programs. Return whether any variable was new, which is
+        the same on all replicas.
         """
         if not self._made.pending:
             return False
@@ -175,7 +200,8 @@ class Registration:
         self._unfinished = True
         alive = self._made.take(self._is_new)
         roots = roots_of([each for each in alive if isinstance(each, torch.nn.Module)])
-        # Keras's models hold the parameters of layers that are no modules of theirs to torch.
+        # A Keras model holds the parameters of layers that torch does not see as its modules. Larger models go first,
+        # so that a parameter is registered with the model, not with one of its layers.
         roots.sort(key=lambda root: -sum(1 for _ in own_parameters(root)) if hasattr(root, _OF_KERAS) else 0)
         within = {id(parameter) for root in roots for _, parameter in own_parameters(root)}
         loose = [each for each in alive if isinstance(each, torch.nn.Parameter) and id(each) not in within]
@@ -184,7 +210,7 @@ class Registration:
         return is_any_new
 
     def give_up_made(self) -> bool:
-        """Forget what scopes have made and `take_made` did not register. Return whether there was anything."""
+        """Discard the objects that `take_made` has not registered. Return whether there were any."""
         unfinished = self._unfinished or self._made.pending
         self._made.forget()
         self._unfinished = False
@@ -196,7 +222,11 @@ class Registration:
         return find_mirror(tensor) is None and not tensor.is_meta and not isinstance(tensor, SyncOnReadVariable)
 
     def _grow(self, module: torch.nn.Module, name: str, value: Any, in_replica: bool) -> None:
-        """Register what a model gets that a scope made: in `run` at once, since it is used in this forward pass."""
+        """Register a parameter or module that is added to a registered model.
+
+        In `run` it is registered at once, because the current forward pass uses it. Otherwise the model is noted for
+        `take_made`.
+        """
         if isinstance(value, torch.nn.Module):
             self._made.own(value.modules())
             found: Iterable[tuple[str, torch.nn.Parameter]] = own_parameters(value)
@@ -219,17 +249,25 @@ class Registration:
             self._adopted.add(module)
 
     def take(self, model: torch.nn.Module, beside: Iterable[torch.nn.Parameter]) -> None:
-        """Register the parameters that a model of a scope has got since. All replicas do so."""
+        """Register the parameters that a model of a scope has gained since it was made. All replicas must call this.
+
+        The second argument has further parameters to register, which belong to no module.
+        """
         self.take_made()
         self._take([model], beside)
 
     def take_equal(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> None:
-        """Register what modules hold, and parameters of no module, whose values others see to. All replicas do so."""
+        """Register modules and parameters whose values are already equal. All replicas must call this.
+
+        Args:
+            roots: The modules.
+            loose: Parameters that belong to no module.
+        """
         self._enter(roots, loose)
         note_versions(self._sync.groups)
 
     def place_of(self, made: torch.Tensor) -> ParameterKey | None:
-        """Return the key of a parameter that is kept in sync, for a replica that gets a copy."""
+        """Return the key of a parameter, for a replica that receives a copy. None: this strategy does not sync it."""
         mirror = find_mirror(made)
         if mirror is None or mirror.sync() is not self._sync:
             return None
@@ -237,18 +275,18 @@ class Registration:
         return ParameterKey(group.identity, mirror.place, key.label if key is not None else "parameters")
 
     def take_restored(self, values: Sequence[tuple[Any, Sequence[ParameterKey | None]]]) -> None:
-        """Register modules, optimizers and parameters that were copied from another replica, as they are there.
+        """Register modules, optimizers and parameters copied from another replica as they are registered there.
 
         Args:
-            values: Each with what `place_of` said there of its `parameters_of`.
+            values: The copies, each with the results of `place_of` there for its `parameters_of`.
         """
         roots = roots_of([value for value, _ in values if isinstance(value, torch.nn.Module)])
         for root in roots:
             self._made.own([*root.modules(), *(part for adopter in adopters_of(root) for part in adopter.parts(root))])
         names = {id(parameter): f".{name}" for root in roots for name, parameter in _named(root)}
         keys: dict[Identity, _GroupKey] = {}
-        # Keras's pickles copy a layer with each model that holds it. The last copy of a parameter is kept in sync: that
-        # of the larger model.
+        # A Keras pickle has a copy of a layer for each model that contains it. The last registered copy of a parameter
+        # is kept in sync, so larger models come last.
         for value, places in sorted(values, key=lambda each: len(each[1])):
             for parameter, place in zip(parameters_of(value), places, strict=True):
                 if isinstance(parameter, Variable):
@@ -270,9 +308,9 @@ class Registration:
             _buffers.update((each, True) for each in root.buffers())
 
     def _take(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> bool:
-        """Register what modules hold, that of each to be reduced together, and parameters of no module.
+        """Register modules and loose parameters, and make them equal to replica 0's. Return whether anything was new.
 
-        All replicas do so in the same order, and take over the values of replica 0. Return whether anything was new.
+        The gradients of a module's parameters are reduced together. All replicas must register in the same order.
         """
         return self._make_equal(*self._enter(roots, loose))
 
@@ -299,9 +337,10 @@ class Registration:
     def _enter(
         self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]
     ) -> tuple[list[tuple[str, torch.Tensor]], list[torch.nn.Module]]:
-        """Register parameters and buffers.
+        """Register the parameters and buffers of modules, and loose parameters.
 
-        Return those that are new, by name, and the modules in which some have no values yet.
+        Returns:
+            The new parameters and buffers by name, and the modules with lazy parameters, which have no values yet.
         """
         new: list[tuple[str, torch.Tensor]] = []
         unvalued: list[torch.nn.Module] = []
@@ -318,15 +357,15 @@ class Registration:
     def _enter_module(
         self, module: torch.nn.Module, key: _GroupKey, prefix: str = ""
     ) -> tuple[list[tuple[str, torch.Tensor]], list[torch.nn.Module]]:
-        """Register what a module holds, to be reduced with the other parameters of a key.
+        """Register a module's parameters, whose gradients are reduced with the key's other parameters, and its buffers.
 
         Args:
             module: The module.
-            key: Names the parameters.
-            prefix: Of the names of parameters and buffers: the path from the model that the key names to the module.
+            key: The key of the model to which the module belongs.
+            prefix: The path from this model to the module, with which the names of parameters and buffers begin.
 
         Returns:
-            What is new, by name, and the modules in it that have new parameters.
+            The new parameters and buffers by name, and the modules within `module` that have new parameters.
         """
         key.has_statistics |= running_statistics.has_statistics(module)
         new: list[tuple[str, torch.Tensor]] = []
@@ -346,7 +385,10 @@ class Registration:
 
     @property
     def _told(self) -> str:
-        """The strategy's options that must be the same on every replica: all but the replicas' own tasks."""
+        """A description of the strategy with the options that must be equal on all replicas, for their comparison.
+
+        Options of other types, such as a replica's own task, are left out.
+        """
         options = self.strategy.spec.options
         plain = [(name, value) for name, value in options if isinstance(value, (str, bool, CommunicationOptions))]
         return f"{self.strategy.spec.kind}({', '.join(f'{name}={value!r}' for name, value in plain)})"
@@ -354,14 +396,18 @@ class Registration:
     def _register(
         self, parameter: torch.nn.Parameter, key: _GroupKey, name: str = "", at: ParameterKey | None = None
     ) -> bool:
-        """Return whether a parameter is new, and keep it in sync from now on."""
+        """Register a parameter unless it is already registered. Return whether it was new.
+
+        Raises:
+            ContextError: The parameter belongs to another strategy.
+        """
         if parameter.is_meta:
-            return False  # another takes its place when there is data
+            return False  # it has no data, and a parameter with data will replace it
         if isinstance(parameter, Variable):
             if parameter.distribute_strategy is not self.strategy:
                 raise contexts.mixing(self.strategy, parameter.distribute_strategy)
             if isinstance(parameter, SyncOnReadVariable):
-                return False  # its components differ
+                return False  # the replicas' components differ by design
         mirror = find_mirror(parameter)
         if mirror is not None:
             if mirror.sync() is self._sync:
@@ -371,7 +417,7 @@ class Registration:
                 f"scope of {self.strategy!r}. Make the model in the scope of the strategy that trains it."
             )
         self._sync.register(parameter, key, None if at is None else (at.identity, at.place))
-        # What is small, and never trained, is not worth sharing.
+        # A small parameter that is never trained is not worth sharing.
         worth_it = parameter.requires_grad or is_lazy(parameter) or parameter.nbytes >= _LARGE_NBYTES
         if self.shared is not None and worth_it:
             self.shared.expect(key.label + name, parameter)
@@ -379,16 +425,19 @@ class Registration:
 
 
 def same_everywhere(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return a model's parameters or buffers, in an order and by names that are the same on all replicas.
+    """Return a model's parameters or buffers in an order and by names that are the same on all replicas.
 
-    Keras's names are paths, `sequential_1/dense_2/bias`, with counts of the layers that a process has made; a copy's
-    lack their beginning. What is left is the same on a replica that was replaced, or made models alone. torch keeps
-    them sorted by name, where `dense_10` is before `dense_9`.
+    Keras's names are paths that count the layers made in a process, such as `sequential_1/dense_2/bias`, and the names
+    in a copy lack the beginning of the path. A replica that was replaced, or that made further models by itself, has
+    other counts. So only the last two parts of the path are kept, without counts, and a running number is added:
+    `dense/bias 3`. torch sorts the parameters by name, with `dense_10` before `dense_9`; here they are sorted by
+    number.
     """
     split = [(*name.partition(f"{_OF_KERAS}."), value) for name, value in given]
     if not any(of_keras for _, of_keras, _, _ in split):
         return [(before, value) for before, _, _, value in split]
-    # A Sequential's parameters are its functional model's, too, once somebody has asked that for them.
+    # A Sequential's inner functional model lists the same parameters again, once its parameters have been read. Keep
+    # one of each.
     one_each = {
         (_FUNCTIONAL.sub("", before), path, id(value)): (of_keras, value) for before, of_keras, path, value in split
     }
@@ -403,7 +452,7 @@ def same_everywhere(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _counts_in(path: str) -> list[tuple[str, int]]:
-    """Return a key that sorts paths by the numbers in them."""
+    """Return a sort key for a path in which numbers compare by value: `dense_9` comes before `dense_10`."""
     return [(text, int(number or -1)) for text, number in re.findall(r"([^0-9]*)([0-9]*)", path)]
 
 
@@ -412,11 +461,11 @@ def _named(module: torch.nn.Module, prefix: str = "") -> list[tuple[str, torch.n
 
 
 def _parameters_in(part: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Return the parameters that a module itself has."""
+    """Return a module's own parameters, without those of its submodules."""
     return [parameter for _, parameter in torch.nn.Module.named_parameters(part, recurse=False)]
 
 
 def roots_of(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the modules that are in none of the others."""
+    """Return the modules that are not contained in any of the others."""
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in inner]

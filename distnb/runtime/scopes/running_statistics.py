@@ -1,8 +1,12 @@
-"""Running statistics of batch norms: what the replicas saw of a step, averaged at the end of its backward pass.
+"""The running statistics of batch norms, averaged over the replicas at the end of each step's backward pass.
 
-A replica's statistics are those of its own slices. Averaged after each step they are what they would be if they were
-averaged where they are read, since a running mean is linear in what it is made of; and so whoever reads them, evaluates
-with them or saves them, on one replica or on all, inside `strategy.run` or outside, finds the same.
+A replica updates its statistics with its own slices of the batches. A running mean is linear in its inputs, so
+averaging after each step gives the same result as averaging when the statistics are read. For example, two replicas
+have batch means of 1 and 3. With momentum 0.1, an old value of 0 becomes 0.1 and 0.3. The average is 0.2, as if both
+had seen the mean 2.
+
+Because the average is taken early, every reader finds the same values: in an evaluation or a checkpoint, on one replica
+or on all, inside `strategy.run` or outside.
 """
 
 from __future__ import annotations
@@ -29,25 +33,26 @@ def has_statistics(model: torch.nn.Module) -> bool:
 
 
 def average(group: Group, models: Iterable[torch.nn.Module]) -> None:
-    """Set the statistics of models that are being trained to their mean over the replicas, all of which call this."""
+    """Set the running statistics of models in training to their mean over all replicas, which must all call this."""
     found = list({id(each): each for model in models for each in _statistics(model)}.values())
     if not found:
         return
     group.note("BatchNorm's running statistics", found)
     device = torch_device(group.device)
     flat = torch.cat([each.to(device) for each in found])  # each is [channels]
-    # In float64 the mean of equal numbers is that number: what is equal stays so to the last bit.
+    # In float64 the mean of equal float32 numbers is exactly that number, so equal statistics keep all their bits.
     means = flat.detach().to(torch.float64)
     group.all_reduce(means, "mean")
     pieces = means.to(flat.dtype).split([len(each) for each in found])
-    # Not a change that autograd has to know of: a second pass through the same graph does not read them.
+    # `.data` hides the change from autograd, which would refuse a second backward pass through the same graph. That
+    # pass does not read the statistics.
     torch_internals.copy_each([each.data for each in found], pieces)
 
 
 def _statistics(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for part in model.modules():
         if not isinstance(part, NormBase) or isinstance(part, torch.nn.SyncBatchNorm) or not part.training:
-            continue  # SyncBatchNorm's are those of the whole batch already
+            continue  # SyncBatchNorm's statistics are already those of the whole batch
         for statistic in (part.running_mean, part.running_var):
             if statistic is not None and not is_lazy(statistic):
                 yield statistic

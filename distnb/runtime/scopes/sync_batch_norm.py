@@ -1,4 +1,4 @@
-"""`torch.nn.SyncBatchNorm` on CPU replicas, where torch's own refuses to work."""
+"""`torch.nn.SyncBatchNorm` on CPU replicas, which torch's implementation does not support."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["install"]
 
 @functools.cache
 def install() -> None:
-    """Have layers in training normalise CPU tensors by the values of all replicas, from now on. Idempotent.
+    """Replace the forward pass of layers in training on CPU tensors: use statistics of all replicas. Idempotent.
 
-    Layers with a process group of their own, and other devices, are left to torch.
+    torch handles layers with their own process group, and tensors on other devices.
     """
     plain = torch.nn.SyncBatchNorm.forward
 
@@ -47,7 +47,8 @@ def _forward(layer: Any, input: torch.Tensor, group: Group) -> torch.Tensor:
     total = sums[-1].detach()
     mean = sums[:-1] / total
     centred = values - mean.view(shape)
-    # From the deviations, in a second message: a difference of large squares would have few digits left.
+    # The variance is computed from the deviations, in a second message. The alternative, mean(x²) - mean(x)², needs
+    # only one message, but loses most digits when the mean is large.
     variance = _sum(group, centred.square().sum(axes)) / total
     if layer.track_running_stats:
         _track(layer, mean.detach(), variance.detach(), total)

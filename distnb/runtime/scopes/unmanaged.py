@@ -1,10 +1,12 @@
-"""Trainable modules that no scope made must not be trained, or read, by several replicas: they would drift apart.
+"""Checks for trainable modules made outside scopes, whose copies would drift apart if several replicas trained them.
 
-Two checks, both only within `run` on more than one replica, so that torchrun-style code at the top level of a cell is
-left alone. One looks at what a function refers to: its arguments, its closure, and the globals that its code, and the
-functions that this calls, name. It is made before the function first runs, and again once modules have been made or
-have got parameters: also after a run, which may have built what it uses. What it does not see is caught when an
-optimizer steps.
+There are two checks. Both run only in `run` on more than one replica, so they ignore torchrun-style code at the top
+level of a cell.
+
+1. The first check searches the objects to which a function refers: its arguments, its closure, and the globals named in
+   its code and in the code of functions that it calls. It runs before the function's first call, and again when
+   modules have been made or have gained parameters since. It also runs after a call, which may have built a model.
+2. The second check runs when an optimizer steps. It finds parameters that the first one has missed.
 """
 
 from __future__ import annotations
@@ -38,23 +40,28 @@ _MAX_DEPTH = 8
 
 
 class UnmanagedCheck:
-    """The checks of one strategy on this replica; `owns` returns whether it made a parameter."""
+    """The checks of one strategy on this replica.
+
+    Args:
+        strategy: The strategy.
+        owns: Returns whether the strategy made a parameter.
+    """
 
     def __init__(self, strategy: Any, owns: Callable[[torch.Tensor], bool]) -> None:
         self._strategy = strategy
         self._owns = owns
-        # Functions, the objects of methods, and modules, with the count of changes when they were looked at.
+        # Functions, the objects of methods, and modules, with `CHANGES.count` when they were checked.
         self._checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        # Parameters in DistributedDataParallel are kept in sync by it.
+        # Parameters in DistributedDataParallel, which keeps them in sync itself.
         self._wrapped = WeakIdKeyDictionary()
         register_optimizer_step_pre_hook(self._before_step)
 
     def check(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Look at what a function refers to and is given, as far as that may have changed since the last look.
+        """Check the objects that a function and its arguments refer to, unless they were checked since the last change.
 
         Raises:
-            ContextError: Among it is a trainable module that no scope of this strategy made.
+            ContextError: A trainable module among them was not made in a scope of this strategy.
         """
         roots = (fn.__func__, fn.__self__) if isinstance(fn, types.MethodType) else (fn,)
         given = [(f"args[{place}]", value) for place, value in enumerate(args) if not self._is_harmless(value)]
@@ -70,7 +77,8 @@ class UnmanagedCheck:
         for name, value in found:
             parameters = [each for _, each in own_parameters(value)] if isinstance(value, torch.nn.Module) else [value]
             for variable in parameters:
-                # Another strategy's must not even be read: this replica's component is not what that strategy says.
+                # A variable of another strategy must not even be read: this replica's component may differ from the
+                # value that the variable has under its own strategy.
                 owner = variable.distribute_strategy if isinstance(variable, Variable) else self._strategy
                 if owner is not self._strategy and not owner.is_default:
                     raise contexts.mixing(self._strategy, owner)
@@ -78,7 +86,7 @@ class UnmanagedCheck:
                 self._check(f"{name!r} (a {type(value).__name__})", parameters)
         for each in (*roots, *(value for _, value in found)):
             if _is_identified(each):
-                with contextlib.suppress(TypeError):  # what has no weak reference is looked at in every call
+                with contextlib.suppress(TypeError):  # an object without weak references is checked in every call
                     self._checked[each] = CHANGES.count
 
     def _is_harmless(self, value: Any) -> bool:
@@ -121,13 +129,13 @@ class UnmanagedCheck:
 
 
 def _is_identified(value: Any) -> bool:
-    """Return whether an object is equal to itself alone, so that it can be looked up. A variable is a tensor."""
+    """Return whether an object is equal only to itself, so it can be a key. Variables are not: they are tensors."""
     compares: Any = type(value).__eq__
     return compares is object.__eq__
 
 
 def _is_data(value: Any) -> bool:
-    """Return whether a value is made of tensors, numbers and texts alone, as most batches are."""
+    """Return whether a value consists only of tensors, numbers and strings, as most batches do."""
     kind = type(value)
     if kind is dict:
         return all(map(_is_data, value.values()))
@@ -135,7 +143,7 @@ def _is_data(value: Any) -> bool:
 
 
 def _reachable(given: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """(name, object) of the modules and variables among some objects, and that functions among these may use."""
+    """Yield (name, object) for the modules and variables among some objects and in the functions among them."""
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [(name, value, 0) for name, value in given]
     while waiting and len(seen) < _MAX_OBJECTS:
