@@ -1,1 +1,1 @@
-"""Checks that the replicas hold and do the same."""
+"""Checks that the replicas hold the same values and do the same work."""

@@ -1,8 +1,11 @@
-"""The results of `run` on the other replicas, as far as they must be known: with no message in the usual case.
+"""The agreement of the replicas on the results of `run`, usually without a message.
 
-Tensors become PerReplica wherever they are, so nothing has to be said about them once the replicas have seen, at a
-function's first call in a program, that they return the same structure. Plain Python values are compared at each call,
-since the same value on all replicas is to be that value.
+At a function's first call in a program, the replicas compare the structures of their results. Tensors always become
+PerReplica, so later results of the same structure that contain only tensors need no message. Plain Python values are
+compared at each call, because `run` returns a plain value itself if it is the same on all replicas:
+
+    return loss             a tensor: PerReplica; one message, in the first call
+    return loss, "done"     (PerReplica, "done"); one message in each call
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ __all__ = ["Agreement", "distributed"]
 
 
 class Agreement:
-    """The structures that the functions of one program have been seen to return, on every replica."""
+    """The structures that each function of the current program has returned on all replicas alike."""
 
     def __init__(self) -> None:
         self._seen: dict[Any, set[Any]] = {}
@@ -39,7 +42,7 @@ class Agreement:
 
     @contextmanager
     def left_to_caller(self) -> Iterator[None]:
-        """Compare nothing meanwhile: whoever calls gets every replica's result, and compares them itself."""
+        """Return a context without comparisons. The caller receives every replica's result and compares them itself."""
         before, self._is_left_to_caller = self._is_left_to_caller, True
         try:
             yield
@@ -47,11 +50,17 @@ class Agreement:
             self._is_left_to_caller = before
 
     def forget(self) -> None:
-        """Forget earlier agreements, which may have been interrupted half-way: a new program begins."""
+        """Discard all agreements when a program begins, because an interrupt may have left them incomplete."""
         self._seen.clear()
 
     def regroup(self, group: Group, fn: Callable[..., Any], result: Any, args: Any = ()) -> Any:
-        """Return one replica's result, of a function that `run` gave these arguments, as PerReplica and plain values.
+        """Convert one replica's result to a tree of PerReplica and plain values, which `run` returns.
+
+        Args:
+            group: The replicas.
+            fn: The function that `run` called.
+            result: The function's result on this replica.
+            args: The function's arguments.
 
         Raises:
             StructureError: Replicas returned different structures.
@@ -59,7 +68,8 @@ class Agreement:
         """
         if self._is_left_to_caller and type(result) in SCALARS:
             return result
-        # What is in here all replicas had in common: whether they communicate must not depend on one of them alone.
+        # `seen` has only structures that all replicas returned in the same call. It is therefore equal on all replicas,
+        # and they make the same decision whether to communicate.
         seen = self._seen.setdefault(_code_of(fn), set())
         if type(result) is torch.Tensor and "tensor" in seen:
             return PerReplica.own(group.rank, result, group.size)
@@ -100,7 +110,7 @@ class Agreement:
 def _wrap(
     group: Group, shape: Any, leaves: Sequence[Any], equal: Sequence[bool], unlike: Sequence[tuple[str, ...] | None]
 ) -> Any:
-    """Build a tree of leaves that are equal on all replicas, and of a PerReplica for each other leaf."""
+    """Build the result's tree: leaves that are equal on all replicas as they are, and a PerReplica for each other."""
     rank, size = group.rank, group.size
     three = zip(leaves, equal, unlike, strict=True)
     return unflatten(
@@ -109,7 +119,7 @@ def _wrap(
 
 
 def _code_of(fn: Any) -> Any:
-    """Return the code of a function, the same at every call, and on every replica at the same call."""
+    """Return the code of a function, which identifies the function in every call and on every replica."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     if isinstance(fn, types.MethodType):
@@ -124,7 +134,7 @@ def _kind(leaf: Any) -> str:
         leaf._refuse("was returned by a function that strategy.run called, and cannot be a replica's result")
     if is_immutable(leaf):
         return "plain"
-    # One variable is the same thing on every replica, whatever its components are.
+    # A variable counts as the same value on every replica, even if its components differ.
     return f"variable {leaf.number}" if isinstance(leaf, Variable) and leaf.number else "tensor"
 
 
@@ -139,22 +149,22 @@ def _require_same_structure(structures: Sequence[str]) -> None:
 
 
 def _held(leaf: Any) -> str:
-    """Describe a replica's value in a word or two."""
+    """Return a short description of a value's type, such as "a tensor"."""
     if leaf is None:
         return "None"
     return "a tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
 
 
 def _unlike_kinds(replicas: Sequence[Sequence[str]]) -> list[tuple[str, ...] | None]:
-    """Return for each leaf the kinds that the replicas hold, if these are unlike, else None."""
+    """Return, for each leaf, the types that the replicas hold if these differ, else None."""
     return [column if len(set(column)) > 1 else None for column in zip(*replicas, strict=True)]
 
 
 def distributed(group: Group, tree: Any) -> Any:
-    """Return one replica's component as a distributed value. All replicas call it together.
+    """Return a distributed value with this replica's component. All replicas must call this function.
 
     Raises:
-        StructureError: The replicas made different structures.
+        StructureError: The replicas' components have different structures.
     """
     leaves, shape = flatten(tree)
     told = group.all_gather_object((structure_of(tree), list(map(_held, leaves))))

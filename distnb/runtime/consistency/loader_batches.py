@@ -1,8 +1,9 @@
-"""Batches of DataLoaders that nobody distributed, given to `run` of several replicas: each computes all of them.
+"""A warning for batches of DataLoaders that are passed to `run` without being distributed.
 
-Batches are noted as torch's loaders give them, the latest few by weak references. When `run` is given one of them
-plainly, the replicas see in a message that they exchange anyway, at a function's first call, whether it is the same one
-on all. Loaders that read by rank give others, and are left alone.
+Every replica then computes the whole batch instead of a slice. The latest batches of torch's loaders are recorded by
+weak references. If `run` is given one of them, the replicas include its digest in the message that they exchange anyway
+at a function's first call. Equal digests cause the warning. A loader that reads by rank gives each replica a different
+batch, so it causes none.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _latest: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_LATEST)
 
 @functools.cache
 def install() -> None:
-    """Note the batches of torch's loaders from now on. Idempotent."""
+    """Record the batches of torch's loaders from now on. Idempotent."""
     plain = loader_internals.next_batch()
 
     @functools.wraps(plain)
@@ -49,7 +50,7 @@ def install() -> None:
 
 
 def digest_of_batch(args: Any) -> int:
-    """Return a number for the loader's batch among the arguments of `run`, equal for equal ones; 0 without one."""
+    """Return a digest of the loader's batch among the arguments of `run`, or 0 if there is none."""
     if not _latest or has_distributed(args):
         return 0
     known = [reference() for reference in _latest]
@@ -60,7 +61,7 @@ def digest_of_batch(args: Any) -> int:
 
 
 def tell(num_replicas: int) -> None:
-    """Say that all replicas compute the same batch."""
+    """Warn that all replicas compute the same batch."""
     callsite.current().warn(
         f"strategy.run was given a batch of a DataLoader, the same one on all {num_replicas} replicas: every replica "
         "computes the whole batch, and their gradients are summed. To have it cut into a slice for each replica, "

@@ -1,12 +1,16 @@
-"""Making mirrored state equal again after a program that ended half-way through a step.
+"""The resynchronisation of mirrored state after a program that ended in the middle of a step.
 
-An interrupt or an error ends the replicas at the same collective, but not at the same line: one may have stepped its
-optimizer already and another not. The first use of a strategy in a new generation of the group therefore compares
-parameters, gradients and optimizer states, and where they differ takes over what replica 0 holds.
+An interrupt or an error ends the replicas at the same collective, but not at the same line:
 
-Buffers may differ by right: what forward passes wrote into them is of each replica's own examples. That a step was done
-in part is seen by those that count (`num_batches_tracked`), or by what was found before; then the models' buffers are
-taken over as well.
+    loss.backward()       # the last collective
+    optimizer.step()      # replica 0 has taken the step, replica 1 has not
+
+The first use of a strategy in a new generation of the group therefore compares parameters, gradients and optimizer
+states. Where they differ, all replicas adopt the values of replica 0.
+
+Floating-point buffers may legitimately differ, because forward passes update them with each replica's own examples.
+They are adopted as well if there is a sign of an incomplete step: other state has differed, or a buffer that counts
+(`num_batches_tracked`) differs.
 """
 
 from __future__ import annotations
@@ -32,11 +36,16 @@ if TYPE_CHECKING:
 __all__ = ["Buffers", "resynchronise"]
 
 Buffers = Mapping[Any, tuple[str, Sequence[torch.Tensor]]]
-"""By what all replicas call a model: how people call it, and its buffers."""
+"""The buffers of models: by the model's key, which is equal on all replicas, its name for users and its buffers."""
 
 
 class _Optimizer(NamedTuple):
-    """The name of an optimizer on all replicas: its class, and the (group's identity, place) of each parameter."""
+    """The identity of an optimizer, equal on all replicas.
+
+    Attributes:
+        name: The name of its class.
+        places: The (identity of the group, place in the group) of each of its parameters.
+    """
 
     name: str
     places: tuple[tuple[Identity, int], ...]
@@ -49,17 +58,18 @@ def resynchronise(
     *,
     steps_told: bool = False,
 ) -> None:
-    """Compare what the replicas hold of one strategy; where it differs take over what replica 0 holds, and warn.
+    """Compare one strategy's state on all replicas. Where it differs, adopt replica 0's values and warn.
 
-    Every replica calls it at the same place of its program, between steps, when a generation of the group is new. What
-    some replicas have and others have not, or otherwise, is left to the first pass that reaches it, which reports it.
+    All replicas must call this at the same point of their programs, between steps, in a new generation of the group.
+    State that only some replicas have, or that has different shapes, is left alone. The first backward pass that
+    reaches it reports the mismatch.
 
     Args:
         group: The replicas.
         groups: The strategy's parameters.
-        buffers: Those of its models.
-        steps_told: Whether the user knows how many steps this replica made. If that is so of all replicas, those that
-            made different ones are known, and there is no second warning.
+        buffers: The buffers of the strategy's models.
+        steps_told: Whether the user was notified how many steps this replica made. If this holds on all replicas and
+            their steps differ, the user knows the cause already, so there is no second warning.
     """
     optimizers = _optimizers_of(groups) if groups else {}
     held = _held(groups, optimizers, buffers) | {("steps_told", None): steps_told}
@@ -92,7 +102,14 @@ def resynchronise(
 
 
 def _take_over(group: Group, parameters: ParameterGroup, values: bool, gradients: bool) -> list[str]:
-    """Make a parameter group's values and gradients equal that are not. Returns which these are, in words."""
+    """Make a parameter group's values, gradients or both equal on all replicas, and return a description of these.
+
+    Args:
+        group: The replicas.
+        parameters: The parameter group.
+        values: Whether the values differ. They are set to replica 0's.
+        gradients: Whether the gradients differ. They are set to None.
+    """
     what = []
     living = parameters.living()
     if values:
@@ -104,7 +121,8 @@ def _take_over(group: Group, parameters: ParameterGroup, values: bool, gradients
         parameters.local.clear()
         what.append("gradients (to None)")
     for place, parameter in living:
-        # Equal on all replicas, they are aggregated ones; a replica that was replaced has copies of them.
+        # Gradients that are equal on all replicas are aggregated ones. Mark them, because a replica that was replaced
+        # has copies, which are not marked yet.
         if parameter.grad is not None and place not in parameters.local:
             AGGREGATED.add(parameter.grad)
     return what
@@ -115,7 +133,7 @@ def _held(
     optimizers: dict[_Optimizer, torch.optim.Optimizer],
     buffers: Buffers,
 ) -> dict[Any, Any]:
-    """Return digests of this replica's values."""
+    """Return digests of this replica's state, by kind of state and group, model or optimizer."""
     held: dict[Any, Any] = {}
     for group in groups:
         living = [parameter for _, parameter in group.living()]
@@ -124,7 +142,7 @@ def _held(
         held["values", group.identity] = list(map(digest, living))
         held["gradients", group.identity] = [None if p.grad is None else digest(p.grad) for p in living]
     for key, optimizer in optimizers.items():
-        # Each replica may have come to the parameters in its own order.
+        # Sorted, because the order of the entries depends on the order in which a replica's steps reached parameters.
         held[key] = digest_of_text(repr(sorted(contents(optimizer).items())))
     for model, (_, tensors) in buffers.items():
         counts = [tensor for tensor in tensors if not (tensor.is_floating_point() or tensor.is_complex())]
@@ -140,8 +158,8 @@ def _layout(tensors: Sequence[torch.Tensor]) -> str:
 def _optimizers_of(groups: Sequence[ParameterGroup]) -> dict[_Optimizer, torch.optim.Optimizer]:
     known = set(groups)
     found: dict[_Optimizer, torch.optim.Optimizer] = {}
-    # Optimizers are known to nobody but their users; this runs once per generation.
-    # (Their types are asked, since isinstance would look behind weak proxies, which may be dead.)
+    # Optimizers are not registered anywhere, so search all objects. This happens once per generation.
+    # (`isinstance` would follow weak proxies, whose objects may be gone; the type does not.)
     for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]:
         mirrors = [find_mirror(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         places = tuple((m.group.identity, m.place) for m in mirrors if m is not None and m.group in known)

@@ -25,13 +25,13 @@ _CURE = (
 
 
 def assert_in_sync(group: Group, value: Any) -> None:
-    """Compare modules, optimizers, tensors and plain values, however nested, of all replicas bit by bit.
+    """Compare all replicas' modules, optimizers, tensors and plain values, in any nesting, bit by bit.
 
-    What replicas hold parts of (sync-on-read variables, buffers of models made in a scope) is left out, and so are
-    objects that show no more of themselves than their address.
+    Values of which replicas hold parts (sync-on-read variables, buffers of models made in a scope) are left out. So are
+    objects whose text has only their address.
 
     Raises:
-        OutOfSyncError: It names what differs, where, and by how much.
+        OutOfSyncError: Values differ. The error names the values, the replicas and the size of the differences.
     """
     total, unlike = _compare(group, value)
     if unlike:
@@ -41,7 +41,10 @@ def assert_in_sync(group: Group, value: Any) -> None:
 
 
 def drift_report(group: Group, value: Any) -> str:
-    """Return the finding of `assert_in_sync` in words; the same text on every replica, all of which call this."""
+    """Return the result of the comparison of `assert_in_sync` as a text, which is the same on every replica.
+
+    All replicas must call this function.
+    """
     if group.size == 1:
         return "there is one replica, which is in sync with itself."
     total, unlike = _compare(group, value)
@@ -56,19 +59,19 @@ def drift_report(group: Group, value: Any) -> str:
 
 
 def contents(value: Any) -> dict[str, str]:
-    """Return the content of modules, optimizers, tensors and plain values by name: texts, equal for equal bits."""
+    """Return a text for each value in modules, optimizers, tensors and plain values, by name. Equal bits: same text."""
     return {name: _described(leaf) for name, leaf in _named_leaves(value).items()}
 
 
 def _compare(group: Group, value: Any) -> tuple[int, dict[str, str]]:
-    """Return the number of values, and a description of the difference of each that differs, by name."""
+    """Return the number of values, and for each value that differs a description of the difference, by name."""
     mine = _named_leaves(value)
     told: list[dict[str, str]] = group.all_gather_object(contents(value))
     names = list(dict.fromkeys(name for one in told for name in one))
     unlike = [name for name in names if any(one.get(name) != told[0].get(name) for one in told)]
     found = dict.fromkeys(unlike, "")
     for name in unlike[:_SHOWN]:
-        # Those that differ from replica 0 show what they hold; a large tensor is not sent by all.
+        # Only replica 0, and replicas that differ from it, send the value, because a tensor may be large.
         leaf = None
         if told[group.rank].get(name) != told[0].get(name) or group.rank == 0:
             tensor = _as_tensor(mine.get(name))
@@ -87,7 +90,7 @@ def _named_leaves(value: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for path, leaf in _by_path(value).items():
         if isinstance(leaf, torch.nn.Module):
-            state = leaf.state_dict(keep_vars=True)  # with what is here, not with what it would be as a whole
+            state = leaf.state_dict(keep_vars=True)  # this replica's components, not the aggregated values
             inner = dict(same_everywhere(_by_path(state).items()))
         elif isinstance(leaf, torch.optim.Optimizer):
             inner = _by_path(leaf.state_dict())
@@ -103,7 +106,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def _is_left_out(leaf: Any) -> bool:
-    """Return whether a value is skipped: replicas hold parts of it, or its text only has its address here."""
+    """Return whether a value is skipped: replicas hold parts of it, or its text has its address in this process."""
     if isinstance(leaf, SyncOnReadVariable) or (isinstance(leaf, torch.Tensor) and is_scope_buffer(leaf)):
         return True
     return _as_tensor(leaf) is None and f" at {id(leaf):#x}" in repr(leaf)
@@ -128,7 +131,7 @@ def _as_tensor(leaf: Any) -> torch.Tensor | None:
 
 
 def _difference(leaves: dict[int, Any]) -> str:
-    """Describe the difference of other replicas' values from replica 0's."""
+    """Return a description of the differences between the other replicas' values and replica 0's."""
     texts: dict[str, list[int]] = {}
     for replica, other in leaves.items():
         if replica:
