@@ -1,1 +1,1 @@
-"""The notebook's side: the session and what belongs to it."""
+"""The notebook's side: the session and its parts."""

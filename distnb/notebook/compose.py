@@ -129,10 +129,10 @@ def start(
         ssh_args: More arguments for ssh.
         cluster_resolver: The cluster's chief and workers, in place of `hosts`. Each runs a `distnb.Server`, unless
             `launcher` names another way to reach them; those of a SlurmClusterResolver are reached by srun. The
-            resolver's numbers of accelerators give the numbers of engines. With ps tasks, each worker and each ps is a
-            server (or a machine, for other launchers) at its own address, and this process is the chief: it is the
-            coordinator, and listens at no address of its own. Servers that do not listen yet get 60 seconds, or as
-            long as DISTNB_START_TIMEOUT says.
+            resolver's numbers of accelerators determine the numbers of engines. With ps tasks, each worker and each ps
+            is a server (or a machine, for other launchers) at its own address, and this process is the chief: it is the
+            coordinator, and listens at no address of its own. Servers that do not listen yet are waited for, 60 seconds
+            or as long as DISTNB_START_TIMEOUT says.
         secret: The secret file (mode 0600) that those servers have too. None for the file that the environment
             variable DISTNB_SECRET_FILE names, or without it, if all servers listen on loopback, one of the user's own.
         launcher_args: More arguments for srun or mpiexec.

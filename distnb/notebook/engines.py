@@ -196,7 +196,7 @@ class Engines:
         return tuple(rows)
 
     def set_log_level(self, level: str) -> None:
-        """Set the level of the logs of the notebook and of the engines, also of those that are started later.
+        """Set the log level of the notebook and of the engines, including engines that are started later.
 
         Raises:
             OptionError: There is no such level.
@@ -205,7 +205,7 @@ class Engines:
         self.supervisor.send_to_all(SetLogLevel(level))
 
     def log_texts(self, timeout_s: float) -> dict[str, str]:
-        """Return each process's log, by the process's name. Those of other machines are fetched."""
+        """Return each process's log, by the process's name. The logs of other machines are fetched."""
         found = process_log.log_texts(self.cluster.directory)
         afar = [engine for engine in self.left if self.cluster.launcher.host(engine)]
         for engine, texts in self.supervisor.ask_log(afar, timeout_s).items():

@@ -126,7 +126,7 @@ class RemoteIterator(BatchIterator):
             if not found:
                 self._ended = True
                 self._note(None)
-                self._call(_nothing, self._dataset)  # fetches what reading changed in the notebook's data
+                self._call(_nothing, self._dataset)  # fetches the changes that reading made in the notebook's data
                 raise StopIteration
             (batch,) = found
         if self._ahead:

@@ -85,7 +85,7 @@ class Remote:
         return self._ask("gather", (value, axis), {})
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """Give one replica's component to all replicas."""
+        """Send one replica's component to all replicas."""
         return self._ask("broadcast", (value, source), {})
 
     def local_results(self, value: Any) -> tuple[Any, ...]:

@@ -160,7 +160,7 @@ class Session:
         Args:
             engines: The ids of the engines; None for all engines (or, with `missing`, all that have ended).
             missing: Replace only engines whose process has ended. Mirrored objects are restored to them from a
-                survivor. A parameter server comes back empty.
+                survivor. A restarted parameter server is empty.
 
         Returns:
             The engines that were replaced.
@@ -184,7 +184,7 @@ class Session:
         return self._engines.status()
 
     def work(self) -> dict[str, tuple[str, str]]:
-        """Return what each task, by its name, computes and holds now, in words; nothing of ordinary engines."""
+        """Return the current work and the content of each task as texts, by task name; {} for ordinary engines."""
         return {task: words for part in self._parts for task, words in part.work().items()}
 
     @property
@@ -289,7 +289,7 @@ class Session:
         began = time.monotonic()
         with self._dispatch.turn:
             self._send_deferred()
-            self.finish_calls()  # the cell reads what earlier calls did
+            self.finish_calls()  # the cell reads the effects of earlier calls
             team = self.team(spec)
             if only and max(only) >= team.size:
                 raise OptionError(f"There is no replica {max(only)}: the program's are 0 to {team.size - 1}.")
@@ -400,7 +400,7 @@ class Session:
                 call = self._post(spec, method, args, kwargs)
                 if not wait:
                     pending = self._pend(call)
-                elif self.namespace.may_be_changed(call.team):  # a deferred call needs what this one changes
+                elif self.namespace.may_be_changed(call.team):  # a deferred call needs the changes of this one
                     result = self._finish_call(call)
                     self._send_deferred(urgent_only=True)
                     return result
@@ -441,7 +441,7 @@ class Session:
         self.latest_strategy = spec.kind
         with self._dispatch.interrupts.brief():
             if self._pending and self.namespace.may_be_changed(team):
-                self._pending.wait()  # a call under way may change what this one sends
+                self._pending.wait()  # a call under way may change values that this one sends
             snapshot = self.namespace.outgoing_call(args, kwargs, team)
             if users and any(self.namespace.reads(team, each.changes) for each in self._deferred):
                 self.namespace.failed(snapshot)
@@ -462,7 +462,7 @@ class Session:
         return _Call(outcome=outcome, team=team, snapshot=snapshot, changes=self.namespace.operations.changes)
 
     def _pend(self, call: _Call, *, users: bool = True) -> PendingCall:
-        """Return the pending result of a call; `users` says whether it is the user's call."""
+        """Return the pending result of a call; `users` is True for a call of the user's."""
         program = call.outcome.program
 
         def finish(keep: Callable[[Any], object]) -> Any:
@@ -480,7 +480,7 @@ class Session:
         known: bool = False,
         keep: Callable[[Any], object] = lambda result: None,
     ) -> Any:
-        """Wait for a call and merge what it did.
+        """Wait for a call and merge its effects.
 
         Args:
             known: Whether the user knows already that the call was interrupted.
@@ -491,7 +491,7 @@ class Session:
             self._wait(outcome, team)
             result, well = None, outcome.ok and outcome.interrupted is known
             with interrupts.brief():
-                if outcome.ok:  # an interrupt may have come too late
+                if outcome.ok:  # an interrupt may have arrived too late
                     values = {team.rank_of(engine): reply.value for engine, reply in outcome.replies.items()}
                     step_count.stepped(outcome.replies[team.engines[0]].steps)
                     result = self.namespace.result(team, values, call.changes)
@@ -606,7 +606,7 @@ class Session:
             )
 
     def part(self, kind: type[Part]) -> Part:
-        """Return the session's part of this class, which is made, and given the engines, at its first use."""
+        """Return the session's part of this class. Its first use creates it and assigns the engines to it."""
         with self._dispatch.turn:
             found = next((each for each in self._parts if isinstance(each, kind)), None)
             if found is None:
@@ -621,7 +621,7 @@ class Session:
 
     @contextmanager
     def between_programs(self) -> Iterator[None]:
-        """Let no program run within the block: programs of other threads have ended, or wait."""
+        """Prevent programs from running within the block: programs of other threads have ended, or wait."""
         with self._dispatch.turn:
             yield
 

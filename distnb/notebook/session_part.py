@@ -44,7 +44,7 @@ class SessionPart:
         return False
 
     def work(self) -> Mapping[str, tuple[str, str]]:
-        """Return for each task, by its name, what it computes and what it holds, as texts for `%distnb status`."""
+        """Return the current work and the content of each task as texts for `%distnb status`, by the task's name."""
         return {}
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The notebook's side of parameter servers: the channel for closures, what a cell shows of them, and their cluster."""
+"""The notebook's side of parameter servers: the channel for closures, their view in a cell, and the cluster."""

@@ -248,7 +248,7 @@ class ClosureChannel(SessionPart):
         return busy
 
     def work(self) -> dict[str, tuple[str, str]]:
-        """Return what each worker runs, and what each parameter server holds, by task."""
+        """Return the work of each worker and the content of each parameter server as texts, by task."""
         from distnb.coordinator.coordinator import running_coordinators
 
         found: dict[str, tuple[str, str]] = {}
@@ -377,7 +377,7 @@ class ClosureChannel(SessionPart):
         """Report a closure once every engine has replied, or has been given up on."""
         if not outcome.complete:
             return
-        if outcome.stuck:  # their replies may still come, so the closure stays under way
+        if outcome.stuck:  # their replies may still arrive, so the closure stays under way
             failed = next((reply for reply in outcome.replies.values() if reply.status == "error"), None)
             self._report(ClosureGivenUp(worker, outcome.program, failed))
             return

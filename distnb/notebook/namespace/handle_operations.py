@@ -71,7 +71,7 @@ class HandleOperations:
     ) -> Any:
         """Apply an operation on every replica that has the object.
 
-        Returns a plain value if all of them give the same, else a handle.
+        Returns a plain value if it is the same on all of them, else a handle.
         """
         results = self._results(handle, operation, args, kwargs or {}, path)
         found = self._given(handle, results)
@@ -146,7 +146,7 @@ class HandleOperations:
             told = results if all(isinstance(one, Result) for one in results.values()) else {}
             self._namespace.failed(request.snapshot, told)
 
-        # Every engine receives every snapshot, also one without an answer to give.
+        # Every engine receives every snapshot, even if it returns no answer.
         answers = self._perform(tracked.key[0], operation, target, request, give_up)
         return {tracked.key[0].index(engine): answer for engine, answer in answers.items() if answer is not None}
 
@@ -271,7 +271,7 @@ class HandleOperations:
         return answers
 
     def copies(self, states: Sequence[RemoteState], replica: int = 0) -> list[Any]:
-        """Return copies of several objects of one team, which share what the objects share.
+        """Return copies of several objects of one team. Objects that the originals share are shared by the copies too.
 
         A placeholder represents an object that cannot be copied.
         """

@@ -44,7 +44,7 @@ class NotebookReferences:
         return (state.identity,)
 
     def token(self, obj: Any, word: str = "own") -> Any:
-        """Return the representative of a handle, or of a distributed value that the notebook made.
+        """Return the representative of a handle, or of a distributed value that the notebook created.
 
         Args:
             obj: Any object; None is returned for others.

@@ -33,7 +33,7 @@ class Dispatch:
     """The dispatcher of distributed programs. One program runs at a time, and the others wait for their turn.
 
     Attributes:
-        turn: The lock to hold while a program is made, sent and waited for.
+        turn: The lock to hold while a program is created, sent and waited for.
         interrupts: The user's interrupts. Enter this context before a program is packed if it must then be sent.
         prompts: The replicas' questions to the user, asked while the notebook waits for a program's end.
     """
@@ -61,8 +61,8 @@ class Dispatch:
     def post(self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True) -> Outcome:
         """Send a program to its engines. `wait` waits for its end.
 
-        Call it within `interrupts`: engines that received the message would wait for the others if an interrupt kept it
-        from those.
+        Call it within `interrupts`: if an interrupt stopped the sending half-way, the engines with the message would
+        wait for the others.
 
         Raises:
             EngineDied, ReplicaStuck: An engine cannot run it. It was not sent to any engine.

@@ -270,7 +270,7 @@ def unlike_steps(writes: Mapping[int, Mapping[str, int]]) -> str:
 def warn_of_drift(outcome: Outcome) -> None:
     """Warn about mirrored variables that a program changed by hand in different ways, or only on some replicas.
 
-    Replicas that failed do not report their changes. The next program makes equal what they left unequal.
+    Replicas that failed do not report their changes. The next program makes all replicas equal again.
     """
     if not outcome.ok:
         return

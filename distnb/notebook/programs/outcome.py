@@ -1,4 +1,4 @@
-"""The state of one program on each of its engines: replied, died, given up on; and the result of that."""
+"""The state of a program on each of its engines (replied, died, given up on), and the outcome of all of them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Outcome:
         program: The program's number.
         engines: The engines that run it, in replica order.
         team: The team of these engines; None for a closure on a worker of one engine.
-        replies: The replies by engine, in the order in which they came.
+        replies: The replies by engine, in order of arrival.
         died: The exit status of each engine that died before it replied.
-        stuck: The engines that did not follow the order to end. Their replies may still come.
+        stuck: The engines that did not follow the order to end. Their replies may still arrive.
         quiet: Whether an engine that ends well reports that by its reply alone, without an event.
         interrupted: Whether the user asked for the end.
     """
@@ -87,9 +87,9 @@ class Outcome:
         return found if len(found) == len(self.replies) else {}
 
     def decisive(self) -> tuple[Reply, tuple[Reply, ...]]:
-        """Return the reply that says how the program ended, and, if it ended well, the other replies.
+        """Return the reply that decides how the program ended, and the other replies if it succeeded.
 
-        Every engine has replied. An error comes before an interrupt, and an interrupt before an abort.
+        Every engine has replied. An error takes precedence over an interrupt, and an interrupt over an abort.
         """
         first, *others = (self.replies[engine] for engine in self.engines)
         failed = [reply for reply in (first, *others) if reply.status != "ok"]

@@ -42,7 +42,7 @@ class Prompts:
         self.front: Callable[[], FrontEnd] = FrontEnd
         self.latest: Asks | None = None
         self._lock = threading.Lock()  # guards the following
-        self._waiting: dict[int, Asks] = {}  # by engine, in the order in which they came
+        self._waiting: dict[int, Asks] = {}  # by engine, in order of arrival
         self._over: set[int] = set()  # programs that are being ended: their replicas' questions are not asked any more
         self._there: set[int] = set()  # engines with a question or a debugger, until they continue
         self._current: int | None = None  # the engine whose question was asked last

@@ -137,7 +137,7 @@ class Supervision(StateMachine):
 
     @transition
     def replaced(self, engine: int, now: float) -> list[Order]:
-        """Forget what an engine is stuck in: its process is about to be replaced."""
+        """Forget the program in which an engine is stuck, since its process is about to be replaced."""
         self.stuck.pop(engine, None)
         return []
 

@@ -163,7 +163,7 @@ class Supervisor:
         self._do(lambda: self._remove(Died(engine, pid, exit_status)))
 
     def publish(self, event: Any) -> None:
-        """Publish an event of the notebook's own, in order with those of the engines."""
+        """Publish an event of the notebook, in order with the engines' events."""
         self._do(lambda: self.events.publish(event))
 
     def await_flush(self, engines: Iterable[int], timeout_s: float) -> bool:
@@ -202,7 +202,7 @@ class Supervisor:
         return found
 
     def ask_log(self, engines: Iterable[int], timeout_s: float) -> dict[int, Mapping[str, str]]:
-        """Return by engine the logs in its private directory, of those that answer in time."""
+        """Return the logs in each engine's private directory, by engine, of the engines that answer in time."""
         found: dict[int, Mapping[str, str]] = {}
 
         def answers(event: Any) -> bool:
