@@ -1,1 +1,1 @@
-"""Variables that live once, in memory that the replicas share."""
+"""Central storage: variables of which a machine has a single copy, in memory that its replicas share."""

@@ -1,8 +1,10 @@
-"""Variables of replicas on accelerators: tensors of the host, of which each replica has a copy on its device.
+"""The host tensors of variables whose replicas are on accelerators.
 
-An accelerator computes with its own memory only. So a parameter on one is a copy; the variable itself is a tensor of
-the host, which lives once as those of CPU replicas do. What a program changes in place is the copy: it is taken over
-when the replicas synchronise. An optimizer steps the tensors of the host, and then the copies are renewed.
+An accelerator computes only with its own memory. A parameter on an accelerator is therefore a copy. The variable itself
+is a tensor in host memory, which exists once, as the variables of CPU replicas do. Values move in two directions:
+
+    device → host   A program's in-place changes of the copy are written to the host tensor when replicas synchronise.
+    host → device   An optimizer steps the host tensors. Afterwards the copies are updated from them.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ __all__ = ["HostTensors", "OnHost"]
 
 
 class HostTensors:
-    """The tensors of the host for this replica's parameters on an accelerator."""
+    """The host tensors for this replica's parameters on an accelerator."""
 
     def __init__(self) -> None:
         self._hosts = WeakTensorKeyDictionary()
 
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the host's tensor for a parameter; None if it has none."""
+        """Return a parameter's host tensor, or None if it has none."""
         return self._hosts.get(tensor)  # type: ignore[no-any-return]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that lives once: one on the host itself; for one on an accelerator, the host's tensor."""
+        """Return the tensor to share: a CPU tensor itself, or the host tensor of a parameter on an accelerator."""
         if tensor.device.type == "cpu":
             return tensor
         if tensor not in self._hosts:
@@ -35,25 +37,25 @@ class HostTensors:
         return self._hosts[tensor]  # type: ignore[no-any-return]
 
     def release_replaced(self) -> Iterator[torch.Tensor]:
-        """Return the parameters that were given another device, dtype or shape. They have no host tensor any more."""
+        """Release the host tensors of parameters with a new device, dtype or shape, and yield these parameters."""
         for parameter, host in list(self._hosts.items()):
             if parameter.device.type == "cpu" or parameter.dtype is not host.dtype or parameter.shape != host.shape:
                 del self._hosts[parameter]
                 yield parameter
 
     def take_over(self) -> None:
-        """Write to the tensors of the host what programs changed on the device since they were renewed."""
-        # No counter covers every write: `p.data.mul_(2)` leaves the version of p unchanged.
+        """Copy the changes that programs have made on the device since the last update to the host tensors."""
+        # Compare the values, because no counter covers every write: `p.data.mul_(2)` leaves the version of p unchanged.
         for parameter, host in list(self._hosts.items()):
             copied = parameter.detach().cpu()
-            if not torch.equal(_bytes(copied), _bytes(host)):  # to the last bit, NaNs included
+            if not torch.equal(_bytes(copied), _bytes(host)):  # compares bits, so a NaN equals itself
                 host.detach().copy_(copied)
 
 
 class OnHost:
-    """A context in which an optimizer holds tensors of the host in place of its parameters on an accelerator.
+    """A period in which an optimizer has host tensors instead of its parameters on an accelerator, until `end`.
 
-    What it keeps for them is on the host from then on.
+    The optimizer's state for these parameters moves to the host and stays there.
     """
 
     def __init__(self, optimizer: Optimizer, hosts: HostTensors) -> None:
@@ -71,13 +73,13 @@ class OnHost:
             group.update({name: value.cpu() for name, value in group.items() if isinstance(value, torch.Tensor)})
 
     def move_state_to_host(self) -> None:
-        """Bring to the host what the optimizer keeps for these parameters."""
+        """Move the optimizer's state for these parameters to the host."""
         for _, host in self._pairs:
             kept = self._optimizer.state.get(host, {})
             kept.update({key: value.cpu() for key, value in kept.items() if isinstance(value, torch.Tensor)})
 
     def end(self) -> None:
-        """Give the optimizer its parameters again, and renew these."""
+        """Restore the optimizer's parameters, and update them from the host tensors."""
         for group, before in zip(self._optimizer.param_groups, self._before, strict=True):
             kept = {name: value for name, value in before.items() if isinstance(value, torch.Tensor)}
             group.update(kept, params=before["params"])

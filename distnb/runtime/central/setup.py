@@ -1,4 +1,4 @@
-"""The places of central storage's variables and replicas that are possible. Loads no torch."""
+"""The check of the devices of central storage's variables and replicas. Loads no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ __all__ = ["check_places"]
 
 
 def check_places(spec: StrategySpec, devices: Sequence[str], workers: Sequence[int]) -> None:
-    """Raise OptionError if variables cannot live once, and be used by all replicas.
+    """Raise OptionError if the replicas cannot share a single copy of each variable.
 
-    `devices` are the replicas', and empty where they are not known yet; `workers` their machines, empty for one.
+    Args:
+        spec: The strategy's description.
+        devices: The replicas' devices. Empty: they are not known yet.
+        workers: The number of each replica's machine. Empty: there is one machine.
     """
     if len(set(workers)) > 1:
         raise OptionError(
@@ -29,7 +32,7 @@ def check_places(spec: StrategySpec, devices: Sequence[str], workers: Sequence[i
     wanted = spec.option("parameter_device")
     if wanted is None or not devices:
         return
-    # All CPU devices of a machine have one memory. A single accelerator has all in its own.
+    # All CPU devices of a machine share one memory. A single accelerator holds the variables in its own memory.
     place = devices[0] if apart and len(devices) == 1 else "cpu:0"
     if wanted != place and not (place == "cpu:0" and wanted.startswith("cpu")):
         raise OptionError(

@@ -1,9 +1,15 @@
-"""Optimizers of variables that live once: each update is computed once, by one replica, and its state is kept once.
+"""Optimizers of variables in central storage. One replica computes each update, and the state is stored once.
 
-A step is taken together, with the same aggregated gradients. The first step of one of torch's optimizers is computed by
-every replica; what it keeps for the variables then moves to the common memory. In later steps each variable's owner
-updates it, right in the common memory, while the others wait. Optimizers that torch does not have may look at several
-variables at once: every replica computes their whole steps, as under MirroredStrategy.
+The replicas take a step together, with the same aggregated gradients. Every replica computes the first step of a torch
+optimizer. The state that this step has created then moves to the common memory. In later steps each variable's owner
+updates the variable directly in the common memory, while the other replicas wait:
+
+    step 1      every replica   updates a, b, c and creates their state; the state becomes common
+    step 2, …   replica 0       updates a and c
+                replica 1       updates b
+
+An optimizer of another library may combine several variables in one update. Every replica therefore computes its whole
+steps, as under MirroredStrategy.
 """
 
 from __future__ import annotations
@@ -39,19 +45,19 @@ _DIVISIBLE = frozenset(
     )
     if hasattr(torch.optim, name)
 )
-"""Optimizers that update each parameter by itself, and what they keep in place, so that replicas can share the work."""
+"""Optimizers that treat each parameter separately and change their state in place, so replicas can divide a step."""
 
 
 @dataclass
 class _SharedStep:
-    """A step under way."""
+    """A step in progress."""
 
     optimizer: Optimizer
-    on_host: OnHost  # the optimizer's parameters on an accelerator are replaced meanwhile
+    on_host: OnHost  # replaces the optimizer's parameters on an accelerator during the step
     alike: list[torch.Tensor]  # every replica updates these
     mine: list[torch.Tensor]  # this replica updates these for all
-    others: list[tuple[torch.Tensor, torch.Tensor]]  # with gradients: an optimizer passes over those without one
-    close: Callable[[], None]  # ends the writing to common memory
+    others: list[tuple[torch.Tensor, torch.Tensor]]  # other owners' parameters; without their gradient they are skipped
+    close: Callable[[], None]  # directs writes away from the common memory again
 
     def end(self) -> None:
         self.close()
@@ -60,7 +66,13 @@ class _SharedStep:
 
 
 class SharedOptimizers:
-    """The steps of all optimizers that hold variables of one strategy; `sync` knows the strategy's parameters."""
+    """The steps of all optimizers that hold variables of one strategy.
+
+    Args:
+        group: Returns the current process group.
+        variables: The strategy's shared variables.
+        sync: The synchronisation of the strategy's parameters, which identifies them.
+    """
 
     def __init__(self, group: Callable[[], Group], variables: SharedVariables, sync: GradientSync) -> None:
         self._group = group
@@ -69,12 +81,15 @@ class SharedOptimizers:
         self._under_way: dict[int, _SharedStep] = {}
         self._generation: int | None = None
         self._stepped: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
-        guard_optimizers()  # looks at gradients before some are put aside here
+        guard_optimizers()  # its hook must come first: it checks gradients, some of which `_before_step` removes
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
     def end_half_steps(self) -> None:
-        """Warn if a program was ended here within a step. The replicas are equal nevertheless: variables live once."""
+        """Finish the steps that a program's end has interrupted, and warn about each.
+
+        The replicas are still equal, because they share the variables.
+        """
         for step in self._under_way.values():
             step.end()
             step.on_host.end()
@@ -106,13 +121,14 @@ class SharedOptimizers:
             )
         group.note(f"{type(optimizer).__name__}.step", ())
         self._variables.synchronise()
-        if group.generation != self._generation:  # a replica may be new, and know of no earlier step
+        if group.generation != self._generation:  # a new replica has not recorded earlier steps
             self._generation = group.generation
             self._stepped.clear()
         on_host = OnHost(optimizer, self._variables.hosts)
         alike, mine, others = [], [], []
         stepped = [parameter for parameter in _parameters(optimizer) if divisible and parameter.grad is not None]
-        # A page of memory may hold several variables: either all of them are written to it here, or by their owners.
+        # Divide the step only if all parameters and their state are in common memory. Several variables may share a
+        # page of memory: a page that a replica has written to is private to it, so it would not see owners' updates.
         divided = all(
             self._variables.owner_of(parameter) is not None and self._keeps_all_in_common(optimizer, parameter)
             for parameter in stepped
@@ -139,7 +155,7 @@ class SharedOptimizers:
             return
         step.end()
         for parameter, _ in step.others:
-            increment_version(parameter)  # a graph that was kept from before is as outdated as where it was written to
+            increment_version(parameter)  # autograd must see the owner's write: it outdates graphs kept from before
         try:
             self._adopt_updates(step)
         finally:
@@ -148,7 +164,11 @@ class SharedOptimizers:
             self._variables.synchronise()
 
     def _adopt_updates(self, step: _SharedStep) -> None:
-        """Wait for the other replicas' updates; what the optimizer keeps since its first step is to be shared."""
+        """Wait for the other replicas' updates, and share the state that the optimizer's first step has created.
+
+        Raises:
+            GradientError: A later step has created new state, which only one replica has.
+        """
         optimizer, group, name = step.optimizer, self._group(), type(step.optimizer).__name__
         step.on_host.move_state_to_host()
         grown = not all(self._keeps_all_in_common(optimizer, parameter) for parameter in step.mine)
@@ -168,7 +188,7 @@ class SharedOptimizers:
         return mirror is not None and mirror.sync() is self._sync
 
     def _keeps_all_in_common(self, optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-        """Return whether all that an optimizer keeps for a parameter lies in the common memory."""
+        """Return whether an optimizer has stepped a parameter and has all its state in the common memory."""
         kept = _kept(optimizer, parameter).values()
         return id(parameter) in self._stepped.get(optimizer, ()) and all(
             self._variables.owner_of(value) is not None for value in kept
@@ -185,7 +205,10 @@ def _kept(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, torch.Tens
 
 
 def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call the closure for its backward pass, which takes part in collectives on every replica, before the step."""
+    """Call a step's closure before the step, and replace it by a function that returns its loss.
+
+    The closure's backward pass is a collective, so every replica must call it at the same point.
+    """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs

@@ -1,10 +1,14 @@
-"""Variables that live once: tensors of all replicas of a machine that lie in memory which they have in common.
+"""Variables in central storage: tensors of all replicas of a machine that share one memory.
 
-Programs hold the same tensors as under any strategy, each replica its own objects; only the memory behind them is the
-same. What a program changes in place is this replica's at first (see `collectives/shared_memory/segment.py`), exactly
-as if it had a copy. When the replicas next *synchronise*, which all do together, a change to the same values on all of
-them becomes the common value. Changes to different values are an error. Of parameters on an accelerator, the tensors of
-the host live once (`host_tensors.py`).
+Each replica has its own tensor objects, as under any strategy. Only the memory behind them is the same. A program's
+in-place change is private to its replica at first (see `collectives/shared_memory/segment.py`), as if the replica had a
+copy. All replicas *synchronise* together. A change to the same values on all of them then becomes the common value, and
+changes to different values are an error:
+
+    replica 0: w.fill_(2)    replica 1: w.fill_(2)    synchronise: w is 2, once
+    replica 0: w.fill_(2)    replica 1: w.fill_(3)    synchronise: OutOfSyncError
+
+For parameters on an accelerator, the replicas share the host tensors (`host_tensors.py`).
 """
 
 from __future__ import annotations
@@ -35,9 +39,13 @@ _ALIGNMENT = 64
 
 @dataclass(eq=False)
 class _Place:
-    """The memory of a tensor: `own` while the program runs; `common`, which all see, while its owner updates it.
+    """The place of a tensor in shared memory.
 
-    Its number is the same on every replica.
+    Attributes:
+        number: The number of the tensor, the same on every replica.
+        owner: The replica that updates the tensor.
+        own: A view for the running program. A write makes the page private to this replica.
+        common: A view for the owner's updates. All replicas see its writes.
     """
 
     tensor: weakref.ref[torch.Tensor]
@@ -55,26 +63,30 @@ class _Place:
             tensor.data = view
 
     def still_holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies here, and was not given other memory (`p.data = …`, `module.to(…)`)."""
+        """Return whether a tensor still uses this memory. `p.data = …` and `module.to(…)` give it other memory."""
         own = self.own
         same = tensor.device == own.device and tensor.dtype is own.dtype and tensor.data_ptr() == own.data_ptr()
         return same and tensor.shape == own.shape and tensor.stride() == own.stride()
 
 
 class _Offer(NamedTuple):
-    """A tensor that is to be shared, as each replica describes its own."""
+    """A replica's description of a tensor to share. The tensor is shared if all replicas' descriptions are equal."""
 
     label: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
-    digest: bytes  # only what is equal everywhere can be shared
+    digest: bytes  # the digest of its content
     nbytes: int  # of its storage
     offset: int
 
 
 class SharedVariables:
-    """The variables of one strategy, as this replica sees them; `hosts`: what lives once of those on an accelerator."""
+    """The shared variables of one strategy on this replica.
+
+    Attributes:
+        hosts: The host tensors of parameters on an accelerator.
+    """
 
     def __init__(self, group: Callable[[], Group]) -> None:
         self.hosts = HostTensors()
@@ -88,14 +100,17 @@ class SharedVariables:
         self._loads: list[int] = []
 
     def expect(self, label: str, tensor: torch.Tensor) -> None:
-        """Share a variable from the next time on that the replicas synchronise. All expect the same."""
+        """Share a variable from the next synchronisation on. All replicas must expect the same variables."""
         identity, known = id(tensor), self._known
         if identity not in known:
             known[identity] = (label, weakref.ref(tensor, lambda _: known.pop(identity, None)))
             self._await(known[identity])
 
     def expect_once(self, label: str, tensor: torch.Tensor) -> None:
-        """Share a tensor likewise, until it loses its place. The caller then expects it again."""
+        """Share a tensor from the next synchronisation on, until it loses its place, such as in a new generation.
+
+        The caller must then expect it again. (A variable of `expect` is shared again automatically.)
+        """
         if self.owner_of(tensor) is None:
             self._await((label, weakref.ref(tensor)))
 
@@ -104,12 +119,12 @@ class SharedVariables:
         self._awaited[self._expected] = named
 
     def owner_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the replica that updates a tensor; None if it is not shared."""
+        """Return the number of the replica that updates a tensor, or None if the tensor is not shared."""
         place = self._places.get(id(tensor))
         return place.owner if place is not None and place.tensor() is tensor else None
 
     def open(self, tensors: Iterable[torch.Tensor]) -> Callable[[], None]:
-        """Direct writes to these tensors to the common memory, until the result is called."""
+        """Direct writes to these tensors to the common memory, and return a function that ends this."""
         places = [place for tensor in tensors if (place := self._places.get(id(tensor))) is not None]
         for place in places:
             place.point(place.common)
@@ -121,9 +136,12 @@ class SharedVariables:
         return close
 
     def synchronise(self) -> None:
-        """Share what is to be shared, and make common what all replicas changed alike. All replicas call this.
+        """Publish the changes that all replicas have made, and share the tensors that are expected.
 
-        When it returns, every replica has called it. OutOfSyncError: they changed a variable to different values.
+        All replicas must call this. It is a barrier: it returns after every replica has called it.
+
+        Raises:
+            OutOfSyncError: The replicas changed a variable to different values.
         """
         group = self._group()
         if group.size == 1:
@@ -141,7 +159,10 @@ class SharedVariables:
             self._collect(group)
 
     def _restart(self, group: Group) -> None:
-        """Share everything among the present replicas: a program was ended, or replicas were replaced."""
+        """Discard all places and expect all variables again, for a new generation of replicas.
+
+        A program has failed, or replicas were replaced.
+        """
         self._generation = group.generation
         self._release_replaced()
         self._places, self._loads = {}, [0] * group.size
@@ -150,7 +171,7 @@ class SharedVariables:
         self._expected = len(self._awaited)
 
     def _release_replaced(self) -> None:
-        """Tensors that a program gave other memory move to common memory once more."""
+        """Expect tensors again to which a program has given other memory."""
         for identity, place in list(self._places.items()):
             tensor = place.tensor()
             if tensor is not None and not place.still_holds(tensor):
@@ -161,7 +182,7 @@ class SharedVariables:
             label, _ = self._known.pop(id(tensor))
             self.expect(label, tensor)
 
-    # What was changed -----------------------------------------------------------------------------------------------
+    # Changed tensors ------------------------------------------------------------------------------------------------
 
     def _publish(self, group: Group, changed: Mapping[SharedMemory, Sequence[int]]) -> None:
         pages = {memory: set(numbers) for memory, numbers in changed.items()}
@@ -175,7 +196,7 @@ class SharedVariables:
         digests = {number: _digest(_bytes(places[number].own)) for number in numbers if number in places}
         everyones: list[dict[int, bytes]] = group.all_gather_object(digests)
         for number in numbers:
-            # One that a replica's garbage collector has freed is nobody's any more.
+            # A replica that has freed its tensor has no digest, and is left out of the comparison.
             if len({told[number] for told in everyones if number in told}) > 1:
                 raise _drifted(places.get(number), number, everyones)
         for number in digests:
@@ -185,7 +206,7 @@ class SharedVariables:
         for memory, own in changed.items():
             memory.forget(own)
 
-    # What is new ----------------------------------------------------------------------------------------------------
+    # New tensors ----------------------------------------------------------------------------------------------------
 
     def _collect(self, group: Group) -> None:
         tensors: dict[int, torch.Tensor] = {}
@@ -198,7 +219,7 @@ class SharedVariables:
             elif not is_lazy(tensor):
                 seen.add(id(tensor))
                 tensors[number] = self.hosts.of(tensor)
-        # Tensors that are parts of one memory have to stay there.
+        # Tensors that share a storage, such as views, must keep sharing it, so they are not moved.
         there = [*tensors.values(), *(place.own for place in list(self._places.values()))]
         memories = Counter(tensor.untyped_storage().data_ptr() for tensor in there)
         for number, tensor in list(tensors.items()):
@@ -208,7 +229,7 @@ class SharedVariables:
         told: list[dict[int, _Offer]] = group.all_gather_object(offers)
         if not any(told):
             return
-        # Garbage collectors run when they like: what is gone on one replica is of no use to the others.
+        # Garbage collectors run at different times. A tensor that one replica has freed cannot be shared by the others.
         common = [number for number in offers if all(number in each for each in told)]
         for number in common:
             del self._awaited[number]
@@ -227,7 +248,7 @@ class SharedVariables:
         self._memories.add(memory)
         places = []
         for number, begin in zip(common, begins, strict=True):
-            owner = self._loads.index(min(self._loads))  # the replica that has least to do
+            owner = self._loads.index(min(self._loads))  # the replica that owns the fewest bytes
             self._loads[owner] += offers[number].nbytes
             places.append(_placed(tensors[number], offers[number], number, owner, memory, begin))
             if owner == group.rank:
@@ -270,7 +291,7 @@ def _offer(label: str, tensor: torch.Tensor) -> _Offer:
 
 
 def _placed(tensor: torch.Tensor, offer: _Offer, number: int, owner: int, memory: SharedMemory, begin: int) -> _Place:
-    """Return a place for a tensor in some memory: its shape, strides and offset stay."""
+    """Return a place for a tensor in shared memory, with the tensor's shape, strides and offset."""
     own, common = (
         torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             part.untyped_storage(), offer.offset, tensor.shape, offer.stride
@@ -295,7 +316,7 @@ def _can_be_shared(tensor: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of the memory in which a tensor lies."""
+    """Return the whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
 
 
