@@ -1,1 +1,1 @@
-"""A script as one replica of a cluster: who it is, and how it meets the others."""
+"""Scripts as replicas of a cluster: their place in the cluster, and their meeting with the other replicas."""

@@ -1,7 +1,12 @@
 """The meeting of a cluster's replicas at the chief's store, before they form their process group.
 
-They compare their descriptions of the cluster first: a TF_CONFIG that differs is an error on every machine, and not a
-wait without end.
+First they compare their descriptions of the cluster. A TF_CONFIG that differs is thus an error on every machine instead
+of an endless wait. The steps, with the keys that they set in the store (under "cluster"):
+
+1. Rank 0 publishes its description. The others compare theirs; a replica whose own differs sets `refused` to an error
+   text, which all raise.
+2. Each replica sets `here/RANK` and waits until all ranks are there.
+3. Each replica claims its rank by setting `formed/RANK` to its process. A second process of the same rank is an error.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ _PAUSE_S = 0.02
 
 
 class _Patience:
-    """A wait with an end, which reports now and then what it waits for."""
+    """A wait with a time limit, which prints from time to time what it waits for."""
 
     def __init__(self, placement: WorkerPlacement) -> None:
         self._who = placement.me
@@ -36,7 +41,7 @@ class _Patience:
         self._next_notice = self._began + _FIRST_NOTICE_S
 
     def pause(self, what: object) -> None:
-        """Wait a little. Raises CollectiveError when it has been too long."""
+        """Wait for a moment. Raise CollectiveError after the time limit."""
         now = time.monotonic()
         if now - self._began > _WAIT_S:
             raise CollectiveError(f"{self._who} waited {_WAIT_S:.0f} s for {what}. Does it run, with the same cluster?")
@@ -47,27 +52,27 @@ class _Patience:
 
 
 def connect(host: str, port: int, placement: WorkerPlacement) -> Store:
-    """Return the chief's store, as soon as it answers. Raise CollectiveError if it does not in half an hour."""
+    """Return the chief's store as soon as it answers. Raise CollectiveError if it does not within half an hour."""
     patience = _Patience(placement)
     while True:
-        # torch would try in C++, where Ctrl-C does not reach, and log each attempt.
+        # torch's own attempts run in C++, which Ctrl-C cannot interrupt, and log each failure.
         with suppress(OSError), socket.create_connection((host, port), timeout=5.0):
             return StoreClient.at(host, port).store()
         patience.pause(placement.chief)
 
 
 def meet_workers(store: Store, placement: WorkerPlacement, rank: int, replicas: int) -> None:
-    """Compare, and wait until all replicas of all workers are here.
+    """Compare the descriptions of the cluster, and wait until all replicas of all workers have arrived.
 
     Args:
-        store: The chief's.
-        placement: Which worker this is.
+        store: The chief's store.
+        placement: The place of this worker in the cluster.
         rank: This replica's number.
-        replicas: How many each worker has.
+        replicas: The number of replicas of each worker.
 
     Raises:
         OptionError: The workers were given different clusters, or have different numbers of replicas.
-        CollectiveError: Two processes are the same task; or the chief went away, or somebody never came.
+        CollectiveError: Two processes have the same task, the chief was lost, or a replica has not arrived in time.
     """
     try:
         meeting, patience = PrefixStore("cluster", store), _Patience(placement)
@@ -79,7 +84,7 @@ def meet_workers(store: Store, placement: WorkerPlacement, rank: int, replicas: 
                 raise OptionError(meeting.get("refused").decode())
             absent = {each // replicas for each, key in enumerate(keys) if not meeting.check([key])}
             patience.pause(", ".join(str(placement.workers[worker]) for worker in sorted(absent)))
-        # One that was restarted before all were there takes the place of what came before it.
+        # A process claims its rank only now, so one that was restarted before all had arrived replaces its predecessor.
         me = f"{os.getpid()} on {host.identity()}"
         found = meeting.compare_set(f"formed/{rank}", "", me).decode()
     except RuntimeError as error:
@@ -97,7 +102,7 @@ def meet_workers(store: Store, placement: WorkerPlacement, rank: int, replicas: 
 
 
 def _compare(store: Store, placement: WorkerPlacement, rank: int, replicas: int, patience: _Patience) -> None:
-    """Use the description that rank 0 was given."""
+    """Compare this replica's description of the cluster with rank 0's. Raise OptionError if they differ."""
     me, chief = placement.me, placement.chief
     workers = [[worker.task_type, worker.task_id, worker.address] for worker in placement.workers]
     mine = {"workers": workers, "replicas": replicas}

@@ -1,7 +1,7 @@
 """The check that a process of multiprocessing does not run the whole script again.
 
-Where a DataLoader's workers are not forked (the default since Python 3.14), each of them imports the script. Without
-`if __name__ == "__main__":` it would join the replicas, or start engines, while the real replicas wait for their data.
+If a DataLoader's workers are not forked (the default since Python 3.14), each worker imports the script. Without
+`if __name__ == "__main__":` a worker would join the replicas or start engines, while the real replicas wait for data.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def check_main_guard(what: str) -> None:
     """Raise ContextError if multiprocessing is importing this process's script.
 
     Args:
-        what: Names the call that must not be repeated, in the error.
+        what: The name, for the error, of the call that must not be repeated.
     """
-    if not getattr(multiprocessing.current_process(), "_inheriting", False):  # what multiprocessing itself looks at
+    if not getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own check uses it too
         return
     script = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0])
     raise ContextError(

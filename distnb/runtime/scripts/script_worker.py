@@ -1,4 +1,4 @@
-"""A script that runs on every machine of a cluster: this process becomes one of its replicas, or trains alone."""
+"""The start of a script that runs on every machine of a cluster: its process becomes a replica, or trains alone."""
 
 from __future__ import annotations
 
@@ -23,26 +23,31 @@ from distnb.options import CommunicationImplementation, CommunicationOptions, St
 
 __all__ = ["check_communication", "check_notebook", "check_still", "enter", "resolver_of"]
 
-_FORMING_S = 60.0  # all were there a moment ago
+_FORMING_S = 60.0  # short, because all replicas had arrived just before
 
 _joined: WorkerPlacement | None = None
-_store: RendezvousStore | None = None  # served as long as the chief's process lives
+_store: RendezvousStore | None = None  # kept here, because the chief serves it until its process ends
 
 
 def resolver_of(spec: StrategySpec) -> ClusterResolver:
-    """Return the resolver of a strategy's cluster: TF_CONFIG, unless it was made with one."""
+    """Return a strategy's cluster resolver, or one for TF_CONFIG if the strategy has none."""
     return spec.option("cluster_resolver") or TFConfigClusterResolver()
 
 
 def enter(spec: StrategySpec, launched: bool) -> str | None:
-    """Join the other workers, once per process; `launched` by torchrun, `distnb run` or the like, or alone.
+    """Join the other workers. Called once per process.
 
-    Returns None if this process is one replica of several from now on; else the device on which it trains alone.
+    Args:
+        spec: The strategy's description.
+        launched: Whether torchrun, `distnb run` or a similar launcher started this process as one of several.
+
+    Returns:
+        None if this process is now one replica of several, else the device on which it trains alone.
 
     Raises:
-        OptionError: The cluster makes no sense, differs between the workers, or contradicts the launcher.
-        StartError: An address of the cluster is not this machine's, or its port is taken.
-        CollectiveError: The others did not come.
+        OptionError: The cluster is invalid, differs between the workers, or contradicts the launcher.
+        StartError: This worker's address in the cluster is not this machine's, or its port is taken.
+        CollectiveError: The other workers have not arrived in time.
     """
     placement = placement_of(resolver_of(spec))
     if placement is None and not launched:
@@ -100,7 +105,7 @@ def _check_launched(placement: WorkerPlacement) -> None:
 
 
 def check_still(spec: StrategySpec) -> None:
-    """Raise ContextError if this process has joined a cluster, and the strategy is for another one."""
+    """Raise ContextError if this process has joined a cluster and the strategy is for a different one."""
     if _joined is None:
         return
     placement = placement_of(resolver_of(spec))
@@ -113,9 +118,11 @@ def check_still(spec: StrategySpec) -> None:
 
 
 def check_notebook(spec: StrategySpec, machines: Sequence[str]) -> None:
-    """Raise OptionError in a notebook whose engines are the replicas, while a cluster of other machines is described.
+    """Raise OptionError in a notebook if a strategy describes a cluster of other machines than its engines'.
 
-    `machines` are the engines', as they were named at the start; empty for the notebook's own.
+    Args:
+        spec: The strategy's description.
+        machines: The engines' machines, as named when the engines were started. Empty: the notebook's machine.
     """
     resolver = resolver_of(spec)
     cluster = resolver.cluster_spec()
@@ -132,7 +139,7 @@ def check_notebook(spec: StrategySpec, machines: Sequence[str]) -> None:
 
 
 def check_communication(spec: StrategySpec, devices: tuple[str, ...], nccl: bool) -> None:
-    """Raise OptionError if replicas on these devices cannot communicate as the strategy asks."""
+    """Raise OptionError if replicas on these devices cannot use the communication that the strategy requests."""
     implementation = spec.option("communication_options", CommunicationOptions()).implementation
     if implementation is CommunicationImplementation.NCCL and not nccl:
         raise OptionError(
