@@ -1,1 +1,1 @@
-"""Descriptions of values by the process that holds them, in few bytes and without communication."""
+"""Compact descriptions of values by the process that holds them, made without communication."""

@@ -23,14 +23,14 @@ from distnb.wire.value_facts import Bounds, Holding, Kind
 __all__ = ["holdings_of", "may_hold", "no_tensor", "report"]
 
 _DEEPEST = 12
-_MOST = 5_000  # parts of one value
+_MOST = 5_000  # the number of values visited in one structure, at most
 
 
 def report(value: Any) -> dict[str, Any]:
-    """Describe the parts of a value on this replica, for others to draw, with the replica's number.
+    """Describe the parts of a value that this replica holds, with its number, so that another process can draw them.
 
     Raises:
-        OptionError: It is nothing that could hold a tensor.
+        OptionError: The value has no tensors and is of a type that cannot have any.
     """
     process = this_process.replica
     size, rank = (process.size, process.rank) if process is not None else (1, 0)
@@ -42,12 +42,12 @@ def report(value: Any) -> dict[str, Any]:
 
 
 def may_hold(value: Any) -> bool:
-    """Return whether tensors are expected of a value, though it may have none yet, as an optimizer."""
+    """Return whether a value is of a type that holds tensors, even if it has none yet, such as a new optimizer."""
     return isinstance(value, torch.nn.Module | torch.optim.Optimizer | DistributedValues | torch.Tensor)
 
 
 def no_tensor(value: Any) -> OptionError:
-    """Return the error for a value that has nothing to be drawn."""
+    """Return the error for a value without anything to draw."""
     return OptionError(
         f"visualize got a {type(value).__name__} without any tensor. It draws where models, optimizers, tensors, "
         "batches, distributed datasets and strategies are, and whatever is nested of these."
@@ -55,15 +55,16 @@ def no_tensor(value: Any) -> OptionError:
 
 
 def holdings_of(value: Any) -> tuple[Holding, ...]:
-    """Return the parts of a value's tensors that are here: of a module, an optimizer, a dataset, or nested ones.
+    """Return the parts of a value's tensors that this process holds.
 
-    Nothing is computed, and no other replica has to take part.
+    The value may be a tensor, a module, an optimizer, a dataset, a strategy or a nested structure of these. Nothing is
+    computed, and other replicas need not take part.
     """
     return tuple(_holdings(value, "", iter(range(_MOST)), 0))
 
 
 def _holdings(value: Any, name: str, left: Iterator[int], depth: int) -> Iterator[Holding]:
-    if depth > _DEEPEST or next(left, None) is None:  # a container that holds itself has no end
+    if depth > _DEEPEST or next(left, None) is None:  # without limits, a container in itself would never end
         return
     process = this_process.replica
     if hasattr(type(value), "worker_devices") and process is not None:  # a strategy
@@ -84,7 +85,7 @@ def _holdings(value: Any, name: str, left: Iterator[int], depth: int) -> Iterato
 
 
 def _components(value: DistributedValues, name: str, left: Iterator[int], depth: int) -> Iterator[Holding]:
-    """Return the components that are here: of a batch its rows, which lie in the order of the replicas."""
+    """Yield the parts in this process's components. The components of a batch are its rows, in replica order."""
     examples = value.global_batch_size
     for replica, component in zip(value.replica_ids, value.values, strict=True):
         holder = f"replica {replica}" if len(value.values) > 1 else ""
@@ -122,7 +123,7 @@ def _tensor(value: Any, name: str) -> Iterator[Holding]:
             )
         return
     local = as_tensor(value)
-    if local is None:  # its shape is not known yet
+    if local is None:  # a lazy parameter has no shape yet
         return
     whole = tuple(value.shape)
     kind, bounds, note = _part(value, whole)
@@ -141,7 +142,7 @@ def _tensor(value: Any, name: str) -> Iterator[Holding]:
 
 
 def _part(value: Any, whole: tuple[int, ...]) -> tuple[Kind, Bounds, str]:
-    """Return the part of a tensor that is here, and its kind."""
+    """Return the kind of this process's part of a tensor, its bounds, and a note."""
     everything = tuple((0, size) for size in whole)
     if hasattr(value, "device_mesh"):
         return _shard(value, everything)
@@ -155,7 +156,7 @@ def _part(value: Any, whole: tuple[int, ...]) -> tuple[Kind, Bounds, str]:
 def _shard(value: Any, everything: Bounds) -> tuple[Kind, Bounds, str]:
     note = f"{', '.join(map(_placement, value.placements))} on a mesh {tuple(value.device_mesh.shape)}"
     shape, offsets = torch_internals.shape_and_offset_of_shard(value)
-    if len(offsets) != len(everything):  # this process is not in the mesh
+    if len(offsets) != len(everything):  # this process is not part of the mesh
         return "shard", tuple((0, 0) for _ in everything), note
     bounds = tuple((first, first + size) for first, size in zip(offsets, shape, strict=True))
     if any(placement.is_partial() for placement in value.placements):
@@ -164,12 +165,12 @@ def _shard(value: Any, everything: Bounds) -> tuple[Kind, Bounds, str]:
 
 
 def _placement(placement: Any) -> str:
-    """`Shard(0)`, as one writes it."""
+    """Return a placement as users write it, such as `Shard(0)`."""
     return repr(placement).replace("dim=", "")
 
 
 def _owner(value: Any) -> int | None:
-    """Return the replica that updates a variable of central storage; None of all others."""
+    """Return the number of the replica that updates a variable of central storage, or None for other values."""
     process = this_process.replica
     strategy = None if process is None or not isinstance(value, torch.Tensor) else process.strategy_of(value)
     if process is None or strategy is None:
@@ -182,7 +183,7 @@ def _owner(value: Any) -> int | None:
 
 
 def _stored(value: Any) -> Any:
-    """Return the shards of a variable on parameter servers; None of others."""
+    """Return the description of a variable on parameter servers, or None for other values."""
     servers = servers_here.access
     return None if servers is None or not isinstance(value, torch.Tensor) else servers.stored_of(value)
 
@@ -191,7 +192,7 @@ def _stored(value: Any) -> Any:
 
 
 def _batches(dataset: DistributedDataset) -> Iterator[Holding]:
-    """Return this replica's rows of each global batch: of a full one and, if it is smaller, of the last."""
+    """Yield this replica's rows of a full global batch, and of the last one if it is smaller."""
     place, sizes = dataset.place, dataset.sizes
     if place.turns is not None:
         turns = place.turns

@@ -1,4 +1,4 @@
-"""Small pictures of values that are images: tensors, PIL's images, matplotlib's figures."""
+"""Thumbnails of values that are images: tensors, PIL images and matplotlib figures."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 __all__ = ["picture_of", "tensor_picture"]
 
-_MOST_PIXELS = 192  # on each side
-_LEAST_PIXELS = 8  # a smaller tensor is a table of numbers
-_MOST_NBYTES = 2 << 20  # of a figure with a million points
+_MOST_PIXELS = 192  # of each side of a thumbnail
+_LEAST_PIXELS = 8  # of each side; a smaller tensor is shown as numbers
+_MOST_NBYTES = 2 << 20  # of a PNG; a figure with a million points may exceed it
 
 
 def picture_of(value: Any) -> str:
-    """Return a data URL that shows an image or a figure, no larger than a thumbnail; "" for other values."""
+    """Return a thumbnail of an image or a figure as a data URL, or "" for other values."""
     figures, images = sys.modules.get("matplotlib.figure"), sys.modules.get("PIL.Image")
     if figures is not None and isinstance(value, figures.Figure):
         drawn = io.BytesIO()
@@ -31,9 +31,10 @@ def picture_of(value: Any) -> str:
 
 
 def tensor_picture(tensor: torch.Tensor) -> str:
-    """Return a data URL for `[height, width]`, `[1 or 3, height, width]` or `[height, width, 1 or 3]`; else "".
+    """Return a thumbnail of a tensor that can be an image as a data URL, or "" for other tensors.
 
-    Numbers between 0 and 1, and bytes, are shades as they are; others are scaled to their range.
+    Images are `[height, width]`, `[1 or 3, height, width]` or `[height, width, 1 or 3]`. Values from 0 to 1, and bytes
+    (uint8), are shown unchanged. If there are others, the range of the values is scaled to the range of shades.
     """
     planes = _planes(tensor)
     if planes is None:
@@ -54,7 +55,7 @@ def tensor_picture(tensor: torch.Tensor) -> str:
 
 
 def _planes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """`[channels, height, width]` of what can be an image."""
+    """Return a tensor that can be an image as `[channels, height, width]`, or None for other tensors."""
     if tensor.is_meta or not tensor.numel():
         return None
     planes = tensor[None] if tensor.dim() == 2 else tensor

@@ -1,4 +1,4 @@
-"""Descriptions of values by the process that holds them: trees of a few facts, to be drawn elsewhere."""
+"""Descriptions of values by the process that holds them: small trees of facts, which another process draws."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from distnb.wire.value_facts import VALUE, Inspected
 
 __all__ = ["as_tensor", "device_of", "displayed", "inspect", "optimizer_state", "report"]
 
-_MOST_TENSORS = 24  # with statistics of their own; of further ones only what they are
-_MOST_ITEMS = 60  # of one container
-_MOST_PARTS = 500  # of all
+_MOST_TENSORS = 24  # tensors with statistics; further ones have only type, shape, dtype, device and size
+_MOST_ITEMS = 60  # items of one container
+_MOST_PARTS = 500  # items of all containers
 _MOST_PICTURES = 4
 _DEEPEST = 8
 _FEW_ELEMENTS = 64
@@ -32,19 +32,19 @@ _MOST_CHARACTERS = 600
 
 
 def inspect(value: Any) -> Inspected:
-    """Look at a value. The work is bounded, nothing is sent, and no other replica has to take part."""
+    """Describe a value. The work is bounded, nothing is sent, and other replicas need not take part."""
     return _Inspection().value(value, 0)
 
 
 def report(value: DistributedValues) -> dict[str, Any]:
-    """Describe a distributed value for others to draw: the components that are here, and the replica's number."""
+    """Describe this process's components of a distributed value, with their replica numbers, for another to draw."""
     components = dict(zip(value.replica_ids, map(inspect, value.values), strict=True))
     site = callsite.current().identity
     return {"kind": type(value).__name__, "size": value.num_replicas, "replicas": components, "site": site}
 
 
 def displayed(value: DistributedValues) -> dict[str, Any]:
-    """Return the data that IPython's `display` shows of a distributed value on a replica."""
+    """Return the data, by MIME type, that IPython's `display` shows for a distributed value on a replica."""
     return {VALUE: report(value), "text/plain": repr(value)}
 
 
@@ -71,14 +71,14 @@ class _Inspection:
             return self._container(value, children, depth)
         picture = self._picture_of(value)
         text = short_text(value)
-        # What shows no more of itself than its address is no content that could be compared.
+        # A text that has the object's address, or is cut off, does not represent the content: no digest to compare.
         content = 0 if f" at {id(value):#x}" in text or len(text) >= _MOST_CHARACTERS else digest_of_text(text)
         if picture:
             text, content = "", digest_of_text(picture)
         return Inspected(type=type_name(value), text=text, content=content, picture=picture)
 
     def _picture_of(self, value: Any) -> str:
-        with contextlib.suppress(Exception):  # a figure's artists are the user's
+        with contextlib.suppress(Exception):  # a figure's artists run user code
             picture = picture_of(value) if self._pictures else ""
             self._pictures -= bool(picture)
             return picture
@@ -104,7 +104,7 @@ class _Inspection:
         )
 
     def _metric(self, metric: Any, depth: int) -> Inspected:
-        """Describe a metric by its states, which are each replica's own until it is read."""
+        """Describe a metric by its states, which differ between replicas until the metric is read."""
         told = self._container(metric, structure.children(dict(metric.metric_state)) or [], depth)
         items = tuple((name, each._replace(content=0)) for name, each in told.items)
         return told._replace(text="", content=0, items=items, note="each replica's own states, put together when read")
@@ -130,7 +130,7 @@ class _Inspection:
 
 
 def _module(module: torch.nn.Module) -> Inspected:
-    """Describe a module by its layers. Norms of all parameters and gradients are read from the device at once."""
+    """Describe a module by its layers. The norms of all parameters and gradients are read from the device at once."""
     named = dict(_named_tensors(module))
     tensors = {name: local_part(tensor) for name, tensor in named.items()}
     gradients = {name: local_part(each.grad) for name, each in named.items() if each.grad is not None}
@@ -170,7 +170,8 @@ def _layer(module: torch.nn.Module, path: str, leaves: Mapping[str, Inspected], 
         if depth < _DEEPEST
     ]
     items = [*layers, *own]
-    # The tensors of a layer that is used twice are reported where they are first: a sum counts them once.
+    # `named_parameters` lists the tensors of a layer that is used twice only at their first place, so sums count them
+    # once.
     below = [leaf for full, leaf in leaves.items() if full.startswith(path)]
     return Inspected(
         type=type(module).__name__,
@@ -187,20 +188,20 @@ def _layer(module: torch.nn.Module, path: str, leaves: Mapping[str, Inspected], 
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-    """Describe the state of an optimizer for each parameter that it has stepped, by place, as it is here."""
+    """Return this process's state of an optimizer, by the place of each parameter that it has stepped."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     return {place: dict(optimizer.state[each]) for place, each in enumerate(parameters) if each in optimizer.state}
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> str:
-    """`lr 0.01`, for each group of parameters."""
+    """Return the learning rates of an optimizer's parameter groups, such as `lr 0.01 | lr 0.001`."""
     return " | ".join(f"lr {group['lr']}" for group in optimizer.param_groups if "lr" in group)
 
 
 def _settings_of(module: torch.nn.Module) -> str:
     try:
         return str(module.extra_repr())[:80]
-    except Exception:  # noqa: BLE001  # the user's own
+    except Exception:  # noqa: BLE001  # a user's `extra_repr` may raise anything
         return ""
 
 
@@ -213,7 +214,7 @@ def _together(parts: Iterable[float | None]) -> float | None:
 
 
 def as_tensor(value: Any) -> torch.Tensor | None:
-    """Describe this process's part of a tensor or an array of numbers; None for other values."""
+    """Return this process's part of a tensor or a numeric array as a tensor, or None for other values."""
     if isinstance(value, torch.Tensor):
         return None if torch.nn.parameter.is_lazy(value) else local_part(value)
     numpy = sys.modules.get("numpy")
@@ -224,7 +225,7 @@ def as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def _is_odd(array: Any) -> bool:
-    """Return whether torch refuses an array's memory, or would warn of it."""
+    """Return whether torch refuses an array's memory or warns about it."""
     return not array.flags.writeable or not array.dtype.isnative or any(stride < 0 for stride in array.strides)
 
 
@@ -253,10 +254,10 @@ def elements(tensor: torch.Tensor) -> str:
 
 
 def short_text(value: Any) -> str:
-    """Return a value's repr, cut off where it is long."""
+    """Return a value's repr, cut off if it is long."""
     try:
         text = repr(value)
-    except Exception as error:  # noqa: BLE001  # whatever a user's class raises
+    except Exception as error:  # noqa: BLE001  # a user's `__repr__` may raise anything
         return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"
 

@@ -1,4 +1,4 @@
-"""Statistics of a tensor, computed on its device: bounded work, and a few numbers to be sent."""
+"""Statistics of a tensor, computed on its device with bounded work, so that only a few numbers are sent."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from distnb.wire.value_facts import BINS, Statistics
 __all__ = ["MOST_ELEMENTS", "digest_of", "local_part", "norms", "statistics_of"]
 
 MOST_ELEMENTS = 1 << 22
-"""So many elements of a tensor are looked at, which takes a few milliseconds; of a larger one, a sample."""
+"""The number of elements read from a tensor, at most: a few milliseconds of work. A larger tensor is sampled."""
 
 _MOST_IN_HISTOGRAM = 1 << 18
-_BLOCKS = 1 << 10  # of which a sample consists: neighbours in memory are read together
+_BLOCKS = 1 << 10  # the blocks of a sample; neighbours in memory are read together, which is faster
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Describe this process's part of a tensor: of a DTensor the local part, of a sparse one its elements.
+    """Return this process's part of a tensor without a graph: a DTensor's local part, or a sparse tensor's elements.
 
-    It has no graph. Nothing is communicated.
+    Nothing is communicated.
     """
     with torch._C.DisableTorchFunctionSubclass():
         part = torch_internals.local_tensor(tensor)
@@ -37,7 +37,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def statistics_of(tensor: torch.Tensor) -> Statistics | None:
-    """Statistics of what `local_part` gives; None of what holds no numbers (an empty tensor, a fake one)."""
+    """Return statistics of a tensor from `local_part`, or None if it has no numbers (an empty or meta tensor)."""
     if not tensor.numel() or tensor.is_meta:
         return None
     with torch.no_grad():
@@ -84,9 +84,9 @@ def _as_floats(values: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(values: torch.Tensor) -> torch.Tensor:
-    """Return a norm in float64, computed in the values' own type, for which processors are many times as fast."""
+    """Return a norm in float64. It is computed in the values' own type, which is many times faster."""
     norm: torch.Tensor = torch.linalg.vector_norm(values).double()
-    if values.dtype is torch.float32 and (norm.isinf() or not norm):  # its squares are too large or too small
+    if values.dtype is torch.float32 and (norm.isinf() or not norm):  # the squares have overflowed or underflowed
         norm = torch.linalg.vector_norm(values, dtype=torch.float64)
     return norm
 
@@ -100,14 +100,14 @@ def _histogram(values: torch.Tensor, low: float, high: float) -> tuple[int, ...]
 
 
 def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """Return the elements in a row; or about so many of them, in blocks that are evenly spread over its memory."""
+    """Return a tensor's elements in one dimension, or a sample of about `most` in evenly spread blocks of memory."""
     count = tensor.numel()
     if count <= most:
         return tensor.reshape(-1)
     if not tensor.is_contiguous():
         order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(order)
-        if not tensor.is_contiguous():  # a window on a larger one
+        if not tensor.is_contiguous():  # a slice of a larger tensor
             step = math.ceil(count / most)
             axis = max(range(tensor.dim()), key=lambda each: tensor.shape[each])
             tensor = tensor.narrow(axis, 0, max(1, tensor.shape[axis] // step))
@@ -118,9 +118,9 @@ def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def digest_of(tensor: torch.Tensor, most: int = MOST_ELEMENTS) -> int:
-    """Return a number that is equal for equal elements, of so many that are read; 0 where there are none.
+    """Return a digest of a tensor's elements, or of a sample of `most` of them; 0 if there are none.
 
-    An accelerator's are copied to its host for it.
+    Elements on an accelerator are copied to the host.
     """
     if not tensor.numel() or tensor.is_meta:
         return 0
@@ -128,9 +128,9 @@ def digest_of(tensor: torch.Tensor, most: int = MOST_ELEMENTS) -> int:
 
 
 def norms(tensors: Sequence[torch.Tensor], most: int = MOST_ELEMENTS) -> list[float]:
-    """Return the Euclidean norms of many tensors, read from each device at once; nan of a fake one.
+    """Return the Euclidean norms of many tensors, read from each device at once; nan for a meta tensor.
 
-    Of each at most so many elements are looked at: what they let expect.
+    At most `most` elements of each tensor are read. The norm of a larger tensor is estimated from the sample.
     """
     by_device: dict[Any, list[int]] = {}
     for place, tensor in enumerate(tensors):

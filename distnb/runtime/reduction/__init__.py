@@ -1,1 +1,1 @@
-"""Reducing and gathering over the replicas."""
+"""The reduction, gathering and broadcast of values over the replicas."""

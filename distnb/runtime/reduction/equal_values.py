@@ -1,4 +1,4 @@
-"""Giving every replica the values that replica 0 holds."""
+"""The equalisation of tensors: every replica gets replica 0's values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,17 @@ _PACKS = Packs(256 * 2**20)
 
 
 def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy: str = "") -> None:
-    """Give every replica the values that replica 0 holds, in one flat message per dtype (more for very large models).
+    """Set tensors on every replica to replica 0's values, in one flat message per dtype (more for very large models).
+
+    All replicas must call this function.
+
+    Args:
+        group: The replicas.
+        named: The tensors with their names. Names, shapes and dtypes must be equal on all replicas.
+        strategy: A description of the strategy to which the tensors belong, which must be equal on all replicas.
 
     Raises:
-        StructureError: The replicas made different variables, or different strategies, whose these are.
+        StructureError: The replicas' tensors or strategies differ.
     """
     if not named:
         return

@@ -1,4 +1,4 @@
-"""Bringing the replicas' components together: concatenated, or one replica's for all."""
+"""The gathering of the replicas' components by concatenation, and the broadcast of one replica's component."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_AXES = 13
 
 
 def _gathered_parts(group: Group, tensor: torch.Tensor, axis: int, method: str) -> list[torch.Tensor]:
-    """Every replica's tensor, in replica order; they may differ in size along `axis` (from 0) only."""
+    """Return every replica's tensor in replica order. Sizes may differ only along `axis`, which counts from 0."""
     if tensor.ndim > _MAX_AXES:
         raise OptionError(f"{method} takes tensors of at most {_MAX_AXES} axes and got one of {tensor.ndim}.")
     group.note(f"{method} along axis {axis}", ())
@@ -42,7 +42,10 @@ def gather_tensor(group: Group, tensor: torch.Tensor, axis: int, method: str) ->
 
 
 class _AllGather(torch.autograd.Function):
-    """Concatenation; its gradient is the sum, over the replicas, of their gradients for this replica's part."""
+    """The concatenation of the replicas' tensors.
+
+    Its gradient is the sum over all replicas of their gradients for this replica's part.
+    """
 
     @staticmethod
     def forward(ctx: Any, aggregation: Aggregation, axis: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,10 @@ class _AllGather(torch.autograd.Function):
 
 
 def all_gather_tree(aggregation: Aggregation | None, tree: Any, axis: int) -> Any:
-    """Concatenate every leaf along an axis, open to autograd; without replicas only check that this could be done."""
+    """Concatenate the replicas' tensors of every leaf along an axis. Gradients flow through.
+
+    Without an aggregation there is one replica: the leaves and the axis are checked, and the tree is returned.
+    """
     leaves, shape = flatten(tree)
     tensors = [tensor_of(leaf, "all_gather") for leaf in leaves]
     axes = [checked_axis(axis, tensor, "all_gather") for tensor in tensors]
@@ -70,11 +76,11 @@ def all_gather_tree(aggregation: Aggregation | None, tree: Any, axis: int) -> An
     return unflatten(shape, gathered)
 
 
-# -- one replica's value for all ---------------------------------------------------------------------------------------
+# -- broadcast of one replica's value ----------------------------------------------------------------------------------
 
 
 def broadcast_bytes(group: Group, data: bytes | None, source: int) -> bytes:
-    """Bytes of the source replica; the others give None."""
+    """Return the source replica's bytes on all replicas. The other replicas pass None."""
     device = torch_device(group.device)
     length = torch.tensor([len(data or b"")], dtype=torch.int64, device=device)
     group.broadcast(length, source)
@@ -87,9 +93,9 @@ def broadcast_bytes(group: Group, data: bytes | None, source: int) -> bytes:
 
 
 def broadcast_like(group: Group, tensor: torch.Tensor, source: int) -> torch.Tensor:
-    """Return a new tensor with the source replica's values; shapes and dtypes must be equal on all."""
+    """Return a new tensor with the source replica's values. Shapes and dtypes must be equal on all replicas."""
     with torch.no_grad():
-        # New memory: an expanded tensor shares its elements' and cannot be written to.
+        # Clone, because the elements of an expanded tensor share memory, so it cannot receive values.
         message = tensor.detach().to(torch_device(group.device)).clone(memory_format=torch.contiguous_format)
         if message.numel():
             group.broadcast(message, source)
@@ -97,9 +103,12 @@ def broadcast_like(group: Group, tensor: torch.Tensor, source: int) -> torch.Ten
 
 
 def broadcast_tree(group: Group, tree: Any, source: int) -> Any:
-    """Return a whole structure of the source replica; the others' argument is only a placeholder.
+    """Return the source replica's structure on all replicas. The other replicas' argument is ignored.
 
-    Tensors land on the receiving replica's device of the same type.
+    Tensors on the CPU stay there. Others are placed on the receiving replica's device.
+
+    Raises:
+        DistributedValueError: The structure has a value that cannot be pickled.
     """
     data = None
     if group.rank == source:

@@ -1,4 +1,4 @@
-"""`reduce` and `all_reduce`: which values and axes they take, what becomes of integers; with and without replicas."""
+"""The implementation of `reduce` and `all_reduce`, with and without replicas: checks, conversions and reductions."""
 
 from __future__ import annotations
 
@@ -33,14 +33,22 @@ __all__ = [
 ]
 
 
-# A bool is an int, too, so it stands first.
+# bool is a subclass of int, so it comes first.
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def tensor_of(value: Any, method: str, device: torch.device | None = None, *, sparse: bool = False) -> torch.Tensor:
-    """Return a leaf as a tensor: tensors (with `sparse` COO ones, too), arrays and numbers, moved to a device.
+    """Return a leaf that is a tensor, an array or a number as a tensor.
 
-    Raises DistributedValueError, or NotImplementedError for sparse ones; `method` is the user's call.
+    Args:
+        value: The leaf.
+        method: The name of the user's call, for errors.
+        device: The device for numbers. Tensors and arrays are not moved. None: the CPU.
+        sparse: Whether sparse (COO) tensors are accepted.
+
+    Raises:
+        DistributedValueError: The leaf is of another type.
+        NotImplementedError: The leaf is a tensor of a layout that is not accepted.
     """
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided and not (sparse and is_sparse(value)):
@@ -69,7 +77,7 @@ def _shown(value: Any) -> str:
 
 
 def plain_value_error(op: ReduceOp, value: Any, num_replicas: int) -> DistributedValueError:
-    """Return the error for a plain value where components are reduced."""
+    """Return the error for a plain value that was passed to `reduce`, which expects components."""
     return DistributedValueError(
         f"reduce {op.name} over {num_replicas} replicas got a plain value, the same on all of them: "
         f"{_shown(value)}. It sums what strategy.run returned per replica. If a "
@@ -79,14 +87,14 @@ def plain_value_error(op: ReduceOp, value: Any, num_replicas: int) -> Distribute
 
 
 def _python_number(tensor: torch.Tensor, value: Any) -> Any:
-    """Return a Python number where the value was one, else the tensor."""
+    """Return a result as a Python number if the value was one, else as a tensor."""
     return tensor.item() if isinstance(value, numbers.Number) and tensor.ndim == 0 else tensor
 
 
 def _summand(
     value: Any, op: ReduceOp, method: str, device: torch.device | None = None, *, sparse: bool = False
 ) -> torch.Tensor:
-    """Return a leaf as a tensor that can be added up and, for a mean, divided."""
+    """Return a leaf as a tensor that can be summed and, for a mean, divided."""
     tensor = tensor_of(value, method, device, sparse=sparse)
     if tensor.dtype is torch.bool:
         raise DistributedValueError(
@@ -98,7 +106,11 @@ def _summand(
 
 
 def checked_axis(axis: object, tensor: torch.Tensor, method: str) -> int:
-    """Return the axis as a number from 0. Raise OptionError for none, one out of range, or a tensor without axes."""
+    """Return an axis counted from 0.
+
+    Raises:
+        OptionError: The axis is not a whole number, is out of range, or the tensor has no axes.
+    """
     if isinstance(axis, bool) or not isinstance(axis, int):
         wanted = "axis=None, a whole number, or a tuple of them," if method == "reduce" else "one whole number as axis"
         raise OptionError(f"{method} needs {wanted} and got {axis!r}.")
@@ -122,7 +134,7 @@ def _axes_of(axis: Any, tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
-    """Reduce a leaf where there is one replica: unchanged for axis=None, else along its axes."""
+    """Reduce a leaf of the only replica: return it unchanged for axis=None, else reduce along the axes."""
     if axis is None:
         if value is not None and not isinstance(value, (str, bytes)):
             _summand(value, op, "reduce", sparse=True)  # raises for booleans and such
@@ -137,7 +149,7 @@ def reduce_alone(op: ReduceOp, value: Any, axis: Any) -> Any:
 def reduce_leaves(
     aggregation: Aggregation, op: ReduceOp, values: Sequence[Any], axis: Any, device: torch.device
 ) -> list[Any]:
-    """Combine this replica's components of several leaves with the other replicas', and along the axes if given."""
+    """Combine this replica's components of several leaves with the other replicas', and reduce along axes if given."""
     tensors = [_summand(value, op, "reduce", device, sparse=axis is None) for value in values]
     if axis is None:
         results = _reduce_elements(aggregation, op, tensors)
@@ -147,7 +159,7 @@ def reduce_leaves(
 
 
 def reduce_numbers(op: ReduceOp, components: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return the result of `reduce_leaves` for scalars, where all replicas' components of each leaf are at hand."""
+    """Return the result of `reduce_leaves` for scalars, computed from all replicas' components in this process."""
     with torch.no_grad():
         results = []
         for tensors in components:
@@ -184,7 +196,7 @@ def _reduce_along(
     if op is ReduceOp.SUM:
         totals = combine(aggregation, ReduceOp.SUM, sums)
         return [total.to(tensor.dtype) for total, tensor in zip(totals, tensors, strict=True)]
-    # The counts travel with the sums: replicas may hold different numbers of examples.
+    # Send the counts with the sums, because replicas may hold different numbers of examples.
     weights = [
         torch.tensor(count, dtype=torch.float64, device=tensor.device)
         for count, tensor in zip(counts, tensors, strict=True)
@@ -195,14 +207,14 @@ def _reduce_along(
 
 
 def all_reduce_tree(aggregation: Aggregation, op: ReduceOp, tree: Any) -> Any:
-    """Reduce every leaf over the replicas, all in one go. None stays None: gradients of unused parameters are."""
+    """Reduce all leaves over the replicas together. None stays None, because unused parameters have such gradients."""
     every, shape = flatten(tree)
     places = [place for place, leaf in enumerate(every) if leaf is not None]
     if not places:
         return tree
     device = torch_device(aggregation.group.device)
     tensors = [_summand(every[place], op, "all_reduce", device, sparse=True) for place in places]
-    # Which leaves are None must be the same everywhere, or others would be added up in their place.
+    # The same leaves must be None on all replicas. Otherwise one replica's leaf would be added to another leaf.
     layout = None if len(places) == len(every) else places
     for place, result in zip(places, all_reduce(aggregation, op, tensors, layout), strict=True):
         AGGREGATED.add(result)
@@ -211,10 +223,19 @@ def all_reduce_tree(aggregation: Aggregation, op: ReduceOp, tree: Any) -> Any:
 
 
 def fitting_weight(sample_weight: Any, values: torch.Tensor, method: str, what: str) -> torch.Tensor:
-    """Weights of examples, as Keras takes them, in a shape that broadcasts to the values', and makes no more of them.
+    """Return weights in Keras's format, reshaped so that they broadcast to the values without enlarging them.
 
-    They broadcast from the left; a last axis of 1 that the values do not have is dropped. `method` is the user's call,
-    and `what` the values are, for errors.
+    Weights broadcast from the left: weights `[batch]` become `[batch, 1]` for values `[batch, time]`. A last axis of
+    size 1 that the values do not have is dropped.
+
+    Args:
+        sample_weight: The weights.
+        values: The values to weigh.
+        method: The name of the user's call, for errors.
+        what: A description of the values, for errors.
+
+    Raises:
+        OptionError: The weights do not fit the values.
     """
     weight = torch.as_tensor(sample_weight, dtype=values.dtype, device=values.device)
     given = weight.shape
