@@ -381,7 +381,7 @@ function keep(chosen) {
 }
 
 export default () => {
-  // True if the page was reloaded: the widget has drawn before, in a page that is gone.
+  // True if the page was reloaded: the widget has drawn before, in a page that was closed.
   let restored = false;
   const lines = new Lines();
   const views = new Set(); // the drawing function of each place where the widget is shown

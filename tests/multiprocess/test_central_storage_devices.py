@@ -181,9 +181,7 @@ def test_a_script_on_accelerators() -> None:
         assert "after a step" in result["raised"]
         assert "OutOfSyncError" in result["drifted"]
         assert "Linear.weight of shape [4000, 64]" in result["drifted"]
-        after = result["drifted_after_error"]  # the backward pass after an error compares values first
-        assert after.startswith("GradientError")
-        assert "other values on replica 1" in after
+        assert "OutOfSyncError" in result["drifted_after_error"], "an error that all replicas caught ended nothing"
 
 
 def test_one_accelerator_has_everything() -> None:

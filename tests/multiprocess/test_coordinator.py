@@ -202,7 +202,7 @@ def test_a_per_worker_value_is_made_once_on_each_worker(coordinator: ClusterCoor
     assert sum(len(own) == 2 for _, own in found) == 2
     with pytest.raises(OptionError, match="each worker has its own"):
         coordinator.fetch(value)
-    with pytest.raises(CannotTravelError, match=r"argument of coordinator\.schedule only"):
+    with pytest.raises(CannotTravelError, match=r"only be sent as an argument of coordinator\.schedule"):
         pickle.dumps(value)
 
 

@@ -284,7 +284,7 @@ def test_two_workers_of_two_replicas() -> None:
         assert each["losses"] == [1.5, 3.0]
         assert each["resumed"]
         assert each["after"] == 4.0
-        assert "this dataset is made of 1: 7" in each["refused"]
+        assert "this dataset has 1: 7" in each["refused"]
         bad = "LookupError: no such file"
         assert each["error"].startswith(bad if rank > 1 else "ProgramError: Another replica could not read")
         assert bad in each["error"]

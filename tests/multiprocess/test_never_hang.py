@@ -574,13 +574,13 @@ def test_what_a_replica_was_sent_that_it_never_opened_is_sent_again(notebook: No
     notebook.run(f"""%%distribute mirrored
 def come_late():
     from distnb.engine.agent import Agent
-    def late(agent, *team, join=Agent._join):
-        Agent._join = join
+    def late(agent, *team, join=Agent.join, **options):
+        Agent.join = join
         looks = map(os.access, itertools.repeat({str(go_on)!r}), itertools.repeat(os.F_OK))
         deaf({str(tmp_path)!r}, map(operator.not_, looks))
-        join(agent, *team)
+        join(agent, *team, **options)
     if dist.get_rank() == 1:
-        Agent._join = late
+        Agent.join = late
 come_late()
 """)
     notebook.run("class Brought:\n    word = 'brought'\nnumbers = [1, 2, 3]")

@@ -186,7 +186,7 @@ def test_a_server_that_is_lost_and_what_is_restored(
     wait_until(lambda: "SIGKILL" in next(row for row in require().status() if row.task == "ps 0").state, 20, "its end")
     assert cluster.restart(missing=True) == (lost.engine,)
     processes.OF_MODULE.update(row.pid for row in cluster.status())
-    with pytest.raises(ServerLost, match="holds nothing yet"):
+    with pytest.raises(ServerLost, match="replacement is empty"):
         coordinator.schedule(closure)
     coordinator.recover(manager)
     assert float(value) == 10

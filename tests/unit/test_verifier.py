@@ -10,7 +10,7 @@ from distnb import activity
 from distnb.collectives.verify.collective_log import KEY_NBYTES, RING, CollectiveLog, CollectiveRecord, Trouble
 from distnb.collectives.verify.program_calls import ProgramCalls
 from distnb.collectives.verify.verifier import Verifier
-from distnb.errors import CollectiveError, CollectiveMismatchError
+from distnb.errors import CollectiveError, CollectiveMismatchError, ProgramAborted
 
 
 def record(operation: str, line: int = 1, chain: str = "", text: str = "", chain_text: str = "") -> CollectiveRecord:
@@ -228,6 +228,26 @@ def test_who_ended_is_missed_by_who_waits():
         CollectiveMismatchError, match=r"called b at cell, line 9 .*replica 1 finished its program after 1"
     ):
         first.check_departed(number)
+
+
+@pytest.mark.parametrize(("error", "is_cause"), [(KeyError("mine"), True), (ProgramAborted("replica 0 failed"), False)])
+def test_an_error_that_skips_a_collective_is_the_cause_but_the_order_to_end_is_not(
+    error: BaseException, is_cause: bool
+) -> None:
+    memory = bytearray(CollectiveLog.nbytes(2))
+    calls = ProgramCalls()
+    first, second = (
+        Verifier(CollectiveLog(memory, 0, 2), range(2)),
+        Verifier(CollectiveLog(memory, 1, 2), range(2), calls),
+    )
+    first.begin(1)
+    second.begin(1)
+    first.post(record("all_reduce(float32[3], sum)", 4))
+    calls.enter()
+    calls.fail("strategy.run", error)
+    calls.leave()
+    left = second.error_left()
+    assert (left is not None and left[0] is error) == is_cause
 
 
 def test_who_failed_is_no_mismatch():

@@ -24,6 +24,7 @@ comparison replica 0's second gradient would be added to replica 1's first.
 from __future__ import annotations
 
 from distnb.collectives.verify.collective_log import Position
+from distnb.errors import ProgramAborted
 
 __all__ = ["ProgramCalls"]
 
@@ -56,7 +57,12 @@ class ProgramCalls:
         self.crossed += 1
 
     def fail(self, place: str, error: BaseException) -> None:
-        """Note an error that leaves `place`: a call, a scope or a collective."""
+        """Note an error that leaves `place`: a call, a scope or a collective.
+
+        ProgramAborted is not counted: it carries out the order to end, whose cause is an error of another replica.
+        """
+        if isinstance(error, ProgramAborted):
+            return
         self.errors += 1
         self.error, self.place = error, place
 
