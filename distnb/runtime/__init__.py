@@ -1,1 +1,1 @@
-"""Runtimes: the place of a strategy's work, which is this process, the replicas that it is one of, or engines."""
+"""Runtimes of strategies: in this process alone, on this process as one of several replicas, or on engines."""

@@ -1,4 +1,4 @@
-"""The questions that a strategy asks its runtime. Importing this loads no torch."""
+"""The interface between strategies and their runtimes. Importing this module does not load torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Owner(Protocol):
     """The part of a strategy that the runtime layer uses.
 
     Attributes:
-        is_default: Whether this is the strategy in force outside every scope. Every other strategy may use its
+        is_default: Whether this is the strategy in force outside all scopes. Every other strategy may use its
             variables.
-        device_type: The type that all its devices must have; "" for any.
+        device_type: The type that all its devices must have. "": any type.
     """
 
     is_default: ClassVar[bool]
@@ -32,33 +32,33 @@ class Owner(Protocol):
         """The description from which every process makes the same strategy."""
 
     def join(self) -> Runtime | None:
-        """Make a script's process one of several replicas. Return a runtime if it trains alone instead."""
+        """Make a script's process one of several replicas, or return a runtime if the process trains alone."""
 
     def make_runtime(self, process: SpmdProcess) -> Spmd:
         """Make the runtime for one replica of several."""
 
     def check_honoured(self, devices: tuple[str, ...], nccl: bool, workers: tuple[int, ...] = ()) -> None:
-        """Raise OptionError if replicas on these devices cannot do what the strategy asks for."""
+        """Raise OptionError if replicas on these devices cannot honour the strategy's options."""
 
 
 class Runtime(Protocol):
-    """The place where one strategy runs: in process, on one of several replicas (SPMD), or remote (the session's).
+    """The runtime of one strategy: in process, on one of several replicas (SPMD), or remote (the session's engines).
 
     Every public method of `Strategy` calls the method of the same name here, after checks that need no replica. Each
-    implementation is complete by itself. `call` runs code that uses several of them.
+    method is complete by itself. `call` runs code that uses several of them.
     """
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function where the replicas are, on all of them, in cross-replica context."""
+        """Call a function on all replicas, in cross-replica context."""
 
     def num_replicas(self) -> int:
-        """Replicas in sync."""
+        """Return the number of replicas in sync."""
 
     def worker_devices(self) -> tuple[str, ...]:
         """Return the device of each replica, in order."""
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the context in which variables are made."""
+        """Return a context in which the strategy's variables are made."""
 
     def run(
         self,
@@ -76,10 +76,10 @@ class Runtime(Protocol):
         """Concatenate the replicas' components."""
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """Return one replica's component, on all."""
+        """Return one replica's component on all replicas."""
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the components that are here."""
+        """Return the components in this process."""
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> Any:
         """Return a distributed value made by a function."""
@@ -91,7 +91,7 @@ class Runtime(Protocol):
         """Return a dataset of the batches of a function's pipelines, one pipeline for each worker or replica."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients locally."""
+        """Return a context in which gradients accumulate locally."""
 
     def assert_in_sync(self, value: Any) -> None:
-        """Raise when replicas hold different bits."""
+        """Raise OutOfSyncError if replicas hold different bits."""

@@ -1,4 +1,4 @@
-"""The arguments of `run` and related methods, checked in the same way in every runtime. Loads no torch."""
+"""The checks of the arguments of `run` and related methods, the same in every runtime. Loads no torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ __all__ = [
 
 
 def check_fits(error: TypeError, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise a DistributedValueError with the cure if it is that `run`'s function does not take these arguments."""
+    """Raise a DistributedValueError with the cure if `run`'s function does not accept these arguments.
+
+    Args:
+        error: The TypeError that the call raised. It may have another cause; then nothing is raised.
+        fn: The function.
+        args: The positional arguments.
+        kwargs: The named arguments.
+    """
     if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-        return  # something that was called raised it, and not the call itself
+        return  # the function's own code raised it, not the call
     try:
         inspect.signature(fn).bind(*args, **kwargs)
     except ValueError:
-        return  # nobody knows what it takes
+        return  # a function without a signature, such as some of C's
     except TypeError:
         name = getattr(fn, "__name__", type(fn).__name__)
         raise DistributedValueError(
@@ -40,7 +47,7 @@ def _listed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def _kind(value: Any) -> str:
-    """Return the kind of a value in a word; a short plain value itself."""
+    """Return a short description of a value: its type, or the value itself if it is plain and short."""
     if isinstance(value, (str, int, float, type(None))) and len(repr(value)) < 40:
         return repr(value)
     return value._word if isinstance(value, DistributedValues) else type(value).__name__
@@ -102,11 +109,11 @@ def check_input_options(options: Any, batch_size: Any) -> None:
 
 
 class BatchNote:
-    """Collects, while arguments are selected for a replica, the sizes of the distributed batch among them.
+    """A callback of `select` that notes the sizes of the distributed batch among the arguments of `run`.
 
     Attributes:
-        batch_size: Of the global batch; None when there is none, or several of different sizes.
-        slice_size: Of this replica's part of it.
+        batch_size: The size of the global batch. None: there is no batch, or there are several of different sizes.
+        slice_size: The size of this replica's slice of the batch.
     """
 
     __slots__ = ("_mixed", "batch_size", "slice_size")
@@ -132,7 +139,7 @@ class BatchNote:
             self.slice_size = len(component)
 
     def explain(self, error: Exception, replica_id: int, replicas: int) -> None:
-        """Add to an error of the function that this replica's slice is empty: not all of torch takes an empty batch."""
+        """Add a note to the function's error if this replica's slice is empty, which some torch functions refuse."""
         if self.slice_size == 0 and replicas > 1:
             error.add_note(
                 f"The slice of replica {replica_id} is empty: the global batch has {self.batch_size} example(s) for "

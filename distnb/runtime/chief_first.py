@@ -1,4 +1,4 @@
-"""Work that replica 0 does while the others wait, such as writing a file that all read next."""
+"""Work that replica 0 does while the others wait, such as writing a file that all replicas then read."""
 
 from __future__ import annotations
 
@@ -30,22 +30,26 @@ _here = _ChiefCall()
 
 
 def chief_first(name: str, do: Callable[[], T]) -> T | None:
-    """Have replica 0 do something, and the others wait until it is done; what it raises, they raise.
+    """Call `do` on replica 0 while the others wait until it is done.
 
-    Replica 0 may call it alone. The others must not: they would wait in vain, which is an error.
+    Replica 0 may call this function alone. The other replicas must not: without replica 0's call their wait fails.
 
     Args:
-        name: What is done. Calls of one name between two collectives are counted: each waits for the chief's call of
-            that number.
-        do: Does it, on replica 0. It must not take part in collectives, since the others do not.
+        name: The name of the work. Calls with one name between two collectives are counted, and a replica's n-th call
+            waits for replica 0's n-th call.
+        do: The work. It must not take part in collectives, because the other replicas do not.
 
     Returns:
-        What `do` returned; None on the others.
+        The result of `do` on replica 0, and None on the others.
+
+    Raises:
+        Exception: The error that `do` raised on replica 0. The other replicas raise an error of the same class, if it
+            is Python's or distnb's, or else a ProgramError.
     """
     if this_process.replica is None and this_process.remote is None and choice.started_by_launcher():
         from distnb.runtime.spmd import join_from_env
 
-        join_from_env()  # a script's replicas may not have met yet
+        join_from_env()  # the script may not have made a strategy yet, so its replicas have no group
     process = this_process.replica
     if process is None or process.size == 1 or _here.acting:
         return do()
@@ -66,7 +70,7 @@ def chief_first(name: str, do: Callable[[], T]) -> T | None:
 
 
 def _key(place: str, name: str) -> str:
-    """Name a call: where it is in the program, and which one of its name there."""
+    """Return the key of a call: its place in the program, its name, and the number of this name's call there."""
     global _place
     if place != _place:
         _place = place
@@ -76,7 +80,7 @@ def _key(place: str, name: str) -> str:
 
 
 def _raise_told(told: str) -> None:
-    """Raise the chief's error, as one of its class where that is Python's or ours."""
+    """Raise replica 0's error, of the same class if that is Python's or distnb's. Do nothing if there was none."""
     if not told:
         return
     kind, text = json.loads(told)

@@ -1,4 +1,4 @@
-"""The runtimes that a strategy can have in this process. Loads torch only where there are replicas."""
+"""The choice of a strategy's runtime in this process. Loads torch only if there are replicas."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from distnb.runtime.this_process import this_process
 __all__ = ["in_process", "join_launched", "on_replicas", "started_by_launcher"]
 
 _in_process: dict[Owner, InProcess] = {}
-_checked: dict[Owner, tuple[object, ...]] = {}  # the devices of the team that a strategy was last checked for
+_checked: dict[Owner, tuple[object, ...]] = {}  # by strategy: the team's devices in its last check
 
 
 def started_by_launcher() -> bool:
-    """Return whether torchrun, `distnb run` or the like started this process as one of several."""
+    """Return whether torchrun, `distnb run` or a similar launcher started this process as one of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def in_process(strategy: Owner, device: str | None) -> InProcess:
-    """Return the runtime of a strategy whose only replica is this process, on a device or on none in particular."""
+    """Return the runtime of a strategy whose only replica is this process. `device` may be None: no specific device."""
     if strategy not in _in_process:
         _in_process[strategy] = InProcess(strategy, device)
     return _in_process[strategy]
 
 
 def on_replicas(strategy: Owner) -> Runtime:
-    """Return the runtime of a strategy of several replicas: of this replica, or the notebook's, which asks engines.
+    """Return the runtime of a strategy with several replicas: this replica's, or in a notebook one that uses engines.
 
     Raises:
-        NoClusterError: This is a script that was started alone.
+        NoClusterError: This process is a script that was started alone.
         OptionError: The strategy was made for other devices than the replicas have.
-        ContextError: This is a process of multiprocessing, which imports the script.
+        ContextError: This process was started by multiprocessing and imports the script.
     """
     process = this_process.replica
     if process is not None:
@@ -53,7 +53,7 @@ def join_launched(strategy: Owner) -> None:
     """Make this process the replica that its launcher's environment describes.
 
     Raises:
-        NoClusterError: No launcher started it.
+        NoClusterError: No launcher started this process.
     """
     if not started_by_launcher():
         raise NoClusterError(

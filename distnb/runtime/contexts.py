@@ -30,13 +30,13 @@ __all__ = [
 
 
 class Execution(NamedTuple):
-    """The way in which the replicas of a strategy run a loop that is not the user's, such as Keras's.
+    """The mode in which a strategy's replicas run a library's loop, such as Keras's.
 
     Attributes:
-        strategy: Whose replicas they are.
-        kind: "replicated" where all of them do the same, and so hold the whole of every result; "split" where each has
-            its own part, as in `strategy.run`; "single" where this replica runs code that the others do not.
-        counts: False where this replica has no part, and what it computes in its place is dropped.
+        strategy: The strategy.
+        kind: "replicated": all replicas do the same work, so each has the whole of every result. "split": each replica
+            has its own part, as in `strategy.run`. "single": this replica runs code that the others do not run.
+        counts: Whether this replica's results count. False: it has no part of the data, and its results are dropped.
     """
 
     strategy: Any
@@ -68,20 +68,24 @@ _CURES = {
 
 
 def entries() -> list[tuple[Any, ReplicaContext | None]]:
-    """Return this thread's stack of (strategy, replica context or None for cross-replica); the last is in force."""
+    """Return this thread's stack of (strategy, replica context or None for cross-replica). The last one is in force."""
     return _here.stack
 
 
 def innermost() -> tuple[Any, ReplicaContext | None] | None:
-    """Return the entry in force on this thread; None outside every scope."""
+    """Return the entry in force on this thread, or None outside all scopes."""
     stack = _here.stack
     return stack[-1] if stack else None
 
 
 def stand_in(strategy: Any, error: BaseException | None = None) -> None:
-    """Be in a strategy's scope from here on (None: in none), and leave the one that stood so far, maybe by an error.
+    """Enter a strategy's standing scope, and leave the previous one.
 
-    It lasts as long as the program, or until the next call.
+    A standing scope lasts until the program ends or this function is called again.
+
+    Args:
+        strategy: The strategy. None: only leave the previous scope.
+        error: The error with which the previous scope ends, if any.
     """
     standing, _here.standing = _here.standing, None
     if standing is not None:
@@ -104,19 +108,19 @@ def in_replica() -> bool:
 
 
 def execution() -> Execution | None:
-    """Return how this thread runs a library's loop. Outside one it is None, and the contexts say who does what."""
+    """Return the mode in which this thread runs a library's loop, or None outside such a loop."""
     return _here.execution
 
 
 def execute(how: Execution | None) -> Execution | None:
-    """Say how this thread runs a library's loop from here on. Return what was said before."""
+    """Set the mode in which this thread runs a library's loop from now on. Return the previous mode."""
     before, _here.execution = _here.execution, how
     return before
 
 
 @contextmanager
 def executing(how: Execution) -> Iterator[None]:
-    """Run a library's loop, or a part of it, in this way."""
+    """Return a context in which this thread runs a library's loop, or a part of it, in a mode."""
     before = execute(how)
     try:
         yield
@@ -125,7 +129,7 @@ def executing(how: Execution) -> Iterator[None]:
 
 
 def require_cross_replica(strategy: Any, method: str) -> None:
-    """Raise a ContextError for a call that replicas cannot make, or that mixes strategies."""
+    """Raise a ContextError for a call that is not possible in a replica context, or that mixes strategies."""
     stack = _here.stack
     owner, replica = stack[-1] if stack else (strategy, None)
     in_default_run = not stack and _here.in_default_run and strategy.is_default
@@ -139,7 +143,7 @@ def require_cross_replica(strategy: Any, method: str) -> None:
 
 
 def in_default_run(inside: bool) -> None:
-    """Say whether this thread is in a function that the default strategy's `run` called."""
+    """Set whether this thread is in a function that the default strategy's `run` called."""
     _here.in_default_run = inside
 
 
@@ -153,7 +157,7 @@ def mixing(outer: Any, inner: Any) -> ContextError:
 
 @contextmanager
 def enter_cross_replica(strategy: Any) -> Iterator[Any]:
-    """Enter a cross-replica context of this strategy."""
+    """Return a context that is a cross-replica context of this strategy."""
     stack = _here.stack
     stack.append((strategy, None))
     try:

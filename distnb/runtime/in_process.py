@@ -1,4 +1,4 @@
-"""The calling process is the only replica: default and one-device strategies. Loads torch only when it is needed."""
+"""The runtime of default and one-device strategies: this process is the only replica. Loads torch only when needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ __all__ = ["InProcess", "local_components"]
 
 
 class InProcess:
-    """The only replica, in this process. Without a device nothing is moved: the default strategy has its own `run`."""
+    """The runtime whose only replica is this process.
+
+    Args:
+        strategy: The strategy.
+        device: The device. None: values are not moved. The default strategy has no device, and its own `run`.
+    """
 
     def __init__(self, strategy: Owner, device: str | None = None) -> None:
         self._strategy = strategy
@@ -77,13 +82,13 @@ class InProcess:
         return result
 
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
-        """Reduce along the axes; without any, the value itself."""
+        """Reduce along the axes, or return the value itself if there are none."""
         from distnb.runtime.reduction.reducing import reduce_alone
 
         return map_structure(lambda leaf: reduce_alone(op, leaf, axis), select(value, 0, 1))
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Return the value itself, once rank and axis are checked."""
+        """Check the value's rank and the axis, and return the value itself."""
         from distnb.runtime.reduction.reducing import checked_axis, tensor_of
 
         value = select(value, 0, 1)
@@ -103,7 +108,7 @@ class InProcess:
         return fn(ValueContext(0, 1))
 
     def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
-        """Return the dataset itself by default; on a named device, its whole batches, moved there."""
+        """Return the dataset itself without a device, or else a dataset of its whole batches on the device."""
         if self._device is None and batch_size is None:
             return dataset
         from distnb.input.distribute import distribute
@@ -119,7 +124,7 @@ class InProcess:
         )
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
-        """Return the function's dataset by default; on a named device, its batches, moved there."""
+        """Return the function's dataset without a device, or else a dataset of its batches on the device."""
         if self._device is None:
             return fn(InputContext())
         from distnb.input.distribute import distribute_from_function
@@ -129,15 +134,15 @@ class InProcess:
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: there is one replica."""
+        """Return a context that does nothing, because there is one replica."""
         return nullcontext()
 
     def assert_in_sync(self, value: Any) -> None:
-        """Do nothing: one replica is always in sync."""
+        """Do nothing, because one replica is always in sync."""
 
 
 def local_components(value: Any) -> tuple[Any, ...]:
-    """Return the components of a structure that are in this process: one structure for each replica that is here."""
+    """Return a structure's components in this process: one structure for each replica whose components are here."""
     distributed = [leaf for leaf in flatten(value)[0] if isinstance(leaf, DistributedValues)]
     if not distributed:
         return (value,)

@@ -1,4 +1,4 @@
-"""Ctrl-C while the main thread reads messages: a flag reports it, so that no message is lost half-read."""
+"""The handling of Ctrl-C while the main thread reads messages. A flag reports it, so no message is lost half-read."""
 
 from __future__ import annotations
 
@@ -21,17 +21,24 @@ __all__ = ["Interrupts", "drain"]
 T = TypeVar("T")
 
 _SIGINT = int(signal.SIGINT)
-_BRIEFLY_S = 0.2
-_AGAIN_S = 0.2
+_BRIEFLY_S = 0.2  # the longest time for which `brief` holds SIGINT back
+_AGAIN_S = 0.2  # the interval at which `withdraw` sends SIGINT again
 
 
 class Interrupts:
     """A context in the main thread in which SIGINT is counted and makes `fd` readable instead of raising.
 
-    What nobody has taken is raised at its end. It may be entered again within itself.
+    Python can raise KeyboardInterrupt between any two bytecodes. In this code a reply would be lost for ever:
 
-    KeyboardInterrupt can arise between any two bytecodes, also after a reply was taken from the socket and before
-    it was kept: the wait for that reply would never end. In other threads nothing changes; SIGINT never comes there.
+        reply = socket.recv()     # SIGINT arrives here: the reply has left the socket,
+        replies.append(reply)     # but it is never stored, so the wait for it never ends
+
+    If `take` has not returned a SIGINT by the end of the context, KeyboardInterrupt is raised there. The context may be
+    nested. In other threads it changes nothing, because Python handles SIGINT only in the main thread.
+
+    Attributes:
+        count: The number of SIGINTs since `take` was last called.
+        fd: The eventfd that becomes readable at a SIGINT; see `drain`.
     """
 
     def __init__(self) -> None:
@@ -39,14 +46,14 @@ class Interrupts:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._before: Any = None
         self._depth = 0
-        self._until: float | None = None  # for so long, and for one press, it is held back
-        self._counted = 0
-        self._questions = self._asking = 0  # how many the user was asked, and which he is asked now
+        self._until: float | None = None  # in `brief`: until this time one SIGINT is held back
+        self._counted = 0  # `count` when `brief` began
+        self._questions = self._asking = 0  # the number of questions so far, and the current one's number or 0
         self._withdrawn = False
-        self._asked = threading.Lock()  # for who is asked not to be withdrawn when that is over
+        self._asked = threading.Lock()  # ensures that `withdraw` sends no SIGINT after its question has ended
 
     def __enter__(self) -> Interrupts:
-        # SIGINT may raise until it is held back: what is changed before is as good without it.
+        # SIGINT may still raise until the handler is set. Changes before that are harmless if the rest does not follow.
         if not self._depth:
             self.count = 0
             self._before = None
@@ -67,30 +74,34 @@ class Interrupts:
         self._until = None
         if self._before is not None:
             set_handler(_SIGINT, self._before)
-        if kind is None and self.take():  # only now: from here on SIGINT raises by itself
+        if kind is None and self.take():  # after the handler is restored, so that a later SIGINT raises by itself
             raise KeyboardInterrupt
 
     def take(self) -> bool:
-        """Return whether SIGINT has come since the last call. The caller handles it."""
-        self._asking = 0  # if a SIGINT came just as that ended
+        """Return whether SIGINT has arrived since the last call. The caller must handle it."""
+        self._asking = 0  # it is still set if a SIGINT interrupted the end of `raised_in`
         count, self.count = self.count, 0
         return count > 0
 
     @contextmanager
     def brief(self) -> Iterator[None]:
-        """Enter a context in which objects are packed or unpacked: all that is noted as sent or received must be so.
+        """Return a context for packing or unpacking objects, which must not be interrupted in the middle.
 
-        How long that takes is up to the user's objects: where it takes long, SIGINT raises all the same.
+        A message that is recorded as sent or received must be complete. But the user's objects determine how long this
+        takes. After `_BRIEFLY_S` seconds, or at the second SIGINT, KeyboardInterrupt is raised all the same.
         """
         self._until, self._counted = time.monotonic() + _BRIEFLY_S, self.count
         yield
         self._until = None
 
     def raised_in(self, ask: Callable[[], T]) -> T | None:
-        """Ask the user something, in the main thread: there SIGINT raises as ever. None: `withdraw` has ended it.
+        """Call `ask`, which asks the user a question in the main thread. Meanwhile SIGINT raises as usual.
+
+        Returns:
+            The result of `ask`, or None if `withdraw` has ended the question.
 
         Raises:
-            KeyboardInterrupt: The user's, which `note` counts.
+            KeyboardInterrupt: The user has pressed Ctrl-C. The caller counts it with `note`.
         """
         self._questions += 1
         self._asking = self._questions
@@ -103,16 +114,16 @@ class Interrupts:
         finally:
             self._asking = 0
             with self._asked:
-                time.sleep(0)  # what a withdrawal has sent by now arrives, at the latest, in this call of the system
+                time.sleep(0)  # a system call, in which a SIGINT that `withdraw` has sent arrives at the latest
             self._withdrawn = False
 
     def withdraw(self) -> None:
-        """Stop asking, from another thread, the party that is asked at the moment."""
+        """End the current question, if there is one, from another thread."""
         if self._asking:
             _thread.start_new_thread(self._press, (self._asking,))
 
     def _press(self, question: int) -> None:
-        # More than once: one that is raised in a destructor or a callback is dropped.
+        # Repeat the signal, because Python drops a KeyboardInterrupt that is raised in a destructor or a callback.
         while True:
             with self._asked:
                 if self._asking != question:
@@ -122,7 +133,7 @@ class Interrupts:
             time.sleep(_AGAIN_S)
 
     def note(self) -> None:
-        """Count a SIGINT that was raised like one that was not."""
+        """Count a SIGINT that was raised as KeyboardInterrupt."""
         self.count += 1
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -130,7 +141,7 @@ class Interrupts:
             self._before(signum, frame)
             return
         if self._withdrawn:
-            return  # it comes late
+            return  # a late signal of `withdraw`
         lasts = self._until is not None and (self.count > self._counted or time.monotonic() > self._until)
         if lasts and not within(frame, _WHOLE):
             raise KeyboardInterrupt
@@ -138,16 +149,16 @@ class Interrupts:
         os.eventfd_write(self.fd, 1)
 
     def close(self) -> None:
-        """Free the descriptor."""
+        """Close the descriptor."""
         os.close(self.fd)
 
 
 def drain(eventfd: int) -> None:
-    """Make it unreadable again."""
+    """Reset an eventfd, so that it is no longer readable."""
     try:
         os.eventfd_read(eventfd)
     except BlockingIOError:
         pass
 
 
-_WHOLE = frozenset({Interrupts.__exit__.__code__})  # half of it would leave SIGINT held back for ever
+_WHOLE = frozenset({Interrupts.__exit__.__code__})  # not interrupted: half an exit would hold SIGINT back for ever

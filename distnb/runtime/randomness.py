@@ -1,12 +1,20 @@
-"""torch's two streams of random numbers: one that all replicas share, and one of each replica's own.
+"""The two streams of torch's random numbers: a shared one for all replicas, and an own one for each replica.
 
-Outside replicas every process draws from the same state, so initial values and shuffles are equal. In `run` torch's
-default generators hold a state that was folded with the replica's id. Their states are swapped, because user code and
-torch's kernels draw from them and from nothing else. `random` and `numpy.random` have one stream, in `run`, too.
+Outside replica contexts every process draws from the shared stream, so initial values and shuffles are equal. In `run`
+a replica draws from its own stream, which is seeded with a hash of the shared state and the replica's id. The states of
+torch's default generators are swapped, because user code and torch's kernels draw only from these generators. `random`
+and `numpy.random` have only one stream, which `run` uses as well.
 
-A replica's own stream starts again, derived from the shared one, whenever the shared one moved (drawn from, seeded, or
-set) since the last `run`; otherwise it goes on. So a program that seeds at its beginning repeats itself exactly, and
-the shared stream is the same as in a run with one replica.
+If the shared stream has moved (drawn from, seeded, or set) since the last `run`, the next `run` derives the own stream
+from it again. Otherwise the own stream continues:
+
+    torch.manual_seed(1)
+    strategy.run(f)      the own stream starts, derived from seed 1
+    strategy.run(f)      the own stream continues
+    torch.rand(1)        the shared stream moves
+    strategy.run(f)      the own stream starts again, derived from the new shared state
+
+So a program that sets a seed at its beginning repeats exactly, and the shared stream is the same as with one replica.
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ __all__ = ["Streams", "captured", "share", "streams"]
 
 
 class Streams:
-    """torch's default generators, of the CPU and of this replica's device, switched together."""
+    """The default generators of torch for the CPU and this replica's device, which are switched together."""
 
     def __init__(self) -> None:
         self.generators: list[Any] = [torch.default_generator]
@@ -40,10 +48,10 @@ class Streams:
         self._shared_bytes = b""
         self._other: list[torch.Tensor] = []  # the states of the stream that is not in use
         self._is_own = False
-        self._runs = 0  # under way: run within merge_call within run
+        self._runs = 0  # the depth of nested runs: `run` may be called in `merge_call` in `run`
 
     def use_device(self, device: Device) -> None:
-        """Switch this device's generator too, if it has one."""
+        """Include this device's generator in the switches, if it has one."""
         if device not in self._devices and (found := generator(device)) is not None:
             self._devices.add(device)
             self.generators.append(found)
@@ -67,19 +75,19 @@ class Streams:
         self._other, self._is_own = shared, True
 
     def leave(self) -> None:
-        """Back to the shared stream."""
+        """Switch back to the stream that was in use before `enter`."""
         self._runs -= 1
         self._swap()
 
     def reset(self) -> None:
-        """Be outside replicas: what runs now may follow on a program that was ended in their midst."""
+        """Switch to the shared stream, because the previous program may have ended in a `run`."""
         if self._is_own:
             self._swap()
         self._runs = 0
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Draw from the shared stream, also in the midst of a `run`."""
+        """Return a context that uses the shared stream, even in a `run`."""
         if not self._is_own:
             yield
             return
@@ -99,7 +107,7 @@ class Streams:
         return [each.get_state() for each in self.generators]
 
     def write(self, states: list[torch.Tensor]) -> None:
-        """Set what `read` gave."""
+        """Set the generators' states to a result of `read`."""
         for each, state in zip(self.generators, states, strict=True):
             each.set_state(state)
 
@@ -116,23 +124,24 @@ def _fold(states: bytes, replica_id: int) -> int:
     return int.from_bytes(hashlib.blake2b(states, digest_size=8, salt=salt).digest(), "little")
 
 
-# -- seeing that torch was seeded --------------------------------------------------------------------------------------
-# Seeding with the number of the last time must restart the replica's stream, but yields a state that is equal to an
-# earlier one. So the shared state, when it is written back, carries a mark in a field that seeding clears: the cached
-# single-precision normal, which CPU kernels never use (they cache a double). tests/unit/test_randomness.py looks at it.
+# -- detection of a new seed -------------------------------------------------------------------------------------------
+# `torch.manual_seed(1)` must restart the replica's stream even if the last seed was 1 and nothing was drawn since. But
+# the state is then equal to the earlier one. So the shared state carries a mark when it is written back, in a field
+# that seeding clears: the cached single-precision normal, which CPU kernels never use (they cache a double).
+# tests/unit/test_randomness.py checks that the mark changes no random number and that seeding clears it.
 
 _MARKED = slice(-8, None)
-_MARK = torch.tensor([0, 0, 0, 63, 1, 0, 0, 0], dtype=torch.uint8, device="cpu")  # 0.5, valid
+_MARK = torch.tensor([0, 0, 0, 63, 1, 0, 0, 0], dtype=torch.uint8, device="cpu")  # the float 0.5, and a flag: valid
 
 
 def captured() -> bytes:
-    """Return the random states that all replicas share, to be compared."""
+    """Return the pickled random states that replicas share, for a comparison: torch's, `random`'s and NumPy's."""
     with streams.shared():
         return pickle.dumps(RngState.capture(streams.generators))
 
 
 def share(group: Group) -> None:
-    """Give every replica the random states of replica 0. All replicas call it together."""
+    """Set every replica's random states to those that `captured` returns on replica 0. All replicas must call this."""
     with streams.shared():
         received = broadcast_bytes(group, captured() if group.rank == 0 else None, 0)
         if group.rank != 0:

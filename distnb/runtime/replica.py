@@ -54,16 +54,17 @@ __all__ = ["Spmd"]
 
 
 class Spmd:
-    """A strategy on this replica. Every replica makes the same calls in the same order.
+    """The runtime of a strategy on this replica. All replicas make the same calls in the same order.
 
     Args:
-        process: The replica that this process is.
-        strategy: The strategy that runs here.
-        single_copy: Keep one copy of each variable in memory that all replicas share.
+        process: This process as a replica.
+        strategy: The strategy.
+        single_copy: Whether to keep a single copy of each variable, in memory that all replicas share.
 
     Attributes:
-        preferences: See `GroupCore.prefer`.
-        registration: The strategy's variables on this replica, and `home`: where they are.
+        preferences: The arguments for `GroupCore.prefer`.
+        registration: The registration of the strategy's variables on this replica.
+        home: The home of these variables.
     """
 
     def __init__(self, process: SpmdProcess, strategy: Owner, *, single_copy: bool = False) -> None:
@@ -98,29 +99,30 @@ class Spmd:
         self._steps_told = False
 
     def _aggregation(self) -> Aggregation:
-        """Return the strategy's aggregation, on the group of the present generation."""
+        """Return the strategy's aggregation on the current process group."""
         group, found = self._process.group, self._of_group
         if found is None or found.group is not group:
             found = self._of_group = Aggregation(group, self._ops, self._packs)
         return found
 
     def owns(self, made: Any) -> bool:
-        """Return whether this strategy keeps a parameter, or a model's parameters, in sync."""
+        """Return whether this strategy keeps a parameter or a model's parameters in sync."""
         return self.registration.owns(made)
 
     def changed_by_hand(self) -> dict[str, int]:
-        """Return the mirrored parameters that may differ between replicas, with numbers to compare.
+        """Return digests of the mirrored parameters that may differ between replicas, by name.
 
-        In a new generation the first use of the strategy compares all of them, so there are none until then.
+        The first use of the strategy in a new generation compares all parameters, so the result is empty until then.
         """
         if self._shared is not None or self._generation != self._process.group.generation:
             return {}
         return self._sync.changed_by_hand()
 
     def writes(self) -> dict[str, int]:
-        """Count the writes to each model's parameters in this generation, for a program that failed.
+        """Return the number of writes to each model's parameters in this generation, after a program has failed.
 
-        The notebook reports replicas that ended at different steps; the code that makes them equal again need not.
+        The notebook compares the numbers and reports replicas that ended at different steps. The resynchronisation need
+        not warn again (`steps_told`).
         """
         if self._shared is not None or self._generation != self._process.group.generation:
             return {}
@@ -136,11 +138,14 @@ class Spmd:
     def worker_devices(self) -> tuple[str, ...]:
         return tuple(map(str, self._process.team.devices))
 
-    # Where variables are made -----------------------------------------------------------------------------------
+    # Making variables -------------------------------------------------------------------------------------------
 
     @contextmanager
     def scope(self) -> Iterator[Any]:
-        """Parameters made here start equal and are kept in sync; new tensors land on the replica's device."""
+        """Return a context in which parameters are made equal and kept in sync.
+
+        New tensors in it are on the replica's device.
+        """
         with contexts.enter_cross_replica(self._strategy), placed_on(self._process.device):
             if self._open_scopes:
                 yield self._strategy
@@ -161,7 +166,7 @@ class Spmd:
             except BaseException as error:
                 shared_files.explain(error)
                 if self.registration.give_up_made():
-                    self._take_back()  # the variables that they name were never made equal
+                    self._take_back()  # unbinds the names of variables that were never made equal
                 calls.fail("strategy.scope", error)
                 raise
             finally:
@@ -169,7 +174,7 @@ class Spmd:
                 self._open_scopes -= 1
 
     def _take_made(self) -> None:
-        """Have what scopes made so far in sync from here on: before each call that may need it, on all replicas."""
+        """Register the objects that scopes have made so far, on all replicas, before a call that may use them."""
         if not self.registration.pending:
             return
         if self.registration.take_made() and self._shared is not None:
@@ -183,7 +188,7 @@ class Spmd:
             self._take_made()
 
     def _resynchronise(self, within: str) -> None:
-        # A program that ended half-way through a step may have left the replicas' variables unequal.
+        # A program that ended in the middle of a step may have left different values on the replicas.
         group = self._process.group
         if self._generation != group.generation:
             if group.size > 1:
@@ -254,14 +259,14 @@ class Spmd:
                 stack.pop()
         step_count.examples += note.slice_size or 0
         if size > 1 and CHANGES.count != changes:
-            self._unmanaged.check(fn, own_args, own_kwargs)  # what it has made, or built, itself
+            self._unmanaged.check(fn, own_args, own_kwargs)  # the call has made or built modules, so check again
         return result if size == 1 else process.agreement.regroup(process.group, fn, result, (args, kwargs))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes within gather gradients on this replica only."""
+        """Return a context in which backward passes accumulate gradients on this replica only."""
         return self._sync.no_sync()
 
-    # Bringing values together -----------------------------------------------------------------------------------
+    # Combining values -------------------------------------------------------------------------------------------
 
     def reduce(self, op: ReduceOp, value: Any, axis: Any) -> Any:
         process = self._process
@@ -288,7 +293,7 @@ class Spmd:
         raise plain_value_error(op, leaf, self._process.size)
 
     def _has_components(self, leaf: Any) -> bool:
-        """Return whether a value has a component of its own on each replica."""
+        """Return whether each replica has its own component of a value."""
         if not isinstance(leaf, torch.Tensor):
             return isinstance(leaf, DistributedValues)
         return self.registration.owns(leaf) or is_scope_buffer(leaf)
@@ -327,7 +332,7 @@ class Spmd:
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this replica's component, in a tuple."""
         if any(isinstance(leaf, SyncOnReadVariable) for leaf in flatten(value)[0]):
-            value = map_structure(self._own, value)  # its value outside replicas would be that of all components
+            value = map_structure(self._own, value)  # reading the variable would combine all components
         return local_components(value)
 
     def assert_in_sync(self, value: Any) -> None:
@@ -344,11 +349,11 @@ class Spmd:
         return value if size == 1 else distributed(self._process.group, value)
 
     def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
-        """Return this replica's slices of the dataset's global batches."""
+        """Return a dataset of this replica's slices of the global batches."""
         return distribute(dataset, batch_size=batch_size, options=options, **self._reading())
 
     def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any], options: InputOptions | None) -> Any:
-        """Return this replica's batches of its worker's pipeline."""
+        """Return a dataset of this replica's batches from its worker's pipeline."""
         return distribute_from_function(fn, options=options, **self._reading())
 
     def _reading(self) -> dict[str, Any]:
@@ -359,6 +364,6 @@ class Spmd:
             "device": process.device,
             "workers": process.workers,
             "shared_randomness": streams.shared,
-            # The current group: the dataset may outlive this one.
+            # A function, because the dataset may outlive the current group.
             "agree": lambda value: process.group.all_gather_object(value),
         }

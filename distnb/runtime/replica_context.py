@@ -1,4 +1,4 @@
-"""A replica's number, batch and collectives. Loads torch only when it communicates."""
+"""The context of a replica: its number, its batch and its collectives. Loads torch only when it communicates."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ __all__ = ["ReplicaContext"]
 
 
 class ReplicaContext:
-    """Given by `distnb.get_replica_context()` inside a function that `strategy.run` calls; not made directly.
+    """The context of a replica in a function that `strategy.run` calls.
+
+    Get it with `distnb.get_replica_context()`; do not construct it yourself.
 
     Attributes:
-        strategy: Whose replica this is.
-        replica_id_in_sync_group: From 0 to `num_replicas_in_sync - 1`.
-        num_replicas_in_sync: How many there are.
-        global_batch_size: Examples in the distributed batch that `run` was given; None when there was none, or several
-            of different sizes.
-        slice_size: Examples in this replica's slice of it.
+        strategy: The strategy to which the replica belongs.
+        replica_id_in_sync_group: The number of the replica, from 0 to `num_replicas_in_sync - 1`.
+        num_replicas_in_sync: The number of replicas.
+        global_batch_size: The number of examples in the distributed batch that `run` was given. None: there was no such
+            batch, or there were several of different sizes.
+        slice_size: The number of examples in this replica's slice of the batch.
     """
 
     def __init__(
@@ -51,26 +53,26 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device on which this replica computes, alone in a tuple."""
+        """The device on which this replica computes, as a tuple of one."""
         device = self.strategy.worker_devices[self.replica_id_in_sync_group]
         return (device,)
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Any:
-        """Combine a value of every replica; each gets the result. Gradients flow through.
+        """Combine the values of all replicas. Each replica gets the result. Gradients flow through.
 
         Args:
-            reduce_op: "sum" or "mean", in any case, or a `distnb.ReduceOp`.
-            value: A tensor, an array, a Python number, or a nested structure of them; equal shapes on all replicas. Of
-                sparse (COO) tensors only the entries are sent; no gradient flows through them.
-            options: How to communicate in this call and its gradients', instead of the strategy's options.
+            reduce_op: "sum" or "mean", in upper or lower case, or a `distnb.ReduceOp`.
+            value: A tensor, an array, a Python number, or a nested structure of these. Shapes must be equal on all
+                replicas. Of sparse (COO) tensors only the entries are sent, and no gradient flows through them.
+            options: The communication options for this call and its gradients, instead of the strategy's.
 
         Returns:
-            The same structure of results. MEAN of integers is float64.
+            A structure of results like `value`. The mean of integers is float64.
 
         Raises:
-            OptionError: The op is unknown; the options cannot be honoured.
-            DistributedValueError: The value is boolean, or no number at all.
-            ContextError: Called outside the function of `run` that this context belongs to.
+            OptionError: The op is unknown, or the options cannot be honoured.
+            DistributedValueError: The value is boolean or not numeric.
+            ContextError: The call is outside the function of `run` to which this context belongs.
         """
         op, aggregation = ReduceOp.parse(reduce_op), self._communicating(options)
         if aggregation is None:
@@ -80,16 +82,16 @@ class ReplicaContext:
         return all_reduce_tree(aggregation, op, value)
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Concatenate the tensors of every replica; each gets the result. Gradients flow through.
+        """Concatenate the tensors of all replicas. Each replica gets the result. Gradients flow through.
 
         Args:
-            value: A tensor or array, or a nested structure of them; sizes may differ along `axis` only.
-            axis: Along which; negative ones count from the end.
-            options: As in `all_reduce`; without `bytes_per_pack`, since each tensor is a message of its own.
+            value: A tensor, an array, or a nested structure of these. Sizes may differ only along `axis`.
+            axis: The axis of the concatenation. A negative axis counts from the end.
+            options: As in `all_reduce`, but without `bytes_per_pack`, because each tensor is a separate message.
 
         Raises:
-            OptionError: The axis is out of range, or a value is a scalar; the options cannot be honoured.
-            StructureError: Shapes differ along another axis, or dtypes do.
+            OptionError: The axis is out of range, a value is a scalar, or the options cannot be honoured.
+            StructureError: Dtypes differ, or shapes differ along another axis.
         """
         if isinstance(options, CommunicationOptions) and options.bytes_per_pack:
             raise OptionError(
@@ -104,15 +106,15 @@ class ReplicaContext:
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Leave the replica for one call: all replicas meet, and the function runs once, in cross-replica context.
+        """Call a function once for all replicas, in cross-replica context. All replicas must make this call.
 
         Args:
-            merge_fn: Called as `merge_fn(strategy, *args, **kwargs)`.
-            args: This replica's arguments; the function gets a PerReplica for each leaf.
-            kwargs: Likewise.
+            merge_fn: The function, called as `merge_fn(strategy, *args, **kwargs)`.
+            args: This replica's positional arguments. The function receives a PerReplica for each leaf.
+            kwargs: This replica's named arguments, which are handled likewise.
 
         Returns:
-            The function's result, of which each replica gets its component.
+            This replica's component of the function's result.
         """
         self._check()
         if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
@@ -128,13 +130,13 @@ class ReplicaContext:
             merged, named = map_structure(
                 lambda leaf: PerReplica.own(own, leaf, total), (tuple(args), dict(kwargs or {}))
             )
-            self._aggregation.group.note("merge_call", ())  # all replicas come here, or it is an error
+            self._aggregation.group.note("merge_call", ())  # raises if a replica makes another call instead
             with streams.shared():
                 result = merge_fn(self.strategy, *merged, **named)
         return select(result, own, total)
 
     def _communicating(self, options: object) -> Aggregation | None:
-        """Return the aggregation of this call's tensors; None where there is one replica only."""
+        """Return the aggregation for this call's tensors, or None if there is only one replica."""
         if options is not None and not isinstance(options, CommunicationOptions):
             raise OptionError(f"options={options!r}: give a distnb.CommunicationOptions, or leave it out.")
         self._check()
@@ -144,7 +146,7 @@ class ReplicaContext:
 
     def _check(self) -> None:
         if self._aggregation is None:
-            return  # the default context is in force wherever no other is
+            return  # the context of a single replica, such as the default one, can be used anywhere
         innermost = contexts.innermost()
         if innermost is None or innermost[1] is not self:
             raise ContextError(

@@ -1,4 +1,4 @@
-"""The explanation of errors that replicas get when each writes the same file."""
+"""The explanation of errors that occur when all replicas write the same file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HALF_READ = (
 
 
 def explain(error: BaseException) -> None:
-    """Add to an error of a file that the code runs on every replica, if that may be the cause. Never raises."""
+    """Add a note to a file error if it may be caused by several replicas running the same code. Never raises."""
     process = this_process.replica
     if process is None or process.size == 1:
         return
@@ -46,11 +46,11 @@ def explain(error: BaseException) -> None:
 
 
 def _met_another(error: BaseException) -> str:
-    """Say how another replica may have come before; "" if the error says nothing of the kind."""
+    """Return a description of the interference by another replica that may explain an error, or "" if none does."""
     if isinstance(error, FileExistsError):
         return "another one has made this file or folder first."
     if isinstance(error, FileNotFoundError):
-        # It is there by now, so another replica was about to make it. A wrong path is not.
+        # The file exists by now, so another replica was about to make it. A wrong path would still not exist.
         return "another one has made it meanwhile." if _is_there(error.filename) else ""
     half_read = isinstance(error, (zipfile.BadZipFile, UnpicklingError, JSONDecodeError)) or (
         isinstance(error, (EOFError, RuntimeError, OSError)) and any(text in str(error) for text in _HALF_READ)
@@ -63,7 +63,7 @@ def _is_there(path: object) -> bool:
 
 
 def _is_temporary(path: object) -> bool:
-    """Return whether a path is in a folder that `tempfile.mkdtemp()` has named."""
+    """Return whether a path is in a folder whose name `tempfile.mkdtemp()` has chosen."""
     if not isinstance(path, (str, os.PathLike)):
         return False
     root, made = Path(tempfile.gettempdir()), Path(path).absolute()

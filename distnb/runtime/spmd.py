@@ -30,14 +30,15 @@ __all__ = ["SpmdProcess", "enter", "join_from_env", "register_restored"]
 
 
 class SpmdProcess:
-    """The process as replica `rank` of a team. It stays the same object as teams come and go.
+    """The process as replica `rank` of a team. The object stays the same when the team changes.
 
     Attributes:
         team: The replicas.
-        rank: Which one this is.
-        device: Where it computes.
-        group: The team's process group of the present generation.
-        workers: The worker of each replica, numbered from 0: a worker is a machine.
+        rank: The number of this replica.
+        device: The device on which this replica computes.
+        group: The team's current process group.
+        workers: The number, from 0, of each replica's worker, which is a machine.
+        agreement: The agreement of the replicas on the results of `run`.
     """
 
     def __init__(self, team: Team, rank: int, device: Device, group: Group) -> None:
@@ -51,7 +52,7 @@ class SpmdProcess:
 
     @property
     def size(self) -> int:
-        """Number of replicas."""
+        """The number of replicas."""
         return self.team.size
 
     @property
@@ -60,11 +61,11 @@ class SpmdProcess:
         return self.group.process_group.name() == "nccl"
 
     def runtime_of(self, strategy: Owner) -> Spmd:
-        """Return the runtime of a strategy in this process. It, and its variables, live as long as the process."""
+        """Return a strategy's runtime in this process. The runtime and its variables exist as long as the process."""
         runtime = self._runtimes.get(strategy)
         if runtime is None:
             runtime = self._runtimes[strategy] = strategy.make_runtime(self)
-        # The replicas have one process group for all strategies: it goes by the one that is used.
+        # All strategies share one process group, which follows the preferences of the strategy that is in use.
         self.group.process_group.prefer(*runtime.preferences)
         return runtime
 
@@ -74,31 +75,36 @@ class SpmdProcess:
         return self.runtime_of(strategy).home
 
     def runs(self, strategy: Any) -> bool:
-        """Return whether a strategy's replicas are those of the team (and it does not compute here alone)."""
+        """Return whether a strategy runs on the team's replicas, and not on this process alone."""
         return strategy in self._runtimes
 
     def changed_by_hand(self) -> dict[str, int]:
-        """Return the mirrored parameters that may differ between replicas since the last call, with numbers."""
+        """Return digests, by name, of the mirrored parameters that may differ between replicas since the last call."""
         return {name: number for each in self._runtimes.values() for name, number in each.changed_by_hand().items()}
 
     def writes(self) -> dict[str, int]:
-        """Count the writes to the parameters of all strategies' models, by what all replicas call these."""
+        """Return the number of writes to each model's parameters, for all strategies, by the model's description."""
         return {name: number for each in self._runtimes.values() for name, number in each.writes().items()}
 
     def strategy_of(self, made: torch.Tensor | torch.nn.Module) -> Owner | None:
-        """Return the strategy whose scope made a parameter, or a model as `Registration.owns` has it; else None."""
+        """Return the strategy that made a parameter or a model (see `Registration.owns`), or None."""
         return next((strategy for strategy, each in self._runtimes.items() if each.registration.owns(made)), None)
 
 
-# A new engine gets its objects before it joins a group, and gradients are kept in sync within one.
+# A new engine receives its objects before it joins a group. They can be registered only when there is a group.
 _restored: dict[Any, list[tuple[Any, Sequence[ParameterKey | None]]]] = {}
 
 
 def enter(team: Team, rank: int, device: Device, group: Group, *, nothing_new: bool = False) -> SpmdProcess:
-    """Become a replica of a team, or of another one, for the program that begins.
+    """Make this process a replica of a team for the program that begins. Return the process.
 
     Args:
-        nothing_new: The program is a call that binds no name, so what its function refers to was checked before.
+        team: The team, which may differ from the last program's.
+        rank: The number of this replica.
+        device: The device of this replica.
+        group: The team's process group.
+        nothing_new: Whether the program is a call that binds no name. The objects to which its function refers were
+            then checked before (see `UnmanagedCheck`).
     """
     process = this_process.replica
     if process is None:
@@ -107,7 +113,7 @@ def enter(team: Team, rank: int, device: Device, group: Group, *, nothing_new: b
         sync_batch_norm.install()
         loader_batches.install()
     else:
-        contexts.entries().clear()  # a program that was ended from without may have left some
+        contexts.entries().clear()  # a program that was ended from outside may have left entries
         contexts.execute(None)
     foreign_libraries.begin_program(group.size, rank)
     if process.team is not team:
@@ -125,18 +131,24 @@ def enter(team: Team, rank: int, device: Device, group: Group, *, nothing_new: b
 
 
 def register_restored(strategy: Owner, value: Any, places: Sequence[ParameterKey | None]) -> None:
-    """Keep in sync, from the next program on, what was made in a strategy's scope and copied here from a replica."""
+    """Register an object of a strategy's scope that was copied from another replica, when the next program begins.
+
+    Args:
+        strategy: The strategy.
+        value: The copy.
+        places: See `Registration.take_restored`.
+    """
     _restored.setdefault(strategy, []).append((value, places))
 
 
 def _numbered(names: Sequence[str]) -> tuple[int, ...]:
-    """Return the number of each name, in the order in which they first appear."""
+    """Return the number of each name. Different names are numbered in the order of their first appearance."""
     different = list(dict.fromkeys(names))
     return tuple(different.index(name) for name in names)
 
 
 def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None) -> SpmdProcess:
-    """Become the replica that torchrun's (or `distnb run`'s) environment says, once per process."""
+    """Make this process the replica that torchrun's or `distnb run`'s environment describes, once per process."""
     process = this_process.replica
     if process is not None:
         return process
@@ -162,6 +174,6 @@ def join_from_env(*, sockets_only: bool = False, timeout_s: float | None = None)
             store_port=0,
         )
         process.workers = _numbered([name for _, name in seats])
-        # Each process was started with random numbers of its own; outside replicas they must be the same.
+        # Each process starts with different random states. The shared stream must be equal on all replicas.
         randomness.share(group)
     return process

@@ -1,7 +1,7 @@
-"""Counters of this process's work, in plain integers: counting costs next to nothing, and any thread may read them.
+"""Counters of this process's work: plain integers, which cost almost nothing and which any thread may read.
 
-A *training step* is a call of `strategy.run` in which an optimizer stepped, however often it did. Evaluation is none.
-Outside `run`, in code that was written for torchrun say, each step of an optimizer is one.
+A *training step* is a call of `strategy.run` in which an optimizer stepped at least once. A call without an optimizer
+step, such as an evaluation, is not counted. Outside `run`, as in code written for torchrun, each optimizer step counts.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 steps = 0
-"""Training steps that ended well."""
+"""The number of training steps that ended without an error."""
 
 examples = 0
-"""Examples in this replica's slices of the batches given to `run`."""
+"""The number of examples in this replica's slices of the batches given to `run`."""
 
 StepPosition = tuple[int, int]
-"""The training step of a live value, and the number of the call of `run` that reports it, 0 outside."""
+"""The training step of a live value, and the number of the call of `run` that reported it (0 outside `run`)."""
 
 
 class Reading(NamedTuple):
-    """The position in the data that is trained on; see `distnb.input.progress.Progress`."""
+    """The position in the training data; see `distnb.input.progress.Progress`."""
 
     epoch: int
     batch: int
@@ -50,13 +50,13 @@ class Reading(NamedTuple):
 
 
 _epochs: deque[tuple[int, int]] = deque(maxlen=4096)
-_pass: Progress | None = None  # the iteration whose batches are trained on
+_pass: Progress | None = None  # the iteration over the training data
 _call = _calls = 0
 _stepped = _watching = False
 
 
 class _Calling:
-    """A context in which a function runs that `strategy.run` called."""
+    """The context of a function that `strategy.run` calls."""
 
     def __enter__(self) -> None:
         global _call, _calls, _stepped
@@ -79,12 +79,12 @@ calling = _Calling()
 
 
 def place() -> StepPosition:
-    """Return the position of a live value: in a function that `run` calls, the step under way."""
+    """Return the position of a live value reported now. In a function that `run` calls this is the current step."""
     return (steps + 1, _call) if _call else (steps, 0)
 
 
 def stepped(count: int = 1) -> None:
-    """So many training steps ended well: here, or on the replicas that this process called."""
+    """Count training steps that ended without an error, here or on replicas that this process called."""
     global steps, _pass
     if not count:
         return
@@ -96,12 +96,12 @@ def stepped(count: int = 1) -> None:
 
 
 def epochs_begun() -> tuple[tuple[int, int], ...]:
-    """Return (steps before it, number) of each iteration over data that training began since the last call."""
+    """Return (steps before it, number of the epoch) for each iteration that training has begun since the last call."""
     return tuple(_epochs.popleft() for _ in range(len(_epochs)))
 
 
 def reading() -> Reading | None:
-    """Return the position of the latest iteration whose batches were trained on; None where there was none."""
+    """Return the position of the latest iteration over training data, or None if there was none."""
     here = _pass
     return (
         None if here is None else Reading(epoch=here.epoch, batch=here.steps, batches=here.batches, epochs=here.epochs)
@@ -109,9 +109,9 @@ def reading() -> Reading | None:
 
 
 class Axis:
-    """The positions of a replica's values on an axis of training steps: all values of a step share one place.
+    """The positions of a replica's live values on an axis of training steps. All values of a step share one place.
 
-    A program that does not train, or not yet, has no steps: there a name that is reported again begins the next place.
+    A program that has not trained yet has no steps. A name that is reported again then begins the next place.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Axis:
         self._told: set[str] = set()
 
     def put(self, place: StepPosition, names: Collection[str]) -> int:
-        """Return the place of values of these names that were reported at a position; it never goes back."""
+        """Return the place of values with these names that were reported at a position. Places never decrease."""
         step, call = place
         if step > self._step:
             self._step, self._told = step, set()
@@ -132,7 +132,7 @@ class Axis:
 
 
 def watch_optimizers() -> None:
-    """Count steps from now on, if torch is there: without it, none is taken."""
+    """Count steps from now on, if torch is loaded. Without torch there are none."""
     global _watching
     if _watching or "torch" not in sys.modules:
         return
@@ -145,7 +145,7 @@ def watch_optimizers() -> None:
 
 
 def note_step(own_examples: int) -> None:
-    """Count a step, of so many examples, by other means than torch's optimizers in a function that `run` calls."""
+    """Count a step without a torch optimizer in the current call of `run`, and this replica's examples in it."""
     global _stepped, examples
     _stepped = True
     examples += own_examples

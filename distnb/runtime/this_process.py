@@ -1,6 +1,6 @@
-"""The process's role and host: one object, in which the engine or the notebook registers its functions.
+"""The role of this process: an object in which an engine or a notebook registers its functions.
 
-A plain script that nobody hosts has nothing of it. Loads no torch.
+A plain script has no such host, so the attributes keep their defaults. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ __all__ = ["this_process"]
 
 
 class _ThisProcess:
-    """The slots of this process. There is one instance, `this_process`.
+    """The type of `this_process`, its only instance.
 
     Attributes:
-        replica: Which of several replicas it is, if it is one: an engine is the replica of the program that it runs; a
-            script under torchrun or `distnb run` is one for as long as it lives. Set by `spmd.enter`.
-        remote: Gives the runtime of a strategy whose replicas are engines, and starts a cluster when there is none.
-            Set by the session in a notebook.
-        machines: Names the other machines of these engines; empty where there are none. Set with `remote`.
-        live_sink: Takes what `distnb.live` is given: the values, (training step, call of `run`), and the run's name.
-            Set by an engine, which sends them, and by a notebook, which draws them; None: to the terminal.
-        publish: Sends a display's data, by MIME type, to where it is drawn. Set by an engine, whose notebook draws.
-        note_names: Called when a scope opens; what it returns, when one ends by an error: names assigned in it are not
-            to stay bound. Set by an engine. In a script that is the program's affair.
+        replica: This process as one of several replicas, or None. An engine is a replica of the program that it runs. A
+            script under torchrun or `distnb run` is a replica until it ends. Set by `spmd.enter`.
+        remote: Returns the runtime of a strategy whose replicas are engines, and starts a cluster if there is none. Set
+            by the session in a notebook.
+        machines: Returns the names of the engines' machines other than the notebook's, or an empty tuple. Set with
+            `remote`.
+        live_sink: Receives the arguments of `distnb.live`: the values, (training step, call of `run`), and the run's
+            name. Set by an engine, which sends them, and by a notebook, which draws them. None: they are printed.
+        publish: Sends a display's data, by MIME type, to the notebook, which draws it. Set by an engine.
+        note_names: Called when a scope opens. The function that it returns is called if the scope ends with an error,
+            and unbinds the names assigned in the scope. Set by an engine. In a script both do nothing.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The homes of variables in this process: alone, or as the components of one replica."""
+"""The homes of variables in this process: of single copies, or of the components of one replica."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["AloneHome", "ReplicaHome", "home_on_replicas"]
 
 
 class AloneHome(Home):
-    """The home of single copies in this process: of a strategy that computes here, or fetched from replicas.
+    """The home of single copies in this process, made by a strategy that computes here or fetched from replicas.
 
     Args:
         strategy: The strategy that made the variables.
-        is_copy: Whether they were made on replicas and fetched to this process, which is none.
+        is_copy: Whether the variables were made on replicas and fetched to this process, which is not a replica.
     """
 
     def __init__(self, strategy: Owner, *, is_copy: bool = False) -> None:
@@ -62,9 +62,11 @@ class AloneHome(Home):
 
 
 class ReplicaHome(Home):
-    """The variables of one strategy, as this replica holds them: `registration` keeps them in sync.
+    """The home of one strategy's variables on this replica.
 
-    `aggregation` gives the way in which the strategy adds up, on the group of the present generation.
+    Args:
+        registration: The registration that keeps the variables in sync.
+        aggregation: Returns the strategy's aggregation on the current process group.
     """
 
     alone = False
@@ -130,6 +132,6 @@ class ReplicaHome(Home):
 
 
 def home_on_replicas(strategy: Owner) -> Home:
-    """Return the home of a strategy of several replicas: this replica's, or that of copies in the notebook."""
+    """Return the home of a strategy with several replicas: this replica's, or in a notebook the home of copies."""
     process = this_process.replica
     return AloneHome(strategy, is_copy=True) if process is None else process.home_of(strategy)
