@@ -21,7 +21,17 @@ from distnb.errors import LibraryVersionError, OptionError
 ROOT = Path(__file__).parents[2]
 # The standard library's, and IPython's hook for errors, which is documented.
 ALLOWED = {
-    *("_getframe", "_current_frames", "_exit", "_fields", "_asdict", "_bootstrap", "_run_exitfuncs", "_slotnames"),
+    *(
+        "_getframe",
+        "_current_frames",
+        "_exit",
+        "_fields",
+        "_asdict",
+        "_replace",
+        "_bootstrap",
+        "_run_exitfuncs",
+        "_slotnames",
+    ),
     *("_reconstruct", "_lru_cache_wrapper", "_get_running_loop", "_set_running_loop", "_release_save"),
     *("_acquire_restore", "_actions", "_render_traceback_", "_last_pdb_instance"),
 }

@@ -281,10 +281,10 @@ def test_epochs_are_those_of_the_data_that_is_trained_on(monkeypatch: pytest.Mon
     for epoch in range(2):
         trains, evaluates = Progress(epoch=epoch, batches=3), Progress(epoch=epoch, batches=9)
         for _ in range(3):
-            trains.gave()
+            trains.count_batch()
             step_count.stepped()
         for _ in range(9):
-            evaluates.gave()
+            evaluates.count_batch()
     assert step_count.epochs_begun() == ((100, 0), (103, 1))
     assert step_count.epochs_begun() == ()
     assert step_count.reading() == (1, 3, 3, None)

@@ -60,6 +60,7 @@ class Communicator:
     def __init__(self, group: GuardedProcessGroup, failure: BaseException | None = None) -> None:
         self.group = group
         self.failure = failure
+        self._earlier_failure: BaseException | None = None  # left by an earlier program
         self.undone = self.name = ""
         self.backends: Backends | None = None
         self.verifier: Verifier | None = None
@@ -220,9 +221,19 @@ class Communicator:
     def ended_program(self) -> tuple[BaseException, str] | None:
         """The error that ended the program on all replicas, and the reason for it in case the program caught it."""
         failure = self.failure
-        if failure is None or not self._ends_program or isinstance(failure, ProgramAborted):
+        if not self._fails_now or not self._ends_program or isinstance(failure, ProgramAborted):
             return None
+        assert failure is not None
         return failure, caught(self.undone)
+
+    @property
+    def _fails_now(self) -> bool:
+        """True if there is a failure that has arisen in this program.
+
+        A program may begin on connections that an earlier one broke: the notebook sends the reading of the next batches
+        before it knows that the current call fails. Without a collective such a program ends well.
+        """
+        return self.failure is not None and self.failure is not self._earlier_failure
 
     @property
     def failed_for_s(self) -> float:
@@ -332,6 +343,7 @@ class Communicator:
 
     def begin_program(self, program: int) -> None:
         """Begin a program on this replica."""
+        self._earlier_failure = self.failure
         if self.verifier is not None:
             self.verifier.begin(program)
         if self._deadlocks is not None:
@@ -489,7 +501,7 @@ class Communicator:
         if self.failure is None and self.group.calls.error is not None:
             # Others may yet come to a collective that the error left undone.
             self._await(lambda: verifier.others_ended() or self._fails_by_error(_GRACE_S), None)
-        if self.failure is not None:
+        if self._fails_now:
             self.raise_failure()
 
     def _fails_by_error(self, patience_s: float) -> bool:
