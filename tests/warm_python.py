@@ -7,6 +7,7 @@ order of sets on all ranks. These start with the first script, and end with the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -53,7 +54,8 @@ class Forked:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended. Its pid is not used again before its end is reported."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # its end is noticed first, and reported in a moment
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill it by SIGKILL."""
