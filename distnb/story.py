@@ -144,7 +144,7 @@ class StateMachine(ABC):
 def transition(method: Callable[P, Orders]) -> Callable[P, Orders]:
     """Make a method that handles an event, with the time as its argument `now`, add to its machine's story.
 
-    An event that neither changes the state nor gives an order is left out.
+    A `tick` without orders is left out, since time passes often and seldom changes anything.
     """
     name = method.__name__
 
@@ -156,7 +156,7 @@ def transition(method: Callable[P, Orders]) -> Callable[P, Orders]:
             before = machine.state()
         orders = method(*args, **kwargs)
         after = machine._after = machine.state()
-        if orders or after != before:
+        if orders or name != "tick":
             machine._keep(_Kept(name, args[1:], kwargs, before, after, orders))
         return orders
 

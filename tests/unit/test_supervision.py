@@ -61,3 +61,15 @@ def test_events_of_programs_that_are_over_change_nothing() -> None:
     assert state.ended(0, 99, False, "late", 0.0) == []
     assert state.interrupted(99, 0.0) == []
     assert state.died(0, 0.0) == []
+
+
+def test_the_story_names_the_oldest_programs_and_counts_the_others():
+    state = Supervision()
+    for program in range(20):
+        state.began(program, (0,), now=float(program))
+    state.ended(0, 15, True, "", now=20.0)
+    assert (state.story[-1].event, state.story[-1].details) == ("ended", (0, 15, True, ""))
+    assert "program 7 on 0; 12 more programs" in state.story[-1].before
+    assert "11 more programs" in state.story[-1].after
+    state.tick(now=21.0)
+    assert state.story[-1].event == "ended", "a tick without orders is left out"

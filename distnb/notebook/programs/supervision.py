@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from distnb.story import StateMachine, transition
 
@@ -44,7 +45,9 @@ class GiveUpOn:
 
 Order = EndProgram | GiveUpOn
 
-_State = tuple[dict[int, tuple[int, ...]], dict[int, int], tuple[int, ...]]
+_SHOWN = 8  # the story names so many programs, the oldest: hundreds are under way where calls are pipelined
+
+_State = tuple[dict[int, tuple[int, ...]], int, dict[int, int], tuple[int, ...]]
 
 
 @dataclass
@@ -71,14 +74,20 @@ class Supervision(StateMachine):
         self.stuck: dict[int, int] = {}
 
     def state(self) -> _State:
-        """Return by program the engines that have not reported, by stuck engine its program, and the dead engines."""
-        waiting = {number: (*program.waiting,) for number, program in self._programs.items()}
-        return waiting, self.stuck.copy(), (*self._dead,)
+        """Return the state in brief.
+
+        Returns:
+            By program the engines that have not reported, of the oldest programs; the number of other programs; by
+            stuck engine its program; and the dead engines.
+        """
+        oldest = {number: (*program.waiting,) for number, program in islice(self._programs.items(), _SHOWN)}
+        return oldest, len(self._programs) - len(oldest), self.stuck.copy(), (*self._dead,)
 
     def in_words(self, state: _State) -> str:
         """Return a state of `state()` as text."""
-        waiting, stuck, dead = state
+        waiting, others, stuck, dead = state
         parts = [f"program {program} on {', '.join(map(str, engines))}" for program, engines in waiting.items()]
+        parts += [f"{others} more programs"] if others else []
         parts += [f"engine {engine} stuck in {program}" for engine, program in stuck.items()]
         parts += [f"engine {engine} dead" for engine in dead]
         return f"[{'; '.join(parts) or 'idle'}]"
