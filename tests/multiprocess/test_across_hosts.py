@@ -34,7 +34,7 @@ result = late
 """
 
 
-def test_a_store_that_takes_its_time_delays_no_known_collective() -> None:
+def test_a_slow_store_does_not_delay_known_collectives() -> None:
     for rank in run_ranks(_PROGRAM, 2):
         assert rank.returncode == 0, rank.stderr
         assert rank.result == [], rank.stderr

@@ -50,7 +50,7 @@ def call_often(strategy: Any, fn: Any, *args: Any, calls: int) -> list[Any]:
     return [strategy.run(fn, args=args, options=NO_WAIT) for _ in range(calls)]
 
 
-def test_they_keep_their_order(strategy: Any) -> None:
+def test_calls_keep_their_order(strategy: Any) -> None:
     results = call_often(strategy, make_counter(), "ordered", calls=200)
     assert [int(one) for one in results] == list(range(1, 201))
 
@@ -65,7 +65,7 @@ def test_operators_wait_for_a_result(strategy: Any) -> None:
     assert items == (1, 2, 3)
 
 
-def test_a_result_that_is_used_late_sets_no_mode_back(strategy: Any) -> None:
+def test_a_result_used_late_does_not_reset_modes(strategy: Any) -> None:
     def use(dtype: Any) -> None:
         torch.set_default_dtype(dtype)
 
@@ -75,7 +75,7 @@ def test_a_result_that_is_used_late_sets_no_mode_back(strategy: Any) -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_one_that_fails_is_not_the_others_failure(strategy: Any) -> None:
+def test_a_failed_call_does_not_fail_the_others(strategy: Any) -> None:
     def fails_once(name: str) -> int:
         import builtins
 
@@ -97,7 +97,7 @@ def test_one_that_fails_is_not_the_others_failure(strategy: Any) -> None:
     assert on_replica_1(strategy.run(fails_once, args=("failing",))) == 41
 
 
-def test_random_numbers_are_those_of_calls_one_by_one(strategy: Any) -> None:
+def test_random_numbers_equal_those_of_separate_calls(strategy: Any) -> None:
     def draw() -> float:
         return float(torch.rand(1))
 
@@ -111,7 +111,7 @@ def test_random_numbers_are_those_of_calls_one_by_one(strategy: Any) -> None:
     assert len({number for numbers in expected for number in numbers}) == 16
 
 
-def test_what_they_print_is_in_order(strategy: Any) -> None:
+def test_prints_of_calls_stay_in_order(strategy: Any) -> None:
     def says() -> None:
         print("said", distnb.replica_id(), end="\n", flush=True)
 
@@ -130,7 +130,7 @@ def test_what_they_print_is_in_order(strategy: Any) -> None:
         assert [event.program for event in mine] == sorted(event.program for event in mine)
 
 
-def test_they_are_sent_though_nobody_waits_for_them(strategy: Any, tmp_path: Path) -> None:
+def test_calls_are_sent_even_if_nothing_waits_for_them(strategy: Any, tmp_path: Path) -> None:
     def leaves_a_mark(folder: str) -> None:
         import tempfile
 
@@ -141,7 +141,7 @@ def test_they_are_sent_though_nobody_waits_for_them(strategy: Any, tmp_path: Pat
     sessions.require().finish_calls()
 
 
-def test_a_slow_call_keeps_no_earlier_reply_back(strategy: Any, tmp_path: Path) -> None:
+def test_a_slow_call_does_not_delay_earlier_replies(strategy: Any, tmp_path: Path) -> None:
     def third_waits(name: str, path: str) -> int:
         import builtins
         import os
@@ -160,7 +160,7 @@ def test_a_slow_call_keeps_no_earlier_reply_back(strategy: Any, tmp_path: Path) 
     assert [int(one) for one in results[9:]] == [10, 11, 12]
 
 
-def test_the_users_interrupt_ends_all_of_them(strategy: Any, tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_calls(strategy: Any, tmp_path: Path) -> None:
     def begins_and_sleeps(folder: str) -> None:
         import tempfile
         import time
@@ -182,7 +182,7 @@ def test_the_users_interrupt_ends_all_of_them(strategy: Any, tmp_path: Path) -> 
     assert strategy.run(lambda: 3) == 3
 
 
-def test_an_engine_that_is_killed_amid(strategy: Any) -> None:
+def test_a_killed_engine_ends_pending_calls(strategy: Any) -> None:
     session = sessions.require()
     pid = session.status()[1].pid
 

@@ -249,7 +249,7 @@ def _next_works(session):
 
 
 @pytest.mark.parametrize("name", list(_ENDS))
-def test_an_error_that_leaves_a_collective_undone_ends_the_cell_on_all(session, name):
+def test_an_error_that_leaves_a_collective_undone_ends_the_cell_on_all_replicas(session, name):
     with pytest.raises(KeyError, match="mine") as caught:
         run_cell(session, _program(_ENDS[name]), "<caught>")
     assert "although the program went on after it" in "\n".join(caught.value.__notes__)
@@ -258,14 +258,14 @@ def test_an_error_that_leaves_a_collective_undone_ends_the_cell_on_all(session, 
 
 
 @pytest.mark.parametrize("name", list(_MISMATCHES))
-def test_a_mismatch_ends_the_cell_although_all_catch_it(session, name):
+def test_a_mismatch_ends_the_cell_even_if_all_replicas_catch_it(session, name):
     with pytest.raises(CollectiveMismatchError, match=r"float32\[2\].*float32\[3\]"):
         run_cell(session, _program(_MISMATCHES[name]), "<caught>")
     _next_works(session)
 
 
 @pytest.mark.parametrize("name", list(_GOES_ON))
-def test_an_error_after_which_nothing_is_missed_ends_nothing(session, name):
+def test_an_error_without_a_missed_collective_ends_nothing(session, name):
     run_cell(session, f"{_program(_GOES_ON[name])}found = after()\n", "<caught>")
     weights, total, plain = session.user_ns["found"]
     size = session.user_ns["strategy"].num_replicas_in_sync
@@ -274,7 +274,7 @@ def test_an_error_after_which_nothing_is_missed_ends_nothing(session, name):
     assert plain == [size] * 2
 
 
-def test_what_nobody_catches_ends_the_cell_on_all(session):
+def test_an_uncaught_error_ends_the_cell_on_all_replicas(session):
     cell = """
 def f():
     if distnb.replica_id() == 1:
@@ -288,7 +288,7 @@ strategy.reduce("sum", torch.ones(1), axis=None)
     assert "although" not in "\n".join(caught.value.__notes__)
 
 
-def test_ordinary_cells_catch_what_a_call_raises(session):
+def test_ordinary_cells_can_catch_a_calls_error(session):
     strategy = session.user_ns["strategy"]
 
     def f():
@@ -319,7 +319,7 @@ def _in_script(case: str, n: int = 2) -> list[Rank]:
         *(pytest.param(name, 4, marks=pytest.mark.soak) for name in _ENDS if name != "and computes for ever"),
     ],
 )
-def test_a_script_ends_on_all_replicas_with_the_error_first(name, n):
+def test_a_script_ends_on_all_replicas_and_shows_the_error_first(name, n):
     ranks = _in_script(_program(_ENDS[name]), n)
     raised = [rank for rank in ranks if "KeyError: 'mine'" in rank.stderr]
     assert len(raised) == 1, [rank.stderr for rank in ranks]
@@ -331,7 +331,7 @@ def test_a_script_ends_on_all_replicas_with_the_error_first(name, n):
             assert f"Replica {raised[0].rank} raised KeyError in strategy." in rank.stderr, rank.stderr
 
 
-def test_a_script_goes_on_where_nothing_is_missed():
+def test_a_script_continues_after_an_error_without_a_missed_collective():
     cases = "".join(f"{_program(case)}\nresult[{name!r}] = after()\n" for name, case in _GOES_ON.items())
     for rank in _in_script(cases):
         for name, (weights, total, plain) in rank.check().result.items():

@@ -62,7 +62,7 @@ def ranks(program: str, n: int = 2) -> list[Any]:
     return [rank.check().result for rank in ended]
 
 
-def test_memory_shows_one_copy() -> None:
+def test_memory_holds_one_copy() -> None:
     """Measure parameters and optimizer state with three replicas, for every way to get their values."""
     found = ranks(
         """
@@ -192,7 +192,7 @@ def dump(value):
 """
 
 
-def test_optimizers_do_what_they_do_alone() -> None:
+def test_optimizers_compute_the_same_as_in_one_process() -> None:
     scope: dict[str, Any] = {"torch": torch, "distnb": distnb}
     exec(_OPTIMIZERS, scope)
     found = ranks(
@@ -214,7 +214,7 @@ def test_optimizers_do_what_they_do_alone() -> None:
                     assert close, (name, key)
 
 
-def test_changes_that_are_none_of_an_optimizers() -> None:
+def test_changes_outside_an_optimizer_reach_the_stored_copy() -> None:
     found = ranks(
         """
         with strategy.scope():
@@ -355,7 +355,7 @@ strategy.run(fail)
 """
 
 
-def test_failures_and_a_replaced_engine(session: Session) -> None:
+def test_central_storage_survives_failures_and_a_replaced_engine(session: Session) -> None:
     names = session.user_ns
     run_cell(session, _CELL, "cell-1")
     assert names["common"] == 6 + 6 * 3

@@ -161,7 +161,7 @@ _LIFE = """
 """
 
 
-def test_a_script_on_accelerators() -> None:
+def test_a_script_runs_on_accelerators() -> None:
     program = f"{PRELUDE}{_TRAIN}\nresult = {{name: train(strategy, name) for name in MAKE}}\n{textwrap.dedent(_LIFE)}"
     found = [rank.check().result for rank in run_ranks(program, 2, env=CHIPS, timeout_s=200)]
     for name in ("sgd", "adam", "adagrad"):
@@ -184,7 +184,7 @@ def test_a_script_on_accelerators() -> None:
         assert "OutOfSyncError" in result["drifted_after_error"], "an error that all replicas caught ended nothing"
 
 
-def test_one_accelerator_has_everything() -> None:
+def test_one_accelerator_holds_everything() -> None:
     """Check that parameters, gradients and optimizer state are on the device, and none of them in host memory."""
     program = """
     model_device = str(next(iter(train_model.parameters())).device)
@@ -226,7 +226,7 @@ where = strategy.run(step)
 """
 
 
-def test_a_notebook_on_accelerators() -> None:
+def test_a_notebook_runs_on_accelerators() -> None:
     """Train in a cell, fail on one replica in another, and continue in the next ones."""
     with Notebook(env=CHIPS) as notebook:
         notebook.run("%distnb start --devices tpu", timeout_s=180)

@@ -131,7 +131,7 @@ def close(one: Any, other: Any) -> bool:
     return bool(one == pytest.approx(other, abs=1e-9))
 
 
-def test_every_strategy_restores_what_any_other_saved(tmp_path: Path) -> None:
+def test_every_strategy_restores_checkpoints_of_any_other(tmp_path: Path) -> None:
     """Restore under each strategy what the earlier ones saved. The first two run again after all others."""
     expected: Any = None
     saved: list[str] = []
@@ -179,7 +179,7 @@ tell(first=first, rest=rest, again=read(again))
 """
 
 
-def test_each_worker_goes_on_with_data_of_its_own(tmp_path: Path) -> None:
+def test_each_worker_resumes_its_own_data(tmp_path: Path) -> None:
     with Tasks(PIPELINES.replace("{path!r}", repr(str(tmp_path / "one"))), ["worker 0", "worker 1"]) as tasks:
         told = [task.check().told for task in tasks.wait(LIMIT_S)]
     for number, worker in enumerate(told):
@@ -212,7 +212,7 @@ def cells(notebook: Notebook, tmp_path_factory: pytest.TempPathFactory) -> Noteb
     return notebook
 
 
-def test_ordinary_cells_save_and_restore_what_lives_on_the_replicas(cells: Notebook) -> None:
+def test_ordinary_cells_save_and_restore_objects_on_the_replicas(cells: Notebook) -> None:
     cells.run(MADE)
     cells.run("strategy.run(step)\ncheckpoint = distnb.Checkpoint(model=model, optimizer=optimizer, more=[count])")
     cells.run("path = checkpoint.save(os.path.join(FOLDER, 'ordinary'))\nsaved = " + STATE)
@@ -258,7 +258,7 @@ def test_replicas_save_together_and_fail_together(cells: Notebook) -> None:
     assert "All 2 replicas run this code" in ran.traceback
 
 
-def test_an_ordinary_cell_restores_all_objects_of_the_replicas_or_none(cells: Notebook) -> None:
+def test_an_ordinary_cell_restores_all_replica_objects_or_none(cells: Notebook) -> None:
     cells.run(MADE)
     cells.run(
         "with strategy.scope():\n    mean = distnb.metrics.Mean()\n    narrow = torch.nn.Linear(3, 1)\n"
@@ -279,7 +279,7 @@ def test_an_ordinary_cell_restores_all_objects_of_the_replicas_or_none(cells: No
     assert cells.value("status.unused") == ("schedule",)
 
 
-def test_cells_of_both_kinds_save_into_one_folder(cells: Notebook) -> None:
+def test_distributed_and_ordinary_cells_save_into_one_folder(cells: Notebook) -> None:
     save = (
         "weights = torch.ones(2)\nmanager = distnb.CheckpointManager(distnb.Checkpoint(weights=weights), "
         "os.path.join(FOLDER, 'both'))\nwhere = manager.save(wait=False)\nprint(os.path.basename(where))"
@@ -301,7 +301,7 @@ def test_a_thread_writes_while_cells_run(cells: Notebook) -> None:
     assert cells.value("used == distnb.latest_checkpoint(os.path.join(FOLDER, 'managed'))") is True
 
 
-def test_an_engine_that_dies_is_replaced_and_training_goes_on(cells: Notebook) -> None:
+def test_a_dead_engine_is_replaced_and_training_continues(cells: Notebook) -> None:
     cells.run("%%distribute mirrored\n" + MADE + "checkpoint = distnb.Checkpoint(model=model, optimizer=optimizer)")
     cells.run("%%distribute mirrored\nstrategy.run(step)\nkept = checkpoint.write(os.path.join(FOLDER, 'kept'))")
     cells.run(f"saved = {STATE}")

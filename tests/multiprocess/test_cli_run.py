@@ -56,7 +56,7 @@ dist.destroy_process_group()
     assert sorted(done.stderr.splitlines()) == ["[0] to stderr", "[1] to stderr"]
 
 
-def test_the_failing_replica_s_traceback_is_shown_last_and_the_others_end(run: Run) -> None:
+def test_the_failing_replicas_traceback_is_shown_last_and_the_others_end(run: Run) -> None:
     done = run(
         """
 import os, time
@@ -77,7 +77,7 @@ time.sleep(1000)
     assert "[1] ValueError: boom" in done.stderr
 
 
-def test_the_first_error_is_blamed_not_what_follows_from_it(run: Run) -> None:
+def test_the_first_error_is_reported_rather_than_its_consequences(run: Run) -> None:
     done = run(
         """
 import torch, torch.distributed as dist
@@ -101,19 +101,19 @@ dist.all_reduce(torch.ones(3))
         pytest.param("os._exit(3)", 3, "replica 1 of 2 exited with code 3", marks=pytest.mark.soak),
     ],
 )
-def test_the_exit_code_is_the_failing_replica_s(run: Run, ending: str, code: int, text: str) -> None:
+def test_the_exit_code_is_the_failing_replicas(run: Run, ending: str, code: int, text: str) -> None:
     done = run(f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {ending}\ntime.sleep(1000)\n")
     assert done.returncode == code
     assert text in done.stderr
 
 
-def test_replicas_that_end_well_at_different_times_are_waited_for(run: Run) -> None:
+def test_replicas_that_finish_at_different_times_are_waited_for(run: Run) -> None:
     done = run("import os, time\ntime.sleep(int(os.environ['RANK']))\nprint('done')\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["[0] done", "[1] done"]  # the order is not guaranteed
 
 
-def test_a_replica_that_cannot_exit_after_its_error_does_not_hold_up_the_rest(run: Run) -> None:
+def test_a_replica_that_cannot_exit_after_its_error_does_not_delay_the_others(run: Run) -> None:
     began = time.monotonic()
     done = run(
         """
@@ -129,14 +129,14 @@ time.sleep(1000)
     assert "replica 0 of 2 failed. The other replica was ended." in done.stderr
 
 
-def test_a_single_replica_is_shown_as_it_is(run: Run) -> None:
+def test_output_of_a_single_replica_is_shown_unmarked(run: Run) -> None:
     done = run("import sys\nprint('plain', end='')\n1 / 0\n", before="-n 1")
     assert done.returncode == 1
     assert done.stdout == "plain\n"
     assert done.stderr.count("ZeroDivisionError") == 1
 
 
-def test_lines_stay_whole_and_progress_bars_move(run: Run) -> None:
+def test_lines_remain_whole_and_progress_bars_move(run: Run) -> None:
     done = run(
         """
 import os, sys
@@ -152,7 +152,7 @@ if os.environ["RANK"] == "0":
     assert done.stderr.replace("\n", "\r").split("\r")[:2] == ["[0]  10%", "[0]  20%"]
 
 
-def test_a_module_and_its_neighbours(tmp_path: Path) -> None:
+def test_a_module_can_import_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "neighbour.py").write_text("NAME = 'neighbour'\n")
     (tmp_path / "package" / "train.py").write_text("from package.neighbour import NAME\nprint(NAME, __name__)\n")
@@ -161,13 +161,13 @@ def test_a_module_and_its_neighbours(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["[0] neighbour __main__", "[1] neighbour __main__"], done.stderr
 
 
-def test_files_beside_the_script_do_not_stand_in_for_modules_of_the_launcher(run: Run, tmp_path: Path) -> None:
+def test_files_next_to_the_script_do_not_shadow_the_launchers_modules(run: Run, tmp_path: Path) -> None:
     (tmp_path / "runpy.py").write_text("raise SystemExit('shadowed')\n")
     (tmp_path / "data.py").write_text("VALUE = 3\n")
     assert run("from data import VALUE\nprint(VALUE)\n", before="-n 1").stdout == "3\n"
 
 
-def test_a_reader_that_goes_away_ends_everything(tmp_path: Path) -> None:
+def test_a_closed_output_pipe_ends_everything(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("while True:\n    print('again')\n")
     words = [sys.executable, "-m", "distnb", "run", "-n", "2", "script.py"]
     launcher = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -182,7 +182,7 @@ def test_a_reader_that_goes_away_ends_everything(tmp_path: Path) -> None:
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.soak)],
 )
-def test_ctrl_c_and_a_polite_end_reach_every_replica(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_ctrl_c_and_sigterm_reach_every_replica(tmp_path: Path, number: signal.Signals, code: int) -> None:
     (tmp_path / "script.py").write_text(
         "import os, time, torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"

@@ -55,7 +55,7 @@ def shown_when(notebook: Notebook, message: str, text: str) -> tuple[str, list[d
     raise AssertionError(f"the cell ended before {text!r} was shown: {displays}")
 
 
-def test_a_cell_shows_the_queue_while_it_waits_and_keeps_the_last_picture(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_cell_shows_the_queue_while_it_waits_and_keeps_the_last_state(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run("%distnb live picture")
     held = tmp_path / "held"
     held.touch()
@@ -87,7 +87,7 @@ def test_a_cell_shows_the_queue_while_it_waits_and_keeps_the_last_picture(notebo
     assert sum(2 if line.startswith("[worker 0-1]") else 1 for line in printed) == 20
 
 
-def test_a_cell_that_joins_shows_what_an_earlier_one_scheduled(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_cell_that_joins_shows_closures_of_an_earlier_cell(notebook: Notebook, tmp_path: Path) -> None:
     held = tmp_path / "held"
     held.touch()
     ran = notebook.run(f"for _ in range(6):\n    coordinator.schedule(train_step, args=({str(held)!r},))")
@@ -100,7 +100,7 @@ def test_a_cell_that_joins_shows_what_an_earlier_one_scheduled(notebook: Noteboo
     assert "closures: 6 done" in ran.displays[-1]["text/plain"]
 
 
-def test_what_the_servers_hold_is_told_on_demand(notebook: Notebook) -> None:
+def test_placement_and_status_list_the_servers_contents(notebook: Notebook) -> None:
     rows = notebook.value("[(row.name, row.shape, str(row.dtype), row.nbytes) for row in strategy.placement()]")
     assert rows == [("weight", (2, 4), "torch.float32", 32), ("bias", (2,), "torch.float32", 8)]
     assert notebook.value("{row.device for row in strategy.placement()}") == {"/job:ps/replica:0/task:0/device:CPU:0"}
@@ -128,7 +128,7 @@ def step(n):
 """
 
 
-def test_what_closures_print_and_raise_is_the_cells(notebook: Notebook) -> None:
+def test_prints_and_errors_of_closures_appear_in_the_cell(notebook: Notebook) -> None:
     notebook.run(_STEP)
     ran = notebook.run("values = [coordinator.schedule(step, args=(n,)) for n in (1, 2)]\ncoordinator.join()")
     assert ran.stdout.count("step 1") == 1
@@ -151,7 +151,7 @@ def test_the_stop_button_ends_closures(notebook: Notebook) -> None:
     assert notebook.value("coordinator.schedule(abs, args=(-3,)).fetch()") == 3
 
 
-def test_variables_are_drawn_on_their_servers(notebook: Notebook) -> None:
+def test_variables_are_drawn_with_their_servers(notebook: Notebook) -> None:
     text = notebook.run("distnb.visualize(model)").text
     assert "ps 0: 40 B" in text
     assert "weight  (2, 4)  float32  all   ps 0  cpu     32 B  on a parameter server" in text

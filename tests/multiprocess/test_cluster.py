@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(170)
 _WITHIN_S = 20.0  # the limit for immediate events on a busy machine
 
 
-def test_the_end_of_an_engine_is_told_at_once_and_its_workers_go_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_an_engine_is_reported_at_once_and_ends_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTNB_TEST_BEHAVIOUR", "workers:1")
     exits: list[tuple[int, int, str]] = []
     with running_cluster(2, on_exit=lambda *exit: exits.append(exit)) as cluster:
@@ -40,7 +40,7 @@ def test_the_end_of_an_engine_is_told_at_once_and_its_workers_go_too(monkeypatch
     assert len(exits) == 1  # engines ended by `stop` are not reported
 
 
-def test_restart_puts_a_new_process_in_the_place_of_a_dead_one() -> None:
+def test_restart_replaces_a_dead_engine() -> None:
     with running_cluster(2) as cluster:
         processes.wait_until(cluster.client_file.exists, 20)
         with ipyparallel.Client(str(cluster.client_file)) as client:
@@ -62,7 +62,7 @@ def test_restart_puts_a_new_process_in_the_place_of_a_dead_one() -> None:
             assert client[:].apply_sync(os.getpid) == [process.pid for process in cluster.engines.values()]
 
 
-def test_restart_replaces_living_engines_without_telling_of_their_end() -> None:
+def test_restart_replaces_living_engines_without_reporting_their_end() -> None:
     exits: list[object] = []
     with running_cluster(1, on_exit=lambda *exit: exits.append(exit)) as cluster:
         pid = cluster.engines[0].pid
@@ -75,7 +75,7 @@ def test_restart_replaces_living_engines_without_telling_of_their_end() -> None:
         cluster.restart([0])
 
 
-def test_an_engine_that_fails_at_restart_is_missing_and_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_at_restart_is_missing_and_can_be_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_cluster(2) as cluster:
         other = cluster.engines[1]
         monkeypatch.setenv("DISTNB_TEST_BEHAVIOUR", "raise:0")
@@ -95,7 +95,7 @@ def test_an_engine_that_fails_at_restart_is_missing_and_can_be_tried_again(monke
         ("exit:0", r"Engine 0 \(cpu:0\) exited with code 3 while it started"),
     ],
 )
-def test_an_engine_that_dies_at_start_is_an_error_with_its_last_words(
+def test_the_error_for_an_engine_that_dies_at_start_quotes_its_last_output(
     monkeypatch: pytest.MonkeyPatch, behaviour: str, text: str
 ) -> None:
     monkeypatch.setenv("DISTNB_TEST_BEHAVIOUR", behaviour)
@@ -105,7 +105,7 @@ def test_an_engine_that_dies_at_start_is_an_error_with_its_last_words(
     assert_nothing_left(cluster)
 
 
-def test_an_engine_that_never_comes_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_never_connects_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTNB_TEST_BEHAVIOUR", "stall:0")
     cluster = make_cluster(1)
     with pytest.raises(StartError, match="Engine 0 did not come up within 3 s"):
@@ -113,7 +113,7 @@ def test_an_engine_that_never_comes_up_is_given_up(monkeypatch: pytest.MonkeyPat
     assert_nothing_left(cluster)
 
 
-def test_an_interrupt_during_the_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_during_the_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTNB_TEST_BEHAVIOUR", "stall")
     cluster = make_cluster(2)
     timer = threading.Timer(2.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
@@ -125,14 +125,14 @@ def test_an_interrupt_during_the_start_leaves_nothing(monkeypatch: pytest.Monkey
     assert_nothing_left(cluster)
 
 
-def test_what_is_done_meanwhile_may_fail_and_leaves_nothing() -> None:
+def test_a_failure_of_the_work_during_the_start_leaves_no_process() -> None:
     cluster = make_cluster(1)
     with pytest.raises(ZeroDivisionError):
         cluster.start(meanwhile=lambda: 1 / 0)
     assert_nothing_left(cluster)
 
 
-def test_a_process_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_created_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distnb.cluster.local.forking.PYTHON_MODULE", ("/nowhere/python",))
     cluster = make_cluster(1)
     with pytest.raises(StartError, match=r"engine 0 could not be started: .*No such file"):
@@ -140,7 +140,7 @@ def test_a_process_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_nothing_left(cluster)
 
 
-def test_engines_that_cannot_be_taken_over_are_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_cannot_be_adopted_are_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(pid: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -151,7 +151,7 @@ def test_engines_that_cannot_be_taken_over_are_an_error_at_once(monkeypatch: pyt
     assert_nothing_left(cluster)
 
 
-def test_progress_is_told_while_engines_come_up() -> None:
+def test_progress_is_reported_while_engines_start() -> None:
     told: list[str] = []
     cluster = make_cluster(2)
     cluster.start(on_progress=told.append)
@@ -163,7 +163,7 @@ def test_progress_is_told_while_engines_come_up() -> None:
 
 
 @pytest.mark.parametrize("behaviour", ["gil", "workers"])
-def test_stop_ends_engines_that_hear_nothing_and_their_workers(monkeypatch: pytest.MonkeyPatch, behaviour: str) -> None:
+def test_stop_ends_unresponsive_engines_and_their_workers(monkeypatch: pytest.MonkeyPatch, behaviour: str) -> None:
     monkeypatch.setenv("DISTNB_TEST_BEHAVIOUR", behaviour)
     cluster = make_cluster(2)
     cluster.start()

@@ -56,7 +56,7 @@ def test_every_engine_is_ready_on_its_device(cluster: Cluster) -> None:
     assert all(psutil.pid_exists(process.pid) for process in engines.values())
 
 
-def test_ipyparallels_own_channel_works(cluster: Cluster, client: Any) -> None:
+def test_ipyparallels_own_channel_still_works(cluster: Cluster, client: Any) -> None:
     pids = client[:].apply_sync(os.getpid)
     assert pids == [process.pid for process in cluster.engines.values()]
     assert client[:].apply_sync(asked.who, 7) == [(0, "cpu:0", 7), (1, "cpu:1", 7)]
@@ -69,7 +69,7 @@ def test_engines_share_the_cores(client: Any) -> None:
     assert client[:].apply_sync(asked.threads) == [(share, str(share), "lo")] * 2
 
 
-def test_engines_load_no_debugger_unasked(client: Any) -> None:
+def test_engines_load_no_debugger_by_default(client: Any) -> None:
     # Its import goes through sys.modules while another thread of a starting engine adds torch's modules: a race.
     assert client[:].apply_sync(asked.debuggers) == [[], []]
 
@@ -79,7 +79,7 @@ def test_each_engine_leads_a_session_of_its_own(cluster: Cluster) -> None:
         assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid != os.getsid(0)
 
 
-def test_a_terminals_interrupt_does_not_end_an_engine(cluster: Cluster, client: Any) -> None:
+def test_an_interrupt_from_the_terminal_does_not_end_an_engine(cluster: Cluster, client: Any) -> None:
     for process in cluster.engines.values():
         os.kill(process.pid, signal.SIGINT)
     assert len(client[:].apply_sync(os.getpid)) == 2
@@ -91,14 +91,14 @@ def test_nothing_listens_on_a_port(cluster: Cluster, client: Any) -> None:
     assert [line for line in listed.splitlines() if any(f"pid={pid}," in line for pid in ours)] == []
 
 
-def test_all_files_are_the_users_alone(cluster: Cluster) -> None:
+def test_only_the_user_can_read_the_files(cluster: Cluster) -> None:
     assert stat.S_IMODE(cluster.directory.stat().st_mode) == 0o700
     secrets = [cluster.directory / "connection.json", *(cluster.directory / "security").iterdir()]
     assert len(secrets) == 3
     assert {stat.S_IMODE(path.stat().st_mode) for path in secrets} == {0o600}
 
 
-def test_no_secret_can_be_listed(cluster: Cluster) -> None:
+def test_no_secret_is_visible_in_the_process_list(cluster: Cluster) -> None:
     keys = json.loads((cluster.directory / "connection.json").read_text())
     secrets = [keys["client_secret"], json.loads(cluster.client_file.read_text())["curve_serverkey"]]
     for pid in processes.children_of_this_run():
@@ -107,7 +107,7 @@ def test_no_secret_can_be_listed(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("guess", [False, True], ids=["without a key", "with another key"])
-def test_a_client_without_the_key_gets_nothing_run(cluster: Cluster, client: Any, tmp_path: Path, guess: bool) -> None:
+def test_a_client_without_the_key_cannot_run_code(cluster: Cluster, client: Any, tmp_path: Path, guess: bool) -> None:
     info = json.loads(cluster.client_file.read_text())
     forger = Session(key=info["key"].encode())
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:

@@ -50,7 +50,7 @@ def whoami() -> int:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def test_results_come_back_also_within_structures(coordinator: ClusterCoordinator) -> None:
+def test_results_inside_structures_are_fetched(coordinator: ClusterCoordinator) -> None:
     one = coordinator.schedule(lambda x, y: x + y, args=(torch.ones(3),), kwargs={"y": 2})
     two = coordinator.schedule(lambda: {"a": [1, 2]})
     found = coordinator.fetch({"sum": one, "both": (two, 7)})
@@ -61,7 +61,7 @@ def test_results_come_back_also_within_structures(coordinator: ClusterCoordinato
     assert coordinator.done()
 
 
-def test_schedule_returns_at_once_and_arguments_are_taken_as_they_are_then(coordinator: ClusterCoordinator) -> None:
+def test_schedule_returns_at_once_and_copies_its_arguments(coordinator: ClusterCoordinator) -> None:
     values = [1]
     slow = coordinator.schedule(time.sleep, args=(0.3,))
     late = [coordinator.schedule(sum, args=(values,)) for _ in range(4)]
@@ -73,7 +73,7 @@ def test_schedule_returns_at_once_and_arguments_are_taken_as_they_are_then(coord
     assert slow.state == "done"
 
 
-def test_a_result_as_an_argument_is_waited_for(coordinator: ClusterCoordinator) -> None:
+def test_a_closure_waits_for_results_among_its_arguments(coordinator: ClusterCoordinator) -> None:
     first = coordinator.schedule(lambda: (time.sleep(0.2), torch.full((4,), 2.0))[1])
     second = coordinator.schedule(lambda values: values["x"][0] * 3, args=({"x": [first]},))
     third = coordinator.schedule(lambda a, b: (a + b).sum().item(), args=(first, second))
@@ -81,12 +81,12 @@ def test_a_result_as_an_argument_is_waited_for(coordinator: ClusterCoordinator) 
     assert coordinator.schedule(lambda x: x, args=(third,)).fetch() == 32.0  # a resource that is there already
 
 
-def test_a_large_argument_and_result_keep_their_bits(coordinator: ClusterCoordinator) -> None:
+def test_a_large_argument_and_result_are_transferred_exactly(coordinator: ClusterCoordinator) -> None:
     sent = torch.randn(1 << 19)
     assert torch.equal(coordinator.schedule(lambda x: x * 1, args=(sent,)).fetch(), sent)
 
 
-def test_misuse_is_told(coordinator: ClusterCoordinator) -> None:
+def test_misuse_raises_errors_with_the_received_value(coordinator: ClusterCoordinator) -> None:
     with pytest.raises(OptionError, match="needs a function; got 3"):
         coordinator.schedule(3)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="args must be a tuple or list"):
@@ -100,7 +100,7 @@ def test_misuse_is_told(coordinator: ClusterCoordinator) -> None:
     assert ClusterCoordinator(distnb.ParameterServerStrategy()) is coordinator
 
 
-def test_a_result_that_cannot_travel_is_the_closures_error(coordinator: ClusterCoordinator) -> None:
+def test_a_result_that_cannot_be_pickled_is_the_closures_error(coordinator: ClusterCoordinator) -> None:
     coordinator.schedule(threading.Lock)
     with pytest.raises(CannotTravelError, match="result"):
         coordinator.join()
@@ -135,7 +135,7 @@ def test_an_error_is_raised_once_and_others_are_cancelled(coordinator: ClusterCo
     assert isinstance(coordinator.schedule(whoami).fetch(), int)
 
 
-def test_several_failures_are_all_told(coordinator: ClusterCoordinator) -> None:
+def test_all_of_several_failures_are_reported(coordinator: ClusterCoordinator) -> None:
     def stubborn(word: str, marks: str) -> None:
         open(os.path.join(marks, word), "w").close()
         while len(os.listdir(marks)) < 2:
@@ -157,7 +157,7 @@ def test_several_failures_are_all_told(coordinator: ClusterCoordinator) -> None:
     pytest.fail("never both")
 
 
-def test_what_needs_a_failed_result_is_cancelled(coordinator: ClusterCoordinator) -> None:
+def test_closures_that_need_a_failed_result_are_cancelled(coordinator: ClusterCoordinator) -> None:
     failed = coordinator.schedule(fails, args=("first", 0.3))
     needs = coordinator.schedule(lambda x: x, args=(failed,))
     with pytest.raises(ClosureCancelled):
@@ -226,14 +226,14 @@ def test_iterators_give_each_worker_its_own_batches(coordinator: ClusterCoordina
         next(iterator)
 
 
-def test_each_iter_begins_anew_and_a_dataset_is_sent_by_value(coordinator: ClusterCoordinator) -> None:
+def test_each_iter_restarts_the_dataset_which_is_sent_by_value(coordinator: ClusterCoordinator) -> None:
     dataset = coordinator.create_per_worker_dataset([10, 20])
     for _ in range(2):
         first = coordinator.schedule(next, args=(iter(dataset),))
         assert first.fetch() == 10
 
 
-def test_the_end_of_a_dataset_is_an_error_and_a_for_loop_ends(coordinator: ClusterCoordinator) -> None:
+def test_the_end_of_a_dataset_is_an_error_for_next_and_ends_a_for_loop(coordinator: ClusterCoordinator) -> None:
     dataset = coordinator.create_per_worker_dataset(lambda: range(3))
     assert coordinator.schedule(lambda it: sum(it), args=(iter(dataset),)).fetch() == 3
     iterator = iter(dataset)
@@ -258,7 +258,7 @@ def test_shuffles_differ_between_workers_and_follow_the_seed(coordinator: Cluste
 # -- many, and busy ----------------------------------------------------------------------------------------------------
 
 
-def test_thousands_wait_within_bounded_memory(coordinator: ClusterCoordinator) -> None:
+def test_thousands_of_closures_wait_within_bounded_memory(coordinator: ClusterCoordinator) -> None:
     coordinator._max_queued = 64
     try:
         most = 0
@@ -273,7 +273,7 @@ def test_thousands_wait_within_bounded_memory(coordinator: ClusterCoordinator) -
     assert len(coordinator._packer._known) < 50
 
 
-def test_memory_of_arguments_bounds_the_queue(coordinator: ClusterCoordinator) -> None:
+def test_the_size_of_arguments_bounds_the_queue(coordinator: ClusterCoordinator) -> None:
     coordinator._max_nbytes = 1 << 20
     try:
         for _ in range(12):
@@ -284,7 +284,7 @@ def test_memory_of_arguments_bounds_the_queue(coordinator: ClusterCoordinator) -
         coordinator._max_nbytes = 1 << 30
 
 
-def test_an_error_frees_a_schedule_that_waits(coordinator: ClusterCoordinator) -> None:
+def test_an_error_unblocks_a_waiting_schedule(coordinator: ClusterCoordinator) -> None:
     coordinator._max_queued = 4
     try:
         coordinator.schedule(fails, args=("while it waits", 0.3))
@@ -294,7 +294,7 @@ def test_an_error_frees_a_schedule_that_waits(coordinator: ClusterCoordinator) -
         coordinator._max_queued = 4096
 
 
-def test_what_waits_behind_a_long_closure_goes_to_a_free_worker(coordinator: ClusterCoordinator) -> None:
+def test_closures_waiting_behind_a_long_one_move_to_a_free_worker(coordinator: ClusterCoordinator) -> None:
     long = coordinator.schedule(time.sleep, args=(3,))
     others = [coordinator.schedule(whoami) for _ in range(20)]
     coordinator.fetch(others)
@@ -327,7 +327,7 @@ def test_prints_are_shown(coordinator: ClusterCoordinator, capsys: pytest.Captur
     assert "hello from a closure" in capsys.readouterr().out
 
 
-def test_status_tells_who_runs_what(coordinator: ClusterCoordinator) -> None:
+def test_status_shows_the_closure_of_each_worker(coordinator: ClusterCoordinator) -> None:
     before = coordinator.status()
     running = coordinator.schedule(time.sleep, args=(1,))
     wait_until(lambda: running.state == "running", _WITHIN_S)
@@ -345,7 +345,7 @@ def test_status_tells_who_runs_what(coordinator: ClusterCoordinator) -> None:
 
 
 @pytest.mark.parametrize("wait", ["join", "fetch", "schedule"])
-def test_an_interrupt_ends_what_was_scheduled(coordinator: ClusterCoordinator, wait: str) -> None:
+def test_an_interrupt_cancels_scheduled_closures(coordinator: ClusterCoordinator, wait: str) -> None:
     values = [coordinator.schedule(time.sleep, args=(60,)) for _ in range(10)]
     coordinator._max_queued = 2
     wait_until(lambda: sum(value.state == "running" for value in values) >= 2, _WITHIN_S)
@@ -367,7 +367,7 @@ def test_an_interrupt_ends_what_was_scheduled(coordinator: ClusterCoordinator, w
     assert isinstance(coordinator.schedule(whoami).fetch(), int)
 
 
-def test_an_interrupt_of_the_session_is_over_when_it_returns(coordinator: ClusterCoordinator) -> None:
+def test_an_interrupt_of_the_session_has_ended_when_it_returns(coordinator: ClusterCoordinator) -> None:
     """Check that an interrupt affects the closures scheduled now, and not those of the next cell."""
     coordinator._link._do(lambda: time.sleep(0.3))  # type: ignore[attr-defined]  # its thread is busy
     value = coordinator.schedule(time.sleep, args=(60,))
@@ -376,7 +376,7 @@ def test_an_interrupt_of_the_session_is_over_when_it_returns(coordinator: Cluste
     coordinator.join()
 
 
-def test_interrupt_of_the_session_ends_a_join(coordinator: ClusterCoordinator) -> None:
+def test_an_interrupt_of_the_session_ends_a_join(coordinator: ClusterCoordinator) -> None:
     value = coordinator.schedule(time.sleep, args=(60,))
     wait_until(lambda: value.state == "running", _WITHIN_S)
     threading.Timer(0.3, lambda: require().interrupt()).start()
@@ -385,7 +385,7 @@ def test_interrupt_of_the_session_ends_a_join(coordinator: ClusterCoordinator) -
     assert value.state == "cancelled"
 
 
-def test_a_worker_stuck_in_c_code_is_given_up_and_comes_back(coordinator: ClusterCoordinator) -> None:
+def test_a_worker_stuck_in_c_code_is_given_up_and_rejoins(coordinator: ClusterCoordinator) -> None:
     def deaf(seconds: float) -> None:
         import ctypes
 
@@ -405,7 +405,7 @@ def test_a_worker_stuck_in_c_code_is_given_up_and_comes_back(coordinator: Cluste
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-def test_both_spellings_of_a_metrics_methods_work_on_workers(coordinator: ClusterCoordinator) -> None:
+def test_both_spellings_of_metric_methods_work_on_workers(coordinator: ClusterCoordinator) -> None:
     with coordinator.strategy.scope():
         accuracy, largest = distnb.metrics.BinaryAccuracy(), distnb.metrics.Max()
 

@@ -42,7 +42,7 @@ def whoami() -> int:
     return os.getpid()
 
 
-def test_a_killed_workers_closures_run_elsewhere(coordinator: ClusterCoordinator) -> None:
+def test_closures_of_a_killed_worker_run_elsewhere(coordinator: ClusterCoordinator) -> None:
     made = coordinator.create_per_worker_value(lambda: os.getpid())
 
     def slow(own: int) -> tuple[int, int]:
@@ -68,7 +68,7 @@ def test_a_killed_workers_closures_run_elsewhere(coordinator: ClusterCoordinator
     assert all(own == pid for own, pid in found)
 
 
-def test_with_all_workers_gone_it_says_so_and_goes_on_when_one_comes(
+def test_without_workers_a_notice_appears_and_work_resumes_when_one_joins(
     coordinator: ClusterCoordinator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for row in require().status()[:2]:
@@ -84,13 +84,13 @@ def test_with_all_workers_gone_it_says_so_and_goes_on_when_one_comes(
     coordinator.join()
 
 
-def test_a_restart_of_busy_workers_loses_nothing(coordinator: ClusterCoordinator) -> None:
+def test_a_restart_of_busy_workers_loses_no_closure(coordinator: ClusterCoordinator) -> None:
     values = [coordinator.schedule(lambda n: (time.sleep(0.05), n)[1], args=(n,)) for n in range(12)]
     require().restart([0, 1])
     assert coordinator.fetch(values) == list(range(12))
 
 
-def test_a_lost_server_is_an_error_at_once_until_another_takes_its_place(coordinator: ClusterCoordinator) -> None:
+def test_a_lost_server_is_an_error_at_once_until_it_is_replaced(coordinator: ClusterCoordinator) -> None:
     servers = coordinator._link.servers
     create = Create(shard=(1, 0), name="v", value=torch.ones(2))
     servers.exchange({0: [create], 1: [create]})
@@ -128,7 +128,7 @@ def test_the_end_of_the_cluster_ends_a_join(coordinator: ClusterCoordinator) -> 
         coordinator.schedule(whoami)
 
 
-def test_closures_reach_workers_that_are_connected_by_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closures_reach_workers_over_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     make = engines.Switchboard
     monkeypatch.setattr(engines, "Switchboard", lambda path, **given: make(path, **{**given, "host": "127.0.0.1"}))
     distnb.start(workers=2, ps=1)

@@ -55,7 +55,7 @@ ALGORITHMS = {
 
 
 @pytest.mark.parametrize(("n", "env"), [(2, {}), (3, {"APART": "1"})], ids=["in shared memory", "by sockets"])
-def test_each_algorithm_gives_the_numbers_of_the_default_one(n: int, env: dict[str, str]) -> None:
+def test_each_algorithm_computes_the_same_as_the_default(n: int, env: dict[str, str]) -> None:
     program = """
     import numpy as np
 
@@ -131,7 +131,7 @@ def _plain_training() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_training_equals_one_replicas(n: int) -> None:
+def test_training_equals_that_of_one_replica(n: int) -> None:
     program = """
     import torch.nn.functional as F
     data = torch.utils.data.TensorDataset(inputs, labels)
@@ -166,7 +166,7 @@ def test_training_equals_one_replicas(n: int) -> None:
                 assert torch.allclose(got, want, rtol=1e-11, atol=1e-13), name
 
 
-def test_gradients_that_are_themselves_differentiated_and_sparse_ones() -> None:
+def test_second_order_and_sparse_gradients_are_correct() -> None:
     program = """
     import warnings
     def grads(ops):
@@ -238,7 +238,7 @@ def test_an_algorithm_that_fails_on_one_replica_ends_the_call_on_all() -> None:
         assert "CollectiveMismatchError: The replicas called different collectives" in rank.stderr
 
 
-def test_an_algorithm_that_forgets_to_communicate_is_found() -> None:
+def test_an_algorithm_that_does_not_communicate_is_detected() -> None:
     """Check that an algorithm without communication raises an error, and one that broadcasts its result does not."""
     program = """
     class Forgets(distnb.CrossDeviceOps):
@@ -260,7 +260,7 @@ def test_an_algorithm_that_forgets_to_communicate_is_found() -> None:
         assert "replicas.all_reduce(tensor, op)" in rank.result
 
 
-def test_steps_that_do_not_match_are_found() -> None:
+def test_mismatched_steps_are_detected() -> None:
     program = """
     rank = int(os.environ["RANK"])
     class Confused(distnb.CrossDeviceOps):
@@ -290,7 +290,7 @@ def test_steps_that_do_not_match_are_found() -> None:
         assert "group.pack(float32[3, 2], float32[1])" in rank.result
 
 
-def test_a_sum_never_meets_a_mean() -> None:
+def test_a_sum_and_a_mean_do_not_match() -> None:
     program = """
     op = "sum" if os.environ["RANK"] == "0" else "mean"
     try:
@@ -303,7 +303,7 @@ def test_a_sum_never_meets_a_mean() -> None:
         assert "replica 1 called group.all_reduce(float64[], avg)" in rank.result
 
 
-def test_what_an_algorithm_has_at_hand() -> None:
+def test_an_algorithm_can_use_devices_ranks_and_collectives() -> None:
     program = """
     from distnb.collectives.group.groups import groups
     from distnb.collectives.algorithms.replicas import Replicas
@@ -343,7 +343,7 @@ def test_what_an_algorithm_has_at_hand() -> None:
         assert rank.check().result == "done"
 
 
-def test_how_many_messages_many_tensors_become() -> None:
+def test_tensors_are_packed_into_few_messages() -> None:
     program = """
     from distnb.collectives.group.process_group import GuardedProcessGroup
     sent = []
@@ -398,7 +398,7 @@ def test_how_many_messages_many_tensors_become() -> None:
 
 
 @pytest.mark.timeout(150)
-def test_objects_travel_from_a_notebook_to_its_engines(notebook: Notebook) -> None:
+def test_algorithm_objects_travel_from_a_notebook_to_its_engines(notebook: Notebook) -> None:
     notebook.run(
         "import distnb, torch\nFACTOR = 1\n"
         "class Mine(distnb.CrossDeviceOps):\n"

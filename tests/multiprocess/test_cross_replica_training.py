@@ -42,7 +42,7 @@ if strategy.num_replicas_in_sync > 1:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_step_outside_run_is_taken_once(n):
+def test_an_optimizer_step_outside_run_happens_once(n):
     for rank in run_ranks(_PROGRAM, n=n, timeout_s=170):
         found = rank.check().result
         assert found["outside"] == 99.0

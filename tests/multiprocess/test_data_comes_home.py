@@ -34,7 +34,7 @@ def _changed(prefix: str) -> str:
     return "\n".join(lines)
 
 
-def test_data_of_every_kind(notebook: Notebook) -> None:
+def test_data_of_every_kind_becomes_a_value_of_the_notebook(notebook: Notebook) -> None:
     """Check that each value behaves like one from an ordinary cell, whoever changes it, and stays the same object."""
     notebook.run(f"%%distribute mirrored\n{SETUP}\n" + _all("v{n} = {made}"))
     notebook.run(_SETTING + _all("w{n} = {made}"))
@@ -61,7 +61,7 @@ def test_data_of_every_kind(notebook: Notebook) -> None:
     check("at last")
 
 
-def test_data_that_differs_or_is_on_one_replica_only(notebook: Notebook) -> None:
+def test_data_that_differs_or_is_on_one_replica_only_becomes_a_handle(notebook: Notebook) -> None:
     """Check that the name is a handle, which fetches each replica's whole value and works in the next cells."""
     differing = (
         _all("d{n} = [{made}, replica]") + "\nif not replica:\n    " + _all("o{n} = {made}; ").replace("\n", "\n    ")

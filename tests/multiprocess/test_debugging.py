@@ -38,7 +38,7 @@ half(1)
 """
 
 
-def test_the_debugger_opens_where_the_replica_failed_with_its_variables(notebook: Notebook) -> None:
+def test_the_debugger_opens_at_the_failed_line_with_its_variables(notebook: Notebook) -> None:
     failed = notebook.try_run(FAILS)
     assert failed.error_name == "ZeroDivisionError"
     assert "(%debug opens a debugger there; the variables are kept until the next program.)" in failed.traceback
@@ -62,7 +62,7 @@ def test_the_debugger_opens_where_the_replica_failed_with_its_variables(notebook
     assert "the latest distributed cell or call went well" in notebook.try_run("%distnb debug").error_text
 
 
-def test_what_was_kept_is_let_go_before_the_next_program(notebook: Notebook) -> None:
+def test_the_kept_frame_is_released_before_the_next_program(notebook: Notebook) -> None:
     notebook.try_run(
         "%%distribute mirrored\nimport sys\nclass Held:\n    def __del__(self):\n        sys.let_go = True\n"
         "def fails():\n    held = Held()\n    dist.barrier()\n    1 / 0\nsys.let_go = False\nfails()"
@@ -72,7 +72,7 @@ def test_what_was_kept_is_let_go_before_the_next_program(notebook: Notebook) -> 
     assert lines_of_each(ran.stdout) == [["True"], ["True"]]
 
 
-def test_another_replica_is_where_it_was_ended(notebook: Notebook) -> None:
+def test_the_debugger_can_switch_to_a_replica_that_was_ended(notebook: Notebook) -> None:
     notebook.try_run("%%distribute mirrored\nif me() == 1:\n    raise KeyError('k')\nx = me()\n" + SUM)
     debugged, asked = notebook.converse("%distnb debug --replica 0", "p x", "q")
     assert asked == [OTHER, OTHER]
@@ -87,7 +87,7 @@ def test_a_figure_that_is_drawn_at_the_prompt_is_shown(notebook: Notebook) -> No
     assert any("image/png" in str(shown) for shown in debugged.check().displays)
 
 
-def test_a_failing_call_leads_to_the_replica_and_to_where_it_was_called(notebook: Notebook) -> None:
+def test_a_failing_call_can_be_debugged_on_the_replica_and_at_its_call(notebook: Notebook) -> None:
     notebook.run("strategy = distnb.MirroredStrategy()\ndef step(a):\n    b = a + me()\n    return 1 / (1 - b)")
     failed = notebook.try_run("mine = 7\ndef call(given):\n    return strategy.run(step, args=(0,))\ncall(mine)")
     assert failed.error_name == "ZeroDivisionError"
@@ -99,7 +99,7 @@ def test_a_failing_call_leads_to_the_replica_and_to_where_it_was_called(notebook
     assert "('given', 7)" in debugged.check().stdout
 
 
-def test_pdb_on_opens_it_at_once(notebook: Notebook) -> None:
+def test_pdb_on_opens_the_debugger_at_once(notebook: Notebook) -> None:
     notebook.run("%pdb on")
     try:
         failed, asked = notebook.converse(FAILS, "p ('number', number)", "q")
@@ -119,7 +119,7 @@ def test_pdb_on_opens_it_at_once(notebook: Notebook) -> None:
         ("Context", "----> 4", "number=1"),
     ],
 )
-def test_xmode_holds_for_replicas(notebook: Notebook, mode: str, there: str, missing: str) -> None:
+def test_xmode_applies_to_replicas(notebook: Notebook, mode: str, there: str, missing: str) -> None:
     notebook.run(f"%xmode {mode}")
     try:
         failed = notebook.try_run(FAILS)
@@ -136,7 +136,7 @@ STOPS = "%%distribute mirrored\nx = me()\nif me() == 1:\n    {}\n" + SUM + "prin
 
 
 @pytest.mark.parametrize("call", ["breakpoint()", "__import__('pdb').set_trace()"])
-def test_one_replica_stops_and_goes_on(notebook: Notebook, call: str) -> None:
+def test_one_replica_stops_at_a_breakpoint_and_continues(notebook: Notebook, call: str) -> None:
     ran, asked = notebook.converse(STOPS.format(call), "p ('x', x)", "!x = 41", "c")
     assert asked == [ONE] * 3
     assert "('x', 1)" in ran.check().stdout
@@ -145,7 +145,7 @@ def test_one_replica_stops_and_goes_on(notebook: Notebook, call: str) -> None:
     assert "[1] 41 43.0" in ran.stdout
 
 
-def test_a_breakpoint_with_a_header_and_commands(notebook: Notebook) -> None:
+def test_a_breakpoint_accepts_a_header_and_commands(notebook: Notebook) -> None:
     call = "breakpoint(header='Look here.', commands=[\"p ('x', x)\"])"
     ran, asked = notebook.converse(STOPS.format(call), "c")
     assert asked == [ONE]
@@ -153,7 +153,7 @@ def test_a_breakpoint_with_a_header_and_commands(notebook: Notebook) -> None:
     assert "('x', 1)" in ran.stdout
 
 
-def test_several_replicas_stop_and_are_asked_one_after_another(notebook: Notebook) -> None:
+def test_several_replicas_stop_and_prompt_one_after_another(notebook: Notebook) -> None:
     source = "%%distribute mirrored\nx = me()\nbreakpoint()\n" + SUM + "print(total)\n"
     first = notebook.start(source, allow_stdin=True)
     order = [notebook.asked()]
@@ -171,7 +171,7 @@ def test_several_replicas_stop_and_are_asked_one_after_another(notebook: Noteboo
 
 
 @pytest.mark.parametrize("leave", ["q", "\x04"])
-def test_who_quits_ends_the_cell_on_all(notebook: Notebook, leave: str) -> None:
+def test_quitting_the_debugger_ends_the_cell_on_all_replicas(notebook: Notebook, leave: str) -> None:
     ran, _ = notebook.converse(STOPS.format("breakpoint()"), leave)
     assert ran.error_name == "BdbQuit"
     assert "The cell was ended at the debugger's prompt" in ran.error_text
@@ -182,7 +182,7 @@ def test_who_quits_ends_the_cell_on_all(notebook: Notebook, leave: str) -> None:
     works(notebook)
 
 
-def test_stepping_stays_in_the_users_code(notebook: Notebook) -> None:
+def test_stepping_remains_in_the_users_code(notebook: Notebook) -> None:
     source = (
         "%%distribute mirrored\ndef inner(x):\n    y = x + 1\n    return y\n"
         "def step():\n    if me() == 1:\n        breakpoint()\n    z = inner(1)\n    return z\n"
@@ -197,7 +197,7 @@ def test_stepping_stays_in_the_users_code(notebook: Notebook) -> None:
     assert set(asked) == {ONE}
 
 
-def test_a_breakpoint_in_an_ordinary_cells_call(notebook: Notebook) -> None:
+def test_a_breakpoint_works_in_an_ordinary_cells_call(notebook: Notebook) -> None:
     notebook.run(
         "strategy = distnb.MirroredStrategy()\n"
         "def step(a):\n    b = a + me()\n    if me() == 0:\n        breakpoint()\n    return b"
@@ -212,7 +212,7 @@ def test_a_breakpoint_in_an_ordinary_cells_call(notebook: Notebook) -> None:
     assert ran.check().stdout.startswith("sent")
 
 
-def test_no_time_limit_strikes_who_waits_for_the_user(notebook: Notebook) -> None:
+def test_no_time_limit_applies_while_a_replica_waits_for_the_user(notebook: Notebook) -> None:
     source = (
         "%%distribute mirrored\nfrom datetime import timedelta\n"
         "dist.init_process_group(timeout=timedelta(seconds=0.5))\nx = me()\ndist.barrier()\nif x:\n    breakpoint()\n"
@@ -226,7 +226,7 @@ def test_no_time_limit_strikes_who_waits_for_the_user(notebook: Notebook) -> Non
 # -- questions ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_replica_asks(notebook: Notebook) -> None:
+def test_every_replica_can_call_input(notebook: Notebook) -> None:
     source = "%%distribute mirrored\nprint('before', end=' ')\nname = input(f'who is {me()}? ')\nprint(name, me())"
     ran, asked = notebook.converse(source, "first", "second")
     assert sorted(asked) == ["[0] who is 0? ", "[1] who is 1? "]
@@ -235,7 +235,7 @@ def test_every_replica_asks(notebook: Notebook) -> None:
     assert "before" in ran.stdout
 
 
-def test_the_end_of_input_and_a_secret(notebook: Notebook) -> None:
+def test_end_of_file_and_getpass_work_on_replicas(notebook: Notebook) -> None:
     source = (
         "%%distribute mirrored\nimport getpass\nif me():\n    try:\n        input()\n    except EOFError:\n"
         "        print('nothing came')\n    print(len(getpass.getpass('secret: ')))"
@@ -247,7 +247,7 @@ def test_the_end_of_input_and_a_secret(notebook: Notebook) -> None:
 
 
 @pytest.mark.parametrize("question", ["input('who? ')", "breakpoint()"])
-def test_a_front_end_that_cannot_ask_says_so(notebook: Notebook, question: str) -> None:
+def test_a_front_end_without_prompts_is_an_error(notebook: Notebook, question: str) -> None:
     failed = notebook.try_run(f"%%distribute mirrored\nx = 1\nif me():\n    {question}\ny = 2\n")
     assert failed.error_name == "RuntimeError"
     assert "the user cannot be asked here" in failed.error_text
@@ -264,7 +264,7 @@ def at_the_prompt(notebook: Notebook, source: str) -> str:
 
 
 @pytest.mark.parametrize("source", [STOPS.format("breakpoint()"), "%distnb debug"])
-def test_the_stop_button_ends_it_on_all(notebook: Notebook, source: str) -> None:
+def test_the_stop_button_ends_the_prompt_on_all_replicas(notebook: Notebook, source: str) -> None:
     if source == "%distnb debug":
         notebook.try_run(FAILS)
     message = at_the_prompt(notebook, source)
@@ -274,7 +274,7 @@ def test_the_stop_button_ends_it_on_all(notebook: Notebook, source: str) -> None
     works(notebook)
 
 
-def test_a_breakpoint_in_the_last_line_is_where_it_was_stopped(notebook: Notebook) -> None:
+def test_a_breakpoint_in_the_last_line_stops_at_that_line(notebook: Notebook) -> None:
     message = at_the_prompt(notebook, "%%distribute mirrored\nx = me()\nif x:\n    breakpoint()\n")
     notebook.interrupt()
     assert notebook.finish(message).error_name == "KeyboardInterrupt"
@@ -282,7 +282,7 @@ def test_a_breakpoint_in_the_last_line_is_where_it_was_stopped(notebook: Noteboo
     assert "('x', 1)" in debugged.check().stdout
 
 
-def test_the_stop_button_ends_a_question(notebook: Notebook) -> None:
+def test_the_stop_button_ends_an_input_call(notebook: Notebook) -> None:
     message = notebook.start("%%distribute mirrored\nname = input('who? ')", allow_stdin=True)
     notebook.asked()
     notebook.interrupt()
@@ -290,7 +290,7 @@ def test_the_stop_button_ends_a_question(notebook: Notebook) -> None:
     works(notebook)
 
 
-def test_another_replicas_failure_takes_the_prompt_away(notebook: Notebook, tmp_path: object) -> None:
+def test_another_replicas_failure_closes_the_prompt(notebook: Notebook, tmp_path: object) -> None:
     there = f"{tmp_path}/there"
     source = (
         "%%distribute mirrored\nimport os, time\nif me() == 1:\n    breakpoint()\nelse:\n"

@@ -22,7 +22,7 @@ print("x is", x)
 """
 
 
-def test_it_is_asked_in_the_terminal_and_stopped_by_ctrl_c(tmp_path: Path) -> None:
+def test_the_debugger_prompts_in_the_terminal_and_ctrl_c_stops_it(tmp_path: Path) -> None:
     (tmp_path / "cell.ipy").write_text(CELL)
     command = ["-m", "IPython", "--no-banner", "--simple-prompt", "--no-confirm-exit"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""}

@@ -22,11 +22,11 @@ SERVERS = "docs/parameter_servers.md"  # it starts a cluster of its own
 
 
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks and page != SERVERS])
-def test_what_a_page_shows(notebook: Notebook, page: str) -> None:
+def test_code_on_a_page_gives_the_shown_output(notebook: Notebook, page: str) -> None:
     show(notebook, page)
 
 
-def test_what_the_page_of_parameter_servers_shows() -> None:
+def test_code_on_the_page_of_parameter_servers_gives_the_shown_output() -> None:
     with Notebook(env={"OMP_NUM_THREADS": "1"}) as notebook:
         show(notebook, SERVERS)
         notebook.run("temporary.cleanup()")  # Jupyter kills a kernel that ends slowly, and would leave the folder

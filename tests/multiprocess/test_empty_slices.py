@@ -15,12 +15,12 @@ def seen() -> list[dict[str, Any]]:
     return [each.check().result for each in run_ranks("from tests.multiprocess.empty_slice_cases import result", 2)]
 
 
-def test_every_metric(seen: list[dict[str, Any]]) -> None:
+def test_every_metric_accepts_an_empty_slice(seen: list[dict[str, Any]]) -> None:
     for found in seen:
         assert found["metrics"] == {}
 
 
-def test_other_ways_to_update_a_metric(seen: list[dict[str, Any]]) -> None:
+def test_every_way_to_update_a_metric_accepts_an_empty_slice(seen: list[dict[str, Any]]) -> None:
     for found in seen:
         # A batch value is the replica's own, and an empty slice has none.
         assert found["called"] == ([1.0, "nan"] if found["rank"] else [0.0, 1.0])
@@ -38,13 +38,13 @@ def test_other_ways_to_update_a_metric(seen: list[dict[str, Any]]) -> None:
         assert found["warnings"] == []
 
 
-def test_losses_of_an_empty_slice(seen: list[dict[str, Any]]) -> None:
+def test_losses_of_an_empty_slice_are_correct(seen: list[dict[str, Any]]) -> None:
     for found in seen:
         assert found["losses"] == {}
         assert found["rank"] == 0 or "drop_last=True" in found["what torch refuses"]
 
 
-def test_gather_and_reduce_of_an_empty_slice(seen: list[dict[str, Any]]) -> None:
+def test_gather_and_reduce_accept_an_empty_slice(seen: list[dict[str, Any]]) -> None:
     for found in seen:
         assert found["gathered"] == [[6.0, 8.0]]
         assert found["reduced"] == [6.0, 8.0, 6.0, 8.0]

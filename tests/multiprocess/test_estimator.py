@@ -54,7 +54,7 @@ result = trained("whole", input_fn), trained("halves", {data})
 )
 
 
-def test_a_script_that_was_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+def test_a_killed_script_resumes_when_it_is_started_again(tmp_path: Path) -> None:
     def run(data: str, name: str) -> str:
         return KILLED.format(folder=str(tmp_path), data=data).replace('"whole"', repr(name))
 
@@ -113,7 +113,7 @@ result = {
 )
 
 
-def test_global_batches_and_batches_of_one_replica() -> None:
+def test_global_and_per_replica_batches_give_the_expected_sizes() -> None:
     first, second = (rank.check().result for rank in run_ranks(OTHERS, 2))
     assert (first["global"][0], second["global"][0]) == ([2, 2, 1], [1, 1, 0])
     assert (first["each"][0], second["each"][0]) == ([3, 1], [3, 0])
@@ -162,7 +162,7 @@ def test_workers_train_and_an_evaluator_evaluates() -> None:
     assert evaluator["refused"] == "", "it is alone"
 
 
-def test_cells(notebook: Notebook, tmp_path: Path) -> None:
+def test_an_estimator_trains_in_cells_of_both_kinds(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run(f"FOLDER = {str(tmp_path)!r}" + MODEL)
     making = "config = RunConfig(train_distribute=strategy)\nestimator = Estimator(model_fn, FOLDER, config)\n"
     notebook.run("%%distribute mirrored\n" + making + "results = estimator.train(input_fn).evaluate(input_fn)")

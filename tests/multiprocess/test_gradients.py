@@ -33,6 +33,6 @@ def _results(n: int) -> dict[str, str | None]:
 # An odd number of replicas trains in test_semantics_training.py.
 @pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (3, 4))])
 @pytest.mark.parametrize("name", _names())
-def test_equals_one_replica(name: str, n: int) -> None:
+def test_gradients_equal_those_of_one_replica(name: str, n: int) -> None:
     failure = _results(n)[name]
     assert failure is None, failure

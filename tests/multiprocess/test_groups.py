@@ -28,11 +28,11 @@ def ended(request: pytest.FixtureRequest) -> list[dict[str, Ended]]:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_works(ended, name):
+def test_a_group_case_succeeds(ended, name):
     assert not any(rank[name].error for rank in ended), [rank[name] for rank in ended]
 
 
-def test_what_the_operations_return(ended):
+def test_operations_return_the_expected_values(ended):
     size = len(ended)
     for replica, rank in enumerate(ended):
         assert rank["everything"].value == ("gloo", size, str(replica))
@@ -43,7 +43,7 @@ def test_what_the_operations_return(ended):
 
 
 @pytest.mark.parametrize("name", ABORTED)
-def test_an_abort_frees_at_once(ended, name):
+def test_an_abort_ends_waits_at_once(ended, name):
     for rank in ended:
         outcome = rank[name]
         if name == "aborted_future":
@@ -54,5 +54,5 @@ def test_an_abort_frees_at_once(ended, name):
         assert outcome.seconds < 15
 
 
-def test_after_the_aborts_numbers_are_right(ended):
+def test_sums_are_correct_after_aborts(ended):
     assert [rank["sum_after_all"].value for rank in ended] == [len(ended)] * len(ended)

@@ -31,7 +31,7 @@ def results(program: str, n: int, **options):
     return [rank.check().result for rank in run(program, n, **options)]
 
 
-def test_teams_live_side_by_side_and_switching_is_cheap():
+def test_teams_coexist_and_switching_between_them_is_cheap():
     program = """
     from distnb.collectives.group.forming import Forming
     engine, result, formed, form = rank, {}, [], Forming.run
@@ -76,7 +76,7 @@ def test_teams_live_side_by_side_and_switching_is_cheap():
     assert [each["formed in the end"] for each in found] == [4, 6, 3], "who switches connects with nobody"
 
 
-def test_ddp_and_subgroups_made_before_an_abort_stay_good():
+def test_ddp_and_subgroups_made_before_an_abort_remain_usable():
     program = """
     from tests.multiprocess.group_cases import aborted_soon
     group = groups.join(team(0), rank, cpu)
@@ -102,7 +102,7 @@ def test_ddp_and_subgroups_made_before_an_abort_stay_good():
     assert results(program, 2) == [["ProgramAborted", "enough", 1.5, 2.0, False]] * 2
 
 
-def test_an_abort_ends_a_joining():
+def test_an_abort_ends_a_join():
     program = """
     from distnb.errors import CollectiveError, ProgramAborted
     result = []
@@ -132,7 +132,7 @@ def test_an_abort_ends_a_joining():
     assert first[2] == second[0] == 2
 
 
-def test_a_replica_alone():
+def test_a_single_replica_forms_a_group():
     program = """
     group = groups.join(team(0), rank, cpu)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -142,7 +142,7 @@ def test_a_replica_alone():
     assert results(program, 1) == [[3, ["x"], [[1, 1]]]]
 
 
-def test_a_late_failure_of_an_earlier_generation_does_not_touch_the_next():
+def test_a_late_failure_of_an_earlier_generation_does_not_affect_the_next():
     program = """
     from distnb.errors import CollectiveError
     earlier = groups.join(team(0), rank, cpu).process_group.communicator
@@ -153,7 +153,7 @@ def test_a_late_failure_of_an_earlier_generation_does_not_touch_the_next():
     assert results(program, 1) == [(1, None)]
 
 
-def test_torch_may_tell_the_backend_of_a_subgroup():
+def test_torch_may_name_the_backend_of_a_subgroup():
     # Torch 2.14 does, while 2.13 does not report it.
     program = """
     group = groups.join(team(0), rank, cpu).process_group
@@ -165,7 +165,7 @@ def test_torch_may_tell_the_backend_of_a_subgroup():
     assert results(program, 2) == [(2, "it")] * 2
 
 
-def test_nobody_listens_once_replicas_of_one_machine_have_met():
+def test_replicas_of_one_machine_stop_listening_once_they_have_met():
     program = """
     import psutil
     group = groups.join(team(0), rank, cpu)
@@ -177,7 +177,7 @@ def test_nobody_listens_once_replicas_of_one_machine_have_met():
     assert results(program, 2) == [[]] * 2
 
 
-def test_forked_children_are_no_replicas():
+def test_forked_children_are_not_replicas():
     program = """
     group = groups.join(team(0), rank, cpu)
     reading, writing = os.pipe()
@@ -195,7 +195,7 @@ def test_forked_children_are_no_replicas():
     assert all("forked child" in text for text in results(program, 2))
 
 
-def test_a_killed_replica_frees_the_others_though_its_children_live():
+def test_a_killed_replica_frees_the_others_even_if_its_children_live():
     program = """
     import signal
     groups.join_from_env()
@@ -235,7 +235,7 @@ def test_a_script_joins_and_exits_cleanly():
     assert not any(rank.stderr for rank in ranks), [rank.stderr for rank in ranks]
 
 
-def test_a_group_that_the_program_initialised_is_taken_over():
+def test_a_group_that_the_program_initialised_is_adopted():
     program = """
     dist.init_process_group("gloo")
     before = dist.group.WORLD
@@ -248,7 +248,7 @@ def test_a_group_that_the_program_initialised_is_taken_over():
     assert results(program, 2) == [2, 2]
 
 
-def test_init_process_group_that_contradicts_is_refused():
+def test_a_contradicting_init_process_group_is_refused():
     program = """
     groups.join_from_env()
     try:
@@ -259,7 +259,7 @@ def test_init_process_group_that_contradicts_is_refused():
     assert all("world_size=5" in text and f"rank {rank} of 2" in text for rank, text in enumerate(results(program, 2)))
 
 
-def test_without_an_environment_the_cure_is_named():
+def test_the_error_without_an_environment_names_the_cure():
     program = """
     for name in ("RANK", "MASTER_ADDR"):
         del os.environ[name]
@@ -271,7 +271,7 @@ def test_without_an_environment_the_cure_is_named():
     assert "RANK, MASTER_ADDR is not set" in results(program, 1)[0]
 
 
-def test_a_script_that_ends_early_is_named():
+def test_a_script_that_ends_early_is_named_by_the_others():
     program = """
     groups.join_from_env()
     if rank == 0:
@@ -283,7 +283,7 @@ def test_a_script_that_ends_early_is_named():
     assert second.returncode == 0
 
 
-def test_a_script_that_fails_is_no_mismatch():
+def test_a_failed_script_is_not_a_mismatch():
     program = """
     groups.join_from_env()
     if rank == 1:
@@ -330,7 +330,7 @@ def test_the_exit_after_an_abort_is_clean(traffic):
 
 
 @pytest.mark.parametrize("last", ["", "groups.join(team(1), rank, cpu)"])
-def test_the_exit_waits_for_what_follows_from_a_future(last):
+def test_the_exit_waits_for_callbacks_of_a_future(last):
     # It runs on Gloo's own thread. If the interpreter had ended, it would end that thread and the process.
     program = f"""
     groups.join(team(0), rank, cpu)
@@ -377,7 +377,7 @@ def test_ctrl_c_ends_a_wait():
 # -- replicas on several machines -------------------------------------------------------------------------------------
 
 
-def test_replicas_that_share_no_memory():
+def test_replicas_without_shared_memory_form_a_group():
     program = """
     from distnb.collectives.shared_memory import host
     from tests.multiprocess import group_cases
@@ -395,7 +395,7 @@ def test_replicas_that_share_no_memory():
         assert ended["sum_after_all"].value == 2
 
 
-def test_a_forming_that_is_broken_off_hinders_no_later_one():
+def test_an_interrupted_formation_does_not_affect_later_ones():
     """End one replica just before it connects, and another while one of its threads waits for it."""
     program = """
     import signal
@@ -442,7 +442,7 @@ def test_a_forming_that_is_broken_off_hinders_no_later_one():
         assert rank.check().result == ["told", 2.0, "told", 2.0]
 
 
-def test_an_order_to_end_just_when_an_operation_has_begun_hinders_nothing():
+def test_an_interrupt_at_the_start_of_an_operation_does_no_harm():
     """End a program when no one holds an operation's work and Gloo may be busy with it: waiting for it would hang."""
     program = """
     group = groups.join(team(0), rank, cpu)

@@ -101,7 +101,7 @@ def test_an_equal_change_before_an_error_of_one_replica_is_not_named(session):
         run_cell(session, "strategy.run(step)", "<a step>")
 
 
-def test_a_line_search_computes_with_the_global_loss(session):
+def test_a_line_search_uses_the_global_loss(session):
     run_cell(session, _LINE_SEARCH, "<line search>")
     assert session.user_ns["left"] == pytest.approx(session.user_ns["best"], rel=1e-3)
 

@@ -10,7 +10,7 @@ from tests.multiprocess.sessions import run_cell, started
 pytestmark = pytest.mark.timeout(170)
 
 
-def test_a_metric_is_read_by_its_handle_after_another_team_ran() -> None:
+def test_a_metric_can_be_read_after_another_team_ran() -> None:
     with started(3) as session:
         names = session.user_ns
         three = names["strategy"]

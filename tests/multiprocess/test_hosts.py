@@ -45,7 +45,7 @@ def notebook(network: Machines) -> Iterator[Notebook]:
         yield made
 
 
-def test_engines_are_where_they_were_asked_for(network: Machines, notebook: Notebook) -> None:
+def test_engines_run_on_the_requested_machines(network: Machines, notebook: Notebook) -> None:
     notebook.run("big = torch.ones(1 << 20)")  # outside the channel, if there is shared memory
     notebook.run("""%%distribute mirrored
 import os, socket, psutil
@@ -72,7 +72,7 @@ found = (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD
     assert {c.laddr.ip for c in ours if c.status == psutil.CONN_LISTEN} <= {network.own, "127.0.0.1"}
 
 
-def test_no_secret_is_an_argument_or_a_variable(notebook: Notebook) -> None:
+def test_no_secret_is_in_arguments_or_environment_variables(notebook: Notebook) -> None:
     check_secrets(notebook, 3 * 4)  # ssh, node agent and engine of each of four
 
 
@@ -80,7 +80,7 @@ def test_training_equals_one_replica(notebook: Notebook) -> None:
     check_training(notebook, "mirrored")
 
 
-def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
+def test_a_machine_that_is_cut_off_ends_the_program(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
     lost = notebook.value("[row.pid for row in cluster.status() if row.host == 'blue']")
     check_cut_off(notebook, network, "blue", "red", tmp_path)
     assert notebook.value("sum('machine blue cannot be reached' in row.state for row in cluster.status())") == 2
@@ -88,7 +88,7 @@ def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_pa
         processes.ends(pid, 40)
 
 
-def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
+def test_engines_of_a_reconnected_machine_are_restarted(network: Machines, notebook: Notebook) -> None:
     network.join("blue")
     notebook.run("%distnb restart --missing", timeout_s=120)
     notebook.run("%%distribute mirrored\nback = os.uname().nodename")
@@ -96,11 +96,11 @@ def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
 
 
 @pytest.mark.soak  # test_recovery.py tests it on one machine
-def test_training_goes_on_with_those_left_and_with_a_replacement(notebook: Notebook) -> None:
+def test_training_continues_with_the_remaining_engines_and_with_a_replacement(notebook: Notebook) -> None:
     check_recovery(notebook, 4)
 
 
-def test_an_engine_that_is_killed(notebook: Notebook) -> None:
+def test_a_killed_engine_ends_the_program(notebook: Notebook) -> None:
     check_killed(notebook, "blue")
 
 
@@ -108,13 +108,13 @@ def test_stop_leaves_no_process_on_any_machine(notebook: Notebook) -> None:
     check_stop(notebook)
 
 
-def test_roles(network: Machines, notebook: Notebook) -> None:
+def test_roles_are_assigned_to_machines(network: Machines, notebook: Notebook) -> None:
     words = " ".join(network.ssh_args)
     start = f'%distnb start --hosts red,blue --workers 2 --ps 1 --ssh-args "{words}"'
     check_roles(notebook, start, {"worker 0": "red", "worker 1": "blue", "ps 0": "red"}, ["red", "blue"])
 
 
-def test_a_machine_that_cannot_be_reached(network: Machines, notebook: Notebook) -> None:
+def test_an_unreachable_machine_is_an_error(network: Machines, notebook: Notebook) -> None:
     start = "distnb.start(hosts=['red'], ssh_args=['-p', '9', *ssh_args])"
     failed = notebook.try_run(start)
     assert failed.error_name == "StartError"
@@ -123,7 +123,7 @@ def test_a_machine_that_cannot_be_reached(network: Machines, notebook: Notebook)
     assert left() == []
 
 
-def test_the_end_of_the_notebook(notebook: Notebook) -> None:
+def test_the_end_of_the_notebook_ends_all_engines(notebook: Notebook) -> None:
     notebook.run("cluster = distnb.start(hosts=['red'], per_host=1, ssh_args=ssh_args)", timeout_s=120)
     assert len(left()) == 5  # ssh, node agent, engine, and a guardian on each machine
     os.kill(notebook.pid, signal.SIGKILL)

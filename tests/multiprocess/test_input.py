@@ -49,7 +49,7 @@ result = [train(plain, 0), train(Noisy(), 0), train(Noisy(), 1)]
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_every_epoch_is_the_one_of_a_plain_loader(replicas: int) -> None:
+def test_every_epoch_equals_that_of_a_plain_loader(replicas: int) -> None:
     ranks = run_ranks(PRELUDE + TRAINING, replicas)
     torch.manual_seed(5)
     loader = DataLoader(TensorDataset(torch.arange(23)), batch_size=5, shuffle=True)
@@ -104,7 +104,7 @@ except distnb.errors.CollectiveMismatchError as error:
 
 
 @pytest.mark.parametrize("kind", list(DATA))
-def test_one_replica_with_fewer_batches_in_the_midst_of_collectives(kind: str) -> None:
+def test_collectives_name_a_replica_with_fewer_batches(kind: str) -> None:
     for rank in run_ranks(PRELUDE + FEWER.format(batches=DATA[kind]), 2):
         text = rank.check().result
         assert "replica 0 has no more batches (its data ended after 3), and called" in text, text

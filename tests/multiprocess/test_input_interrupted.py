@@ -53,7 +53,7 @@ def is_dead(pid: int) -> bool:
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("ended_by", ["interrupt", "another replica's error"])
-def test_nothing_reads_on(notebook: Notebook, ended_by: str, persistent: bool) -> None:
+def test_no_worker_continues_to_read(notebook: Notebook, ended_by: str, persistent: bool) -> None:
     before = set(notebook.processes())
     wait = "for batch in kept:\n    pass"
     if ended_by == "interrupt":
@@ -73,7 +73,7 @@ def test_nothing_reads_on(notebook: Notebook, ended_by: str, persistent: bool) -
     assert "again" in ran.stdout
 
 
-def test_workers_are_interrupted_and_not_waited_for(notebook: Notebook, tmp_path: Path) -> None:
+def test_interrupted_workers_are_not_waited_for(notebook: Notebook, tmp_path: Path) -> None:
     """Interrupt workers as Ctrl-C in a terminal does. Torch would wait five seconds for each that ignores it."""
     notebook.run(f"""
 import os

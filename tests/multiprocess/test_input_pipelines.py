@@ -61,7 +61,7 @@ result["spec"] = strategy.local_results(spec[0])
 """
 
 
-def test_one_worker_makes_one_pipeline_whose_batches_its_replicas_take_in_turn() -> None:
+def test_replicas_of_one_worker_share_the_batches_of_one_pipeline() -> None:
     ranks = [rank.check().result for rank in run_ranks(ONE_WORKER, n=3)]
     torch.manual_seed(5)
     loaders = [DataLoader(TensorDataset(torch.arange(14)), batch_size=2, shuffle=True) for _ in range(2)]
@@ -244,7 +244,7 @@ with open(f"told{rank}.json", "w") as file:
 """
 
 
-def test_two_workers_of_two_replicas() -> None:
+def test_two_workers_of_two_replicas_read_their_own_pipelines() -> None:
     run = [sys.executable, "-m", "distnb", "run", "SCRIPT", "-n", "2"]
     names = ["worker 0", "worker 1"]
     with Tasks(TWO_WORKERS, names, command=dict.fromkeys(names, run)) as tasks:

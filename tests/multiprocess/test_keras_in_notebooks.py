@@ -45,7 +45,7 @@ def test_the_same_text_trains_in_a_distributed_cell(cells: Notebook) -> None:
     assert cells.value("np.allclose(predicted, shown, atol=1e-5)") is True
 
 
-def test_ordinary_cells_train_what_lives_on_the_replicas(cells: Notebook) -> None:
+def test_ordinary_cells_train_models_on_the_replicas(cells: Notebook) -> None:
     cells.run("strategy = distnb.MirroredStrategy()" + TRAINING, timeout_s=90)
     assert cells.value("np.allclose([float(each) for each in losses], expected, atol=1e-5)") is True
     assert cells.value("np.allclose(predicted, shown, atol=1e-5)") is True
@@ -77,7 +77,7 @@ loader = torch.utils.data.DataLoader(pairs, batch_size=16)
 """
 
 
-def test_ordinary_cells_fit_what_functions_and_strategies_make(cells: Notebook) -> None:
+def test_ordinary_cells_fit_models_from_functions_and_strategies(cells: Notebook) -> None:
     """Check that the error for a generator says what to pass instead."""
     cells.run("strategy = distnb.MirroredStrategy()" + GENERATED, timeout_s=60)
     data = ["loader", "distnb.keras.DatasetCreator(own)", "distnb.keras.DatasetCreator(generate)"]
@@ -127,7 +127,7 @@ def test_metrics_in_cells_count_every_replica(cells: Notebook) -> None:
     cells.run("%%distribute mirrored\nmean.reset_state()\nassert float(mean.result()) == 0.0")
 
 
-def test_a_model_of_the_notebook_that_replicas_pickle_at_different_times_stays_itself(cells: Notebook) -> None:
+def test_a_notebook_model_pickled_at_different_times_keeps_its_identity(cells: Notebook) -> None:
     cells.run("plain = keras.Sequential([keras.layers.Dense(1)])")
     ran = cells.run(
         "%%distribute mirrored\nimport time\nname = plain.name\ntime.sleep(1.1 * distnb.replica_id())", timeout_s=60
@@ -149,7 +149,7 @@ def test_ordinary_cells_save_and_restore_a_model(cells: Notebook, tmp_path: Path
     assert cells.value("np.allclose(first, alone, atol=1e-6)") is True
 
 
-def test_a_failing_callback_ends_the_cell_and_the_next_one_works(cells: Notebook, tmp_path: Path) -> None:
+def test_a_failing_callback_ends_the_cell_and_the_next_cell_works(cells: Notebook, tmp_path: Path) -> None:
     cells.run("%%distribute mirrored" + TRAINING, timeout_s=90)
     ran = cells.try_run(
         "%%distribute mirrored\n"
@@ -167,7 +167,7 @@ def test_a_failing_callback_ends_the_cell_and_the_next_one_works(cells: Notebook
     assert "[0-1] 2" in ran.stdout
 
 
-def test_a_step_that_one_replica_alone_made_is_made_good(cells: Notebook, tmp_path: Path) -> None:
+def test_a_step_of_one_replica_alone_is_repaired(cells: Notebook, tmp_path: Path) -> None:
     """Check that replica 0's optimizer state is copied too when the next program begins."""
     cells.run(f"STEPPED = {str(tmp_path / 'stepped')!r}")
     training = TRAINING.replace('"adam"', "keras.optimizers.SGD(0.1, momentum=0.9)").replace("verbose=2", "verbose=0")
@@ -203,7 +203,7 @@ def test_a_step_that_one_replica_alone_made_is_made_good(cells: Notebook, tmp_pa
     assert cells.value("again[0] == again[-1] == kept[0]") is True
 
 
-def test_replicas_that_have_counted_their_layers_differently(cells: Notebook) -> None:
+def test_replicas_may_number_their_layers_differently(cells: Notebook) -> None:
     """Use layers named `dense_9` and `dense_10` on one replica and `dense_50` and `dense_51` on the other."""
     cells.run(
         "%%distribute mirrored\nimport keras\nkeras.backend.clear_session()\n"
@@ -229,7 +229,7 @@ def test_replicas_that_have_counted_their_layers_differently(cells: Notebook) ->
     assert kinds == [True, True], "their names differ, and no more"
 
 
-def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: Path) -> None:
+def test_training_continues_after_an_engine_is_killed(cells: Notebook, tmp_path: Path) -> None:
     """Check that training restored from its backup ends as training without interruption does."""
     cells.run(f"FOLDER = {str(tmp_path)!r}")
     training = TRAINING.replace("verbose=2,", "verbose=0, shuffle=False, callbacks=callbacks,")
@@ -261,7 +261,7 @@ def test_a_killed_engine_in_the_middle_of_a_training(cells: Notebook, tmp_path: 
     assert cells.value("np.allclose(losses, whole[2:], atol=1e-6)") is True
 
 
-def test_models_that_share_layers_on_a_new_engine(cells: Notebook) -> None:
+def test_models_on_a_new_engine_still_share_layers(cells: Notebook) -> None:
     """Check that the larger model stays in sync, although Keras's pickles make copies."""
     cells.run("strategy = distnb.MirroredStrategy()" + TRAINING, timeout_s=90)
     cells.run("with strategy.scope():\n    again = keras.Model(model.inputs, model.outputs)")
@@ -293,7 +293,7 @@ second = float(model.evaluate(X, 0 * X[:, :1], verbose=0))
 
 
 @pytest.mark.parametrize("how", ["%%distribute default\n", "%%distribute mirrored\n", ""])
-def test_a_models_functions_read_the_namespace_as_it_is(cells: Notebook, how: str) -> None:
+def test_functions_of_a_model_read_the_current_namespace(cells: Notebook, how: str) -> None:
     if not how:
         cells.run("strategy = distnb.MirroredStrategy()")
     cells.run(how + NESTED, timeout_s=60)

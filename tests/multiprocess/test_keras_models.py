@@ -78,7 +78,7 @@ def differences(one: Any, other: Any, tolerance: float, path: str = "") -> list[
     ],
 )
 @pytest.mark.parametrize("case", [*CASES, *CALLBACK_CASES, *STATE_CASES])
-def test_it_has_one_process_numbers(ran: Ran, case: str, replicas: int, keras: str) -> None:
+def test_training_equals_one_process(ran: Ran, case: str, replicas: int, keras: str) -> None:
     (alone,) = ran(1, keras)
     assert "error" not in alone[case], alone[case]["error"]
     tolerance = 2e-2 if case == "mixed_precision" else 1e-5
@@ -121,9 +121,7 @@ result = whole, train([keras.callbacks.BackupAndRestore(folder, save_freq={save_
 
 
 @pytest.mark.parametrize(("save_freq", "resumed"), [pytest.param("epoch", 2, marks=pytest.mark.soak), (3, 2)])
-def test_a_script_that_was_killed_goes_on_when_it_is_started_again(
-    tmp_path: Path, save_freq: str | int, resumed: int
-) -> None:
+def test_a_killed_script_resumes_when_it_is_started_again(tmp_path: Path, save_freq: str | int, resumed: int) -> None:
     """Kill a script in the third epoch, after five of seven batches, and check that its shuffles also continue."""
     folder = tmp_path / "backup"
 

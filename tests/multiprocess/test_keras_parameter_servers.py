@@ -102,7 +102,7 @@ class Doom(keras.callbacks.Callback):  # type: ignore[misc]
             (self.folder / "doomed").touch()
 
 
-def test_a_killed_workers_steps_are_taken_by_another(strategy: Any, tmp_path: Path) -> None:
+def test_another_worker_takes_over_the_steps_of_a_killed_one(strategy: Any, tmp_path: Path) -> None:
     model = compiled(strategy, tmp_path)
     seen: list[tuple[int, float]] = []
     losses: list[float | None] = []

@@ -45,7 +45,7 @@ def made(notebook: Notebook) -> Notebook:
 
 
 @pytest.mark.parametrize(("run", "magic"), [("ordinary", ""), ("cell", "%%distribute mirrored")])
-def test_steps_and_epochs_are_those_of_the_training(made: Notebook, run: str, magic: str) -> None:
+def test_steps_and_epochs_match_the_training(made: Notebook, run: str, magic: str) -> None:
     made.run(LOOP.format(magic=magic, run=run).strip())
     made.run(SEEN)
     assert made.value("[step for step, *_ in seen.curves['loss'].lines[0].points]") == [6, 12, 18]
@@ -54,7 +54,7 @@ def test_steps_and_epochs_are_those_of_the_training(made: Notebook, run: str, ma
     assert made.value("tuple(seen.reading)") == (4, 6, 6, None)
 
 
-def test_what_was_drawn_is_had_after_the_cells(made: Notebook, tmp_path: Path) -> None:
+def test_drawn_values_are_available_after_the_cells(made: Notebook, tmp_path: Path) -> None:
     table = "[(row.step, row.replica, row.name, row.run) for row in distnb.history('cell').itertuples()]"
     assert [tuple(row) for row in made.value(table) if row[1] == 0] == [(6 * i, 0, "loss", "cell") for i in (1, 2, 3)]
     assert {"cell", "ordinary"} <= set(made.value("list(distnb.history()['run'].unique())"))  # other tests drew, too
@@ -67,7 +67,7 @@ def test_what_was_drawn_is_had_after_the_cells(made: Notebook, tmp_path: Path) -
     assert "image/png" in made.run("%distnb curves --log --smoothing 0.5").displays[-1]
 
 
-def test_tensorboard_has_what_is_drawn(made: Notebook, tmp_path: Path) -> None:
+def test_tensorboard_shows_the_drawn_values(made: Notebook, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     made.run(f"%distnb live --tensorboard {tmp_path}/logs")
     made.run("for i in range(3):\n    distnb.live(run='told', value=i)")

@@ -77,7 +77,7 @@ def test_a_level_is_set_in_a_running_cluster(notebook: Notebook) -> None:
     assert "of the cell" not in log
 
 
-def test_a_failure_is_told_from_both_sides(notebook: Notebook) -> None:
+def test_both_sides_log_a_failure(notebook: Notebook) -> None:
     ran = notebook.try_run(
         "%%distribute mirrored\nimport time\nif distnb.replica_id() == 1:\n    raise ValueError('no')\ntime.sleep(60)"
     )
@@ -90,14 +90,14 @@ def test_a_failure_is_told_from_both_sides(notebook: Notebook) -> None:
     assert "generation 2 of (0, 1) is formed" in _log(notebook, "engine-0")
 
 
-def test_a_replaced_engine_logs_at_the_level_that_was_set(notebook: Notebook) -> None:
+def test_a_replaced_engine_logs_at_the_current_level(notebook: Notebook) -> None:
     notebook.run("%distnb restart 1")
     notebook.run("%%distribute mirrored\nx = 1")
     assert _log(notebook, "engine-1").count("engine-1 is process") == 2
     assert "began: RunCell" in _log(notebook, "engine-1").rpartition("engine-1 is process")[2]
 
 
-def test_an_archive_has_all_that_helps_and_no_secret(notebook: Notebook, tmp_path: Path) -> None:
+def test_an_archive_holds_the_logs_and_no_secret(notebook: Notebook, tmp_path: Path) -> None:
     path = tmp_path / "report.zip"
     said = notebook.run(f"%distnb logs --save {path}").stdout
     with zipfile.ZipFile(path) as archive:
@@ -119,7 +119,7 @@ def test_an_archive_has_all_that_helps_and_no_secret(notebook: Notebook, tmp_pat
     assert not [name for name, text in texts.items() for secret in secrets if secret in text]
 
 
-def test_the_log_ends_and_its_files_go_with_the_cluster(notebook: Notebook) -> None:
+def test_the_log_and_its_files_end_with_the_cluster(notebook: Notebook) -> None:
     notebook.run("%distnb logs --level off")
     before = _log(notebook, "engine-0")
     notebook.run("%%distribute mirrored\nx = 1")

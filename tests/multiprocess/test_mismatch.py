@@ -61,7 +61,7 @@ def ended(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_every_replica_raises_and_names_both(ended, name):
+def test_every_replica_raises_and_names_both_collectives(ended, name):
     for rank in ended:
         outcome = rank[name]
         assert outcome.error == "CollectiveMismatchError", outcome
@@ -72,7 +72,7 @@ def test_every_replica_raises_and_names_both(ended, name):
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_who_waits_learns_who_left(ended, name):
+def test_a_waiting_replica_names_the_one_that_left(ended, name):
     for replica, rank in enumerate(ended):
         outcome = rank[name]
         if replica == 1:
@@ -84,12 +84,12 @@ def test_who_waits_learns_who_left(ended, name):
                 assert part in outcome.text
 
 
-def test_a_collective_that_nobody_waits_for_is_missed_too(ended):
+def test_a_collective_without_a_wait_is_missed_too(ended):
     found = [rank["nobody_waits"] for rank in ended]
     assert any(each.error == "CollectiveMismatchError" and "without calling it" in each.text for each in found), found
 
 
-def test_backward_of_ddp_against_an_all_reduce(ended):
+def test_a_backward_pass_of_ddp_does_not_match_an_all_reduce(ended):
     first, *others = [rank["backward_against_all_reduce"] for rank in ended]
     # DDP waits in C++, which does not know our errors. The text is the same.
     assert first.error in ("RuntimeError", "CollectiveMismatchError")
@@ -98,7 +98,7 @@ def test_backward_of_ddp_against_an_all_reduce(ended):
         assert "float32[7]" in each.text
 
 
-def test_arguments_refused_on_one_replica(ended):
+def test_arguments_refused_on_one_replica_end_the_program(ended):
     for rank in ended:
         outcome = rank["refused_arguments"]
         # The replica that passed them has caught its own error, and is ended at the next collective.
@@ -108,12 +108,12 @@ def test_arguments_refused_on_one_replica(ended):
     assert any("although the program went on after it" in rank["refused_arguments"].text for rank in ended)
 
 
-def test_splits_that_do_not_fit(ended):
+def test_mismatched_splits_are_an_error(ended):
     assert any("output_split_sizes" in rank["splits_apart"].text for rank in ended)
     assert all(rank["splits_apart"].error for rank in ended)
 
 
-def test_an_error_of_one_replica_frees_the_others_without_a_notebook(ended):
+def test_an_error_of_one_replica_ends_the_others_without_a_notebook(ended):
     for replica, rank in enumerate(ended):
         outcome = rank["other_error"]
         assert outcome.error == ("ValueError" if replica == 1 else "CollectiveError")
@@ -121,6 +121,6 @@ def test_an_error_of_one_replica_frees_the_others_without_a_notebook(ended):
         assert replica == 1 or "Replica 1 ended with an error" in outcome.text
 
 
-def test_the_next_generation_is_whole(ended):
+def test_the_next_generation_has_all_replicas(ended):
     for rank in ended:
         assert rank["sum_after_all"] == [len(ended)] * (len(NAMES) // 2)

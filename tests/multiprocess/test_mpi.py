@@ -55,7 +55,7 @@ def test_training_equals_one_replica(notebook: Notebook) -> None:
     assert notebook.value("of_mpi") is False  # an engine is not a rank of mpiexec
 
 
-def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
+def test_a_machine_that_is_cut_off_ends_the_program(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
     check_cut_off(notebook, network, "blue", "red", tmp_path)
     count = f"sum('{network.address('blue')} cannot be reached' in row.state for row in cluster.status())"
     assert notebook.value(count) == 2
@@ -64,7 +64,7 @@ def test_a_machine_that_is_cut_off(network: Machines, notebook: Notebook, tmp_pa
 
 
 @pytest.mark.soak  # test_hosts.py tests them; only the placement of tasks differs
-def test_roles(network: Machines, notebook: Notebook) -> None:
+def test_roles_are_assigned_to_machines(network: Machines, notebook: Notebook) -> None:
     red, blue = map(network.address, ("red", "blue"))
     tasks = {"chief": [f"{network.own}:1"], "worker": [f"{red}:1", f"{blue}:1"], "ps": [f"{blue}:2"]}
     start = (
@@ -73,14 +73,14 @@ def test_roles(network: Machines, notebook: Notebook) -> None:
     check_roles(notebook, start, {"worker 0": "red", "worker 1": "blue", "ps 0": "blue"}, ["red", "blue"])
 
 
-def test_a_machine_that_mpiexec_does_not_know(notebook: Notebook) -> None:
+def test_a_machine_unknown_to_mpiexec_is_an_error(notebook: Notebook) -> None:
     failed = notebook.try_run("%distnb start --launcher mpi --hosts localhost --launcher-args=--no-such-option")
     assert failed.error_name == "StartError"
     assert "mpiexec cannot start a process on localhost" in failed.error_text
     assert "no-such-option" in failed.error_text
 
 
-def test_the_end_of_the_notebook(network: Machines, notebook: Notebook) -> None:
+def test_the_end_of_the_notebook_ends_all_engines(network: Machines, notebook: Notebook) -> None:
     notebook.run("%distnb start --launcher mpi --resolver tfconfig --per-host 1", timeout_s=150)
     assert any("mpiexec" in words for words in _commands())
     os.kill(notebook.pid, signal.SIGKILL)

@@ -50,7 +50,7 @@ Group.all_reduce_start = counted
 """
 
 
-def test_two_workers_train_as_one_replica_does():
+def test_two_workers_train_like_one_replica():
     program = (
         TRAIN
         + """
@@ -84,7 +84,7 @@ except RuntimeError as error:
         assert f"has joined its cluster as worker {rank}" in told["moved"]
 
 
-def test_a_chief_machines_that_share_no_memory_and_options():
+def test_workers_without_shared_memory_train_with_a_chief_and_options():
     program = (
         APART
         + MANY_CALLS
@@ -107,7 +107,7 @@ tell(numbers=first, again=second, packed=packed, default=calls, rank=distnb.repl
     assert len(worker["packed"]) > len(worker["default"]) + 3 * 5
 
 
-def test_several_replicas_on_each_worker():
+def test_each_worker_runs_several_replicas():
     program = (
         TRAIN
         + """
@@ -127,7 +127,7 @@ tell(size=strategy.num_replicas_in_sync)
     assert first.told["numbers 0"] == pytest.approx(second.told["numbers 3"], rel=1e-6)
 
 
-def test_the_tasks_of_a_slurm_step():
+def test_tasks_of_a_slurm_step_form_a_cluster():
     program = """
 from distnb.cluster_resolver import SlurmClusterResolver
 config = json.loads(os.environ.pop("TF_CONFIG"))
@@ -155,7 +155,7 @@ while True:
 
 
 @pytest.mark.parametrize(("victim", "apart"), [(0, ""), (1, APART)], ids=["one machine", "two machines"])
-def test_a_killed_worker_ends_the_other_in_seconds(victim: int, apart: str):
+def test_a_killed_worker_ends_the_other_within_seconds(victim: int, apart: str):
     names = ["worker 0", "worker 1"]
     with Tasks(apart + STEPS, names) as tasks:
         for name in names:
@@ -188,7 +188,7 @@ FEW = ("a collective that is new", "what follows a caught error")
     ("victim", "apart", "before"),
     [pytest.param(*BEFORE[each], id=each, marks=[] if each in FEW else pytest.mark.soak) for each in BEFORE],
 )
-def test_a_worker_that_dies_before(victim: int, apart: str, before: str):
+def test_a_worker_that_dies_early_is_reported(victim: int, apart: str, before: str):
     program = f"""
 strategy = distnb.MultiWorkerMirroredStrategy()
 strategy.reduce("sum", strategy.run(lambda: torch.ones(3)), axis=None)
@@ -215,7 +215,7 @@ else:
     assert "CollectiveError: The connection to another replica was lost" in other.stderr
 
 
-def test_the_time_limit_of_collectives():
+def test_a_collective_ends_at_its_time_limit():
     program = """
 options = distnb.CommunicationOptions(timeout_seconds=0.5)
 limited = distnb.MultiWorkerMirroredStrategy(communication_options=options)
@@ -232,7 +232,7 @@ limited.run(lambda: distnb.get_replica_context().all_reduce("sum", torch.ones(3)
     assert "Not there yet: replica 1" in chief.stderr
 
 
-def test_workers_that_were_told_of_different_clusters_say_so():
+def test_workers_with_different_clusters_report_it():
     def told(name: str, cluster: dict[str, list[str]]) -> dict[str, list[str]]:
         return cluster if name == "worker 0" else {"worker": [*cluster["worker"], "localhost:9"]}
 
@@ -243,7 +243,7 @@ def test_workers_that_were_told_of_different_clusters_say_so():
             assert "were told of different clusters" in task.stderr
 
 
-def test_in_a_notebook_the_engines_are_the_replicas(notebook: Notebook) -> None:
+def test_engines_are_the_replicas_in_a_notebook(notebook: Notebook) -> None:
     notebook.run(
         "%%distribute multi_worker\n"
         "import torch\n"
@@ -265,7 +265,7 @@ def test_in_a_notebook_the_engines_are_the_replicas(notebook: Notebook) -> None:
         assert "run on its engines, on this machine, and TF_CONFIG says that it is worker 1" in failed.error_text
 
 
-def test_an_evaluator_follows_the_chief_and_is_no_replica():
+def test_an_evaluator_follows_the_chief_and_is_not_a_replica():
     program = (
         TRAIN
         + """
@@ -307,7 +307,7 @@ else:
     assert "An evaluator is a separate process" in other["refused"]
 
 
-def test_the_program_of_the_documentation():
+def test_the_program_in_the_documentation_runs():
     page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(import os\n.*?)```", page, flags=re.DOTALL)
     names = ["worker 0", "worker 1", "evaluator 0"]  # the last one trains alone

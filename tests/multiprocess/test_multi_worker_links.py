@@ -77,7 +77,7 @@ def on_both(machines: Machines, program: str) -> Tasks:
 
 
 @pytest.mark.parametrize("numbers", [3, pytest.param(5_000_000, marks=pytest.mark.soak)])
-def test_a_cable_that_is_cut_ends_both_in_seconds(machines: Machines, numbers: int):
+def test_a_cut_connection_ends_both_workers_within_seconds(machines: Machines, numbers: int):
     program = f"""
 strategy = distnb.MultiWorkerMirroredStrategy()
 def step():
@@ -100,7 +100,7 @@ while True:
         assert "CollectiveError: The connection to another replica was lost" in task.stderr
 
 
-def test_a_worker_that_stands_still_is_waited_for(machines: Machines):
+def test_a_suspended_worker_is_waited_for(machines: Machines):
     program = """
 strategy = distnb.MultiWorkerMirroredStrategy()
 def step():

@@ -42,7 +42,7 @@ def world(session: Session, notebook: Process) -> Iterator[ClusterWorld]:
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_as_in_one_ipython(name: str, world: ClusterWorld) -> None:
+def test_cells_behave_as_in_one_ipython(name: str, world: ClusterWorld) -> None:
     cells = SEQUENCES[name]
     plain = PlainWorld()
     with modes_kept():
@@ -51,7 +51,7 @@ def test_as_in_one_ipython(name: str, world: ClusterWorld) -> None:
     compare(plain.names(), world.names())
 
 
-def test_objects_are_freed(world: ClusterWorld) -> None:
+def test_objects_are_freed_on_engines(world: ClusterWorld) -> None:
     count = (
         "import gc, torch\ngc.collect()\nn = sum(torch.is_tensor(o) and o.numel() == 12345 for o in gc.get_objects())"
     )
@@ -63,7 +63,7 @@ def test_objects_are_freed(world: ClusterWorld) -> None:
     assert world.names()["n"] == 0
 
 
-def test_working_directory_and_local_modules(world: ClusterWorld, tmp_path: Path) -> None:
+def test_engines_share_the_working_directory_and_local_modules(world: ClusterWorld, tmp_path: Path) -> None:
     (tmp_path / "distnb_test_local.py").write_text("value = 1\ndef f():\n    return value\n")
     ns = world.notebook.user_ns
     sys.path.insert(0, "")
@@ -87,7 +87,7 @@ def test_working_directory_and_local_modules(world: ClusterWorld, tmp_path: Path
         sys.modules.pop("distnb_test_local", None)
 
 
-def test_replaced_engine(notebook: Process) -> None:
+def test_a_replaced_engine_gets_the_namespace(notebook: Process) -> None:
     session = Session.start(StartOptions(n=2, devices="cpu:0,cpu:1"), user_ns=notebook.user_ns)
     try:
         _replace(ClusterWorld(session, notebook), session)

@@ -130,7 +130,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_same_text_here_there_and_here(name: str, world: World) -> None:
+def test_a_program_gives_the_same_result_here_and_on_replicas(name: str, world: World) -> None:
     text = PROGRAMS[name]
     results = []
     for run in (world.here, world.there, world.here, world.there):
@@ -139,7 +139,7 @@ def test_the_same_text_here_there_and_here(name: str, world: World) -> None:
     assert results == results[:1] * 4
 
 
-def test_one_that_cannot_be_opened_spoils_no_other(world: World) -> None:
+def test_an_object_that_cannot_be_unpickled_does_not_affect_others(world: World) -> None:
     world.here(PROGRAMS["DistributedDataParallel"] + "\nnumbers = [1]")
     world.there("numbers.append(2)\nif not numbers:\n    print(ddp)\nn = len(numbers)")
     assert (world.ns["numbers"], world.ns["n"]) == ([1, 2], 2)
@@ -147,7 +147,7 @@ def test_one_that_cannot_be_opened_spoils_no_other(world: World) -> None:
         world.there("ddp(x)")
 
 
-def test_a_function_that_was_compiled(world: World) -> None:
+def test_a_compiled_function_can_be_used(world: World) -> None:
     world.there(
         "import torch\n@torch.compile(backend='eager')\ndef f(x):\n    return x * 2\ny = f(torch.ones(1)).item()\nn = [3]"
     )
@@ -173,7 +173,7 @@ def test_a_class_from_a_path_that_only_the_replicas_have(world: World, tmp_path:
     assert world.ns["k"] == 7
 
 
-def test_classes_that_a_smaller_team_was_sent_too_are_what_they_were(world: World) -> None:
+def test_classes_that_a_smaller_team_received_keep_their_identity(world: World) -> None:
     world.here(
         "class Base: pass\nclass Sub(Base):\n    kind = 'some words'\n    def __init__(self, kind=kind):\n"
         "        super().__init__()\n        self.of_the_base = isinstance(self, Base)"
@@ -187,7 +187,7 @@ def test_classes_that_a_smaller_team_was_sent_too_are_what_they_were(world: Worl
     assert world.ns["Sub"] is made, "whoever reads the annotations changes nothing"
 
 
-def test_an_error_of_a_class_of_ones_own(world: World) -> None:
+def test_an_error_of_the_users_own_class_is_raised(world: World) -> None:
     text = "class Own(Exception):\n    def __init__(self, code, *, where):\n        super().__init__(code)\n        self.where = where"
     for define, run in ((world.here, "raise Own(3, where=[4])"), (world.there, "raise Own(5, where=[4])")):
         define(text)
@@ -196,7 +196,7 @@ def test_an_error_of_a_class_of_ones_own(world: World) -> None:
         assert raised.value.where == [4]
 
 
-def test_a_scope_in_a_function(world: World, session: Session) -> None:
+def test_a_scope_works_in_a_function(world: World, session: Session) -> None:
     def run(source: str, spec: StrategySpec, filename: str, function: UsersFunction | None) -> None:
         session.run_cell(source, spec, filename=filename, in_scope=True, function=function)
 

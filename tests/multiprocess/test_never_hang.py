@@ -243,7 +243,7 @@ def test_one_replica_raises_while_the_others_wait(
 
 
 @pytest.mark.parametrize("end", ["finally", "except ValueError"])
-def test_the_error_that_others_wait_for_in_vain_is_told_first(notebook: Notebook, tmp_path: Path, end: str) -> None:
+def test_the_error_that_leaves_others_waiting_is_reported_first(notebook: Notebook, tmp_path: Path, end: str) -> None:
     """Check this also if the failing replica reports last: it is slow to end, or has caught its error."""
     source = f"""%%distribute mirrored
 def step():
@@ -334,7 +334,7 @@ INTERRUPTED = {
 
 @pytest.mark.parametrize("by", ["stop button", "magic"])
 @pytest.mark.parametrize("what", INTERRUPTED)
-def test_the_user_interrupts(notebook: Notebook, tmp_path: Path, what: str, by: str) -> None:
+def test_an_interrupt_ends_the_cell(notebook: Notebook, tmp_path: Path, what: str, by: str) -> None:
     before = set(processes.children_of_this_run())
     if by == "magic":  # from a thread: the main one is busy with the cell
         go = tmp_path / "go"
@@ -370,7 +370,7 @@ def stop_when_ready(notebook: Notebook, source: str) -> Ran:
     return ran
 
 
-def test_the_user_interrupts_calls_that_nobody_has_waited_for_yet(notebook: Notebook) -> None:
+def test_an_interrupt_ends_pending_calls(notebook: Notebook) -> None:
     source = (
         "def naps():\n    print('ready', flush=True)\n    time.sleep(600)\n"
         "for _ in range(40):\n"
@@ -379,7 +379,7 @@ def test_the_user_interrupts_calls_that_nobody_has_waited_for_yet(notebook: Note
     stop_when_ready(notebook, source)
 
 
-def test_an_interrupt_between_calls_that_nobody_has_waited_for_ends_them(notebook: Notebook) -> None:
+def test_an_interrupt_between_calls_ends_pending_ones(notebook: Notebook) -> None:
     source = (
         "def naps():\n    print('ready', flush=True)\n    time.sleep(600)\n"
         "distnb.MirroredStrategy().run(naps, options=distnb.RunOptions(wait=False))\n"
@@ -407,14 +407,14 @@ def fail():
 
 
 @pytest.mark.parametrize("where", ["cell", "call"])
-def test_an_error_that_never_tells_of_itself_is_interrupted(notebook: Notebook, where: str) -> None:
+def test_an_error_whose_message_never_returns_is_interrupted(notebook: Notebook, where: str) -> None:
     notebook.run(UNSPEAKABLE)
     source = "%%distribute mirrored\nfail()" if where == "cell" else "distnb.MirroredStrategy().run(fail)"
     stop_when_ready(notebook, source)
     wait_until_idle(notebook)
 
 
-def test_one_that_never_tells_of_itself_does_not_keep_the_others_error(notebook: Notebook) -> None:
+def test_an_error_whose_message_never_returns_does_not_hide_the_others(notebook: Notebook) -> None:
     notebook.run(UNSPEAKABLE)
     source = "%%distribute mirrored\nif distnb.replica_id() == 1:\n    raise ValueError('this')\nfail()"
     assert "this" in failed(notebook, source, "ValueError").error_text
@@ -446,7 +446,7 @@ MAKES_UNPICKLED = {
 
 
 @pytest.mark.parametrize("what", MAKES_UNPICKLED)
-def test_what_never_ends_to_be_pickled_is_interrupted_and_is_not_there(notebook: Notebook, what: str) -> None:
+def test_an_object_that_never_finishes_pickling_is_interrupted_and_dropped(notebook: Notebook, what: str) -> None:
     notebook.run(UNPICKLED)
     stop_when_ready(notebook, MAKES_UNPICKLED[what])
     wait_until_idle(notebook)
@@ -468,7 +468,7 @@ while True:
     wait_until_idle(notebook)
 
 
-def test_loops_of_short_calls_are_interrupted_and_what_they_use_is_still_there(notebook: Notebook) -> None:
+def test_loops_of_short_calls_are_interrupted_and_their_objects_remain(notebook: Notebook) -> None:
     for number in range(5):
         source = f"""
 def nap{number}():
@@ -484,7 +484,7 @@ while True:
 
 
 @pytest.mark.parametrize(("where", "event"), [("Condition.__enter__", "return"), ("Condition.__exit__", "call")])
-def test_a_stop_while_a_lock_changes_hands_leaves_it_free(notebook: Notebook, where: str, event: str) -> None:
+def test_an_interrupt_during_a_change_of_a_lock_leaves_it_free(notebook: Notebook, where: str, event: str) -> None:
     # The kernel's sending thread sets the Event that a flush waits for, and would wait for the Event's lock.
     source = f"""
 import sys, threading
@@ -502,7 +502,7 @@ time.sleep(600)
     assert notebook.run("print('shown', flush=True)", timeout_s=LIMIT_S).text == "shown\n"
 
 
-def test_a_stop_in_an_import_leaves_the_other_threads_theirs(notebook: Notebook) -> None:
+def test_an_interrupt_of_an_import_does_not_affect_imports_of_other_threads(notebook: Notebook) -> None:
     source = """
 import importlib, sys, threading
 lines = []
@@ -525,7 +525,7 @@ time.sleep(600)
     assert notebook.run(f"{other}\nprint(other.is_alive(), len(lines))", timeout_s=LIMIT_S).text == "False 2\n"
 
 
-def test_after_a_stop_that_was_caught_the_replicas_still_talk(notebook: Notebook, tmp_path: Path) -> None:
+def test_replicas_still_communicate_after_a_caught_interrupt(notebook: Notebook, tmp_path: Path) -> None:
     go = tmp_path / "go"
     notebook.run(f"""%%distribute mirrored
 class Catching:
@@ -550,7 +550,7 @@ catching.number = distnb.replica_id()
     assert notebook.value("float(total) == distnb.MirroredStrategy().num_replicas_in_sync")
 
 
-def test_code_that_no_signal_reaches_gives_the_prompt_back(notebook: Notebook, tmp_path: Path) -> None:
+def test_code_that_ignores_signals_releases_the_prompt(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run("%%distribute mirrored\nseen = torch.ones(2)")
     source = f"""%%distribute mirrored
 deaf({str(tmp_path)!r}, itertools.repeat(True))
@@ -569,7 +569,7 @@ dist.all_reduce(torch.ones(1))
     notebook.run("%distnb restart 1", timeout_s=60)
 
 
-def test_what_a_replica_was_sent_that_it_never_opened_is_sent_again(notebook: Notebook, tmp_path: Path) -> None:
+def test_an_object_that_a_replica_never_unpickled_is_sent_again(notebook: Notebook, tmp_path: Path) -> None:
     go_on = tmp_path / "go on"
     notebook.run(f"""%%distribute mirrored
 def come_late():
@@ -594,7 +594,7 @@ come_late()
     assert notebook.value("second") == ("brought", 10)
 
 
-def test_a_replica_that_is_only_late_is_waited_for(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_slow_replica_is_waited_for(notebook: Notebook, tmp_path: Path) -> None:
     go_on = tmp_path / "go on"
     source = f"""%%distribute mirrored
 looks = map(os.access, itertools.repeat({str(go_on)!r}), itertools.repeat(os.F_OK))
@@ -616,7 +616,7 @@ late_s, dispatch._LATE_S = dispatch._LATE_S, {LIMIT_S}"""
     notebook.run("dispatch.time, dispatch._LATE_S = time, late_s")
 
 
-def test_what_a_failed_cell_left_may_hang_in_its_destructor(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_destructor_after_a_failed_cell_may_hang_and_be_interrupted(notebook: Notebook, tmp_path: Path) -> None:
     """Check that it is released before the next cell begins, and that this cell waits and can be interrupted."""
     begun = tmp_path / "begun"
     failed(
@@ -654,7 +654,7 @@ stopper.start()
     notebook.run("stopper.join()\ndel stopper, stop, Endless, fails")
 
 
-def test_the_stacks_show_where_replicas_are(notebook: Notebook, tmp_path: Path) -> None:
+def test_stacks_show_the_current_line_of_each_replica(notebook: Notebook, tmp_path: Path) -> None:
     seen = str(tmp_path / "seen")
     notebook.run(f"""
 import threading
@@ -686,7 +686,7 @@ waits_here()
     assert "idle" in notebook.run("watcher.join()\n%distnb stacks").text
 
 
-def test_the_stack_of_a_replica_in_our_collectives_ends_with_the_users_line(notebook: Notebook, tmp_path: Path) -> None:
+def test_the_stack_of_a_replica_in_a_collective_ends_with_the_users_line(notebook: Notebook, tmp_path: Path) -> None:
     seen = str(tmp_path / "seen")
     notebook.run(f"""
 import threading
@@ -719,7 +719,7 @@ strategy.run(step)
     notebook.run("watcher.join()")
 
 
-def test_who_returned_early_is_told_where_others_wait(notebook: Notebook) -> None:
+def test_the_error_names_a_replica_that_returned_early(notebook: Notebook) -> None:
     ran = failed(
         notebook,
         """%%distribute mirrored
@@ -736,7 +736,7 @@ strategy.run(step)
     assert re.search(r"replica 0 called \S*all_reduce\S*\(.*?\) at [^;]*, line 5", text), text
 
 
-def test_a_message_that_an_engine_cannot_read(notebook: Notebook) -> None:
+def test_an_unreadable_message_is_an_error(notebook: Notebook) -> None:
     notebook.run("""%%distribute mirrored
 if distnb.replica_id() == 1:
     from distnb.wire import unix_socket
@@ -785,7 +785,7 @@ strategy.run(step, args=(False,))"""
 
 
 @pytest.mark.parametrize("ordinary", [False, True])
-def test_replicas_that_ended_at_different_steps_are_told_of_where_they_did(notebook: Notebook, ordinary: bool) -> None:
+def test_replicas_that_ended_at_different_steps_are_reported(notebook: Notebook, ordinary: bool) -> None:
     notebook.run(_HALF_A_STEP)
     first = "strategy = distnb.MirroredStrategy()" if ordinary else "%%distribute mirrored"
     failed = notebook.try_run(f"{first}\nstrategy.run(step, args=(True,))")
@@ -825,7 +825,7 @@ def test_names_of_an_unfinished_scope_are_not_bound(notebook: Notebook, begins: 
 
 @pytest.mark.parametrize("workers", [False, True], ids=["", "workers alive"])
 @pytest.mark.parametrize("waits", ["dist.all_reduce(torch.ones(3))", "time.sleep(600)"], ids=["collective", "sleep"])
-def test_an_engine_is_killed(notebook: Notebook, tmp_path: Path, waits: str, workers: bool) -> None:
+def test_a_killed_engine_ends_the_cell(notebook: Notebook, tmp_path: Path, waits: str, workers: bool) -> None:
     source = (
         "%%distribute mirrored"
         + (WORKERS if workers else "\n")

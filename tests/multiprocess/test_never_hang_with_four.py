@@ -27,9 +27,9 @@ def test_collectives_that_do_not_match_are_an_error(notebook: Notebook) -> None:
     with_two.test_collectives_that_do_not_match_are_an_error(notebook, "one calls more")
 
 
-def test_the_user_interrupts(notebook: Notebook, tmp_path: Path) -> None:  # noqa: F811
-    with_two.test_the_user_interrupts(notebook, tmp_path, "a collective", "stop button")
+def test_an_interrupt_ends_the_cell(notebook: Notebook, tmp_path: Path) -> None:  # noqa: F811
+    with_two.test_an_interrupt_ends_the_cell(notebook, tmp_path, "a collective", "stop button")
 
 
-def test_an_engine_is_killed(notebook: Notebook, tmp_path: Path) -> None:  # noqa: F811
-    with_two.test_an_engine_is_killed(notebook, tmp_path, "dist.all_reduce(torch.ones(3))", workers=False)
+def test_a_killed_engine_ends_the_cell(notebook: Notebook, tmp_path: Path) -> None:  # noqa: F811
+    with_two.test_a_killed_engine_ends_the_cell(notebook, tmp_path, "dist.all_reduce(torch.ones(3))", workers=False)

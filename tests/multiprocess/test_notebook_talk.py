@@ -34,7 +34,7 @@ half(4)
 """
 
 
-def test_debug_after_a_failing_default_cell(notebook: Notebook) -> None:
+def test_debug_works_after_a_failing_default_cell(notebook: Notebook) -> None:
     failed = notebook.try_run(FAILS)
     assert failed.error_name == "ZeroDivisionError"
     debugged, asked = notebook.converse("%debug", "p ('remainder', remainder)", "up", "p strategy", "q")
@@ -46,7 +46,7 @@ def test_debug_after_a_failing_default_cell(notebook: Notebook) -> None:
 
 
 @pytest.mark.parametrize("word", ["default", "one_device"])
-def test_a_function_that_fails_here_shows_no_line_of_ours(notebook: Notebook, word: str) -> None:
+def test_the_traceback_of_a_local_failure_shows_no_line_of_distnb(notebook: Notebook, word: str) -> None:
     failed = notebook.try_run(f"%%distribute {word}\ndef f(x):\n    return x.foo\n\nstrategy.run(f, args=(1,))")
     assert "----> 5 strategy.run" in failed.traceback
     assert "----> 3     return x.foo" in failed.traceback
@@ -54,7 +54,7 @@ def test_a_function_that_fails_here_shows_no_line_of_ours(notebook: Notebook, wo
     assert "runtime/" not in failed.traceback
 
 
-def test_breakpoint_in_a_default_cell(notebook: Notebook) -> None:
+def test_a_breakpoint_works_in_a_default_cell(notebook: Notebook) -> None:
     source = "%%distribute default\nx = 1\nbreakpoint()\nx = x + 41\n"
     ran, asked = notebook.converse(source, "p ('x', x)", "!x = 59", "continue")
     assert len(asked) == 3
@@ -63,7 +63,7 @@ def test_breakpoint_in_a_default_cell(notebook: Notebook) -> None:
     assert notebook.value("x") == 100
 
 
-def test_breakpoint_in_a_function_that_a_default_strategy_runs(notebook: Notebook) -> None:
+def test_a_breakpoint_works_in_a_function_run_by_the_default_strategy(notebook: Notebook) -> None:
     source = (
         "%%distribute default\n"
         "def step(batch):\n"
@@ -77,19 +77,19 @@ def test_breakpoint_in_a_function_that_a_default_strategy_runs(notebook: Noteboo
     assert notebook.value("result") == 42
 
 
-def test_input_in_a_default_cell(notebook: Notebook) -> None:
+def test_input_works_in_a_default_cell(notebook: Notebook) -> None:
     _, asked = notebook.converse("%%distribute default\nname = input('who? ')", "me")
     assert asked == ["who? "]
     assert notebook.value("name") == "me"
 
 
-def test_the_cluster_is_the_notebooks_and_a_replica_says_so(notebook: Notebook) -> None:
+def test_a_replica_refuses_to_control_the_cluster(notebook: Notebook) -> None:
     failed = notebook.try_run("%%distribute mirrored\n%distnb status")
     assert "Write it in a cell of its own, without %%distribute" in failed.error_text
     assert "already loaded" in notebook.run("%%distribute mirrored\n%load_ext distnb").stdout
 
 
-def test_a_captured_cell_shows_nothing_and_complains_of_nothing(notebook: Notebook) -> None:
+def test_a_captured_cell_shows_no_output_and_no_error(notebook: Notebook) -> None:
     source = "import time\nfor i in range(8):\n    time.sleep(0.1)\n    distnb.live(loss=i)\nprint('said')"
     ran = notebook.run(f"%%capture captured\n%%distribute mirrored\n{source}")
     assert (ran.stdout, ran.stderr) == ("", "")
@@ -105,7 +105,7 @@ def test_a_captured_cell_shows_nothing_and_complains_of_nothing(notebook: Notebo
         ("distnb.replica_id() and exit('sorry')", r"SystemExit: sorry\n.*replica 1 of 2 \(cpu:1\) ended by it"),
     ],
 )
-def test_a_status_of_failure_is_told_and_a_plain_exit_ends_the_cell(
+def test_a_failing_exit_status_is_reported_and_a_plain_exit_ends_the_cell(
     notebook: Notebook, statement: str, told: str
 ) -> None:
     notebook.run("import sys")
@@ -116,7 +116,7 @@ def test_a_status_of_failure_is_told_and_a_plain_exit_ends_the_cell(
     assert notebook.value("(before, 'never' in globals())") == (2, False)
 
 
-def test_a_batch_that_a_cell_made_is_given_to_calls(notebook: Notebook) -> None:
+def test_a_batch_made_by_a_cell_can_be_an_argument_of_calls(notebook: Notebook) -> None:
     notebook.run(
         "%%distribute mirrored\nimport torch\n"
         "data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.arange(4))\n"
@@ -141,7 +141,7 @@ def speak(text):
 """
 
 
-def test_what_a_failing_call_wrote_stands_above_its_traceback(notebook: Notebook) -> None:
+def test_output_of_a_failing_call_appears_above_its_traceback(notebook: Notebook) -> None:
     notebook.run(CALL)
     for _ in range(5):
         message = notebook.start("strategy.run(speak, args=('good',))\nstrategy.run(speak, args=('bad',))")
@@ -157,13 +157,13 @@ def test_what_a_failing_call_wrote_stands_above_its_traceback(notebook: Notebook
             assert [line for line in order[:4] if line[-1] == replica] == [f"good {replica}", f"bad {replica}"]
 
 
-def test_what_a_caught_failure_wrote_stands_above_what_follows(notebook: Notebook) -> None:
+def test_output_of_a_caught_failure_appears_before_later_output(notebook: Notebook) -> None:
     notebook.run(CALL)
     source = "try:\n    strategy.run(speak, args=('bad',))\nexcept ValueError:\n    print('caught')"
     assert notebook.run(source).stdout.splitlines()[-1] == "caught"
 
 
-def test_a_failing_call_shows_the_cells_line_and_debug_begins_there(notebook: Notebook) -> None:
+def test_a_failing_call_shows_the_cells_line_and_debug_opens_there(notebook: Notebook) -> None:
     notebook.run(CALL)
     failed = notebook.try_run("def say(word):\n    return strategy.run(speak, args=(word,))\n\nsay('bad')")
     where = [
@@ -223,7 +223,7 @@ def test_a_function_with_a_scope_shows_its_own_lines_each_time(
 # -- modules that change under way -------------------------------------------------------------------------------------
 
 
-def test_a_submodule_that_one_side_imports_is_there_on_the_other(notebook: Notebook) -> None:
+def test_a_submodule_imported_on_one_side_is_available_on_the_other(notebook: Notebook) -> None:
     notebook.run("import wsgiref\ndef parse():\n    import wsgiref.handlers\nstrategy = distnb.MirroredStrategy()")
     assert not notebook.value("[name for name in ('headers', 'handlers') if hasattr(wsgiref, name)]")
     notebook.run("%%distribute mirrored\nif 0 == 1:\n    import wsgiref.validate\nimport wsgiref.headers\n")
@@ -235,7 +235,7 @@ def test_a_submodule_that_one_side_imports_is_there_on_the_other(notebook: Noteb
     assert ran.stdout.splitlines() == ["[0-1] wsgiref.simple_server"]
 
 
-def test_an_ordinary_cell_hands_over_what_was_seeded(notebook: Notebook) -> None:
+def test_an_ordinary_cell_hands_over_seeds(notebook: Notebook) -> None:
     notebook.run(
         "import random\nimport numpy as np\nstrategy = distnb.MirroredStrategy()\ndef draw():\n"
         "    return random.random(), float(np.random.rand()), str(np.array([1 / 3]))"
@@ -249,7 +249,7 @@ def test_an_ordinary_cell_hands_over_what_was_seeded(notebook: Notebook) -> None
     notebook.run("np.set_printoptions(precision=8)")
 
 
-def test_modules_that_autoreload_changes_here_change_on_the_replicas(notebook: Notebook, tmp_path: Path) -> None:
+def test_modules_changed_by_autoreload_change_on_the_replicas(notebook: Notebook, tmp_path: Path) -> None:
     outer, inner = tmp_path / "distnb_talk_outer.py", tmp_path / "distnb_talk_inner.py"
     outer.write_text("from distnb_talk_inner import add\ndef f():\n    return add(1)\n")
     inner.write_text("def add(x):\n    return x + 1\n")
@@ -278,7 +278,7 @@ def errors_of(notebook: Notebook, source: str) -> list[str]:
 LATER = "late = strategy.run(speak, args=('bad',), options=distnb.RunOptions(wait=False))\n"
 
 
-def test_what_nobody_waited_for_fails_once_and_in_its_cell(notebook: Notebook) -> None:
+def test_a_pending_failure_is_raised_once_and_in_its_cell(notebook: Notebook) -> None:
     notebook.run(CALL)
     for use in ("late", "print('on the way')", "late + 1", "[1 + late]", "torch.add(late, 1)"):
         assert errors_of(notebook, LATER + use) == ["ValueError"], use
@@ -286,13 +286,13 @@ def test_what_nobody_waited_for_fails_once_and_in_its_cell(notebook: Notebook) -
     assert notebook.run("print('the next cell')").stdout == "the next cell\n"
 
 
-def test_an_awaiting_cell_that_fails_shows_its_own_lines_only(notebook: Notebook) -> None:
+def test_a_failing_cell_with_await_shows_only_its_own_lines(notebook: Notebook) -> None:
     failed = notebook.try_run("%%distribute mirrored\nimport asyncio\nawait asyncio.sleep(0)\n1 / 0\n")
     assert "----> 4 1 / 0" in failed.traceback
     assert "base_events.py" not in failed.traceback
 
 
-def test_a_function_made_on_replicas_shows_its_lines_everywhere(notebook: Notebook) -> None:
+def test_a_function_defined_on_replicas_shows_its_source_everywhere(notebook: Notebook) -> None:
     notebook.run("%%distribute mirrored\ndef divide(n):\n    zero = n - n\n    return n / zero\n")
     here = notebook.try_run("divide(1)")
     assert "----> 4     return n / zero" in here.traceback
@@ -301,14 +301,14 @@ def test_a_function_made_on_replicas_shows_its_lines_everywhere(notebook: Notebo
     assert notebook.value("__import__('inspect').getsource(divide)").startswith("def divide(n):\n    zero")
 
 
-def test_a_stopped_and_started_cluster_writes_into_the_right_cells(notebook: Notebook) -> None:
+def test_a_restarted_cluster_writes_into_the_right_cells(notebook: Notebook) -> None:
     notebook.run("%distnb stop\n%distnb start -n 2", timeout_s=90)
     for text in ("one", "two", "three"):
         wrote = notebook.run(f"%%distribute mirrored\nprint({text!r})").stdout
         assert lines_of_each(wrote) == [[text], [text]]
 
 
-def test_what_a_cell_made_is_read_saved_and_looked_at_in_ordinary_cells(notebook: Notebook, tmp_path: Path) -> None:
+def test_objects_of_a_distributed_cell_can_be_used_in_ordinary_cells(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run("import pickle, torch\npairs = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))")
     notebook.run(
         "%%distribute mirrored\n"
@@ -371,7 +371,7 @@ for epoch in range(2):
 
 
 @pytest.mark.parametrize("magic", ["", "%%distribute strategy\n"])
-def test_the_step_is_the_training_step_in_both_kinds_of_cells(notebook: Notebook, magic: str) -> None:
+def test_the_view_counts_training_steps_in_both_kinds_of_cells(notebook: Notebook, magic: str) -> None:
     notebook.run("import torch\n" + TRAINS)
     shown = notebook.run(magic + LOOP).displays[-1]
     html = shown["text/html"]
@@ -384,7 +384,7 @@ def test_the_step_is_the_training_step_in_both_kinds_of_cells(notebook: Notebook
     assert 0 < max(ticks) <= 6
 
 
-def test_a_cell_of_the_notebooks_own_process_shows_no_replicas(notebook: Notebook) -> None:
+def test_a_default_cell_shows_no_replicas(notebook: Notebook) -> None:
     notebook.run("import torch\n" + TRAINS)
     ran = notebook.run("%%distribute default\nfor value in model.parameters():\n    distnb.live(value=value.sum())")
     shown = ran.displays[-1]
@@ -392,7 +392,7 @@ def test_a_cell_of_the_notebooks_own_process_shows_no_replicas(notebook: Noteboo
     assert "cpu:0" not in shown["text/html"]
 
 
-def test_a_replica_that_failed_shows_where(notebook: Notebook) -> None:
+def test_the_view_shows_the_failing_line_of_a_replica(notebook: Notebook) -> None:
     notebook.run("import time")
     failed = notebook.try_run(
         "%%distribute mirrored\ndistnb.live(x=1.0)\n\ntime.sleep(0.5)\n"
@@ -404,7 +404,7 @@ def test_a_replica_that_failed_shows_where(notebook: Notebook) -> None:
     assert cells == ["7", "6"]  # replica 0 waits for what replica 1's call returns
 
 
-def test_tab_never_prints(notebook: Notebook) -> None:
+def test_completion_prints_nothing(notebook: Notebook) -> None:
     notebook.run(
         "%%distribute mirrored\n"
         "class Loud:\n"
@@ -434,7 +434,7 @@ def test_a_session_listens_on_loopback_only(notebook: Notebook) -> None:
     assert [line for line in lines if not line.split()[3].startswith("127.0.0.1:")] == []
 
 
-def test_the_last_value_of_a_cell_is_underscore_in_the_notebook(notebook: Notebook) -> None:
+def test_underscore_is_the_last_value_of_a_distributed_cell(notebook: Notebook) -> None:
     notebook.run("%%distribute mirrored\nx = 5\nx * 2")
     assert notebook.run("%%distribute mirrored\n_ + 1").text.endswith("11\n")
     assert notebook.value("_ + 1") == 12

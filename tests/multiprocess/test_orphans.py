@@ -65,7 +65,7 @@ def _left() -> str:
     ("behaviour", "pidfds"),
     [pytest.param("", True, marks=pytest.mark.soak), ("workers", False), ("gil", True)],
 )
-def test_sigkill_of_the_notebook(behaviour: str, pidfds: bool) -> None:
+def test_sigkill_of_the_notebook_ends_its_engines(behaviour: str, pidfds: bool) -> None:
     notebook, engines, directory = started_notebook("wait", behaviour, pidfds=pidfds)
     try:
         if behaviour == "workers":
@@ -83,7 +83,7 @@ def test_sigkill_of_the_notebook(behaviour: str, pidfds: bool) -> None:
     "number",
     [signal.SIGTERM, *(pytest.param(each, marks=pytest.mark.soak) for each in (signal.SIGHUP, signal.SIGQUIT))],
 )
-def test_other_signals(number: signal.Signals) -> None:
+def test_other_signals_end_the_engines_too(number: signal.Signals) -> None:
     notebook, _, directory = started_notebook("wait", "workers")
     notebook.send_signal(number)
     notebook.wait(_WITHIN_S)
@@ -93,13 +93,13 @@ def test_other_signals(number: signal.Signals) -> None:
 @pytest.mark.parametrize(
     "ending", ["return", *(pytest.param(each, marks=pytest.mark.soak) for each in ("raise", "_exit"))]
 )
-def test_an_end_without_stopping_the_cluster(ending: str) -> None:
+def test_an_exit_without_stopping_the_cluster_ends_the_engines(ending: str) -> None:
     notebook, _, directory = started_notebook(ending, "workers")
     notebook.wait(_WITHIN_S)
     assert_all_gone(directory)
 
 
-def test_sigkill_of_the_notebook_while_engines_start() -> None:
+def test_sigkill_of_the_notebook_ends_engines_that_are_starting() -> None:
     before = processes.run_directories()
     notebook = subprocess.Popen(
         [sys.executable, "-m", "tests.multiprocess.notebook_process", "2", "wait"],
@@ -116,7 +116,7 @@ def test_sigkill_of_the_notebook_while_engines_start() -> None:
     assert_all_gone(directories[0])
 
 
-def test_sigkill_of_distnb_run(tmp_path: Path) -> None:
+def test_sigkill_of_distnb_run_ends_its_replicas(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from torch.utils.data import DataLoader\n"

@@ -49,7 +49,7 @@ def restart_now(notebook: Notebook) -> None:
         *(pytest.param(end, True, marks=pytest.mark.soak) for end in (close, restart_now)),
     ],
 )
-def test_nothing_outlives_a_kernel(end: Callable[[Notebook], None], busy: bool) -> None:
+def test_no_process_outlives_a_kernel(end: Callable[[Notebook], None], busy: bool) -> None:
     before = processes.run_directories()
     notebook = Notebook(engines=2).__enter__()
     try:

@@ -162,7 +162,7 @@ def test_a_local_cluster_listens_in_its_private_directory_only(session: Session)
     assert os.waitpid(in_child(come), 0)[1] == 0
 
 
-def test_a_fuzz_of_the_ports_for_other_hosts_changes_nothing() -> None:
+def test_random_bytes_on_the_ports_for_other_hosts_change_nothing() -> None:
     public, secret = zmq.curve_keypair()
     theirs, own = zmq.curve_keypair()
     with tempfile.TemporaryDirectory() as directory, zmq.Context() as context:
@@ -191,12 +191,12 @@ def test_a_fuzz_of_the_ports_for_other_hosts_changes_nothing() -> None:
     assert any(b"CURVE" in each for each in answers)
 
 
-def test_the_engines_listen_nowhere_once_they_have_met(session: Session) -> None:
+def test_engines_stop_listening_once_they_have_met(session: Session) -> None:
     engines = [psutil.Process(row.pid) for row in session.status()]
     assert [each for engine in engines for each in engine.net_connections("inet") if each.status == "LISTEN"] == []
 
 
-def test_the_files_where_replicas_meet_are_the_users_alone(session: Session) -> None:
+def test_only_the_user_can_read_the_rendezvous_files(session: Session) -> None:
     directory = session._engines.cluster.directory
     stores = list(directory.glob("store-*"))
     assert stores
@@ -213,7 +213,7 @@ def test_the_files_where_replicas_meet_are_the_users_alone(session: Session) -> 
     assert os.waitpid(in_child(look), 0)[1] == 0
 
 
-def test_a_store_of_the_programs_own_finds_its_port_free(session: Session) -> None:
+def test_a_store_of_the_program_finds_its_port_free(session: Session) -> None:
     text = """
 address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 store = dist.TCPStore(address, port, 2, dist.get_rank() == 0)
@@ -231,7 +231,7 @@ del store
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
 @pytest.mark.parametrize("user", [0, _NOBODY], ids=["the same user", "another user"])
-def test_who_holds_the_other_end_of_a_connection_is_known(family: socket.AddressFamily, user: int) -> None:
+def test_the_user_of_a_connections_other_end_is_known(family: socket.AddressFamily, user: int) -> None:
     with socket.socket(family) as listener:
         listener.bind(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0))
         listener.listen()
@@ -265,7 +265,7 @@ def test_who_holds_the_other_end_of_a_connection_is_known(family: socket.Address
                 os.waitpid(child, 0)
 
 
-def test_a_replica_whose_place_was_taken_says_so(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_reports_a_connection_of_another_user(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the replica itself, for which its own peers belong to another user afterwards."""
     run_cell(session, "import os as mine\nreally = mine.geteuid\nmine.geteuid = lambda: 4711", "another")
     with pytest.raises(ZeroDivisionError):

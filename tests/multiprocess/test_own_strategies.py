@@ -52,7 +52,7 @@ def same(found: list[list[float]], expected: tuple[list[float], list[int], list[
 
 
 @pytest.mark.parametrize("word", ["own", "tests.dividing_strategy:DividingStrategy"])
-def test_a_cell_names_it_by_its_object_or_its_class(
+def test_a_cell_names_a_custom_strategy_by_its_object_or_class(
     notebook: Notebook, alone: tuple[list[float], list[int], list[float]], word: str
 ) -> None:
     notebook.run("from tests.dividing_strategy import DividingStrategy\nown = DividingStrategy()")
@@ -61,14 +61,14 @@ def test_a_cell_names_it_by_its_object_or_its_class(
     same(notebook.value("result"), alone)
 
 
-def test_an_ordinary_cell_runs_its_scope_and_steps_on_the_replicas(
+def test_an_ordinary_cell_runs_its_scope_and_steps_on_replicas(
     notebook: Notebook, alone: tuple[list[float], list[int], list[float]]
 ) -> None:
     notebook.run(f"from tests.dividing_strategy import DividingStrategy\nstrategy = DividingStrategy()\n{PROGRAM}")
     same([*notebook.value("result[:2]"), notebook.value("model.weight.numpy().ravel().tolist()")], alone)
 
 
-def test_its_options_travel_and_its_word_takes_those_of_a_mirrored_strategy(notebook: Notebook) -> None:
+def test_options_of_a_custom_strategy_and_of_the_magic_are_applied(notebook: Notebook) -> None:
     notebook.run(
         "from tests.dividing_strategy import DividingStrategy\nown = DividingStrategy(columns=True)\nimport torch"
     )
@@ -81,7 +81,7 @@ def test_its_options_travel_and_its_word_takes_those_of_a_mirrored_strategy(note
     assert "1" in one.stdout
 
 
-def test_a_class_that_no_module_has_is_refused(notebook: Notebook) -> None:
+def test_a_class_outside_a_module_is_refused(notebook: Notebook) -> None:
     notebook.run("from tests.dividing_strategy import DividingStrategy")
     ran = notebook.try_run("class Mine(DividingStrategy):\n    pass\nMine()")
     assert ran.error_name == "OptionError"
@@ -90,7 +90,7 @@ def test_a_class_that_no_module_has_is_refused(notebook: Notebook) -> None:
     assert "tests.dividing_strategy:Other cannot be imported" in ran.error_text
 
 
-def test_a_script_uses_it(alone: tuple[list[float], list[int], list[float]]) -> None:
+def test_a_script_uses_a_custom_strategy(alone: tuple[list[float], list[int], list[float]]) -> None:
     program = f"from tests.dividing_strategy import DividingStrategy\nstrategy = DividingStrategy()\n{PROGRAM}"
     for rank in run_ranks(program, 2):
         same(rank.check().result, alone)

@@ -41,7 +41,7 @@ def coordinator(strategy: Any) -> ClusterCoordinator:
     return ClusterCoordinator(strategy)
 
 
-def test_updates_of_several_workers_are_all_there(strategy: Any, coordinator: ClusterCoordinator) -> None:
+def test_updates_of_several_workers_are_all_applied(strategy: Any, coordinator: ClusterCoordinator) -> None:
     """Run 200 closures that each add one, take a step of one, and count: none is lost or half applied."""
     with strategy.scope():
         counter = distnb.Variable(0, dtype=torch.int64)
@@ -66,7 +66,7 @@ def test_updates_of_several_workers_are_all_there(strategy: Any, coordinator: Cl
     assert {status.done > 0 for status in coordinator.status().workers} == {True}
 
 
-def test_a_program_trains_as_in_one_process(cluster: Any) -> None:
+def test_a_program_trains_like_one_process(cluster: Any) -> None:
     """Run one closure at a time, as one process would: with a sharded embedding, BatchNorm, and a rate schedule."""
 
     def build() -> Any:
@@ -105,7 +105,7 @@ def test_a_program_trains_as_in_one_process(cluster: Any) -> None:
     assert torch.allclose(model.eval()(batch(9)[0]), plain.eval()(batch(9)[0]), atol=1e-5)
 
 
-def test_a_whole_program_in_its_scope(strategy: Any, coordinator: ClusterCoordinator, tmp_path: Path) -> None:
+def test_a_whole_program_runs_in_its_scope(strategy: Any, coordinator: ClusterCoordinator, tmp_path: Path) -> None:
     """Check that the servers have the scope's objects by the first closure, `run` or step that needs them."""
     x = torch.ones(2, 2)
 
@@ -139,7 +139,7 @@ def test_a_whole_program_in_its_scope(strategy: Any, coordinator: ClusterCoordin
         assert one == pytest.approx(other)
 
 
-def test_a_change_in_place_on_a_worker_is_told(strategy: Any, coordinator: ClusterCoordinator) -> None:
+def test_a_change_in_place_on_a_worker_is_an_error(strategy: Any, coordinator: ClusterCoordinator) -> None:
     with strategy.scope():
         model = nn.Linear(2, 1)
 
@@ -152,7 +152,7 @@ def test_a_change_in_place_on_a_worker_is_told(strategy: Any, coordinator: Clust
         coordinator.join()
 
 
-def test_a_server_that_is_lost_and_what_is_restored(
+def test_variables_are_restored_after_a_server_is_lost(
     cluster: Any, strategy: Any, coordinator: ClusterCoordinator, tmp_path: Path
 ) -> None:
     with strategy.scope():
@@ -199,7 +199,7 @@ def test_a_server_that_is_lost_and_what_is_restored(
     assert torch.allclose(again[0]["weight"], expected[0]["weight"], atol=0.2)
 
 
-def test_modes_go_with_each_closure(coordinator: ClusterCoordinator) -> None:
+def test_modes_are_sent_with_each_closure(coordinator: ClusterCoordinator) -> None:
     def modes() -> Any:
         return torch.get_default_dtype(), torch.is_grad_enabled()
 
@@ -214,7 +214,7 @@ def test_modes_go_with_each_closure(coordinator: ClusterCoordinator) -> None:
     assert coordinator.fetch(later) == [(torch.float32, True)] * 6
 
 
-def test_servers_see_the_environment_and_the_modules_of_now(
+def test_servers_use_the_current_environment_and_modules(
     cluster: Any, coordinator: ClusterCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Use an optimizer of a user's module, and an environment variable, both newer than the cluster."""

@@ -159,7 +159,7 @@ def value(servers: Servers, server: int = 0) -> torch.Tensor:
 # -- exchanges ---------------------------------------------------------------------------------------------------------
 
 
-def test_several_servers_are_asked_at_once_and_large_tensors_come_and_go(cluster: Cluster) -> None:
+def test_requests_to_several_servers_run_at_once_and_carry_large_tensors(cluster: Cluster) -> None:
     addresses = {server: cluster.serve()[0] for server in (0, 1)}
     with closing(Servers(addresses, 5, cluster.keys)) as servers:
         tensors = {server: torch.randn(LARGE) for server in addresses}
@@ -176,7 +176,7 @@ def test_several_servers_are_asked_at_once_and_large_tensors_come_and_go(cluster
         assert servers.exchange({}) == {}
 
 
-def test_two_clients_change_a_shard_at_the_same_time_and_no_change_is_lost_or_made_twice(cluster: Cluster) -> None:
+def test_simultaneous_changes_of_two_clients_are_each_applied_once(cluster: Cluster) -> None:
     address, _ = cluster.serve()
     with closing(Servers({0: address}, 5, cluster.keys)) as servers:
         servers.exchange({0: make(50_000)})
@@ -189,7 +189,7 @@ def test_two_clients_change_a_shard_at_the_same_time_and_no_change_is_lost_or_ma
         assert servers.exchange({0: [Describe()]})[0][0][0].updates == 600
 
 
-def test_a_client_that_is_killed_leaves_whole_changes_and_can_be_run_again(cluster: Cluster) -> None:
+def test_a_killed_client_leaves_complete_changes_and_can_be_rerun(cluster: Cluster) -> None:
     address, _ = cluster.serve()
     with closing(Servers({0: address}, 5, cluster.keys)) as servers:
         servers.exchange({0: make(LARGE)})
@@ -205,7 +205,7 @@ def test_a_client_that_is_killed_leaves_whole_changes_and_can_be_run_again(clust
         assert torch.equal(value(servers), torch.full((LARGE,), 10.0))
 
 
-def test_an_error_is_raised_at_the_client_and_says_whose_it_is(cluster: Cluster) -> None:
+def test_an_error_is_raised_at_the_client_and_names_the_server(cluster: Cluster) -> None:
     addresses = {server: cluster.serve()[0] for server in (0, 1)}
     with closing(Servers(addresses, 5, cluster.keys)) as servers:
         servers.exchange({server: make(2) for server in addresses})
@@ -227,7 +227,7 @@ class _Unreadable:
         return int, ("no number",)
 
 
-def test_a_request_that_cannot_be_read_is_an_error_and_no_end(cluster: Cluster) -> None:
+def test_an_unreadable_request_is_an_error_and_the_server_continues(cluster: Cluster) -> None:
     with closing(Servers({0: cluster.serve()[0]}, 5, cluster.keys)) as servers:
         with pytest.raises(MessageError, match="no number"):
             servers.exchange({0: [WriteShard(shard=W, method="assign", value=_Unreadable())]})
@@ -280,7 +280,7 @@ def meanwhile(act: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_a_server_that_is_killed_ends_exchanges_until_another_takes_its_place(tmp_path: Path) -> None:
+def test_a_killed_server_ends_exchanges_until_it_is_replaced(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, None)
     (first, process), (second, _) = cluster.serve(), cluster.serve()
     with closing(Servers({0: first, 1: second}, 5, cluster.keys)) as servers:
@@ -301,7 +301,7 @@ def test_a_server_that_is_killed_ends_exchanges_until_another_takes_its_place(tm
     cluster.end()
 
 
-def test_others_tell_that_a_server_is_lost(cluster: Cluster) -> None:
+def test_a_server_can_be_marked_lost_from_outside(cluster: Cluster) -> None:
     address, process = cluster.serve()
     with closing(Servers({0: address}, 5, cluster.keys)) as servers:
         with frozen(process):
@@ -315,7 +315,7 @@ def test_others_tell_that_a_server_is_lost(cluster: Cluster) -> None:
         assert servers.exchange({0: [Describe()]}) == {0: ((),)}
 
 
-def test_nobody_at_an_address_is_an_error() -> None:
+def test_an_address_without_a_server_is_an_error() -> None:
     with (
         closing(Servers({0: Address("/nowhere/distnb-of-one-that-is-gone")}, 5, make_keys())) as servers,
         pytest.raises(ServerLost, match=r"cannot be reached: .*No such file"),
@@ -323,7 +323,7 @@ def test_nobody_at_an_address_is_an_error() -> None:
         servers.exchange({0: [Describe()]})
 
 
-def test_who_waits_can_be_interrupted_and_asks_again(cluster: Cluster) -> None:
+def test_a_waiting_request_can_be_interrupted_and_repeated(cluster: Cluster) -> None:
     address, process = cluster.serve()
     with closing(Servers({0: address}, 5, cluster.keys)) as servers:
         servers.exchange({0: make(3)})
@@ -367,7 +367,7 @@ def interrupting(files: set[str], moment: int) -> tuple[Callable[[FrameType, str
     return trace, interrupted
 
 
-def test_an_interrupt_at_any_moment_leaves_a_client_that_works(service: tuple[Service, Keys]) -> None:
+def test_an_interrupt_at_any_moment_leaves_the_client_usable(service: tuple[Service, Keys]) -> None:
     files = {clients.__file__, unix_socket.__file__, recycled_memory.__file__}
     with closing(Servers({0: service[0].address}, 5, service[1])) as servers:
         servers.exchange({0: make(100_000)})
@@ -394,7 +394,7 @@ def test_an_interrupt_at_any_moment_leaves_a_client_that_works(service: tuple[Se
 # -- strangers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_client_stops_nobody(service: tuple[Service, Keys]) -> None:
+def test_a_silent_client_does_not_block_others(service: tuple[Service, Keys]) -> None:
     address = service[0].address
     assert not [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     assert os.stat(os.path.dirname(address.path)).st_mode & 0o077 == 0
@@ -405,7 +405,7 @@ def test_a_silent_client_stops_nobody(service: tuple[Service, Keys]) -> None:
             assert torch.equal(value(servers), torch.zeros(3))
 
 
-def test_a_stranger_of_another_host_gets_nothing() -> None:
+def test_a_stranger_on_another_host_is_refused() -> None:
     keys = make_keys()
     directory = tempfile.TemporaryDirectory()
     service = Service(directory.name, client_public=keys.client_public, host="127.0.0.1")

@@ -31,11 +31,11 @@ def _engines_are_the_module_s(notebook: Notebook) -> Iterator[None]:
     processes.OF_MODULE.update(notebook.value("[row.pid for row in cluster.status()]"))
 
 
-def test_training_goes_on_with_those_left_and_with_a_replacement(notebook: Notebook) -> None:
+def test_training_continues_with_the_remaining_engines_and_with_a_replacement(notebook: Notebook) -> None:
     check_recovery(notebook, 2)
 
 
-def test_what_cannot_be_opened_is_named_and_spoils_nothing_else(notebook: Notebook) -> None:
+def test_an_object_that_cannot_be_unpickled_is_named_and_affects_no_other(notebook: Notebook) -> None:
     notebook.run("""%%distribute mirrored
 import torch.distributed as dist
 kept = torch.arange(3.0) + 1
@@ -51,7 +51,7 @@ wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     assert "wrapped" in failed.error_text
 
 
-def test_one_that_is_told_to_end_has_not_finished_its_part(notebook: Notebook) -> None:
+def test_a_replica_that_receives_sigterm_has_not_finished_its_part(notebook: Notebook) -> None:
     ended = notebook.try_run("""%%distribute mirrored
 import os, signal
 import torch.distributed as dist

@@ -36,7 +36,7 @@ def replicas() -> list[int]:
     return [int(each) for each in getattr(found, "values", [found])]  # with a single replica, a plain number
 
 
-def test_one_that_dies_as_it_is_replaced(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_may_die_while_it_is_replaced(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     late, told = threading.Event(), session.namespace.engine_died
 
     def tell(engine: int) -> None:
@@ -51,7 +51,7 @@ def test_one_that_dies_as_it_is_replaced(session: Session, monkeypatch: pytest.M
     assert replicas() == [0, 1]
 
 
-def test_one_with_calls_under_way(session: Session) -> None:
+def test_an_engine_with_pending_calls_can_be_replaced(session: Session) -> None:
     def never_ends() -> None:
         import time
 
@@ -66,7 +66,7 @@ def test_one_with_calls_under_way(session: Session) -> None:
     assert replicas() == [0, 1]
 
 
-def test_one_whose_replacement_is_interrupted(session: Session) -> None:
+def test_an_interrupted_replacement_can_be_repeated(session: Session) -> None:
     def interrupt(text: str) -> None:
         raise KeyboardInterrupt
 
@@ -78,7 +78,7 @@ def test_one_whose_replacement_is_interrupted(session: Session) -> None:
     assert replicas() == [0, 1]
 
 
-def test_a_cluster_that_is_stopped_by_its_own_method(session: Session) -> None:
+def test_a_cluster_can_be_stopped_by_its_own_method(session: Session) -> None:
     received: list[Session | None] = []
     sessions.attach(FrontEnd(follow=received.append))
     try:

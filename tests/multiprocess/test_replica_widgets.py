@@ -59,7 +59,7 @@ class Page:
         return [state for state in self.states.values() if state["_model_name"] == kind]
 
 
-def test_pages_get_the_replicas_widgets_and_what_changes(notebook: Notebook) -> None:
+def test_pages_receive_widgets_of_replicas_and_their_changes(notebook: Notebook) -> None:
     page = Page().take(notebook.events(notebook.start(MAKES), 60))
     live = [state for state in page.displayed if state["_model_name"] == "AnyModel"]
     assert [state["_model_name"] for state in page.displayed if state not in live].count("HBoxModel") == 4
@@ -79,14 +79,14 @@ def test_pages_get_the_replicas_widgets_and_what_changes(notebook: Notebook) -> 
     assert sorted(state["value"] for state in page.of("IntProgressModel")) == [5, 6], "a later cell changes them"
 
 
-def test_text_outside_of_a_widget_is_the_cells_and_a_widget_stays_on_its_replica(notebook: Notebook) -> None:
+def test_text_outside_a_widget_belongs_to_the_cell_and_a_widget_remains_on_its_replica(notebook: Notebook) -> None:
     ran = notebook.run(MAKES)
     assert "outside" in ran.stdout
     assert "of 0" not in ran.stdout
     assert "IntProgress(value=10000, max=10000)" in notebook.run("print(repr(bar))").stdout
 
 
-def test_an_error_within_an_output_is_shown_there_and_stop_ends_the_cell(notebook: Notebook) -> None:
+def test_an_error_within_an_output_widget_is_shown_there_and_stop_ends_the_cell(notebook: Notebook) -> None:
     raises = "with out:\n    print('last')\n    raise ValueError('in it')\nprint('goes on')"
     page = Page().take(notebook.events(notebook.start(f"%%distribute mirrored\n{OUT}\n{raises}"), 60))
     for state in page.of("OutputModel"):

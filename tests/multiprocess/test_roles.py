@@ -54,7 +54,7 @@ def notebook() -> Iterator[Notebook]:
         yield made
 
 
-def test_status_tells_roles(notebook: Notebook) -> None:
+def test_status_shows_roles(notebook: Notebook) -> None:
     assert notebook.value("{engine: str(task) for engine, task in cluster.tasks.items()}") == {
         0: "worker 0",
         1: "worker 1",
@@ -81,7 +81,7 @@ there = strategy.reduce("sum", strategy.run(lambda: torch.tensor(1)), axis=None)
     assert "asks for 3 replicas and the cluster has 2" in failed.error_text
 
 
-def test_a_server_and_a_worker_are_replaced(notebook: Notebook) -> None:
+def test_a_server_and_a_worker_can_be_replaced(notebook: Notebook) -> None:
     before = notebook.value("layer.weight.numpy().tolist()")
     pids = notebook.value("[row.pid for row in cluster.status()]")
     notebook.run("os.kill(cluster.status()[1].pid, signal.SIGKILL)")
@@ -98,7 +98,7 @@ def test_a_server_and_a_worker_are_replaced(notebook: Notebook) -> None:
     assert notebook.value("strategy.local_results(weights)[0]") == before * 2
 
 
-def test_a_cluster_without_servers_is_none_for_parameter_servers(notebook: Notebook) -> None:
+def test_parameter_servers_need_a_cluster_with_servers(notebook: Notebook) -> None:
     notebook.run("%distnb stop\n%distnb start -n 1", timeout_s=90)
     failed = notebook.try_run("from distnb.runtime.servers.here import servers_here; servers_here.require(None)")
     assert failed.error_name == "OptionError"
@@ -251,7 +251,7 @@ print(json.dumps("ended"), flush=True)
 
 
 @pytest.mark.usefixtures("cache")
-def test_servers_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_servers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTNB_START_TIMEOUT", "1")
     addresses = free_addresses(3)
     cluster = {"worker": addresses[:2], "ps": addresses[2:]}

@@ -114,7 +114,7 @@ result["unset"] = distnb.has_strategy()
 """
 
 
-def test_two_replicas() -> None:
+def test_rulings_hold_on_two_replicas() -> None:
     ended = ranks(_PROGRAM, 2)
     for rank, found in enumerate(one.result for one in ended):
         assert found["every time"] == [["Tensor", "NoneType"][rank]] * 3

@@ -20,7 +20,7 @@ def session() -> Iterator[Any]:
         yield session
 
 
-def test_asking_for_the_next_batch(session: Any) -> None:
+def test_next_returns_a_batch_until_the_data_ends(session: Any) -> None:
     strategy = session.user_ns["strategy"]
     dataset = strategy.distribute_dataset([torch.ones(2), torch.ones(3)])
     assert isinstance(dataset, distnb.DistributedDataset)
@@ -36,7 +36,7 @@ def test_asking_for_the_next_batch(session: Any) -> None:
     assert [strategy.local_results(one) for one in scalars] == [(0, 1), (2, None)]
 
 
-def test_components_of_unlike_kinds_in_a_cell(session: Any) -> None:
+def test_components_of_unlike_kinds_can_be_used_in_a_cell(session: Any) -> None:
     source = """
 unlike = strategy.run(lambda: None if distnb.replica_id() else torch.ones(2))
 shown = repr(unlike)
@@ -60,7 +60,7 @@ made = torch.nn.Linear(1, 1)
     assert isinstance(names["made"], distnb.Mirrored)
 
 
-def test_a_gpu_that_is_not_there(session: Any) -> None:
+def test_a_missing_gpu_is_an_error(session: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("it is there")
     with pytest.raises((AssertionError, RuntimeError)) as raised:

@@ -54,7 +54,7 @@ def ranks(program: str) -> list[dict[str, Any]]:
     return [rank.check().result for rank in run_ranks(_PRELUDE + textwrap.dedent(program), 2, timeout_s=60)]
 
 
-def test_what_is_made_is_taken_by_the_first_call_that_needs_it() -> None:
+def test_an_object_of_a_scope_is_synchronised_by_the_first_call_that_uses_it() -> None:
     program = """
     def made(value):
         return constant(torch.nn.Linear(2, 1, bias=False), value * (me + 1))
@@ -104,7 +104,7 @@ def test_what_is_made_is_taken_by_the_first_call_that_needs_it() -> None:
         assert found["end"] == ([2.0, 2.0], [7.0, 7.0], [6.0])
 
 
-def test_what_a_model_gets_later_is_its_strategys() -> None:
+def test_later_parts_of_a_model_belong_to_its_strategy() -> None:
     program = """
     class BuildsItself(torch.nn.Module):
         def forward(self, x):
@@ -158,7 +158,7 @@ def test_what_a_model_gets_later_is_its_strategys() -> None:
         assert "with an empty slice as well" in text
 
 
-def test_what_no_scope_made_is_refused_whenever_it_comes() -> None:
+def test_objects_made_outside_a_scope_are_refused_at_any_time() -> None:
     program = """
     net = None
     def makes_its_own():

@@ -102,7 +102,7 @@ def test_run_regroups_leaf_by_leaf(n: int) -> None:
         assert rank.result["box"][2] == 7
 
 
-def test_run_refuses_what_is_wrong() -> None:
+def test_run_refuses_wrong_arguments() -> None:
     ended = ranks(
         """
         ids = strategy.distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
@@ -129,7 +129,7 @@ def test_run_refuses_what_is_wrong() -> None:
         assert "returned" in found["returned"]
 
 
-def test_nested_values_in_arguments_are_picked_and_others_keep_their_identity() -> None:
+def test_nested_distributed_values_are_selected_and_other_arguments_keep_their_identity() -> None:
     ended = ranks(
         """
         history = []
@@ -148,7 +148,7 @@ def test_nested_values_in_arguments_are_picked_and_others_keep_their_identity() 
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_reduce(n: int) -> None:
+def test_reduce_combines_components(n: int) -> None:
     ended = ranks(
         """
         even = strategy.distribute_values_from_function(lambda c: torch.arange(4.0) + 4 * c.replica_id_in_sync_group)
@@ -210,7 +210,7 @@ def test_reduce(n: int) -> None:
         assert complex(found["complex"]["a"]) == n * (1 + 1j)
 
 
-def test_reduce_refuses_what_is_wrong() -> None:
+def test_reduce_refuses_wrong_arguments() -> None:
     ended = ranks(
         """
         def value(make):
@@ -286,7 +286,7 @@ def test_a_script_that_catches_a_mismatch_ends_at_its_next_collective() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_gather(n: int) -> None:
+def test_gather_concatenates_components(n: int) -> None:
     ended = ranks(
         """
         def value(make):
@@ -326,7 +326,7 @@ def test_gather(n: int) -> None:
         assert "all_gather" in found["in"]
 
 
-def test_contexts() -> None:
+def test_contexts_allow_their_own_operations_only() -> None:
     ended = ranks(
         """
         def where():
@@ -445,7 +445,7 @@ def test_gradients_flow_through_collectives(n: int) -> None:
         assert "booleans" in found["bool"]
 
 
-def test_local_results_values_and_broadcast() -> None:
+def test_local_results_can_be_combined_and_broadcast() -> None:
     ended = ranks(
         """
         ids = strategy.experimental_distribute_values_from_function(

@@ -25,7 +25,7 @@ def strategy() -> Iterator[Any]:
         yield session.user_ns["strategy"]
 
 
-def test_run_reduce_and_gather(strategy: Any) -> None:
+def test_run_reduce_and_gather_work_from_the_notebook(strategy: Any) -> None:
     def step(x: Any) -> Any:
         return {"own": x * (distnb.replica_id() + 1), "same": 3, "none": None, "id": distnb.replica_id()}
 
@@ -43,7 +43,7 @@ def test_run_reduce_and_gather(strategy: Any) -> None:
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.int32, torch.complex64])
-def test_numbers_that_the_notebook_knows_are_reduced_as_the_replicas_would(strategy: Any, op: str, dtype: Any) -> None:
+def test_known_numbers_are_reduced_in_the_notebook_as_on_the_replicas(strategy: Any, op: str, dtype: Any) -> None:
     def number() -> Any:
         x = torch.tensor((0.1 + distnb.replica_id() * 7.3) * (1 + 2j if dtype.is_complex else 1)).to(dtype)
         return x.requires_grad_() * 1 if dtype is torch.float32 else x
@@ -66,7 +66,7 @@ def test_numbers_that_the_notebook_knows_are_reduced_as_the_replicas_would(strat
     assert found.item() == expected.item()
 
 
-def test_a_number_that_a_later_call_may_have_changed_is_reduced_on_the_replicas(strategy: Any) -> None:
+def test_a_number_that_may_have_changed_is_reduced_on_the_replicas(strategy: Any) -> None:
     def number() -> Any:
         return torch.zeros(()) + distnb.replica_id()
 
@@ -83,7 +83,7 @@ def test_a_number_that_a_later_call_may_have_changed_is_reduced_on_the_replicas(
     assert strategy.local_results(ones) == (False, True)
 
 
-def test_gradients_are_on_or_off_as_they_are_here(strategy: Any) -> None:
+def test_gradient_mode_follows_the_notebook(strategy: Any) -> None:
     def enabled() -> bool:
         return torch.is_grad_enabled()
 
@@ -93,7 +93,7 @@ def test_gradients_are_on_or_off_as_they_are_here(strategy: Any) -> None:
             assert strategy.run(enabled) is False
 
 
-def test_replicas_disagree(strategy: Any) -> None:
+def test_disagreeing_replicas_are_an_error(strategy: Any) -> None:
     with pytest.raises(ValueError, match="different structures"):
         strategy.run(lambda: {"a": 1} if distnb.replica_id() else (1, 2))
     found = strategy.run(lambda: None if distnb.replica_id() else 1.5)
@@ -116,7 +116,7 @@ def test_errors_keep_their_types(strategy: Any) -> None:
     assert strategy.run(lambda: 4) == 4
 
 
-def test_values_datasets_and_contexts(strategy: Any) -> None:
+def test_values_datasets_and_contexts_work_from_the_notebook(strategy: Any) -> None:
     ids = strategy.distribute_values_from_function(lambda context: torch.tensor(context.replica_id_in_sync_group))
     assert strategy.run(lambda i: int(i) + 1, args=(ids,)).num_replicas == 2
     assert float(strategy.reduce("sum", ids, axis=None)) == 1.0
@@ -128,7 +128,7 @@ def test_values_datasets_and_contexts(strategy: Any) -> None:
     assert (distnb.has_strategy(), distnb.in_cross_replica_context(), distnb.replica_id()) == (False, False, 0)
 
 
-def test_a_batch_that_is_asked_for_ahead_is_not_yet_given(strategy: Any) -> None:
+def test_a_batch_requested_ahead_does_not_advance_the_position(strategy: Any) -> None:
     data = torch.arange(12.0)
     dataset = strategy.distribute_dataset(DataLoader(TensorDataset(data), batch_size=4))
 
@@ -151,7 +151,7 @@ def test_a_batch_that_is_asked_for_ahead_is_not_yet_given(strategy: Any) -> None
         next(batches)
 
 
-def test_batches_that_were_asked_for_ahead_count_one_by_one(strategy: Any) -> None:
+def test_batches_requested_ahead_are_counted_one_by_one(strategy: Any) -> None:
     data = torch.arange(44.0)
     dataset = strategy.distribute_dataset(DataLoader(TensorDataset(data), batch_size=4))
 
@@ -173,7 +173,7 @@ def test_batches_that_were_asked_for_ahead_count_one_by_one(strategy: Any) -> No
         assert first == found[place + 1]
 
 
-def test_a_function_that_reads_the_dataset_s_position_finds_the_batches_given(strategy: Any) -> None:
+def test_a_function_that_reads_the_datasets_position_finds_the_delivered_batches(strategy: Any) -> None:
     dataset = strategy.distribute_dataset(DataLoader(TensorDataset(torch.arange(16.0)), batch_size=4))
 
     def position() -> int:
@@ -188,7 +188,7 @@ def test_a_function_that_reads_the_dataset_s_position_finds_the_batches_given(st
         assert strategy.run(position) == place + 1
 
 
-def test_a_loop_goes_on_after_an_error_that_it_caught(strategy: Any) -> None:
+def test_a_loop_continues_after_a_caught_error(strategy: Any) -> None:
     data = torch.arange(24.0)
     dataset = strategy.distribute_dataset(DataLoader(TensorDataset(data), batch_size=4))
 
@@ -207,7 +207,7 @@ def test_a_loop_goes_on_after_an_error_that_it_caught(strategy: Any) -> None:
     assert sums == [-1.0 if place % 3 == 1 else value for place, value in enumerate(whole)]
 
 
-def test_a_number_is_read_as_it_is_now(strategy: Any) -> None:
+def test_a_number_is_read_with_its_current_value(strategy: Any) -> None:
     def count() -> Any:
         import builtins
 
@@ -232,7 +232,7 @@ def test_a_number_is_read_as_it_is_now(strategy: Any) -> None:
     assert [(one.dtype, one.item()) for one in strategy.local_results(half)] == [(torch.bfloat16, 0.5)] * 2
 
 
-def test_what_one_replica_alone_changed_is_nobody_s_failure(strategy: Any) -> None:
+def test_a_change_by_one_replica_alone_is_not_a_failure(strategy: Any) -> None:
     class Own:
         def __init__(self) -> None:
             self.best: Any = None
@@ -248,7 +248,7 @@ def test_what_one_replica_alone_changed_is_nobody_s_failure(strategy: Any) -> No
     assert strategy.run(change, args=([Own()],)) == 7
 
 
-def test_what_reading_raises_is_raised_where_the_batch_is_wanted(strategy: Any) -> None:
+def test_an_error_while_reading_is_raised_at_its_batch(strategy: Any) -> None:
     class Broken(Dataset[Any]):
         def __len__(self) -> int:
             return 8
@@ -266,7 +266,7 @@ def test_what_reading_raises_is_raised_where_the_batch_is_wanted(strategy: Any) 
         next(batches)
 
 
-def test_what_reading_changes_in_the_notebook_s_data_is_there_at_the_end(strategy: Any) -> None:
+def test_changes_of_the_notebooks_data_while_reading_are_kept(strategy: Any) -> None:
     class Counting(Dataset[Any]):
         def __init__(self) -> None:
             self.asked = 0
@@ -290,7 +290,7 @@ def test_a_loss_of_handles_is_refused_with_the_cure(strategy: Any) -> None:
         distnb.nn.compute_average_loss(losses)
 
 
-def test_a_dataset_of_pipelines_and_going_on_in_it(strategy: Any) -> None:
+def test_a_dataset_of_pipelines_can_be_resumed(strategy: Any) -> None:
     def make(context: Any) -> Any:
         assert context == distnb.InputContext(1, 0, 2)
         data = torch.utils.data.TensorDataset(torch.arange(10))
@@ -339,7 +339,7 @@ def test_an_outside_model_is_refused(strategy: Any) -> None:
         strategy.run(lambda: model(torch.ones(1, 1)))
 
 
-def test_strategies_of_different_sizes_live_side_by_side(strategy: Any) -> None:
+def test_strategies_of_different_sizes_coexist(strategy: Any) -> None:
     alone = distnb.MirroredStrategy([strategy.worker_devices[1]])
     with pytest.raises(ValueError, match="cpu:7"):
         distnb.MirroredStrategy(["cpu:7"])

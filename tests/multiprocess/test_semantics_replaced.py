@@ -60,7 +60,7 @@ def test_a_replaced_engine_keeps_training(session: Session) -> None:
     assert names["mean"] == 0.25  # the new replica got replica 0's examples: 0, 0 and 0, 1
 
 
-def test_buffers_are_made_equal_after_a_step_that_was_done_in_part(session: Session) -> None:
+def test_buffers_are_made_equal_after_a_partial_step(session: Session) -> None:
     names = session.user_ns
     run_cell(session, MODEL, "cell-1")
     run_cell(session, "strategy.run(lambda: None)\nkept = repr(model[1].running_mean.tolist())\n", "cell-2")

@@ -174,7 +174,7 @@ def test_scope_makes_replicas_equal() -> None:
     assert ranks(program, 2) == [True, True]
 
 
-def test_a_scope_that_differs_or_fails() -> None:
+def test_a_scope_that_differs_or_fails_is_an_error() -> None:
     program = """
     result = []
     try:
@@ -206,7 +206,7 @@ def test_a_scope_that_differs_or_fails() -> None:
         assert "the same arguments on every replica and on every machine" in arguments
 
 
-def test_a_scope_on_one_replica_alone() -> None:
+def test_a_scope_on_one_replica_alone_is_an_error() -> None:
     program = """
     try:
         if distnb.is_chief():
@@ -222,7 +222,7 @@ def test_a_scope_on_one_replica_alone() -> None:
         assert "made equal on all replicas, so all of them enter it" in text
 
 
-def test_assert_in_sync_names_what_and_where() -> None:
+def test_assert_in_sync_names_the_element_and_the_replica() -> None:
     program = """
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_assert_in_sync_names_what_and_where() -> None:
         assert "float32[2]" in shapes
 
 
-def test_two_random_streams() -> None:
+def test_replicas_have_a_shared_and_a_separate_random_stream() -> None:
     program = """
     import random
     import numpy as np
@@ -295,7 +295,7 @@ def test_dropout_differs_and_shuffles_do_not() -> None:
     assert not torch.equal(found[0][1].component(0), found[1][1].component(1))
 
 
-def test_modules_of_no_scope_are_refused() -> None:
+def test_modules_made_outside_a_scope_are_refused() -> None:
     program = """
     import torch.nn.functional as F
     model = torch.nn.Linear(1, 1)
@@ -344,7 +344,7 @@ def test_modules_of_no_scope_are_refused() -> None:
 
 
 @pytest.mark.parametrize("when", ["", pytest.param("import torchmetrics", marks=pytest.mark.soak), "distnb.metrics"])
-def test_metrics_of_a_scope(when: str) -> None:
+def test_metrics_of_a_scope_count_all_replicas(when: str) -> None:
     program = """
     with strategy.scope():
         import torchmetrics
@@ -390,7 +390,7 @@ def test_metrics_of_a_scope(when: str) -> None:
         assert "strategy.run" in found["error"]
 
 
-def test_compute_average_loss_on_replicas() -> None:
+def test_compute_average_loss_uses_the_global_batch() -> None:
     program = """
     nn = distnb.nn
     losses = torch.tensor([1.0, 2.0, 3.0, 6.0])
@@ -448,7 +448,7 @@ def test_the_strategy_must_fit_the_program() -> None:
         assert count == 2
 
 
-def test_torchrun_code_is_left_alone() -> None:
+def test_torchrun_code_is_left_unchanged() -> None:
     program = """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -465,7 +465,7 @@ def test_torchrun_code_is_left_alone() -> None:
     assert first == second
 
 
-def test_per_replica_values_of_results() -> None:
+def test_results_are_per_replica_values() -> None:
     program = "result = strategy.run(lambda: torch.tensor(distnb.replica_id()))"
     found = ranks(program, 2)
     assert all(isinstance(one, PerReplica) for one in found)

@@ -88,7 +88,7 @@ def notebook(servers: Servers) -> Iterator[Notebook]:
         yield made
 
 
-def test_only_who_knows_the_secret_is_served(servers: Servers, notebook: Notebook, tmp_path: Path) -> None:
+def test_only_clients_with_the_secret_are_served(servers: Servers, notebook: Notebook, tmp_path: Path) -> None:
     failed = notebook.try_run(servers.start(_make_secret(tmp_path / "wrong", "t" * 40)))
     assert failed.error_name == "StartError"
     assert f"There is no connection to the server at {servers.addresses[0]}." in failed.error_text
@@ -110,7 +110,7 @@ total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(1.0 + distnb.re
     notebook.run("%distnb logs --level off")
 
 
-def test_a_strategy_of_the_servers_cluster(servers: Servers, notebook: Notebook) -> None:
+def test_a_strategy_runs_on_the_servers_cluster(servers: Servers, notebook: Notebook) -> None:
     notebook.run(f"resolvers = distnb.cluster_resolver; workers = {servers.addresses!r}")
     notebook.run(
         "s = distnb.MultiWorkerMirroredStrategy(resolvers.SimpleClusterResolver({'worker': workers}))\n"
@@ -125,7 +125,7 @@ def test_a_strategy_of_the_servers_cluster(servers: Servers, notebook: Notebook)
     assert f"run on its engines, on {', '.join(servers.addresses)}, and the cluster_resolver says" in failed.error_text
 
 
-def test_a_server_that_is_killed(servers: Servers, notebook: Notebook) -> None:
+def test_a_killed_server_is_reported(servers: Servers, notebook: Notebook) -> None:
     lost = notebook.value("cluster.status()[1].pid")
     ended = notebook.try_run(f"""%%distribute mirrored
 import os, signal
@@ -143,7 +143,7 @@ while True:
     processes.ends(lost, 20)
 
 
-def test_a_server_that_is_told_to_stop(servers: Servers, notebook: Notebook) -> None:
+def test_a_server_stops_on_request(servers: Servers, notebook: Notebook) -> None:
     server, engine = servers.processes[0], notebook.value("cluster.status()[0].pid")
     server.send_signal(signal.SIGTERM)
     assert server.wait(40) == 0
@@ -152,12 +152,12 @@ def test_a_server_that_is_told_to_stop(servers: Servers, notebook: Notebook) -> 
 
 
 @pytest.mark.parametrize("protocol", ["grpc", ""])
-def test_a_protocol_that_is_not_ours(protocol: str) -> None:
+def test_an_unknown_protocol_is_refused(protocol: str) -> None:
     with pytest.raises(OptionError, match="servers use 'distnb'"):
         distnb.Server({"worker": ["127.0.0.1:2222"]}, "worker", 0, protocol)
 
 
-def test_what_makes_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_define_no_server_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DISTNB_SECRET_FILE", raising=False)
     spec = {"worker": ["127.0.0.1:2222", "192.0.2.1:2222"]}
     with pytest.raises(StartError, match="none is named"):
@@ -179,7 +179,7 @@ def test_what_makes_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         distnb.start(2, cluster_resolver=SimpleClusterResolver(spec), secret=secret)
 
 
-def test_a_local_server_listens_when_it_is_started(tmp_path: Path) -> None:
+def test_a_local_server_listens_once_it_is_started(tmp_path: Path) -> None:
     secret = _make_secret(tmp_path / "secret")
     server = distnb.Server.create_local_server(start=False, secret=secret)
     assert server.target == "distnb://127.0.0.1:0"

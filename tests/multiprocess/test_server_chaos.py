@@ -204,19 +204,19 @@ def hold_chaos(training: Training, seconds: float, every_s: float, at_once: int,
     return len(numbers), kills
 
 
-def test_every_count_is_exact_whatever_is_read_changed_stopped_and_cancelled_meanwhile(training: Training) -> None:
+def test_counts_are_exact_despite_reads_changes_stops_and_cancellations(training: Training) -> None:
     walk(1, 25)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-def test_every_count_is_exact_in_many_walks(training: Training) -> None:
+def test_counts_are_exact_in_many_random_walks(training: Training) -> None:
     for seed in range(2, 200):
         walk(seed, 60)
 
 
 @pytest.mark.soak
-def test_closures_of_killed_workers_are_done_exactly_once(training: Training) -> None:
+def test_closures_of_killed_workers_run_exactly_once(training: Training) -> None:
     count, _ = hold_chaos(training, 10, 0.5, 1, least=2)
     assert training.coordinator.status().retried >= 1
     values = [training.coordinator.schedule(training.step(), args=(count + each, 0.0)) for each in range(300)]
@@ -228,7 +228,7 @@ def test_closures_of_killed_workers_are_done_exactly_once(training: Training) ->
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("at_once", "every_s"), [(1, 3.0), (2, 3.0), (3, 10.0)])
-def test_a_minute_of_it(training: Training, at_once: int, every_s: float) -> None:
+def test_a_minute_of_chaos_loses_no_closure(training: Training, at_once: int, every_s: float) -> None:
     """Give new workers time to load libraries if all have been killed."""
     count, kills = hold_chaos(training, 60, every_s, at_once)
     assert kills >= 4 * at_once
@@ -236,7 +236,7 @@ def test_a_minute_of_it(training: Training, at_once: int, every_s: float) -> Non
     assert float(training.losses.compute()) < 0.15
 
 
-def test_what_was_acknowledged_before_the_kill_is_not_changed_twice(training: Training, tmp_path: Path) -> None:
+def test_an_acknowledged_change_is_not_repeated_after_the_kill(training: Training, tmp_path: Path) -> None:
     flag = tmp_path / "reached"
     step = training.step()
 
@@ -263,7 +263,7 @@ def test_what_was_acknowledged_before_the_kill_is_not_changed_twice(training: Tr
 
 
 @pytest.mark.soak
-def test_a_killed_server_is_an_error_at_once_and_a_checkpoint_recovers(training: Training, tmp_path: Path) -> None:
+def test_a_killed_server_is_an_error_at_once_and_a_checkpoint_restores_it(training: Training, tmp_path: Path) -> None:
     coordinator, step = training.coordinator, training.step()
     objects = {name: getattr(training, name) for name in ("model", "optimizer", "counter", "ones", "unit")}
     manager = distnb.CheckpointManager(distnb.Checkpoint(**objects), tmp_path / "saved")

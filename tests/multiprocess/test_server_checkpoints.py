@@ -135,14 +135,14 @@ def close(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("error:for 0.weight")
-def test_shards_are_restored_in_other_numbers_and_under_other_strategies(tmp_path: Path) -> None:
+def test_shards_are_restored_into_other_numbers_and_strategies(tmp_path: Path) -> None:
     with servers(3):
         check(tmp_path, ["servers_1", "mirrored_2", "servers_3"])
 
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("error:for 0.weight")
-def test_every_pair_of_strategies(tmp_path: Path) -> None:
+def test_every_pair_of_strategies_exchanges_checkpoints(tmp_path: Path) -> None:
     """Restore under every strategy; the first one again for what the last ones saved."""
     ways = ["servers_1", "servers_3", "servers_2", "default", "mirrored_2", "central_2", "servers_1"]
     check(tmp_path, ways, clusters_of_their_own=True)

@@ -99,7 +99,7 @@ distnb.stop()
 """
 
 
-def test_a_table_larger_than_any_process_may_use_trains(tmp_path: Path) -> None:
+def test_a_table_larger_than_a_processs_memory_limit_trains(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}

@@ -41,7 +41,7 @@ def stay():
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_random_reductions_many_at_a_time(n: int) -> None:
+def test_many_simultaneous_random_reductions_are_correct(n: int) -> None:
     program = """
     import random
     choose = random.Random(7)
@@ -142,7 +142,7 @@ def test_the_death_of_a_replica_ends_the_wait() -> None:
     assert "may have died" in ranks[0].check().result
 
 
-def test_too_many_that_nobody_waits_for() -> None:
+def test_too_many_pending_reductions_are_an_error() -> None:
     program = """
     from distnb.errors import CollectiveError
     started = []

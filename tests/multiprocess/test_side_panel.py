@@ -89,7 +89,7 @@ def terminal(notebook: Notebook, *words: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_a_page_and_a_terminal_see_and_end_a_cell_that_hangs(notebook: Notebook) -> None:
+def test_a_page_and_a_terminal_show_and_end_a_hanging_cell(notebook: Notebook) -> None:
     notebook.run("import distnb")
     cell = notebook.start(HANG)
     notebook.wait_for_output(cell, "begun")
@@ -131,7 +131,7 @@ def test_a_page_and_a_terminal_see_and_end_a_cell_that_hangs(notebook: Notebook)
     assert "idle" in terminal(notebook, "stacks").stdout
 
 
-def test_engines_are_ended_and_started_from_a_page_while_cells_run() -> None:
+def test_engines_can_be_ended_and_started_from_a_page_while_cells_run() -> None:
     with Notebook() as notebook, new_page(notebook) as page:
         notebook.run("import distnb, time")
         assert page.order("look")["snapshot"]["engines"] is None

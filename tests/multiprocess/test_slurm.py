@@ -51,7 +51,7 @@ def notebook(environment: dict[str, str]) -> Iterator[Notebook]:
         yield made
 
 
-def test_engines_are_on_the_nodes(network: Machines, notebook: Notebook) -> None:
+def test_engines_run_on_the_nodes(network: Machines, notebook: Notebook) -> None:
     assert notebook.value("[row.host for row in cluster.status()]") == ["blue", "blue", "red", "red"]
     notebook.run("""%%distribute mirrored
 import os, socket, psutil
@@ -68,7 +68,7 @@ found = (socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD
         assert set(listening) <= {network.address(host)}
 
 
-def test_no_secret_is_an_argument_or_a_variable(notebook: Notebook) -> None:
+def test_no_secret_is_in_arguments_or_environment_variables(notebook: Notebook) -> None:
     check_secrets(notebook, 4 * 4)  # wrapper, srun, node agent and engine of each of four
 
 
@@ -87,13 +87,13 @@ strategy.distribute_datasets_from_function(make)
 
 
 @pytest.mark.soak  # test_hosts.py tests it, too
-def test_a_node_that_is_cut_off(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
+def test_a_node_that_is_cut_off_ends_the_program(network: Machines, notebook: Notebook, tmp_path: Path) -> None:
     check_cut_off(notebook, network, "red", "blue", tmp_path)
     assert notebook.value("sum('red cannot be reached' in row.state for row in cluster.status())") == 2
 
 
 @pytest.mark.soak  # test_hosts.py tests it, too
-def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
+def test_engines_of_a_reconnected_node_are_restarted(network: Machines, notebook: Notebook) -> None:
     network.join("red")
     notebook.run("%distnb restart --missing", timeout_s=150)
     processes.OF_MODULE.update(steps())
@@ -102,11 +102,13 @@ def test_its_engines_come_back(network: Machines, notebook: Notebook) -> None:
 
 
 @pytest.mark.soak  # test_hosts.py tests it, too
-def test_an_engine_that_is_killed(notebook: Notebook) -> None:
+def test_a_killed_engine_ends_the_program(notebook: Notebook) -> None:
     check_killed(notebook, "red")
 
 
-def test_an_engine_that_scancel_ends(environment: dict[str, str], notebook: Notebook, tmp_path: Path) -> None:
+def test_an_engine_ended_by_scancel_is_reported(
+    environment: dict[str, str], notebook: Notebook, tmp_path: Path
+) -> None:
     notebook.run("%distnb restart --missing", timeout_s=150)
     processes.OF_MODULE.update(steps())
     agent = psutil.Process(notebook.value("cluster.status()[3].pid")).parent()
@@ -135,7 +137,7 @@ def test_stop_leaves_no_process_on_any_node(notebook: Notebook) -> None:
 
 
 @pytest.mark.soak  # test_hosts.py tests them; only the placement of tasks differs
-def test_roles(notebook: Notebook) -> None:
+def test_roles_are_assigned_to_nodes(notebook: Notebook) -> None:
     """Use a resolver's roles: the allocation has two tasks on each node."""
     start = (
         "roles = distnb.cluster_resolver.SlurmClusterResolver({'worker': 3, 'ps': 1})\n%distnb start --resolver roles"
@@ -144,14 +146,14 @@ def test_roles(notebook: Notebook) -> None:
     check_roles(notebook, start, placed, ["blue", "blue", "red"])
 
 
-def test_an_srun_that_fails(notebook: Notebook) -> None:
+def test_a_failing_srun_is_an_error(notebook: Notebook) -> None:
     failed = notebook.try_run("distnb.start(launcher='slurm', hosts=['red'], launcher_args=['--no-such-option'])")
     assert failed.error_name == "StartError"
     assert "srun cannot start a process on red" in failed.error_text
     assert "unrecognized option '--no-such-option'" in failed.error_text
 
 
-def test_the_end_of_the_notebook(notebook: Notebook) -> None:
+def test_the_end_of_the_notebook_ends_all_engines(notebook: Notebook) -> None:
     """End a notebook whose cluster a resolver named."""
     notebook.run("%distnb start --resolver slurm --per-host 1", timeout_s=120)
     assert notebook.value("[row.host for row in distnb.notebook.compose.current().status()]") == ["blue", "red"]

@@ -53,7 +53,7 @@ MODES = [(name, accumulate, mean) for name in OPTIMIZERS for accumulate in (Fals
 """
 
 
-def test_sparse_gradients_train_as_on_one_replica_under_every_algorithm() -> None:
+def test_sparse_gradients_train_like_one_replica_under_every_algorithm() -> None:
     program = """
     class Own(distnb.CrossDeviceOps):
         def reduce_implementation(self, op, tensor, replicas):
@@ -77,7 +77,7 @@ def test_sparse_gradients_train_as_on_one_replica_under_every_algorithm() -> Non
                 assert torch.allclose(got, want, rtol=1e-10)
 
 
-def test_sparse_tensors_are_summed_and_options_of_a_call_are_kept() -> None:
+def test_sparse_tensors_are_summed_and_options_of_a_call_are_applied() -> None:
     program = """
     import distnb
     from distnb import CommunicationOptions, ReduceOp
@@ -151,7 +151,7 @@ def test_sparse_tensors_are_summed_and_options_of_a_call_are_kept() -> None:
         assert "Seen()" in found["refused"]
 
 
-def test_replicas_that_give_different_options_and_one_that_does_not_come(tmp_path: Path) -> None:
+def test_different_options_and_a_missing_replica_are_errors(tmp_path: Path) -> None:
     mixed = """
     import distnb
     def step():

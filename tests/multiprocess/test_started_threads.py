@@ -10,7 +10,7 @@ from tests.kernel import Notebook
 LIMIT_S = 45.0
 
 
-def test_what_a_thread_does_is_done_at_the_end_of_its_cell(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_cell_ends_after_its_threads(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run(f"""%%distribute mirrored
 import threading, time, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +42,7 @@ found = distnb.MirroredStrategy().run(begin)
     assert notebook.value("float(distnb.MirroredStrategy().reduce('sum', found, axis=None))") == 2.0
 
 
-def test_stop_ends_the_wait_for_a_thread_that_is_named(notebook: Notebook, tmp_path: Path) -> None:
+def test_stop_ends_the_wait_for_a_thread_and_names_it(notebook: Notebook, tmp_path: Path) -> None:
     end = tmp_path / "end"
     source = f"""%%distribute mirrored
 import os, threading, time

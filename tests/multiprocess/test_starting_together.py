@@ -49,7 +49,7 @@ def chosen_at_random() -> dict[str, object]:
     }
 
 
-def test_engines_are_children_of_the_notebook_that_share_memory_and_no_secret() -> None:
+def test_engines_are_children_of_the_notebook_and_share_memory_but_no_secret() -> None:
     with running_cluster(2, agent=_AGENT) as cluster:
         pids = {process.pid for process in cluster.engines.values()}
         ours = {child.pid: child for child in psutil.Process().children()}
@@ -64,7 +64,7 @@ def test_engines_are_children_of_the_notebook_that_share_memory_and_no_secret() 
             assert each.uss < each.rss / 2
 
 
-def test_what_starts_a_thread_when_it_is_imported_is_imported_by_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_start_a_thread_are_imported_by_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def lives() -> bool:
         import sys
 
@@ -75,7 +75,7 @@ def test_what_starts_a_thread_when_it_is_imported_is_imported_by_each(monkeypatc
         assert on_each(cluster, lives) == [True, True]
 
 
-def test_an_import_that_fails_is_told_with_its_last_words() -> None:
+def test_the_error_for_a_failed_import_quotes_its_last_output() -> None:
     cluster = make_cluster(2, agent="tests.multiprocess.no_agent")
     with pytest.raises(
         StartError, match=r"(?s)Engine 0 \(cpu:0\) exited with code 1 while it started.*No module named"
@@ -84,7 +84,7 @@ def test_an_import_that_fails_is_told_with_its_last_words() -> None:
     assert not processes.children_of_this_run()
 
 
-def test_a_process_that_is_killed_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_killed_while_loading_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTNB_TEST_IMPORT", "stall")
     cluster = make_cluster(2, agent=_AGENT)
     failures: list[StartError] = []
@@ -107,7 +107,7 @@ def _has_torch(process: psutil.Process) -> bool:
     return any("torch" in each.path for each in process.memory_maps())
 
 
-def test_sigkill_of_the_notebook_while_its_engines_load() -> None:
+def test_sigkill_of_the_notebook_ends_engines_that_are_loading() -> None:
     before = processes.run_directories()
     program = f"from tests.multiprocess.clusters import make_cluster; make_cluster(2, agent={_AGENT!r}).start()"
     notebook = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "DISTNB_TEST_IMPORT": "stall"})
@@ -121,7 +121,7 @@ def test_sigkill_of_the_notebook_while_its_engines_load() -> None:
     processes.wait_until(lambda: processes.run_directories() == before, 10.0, "files are left")
 
 
-def test_what_was_killed_this_moment_is_missing() -> None:
+def test_an_engine_killed_just_now_is_missing() -> None:
     with started() as session:
         os.kill(session.status()[1].pid, signal.SIGKILL)
         assert session.restart(missing=True) == (1,)

@@ -26,7 +26,7 @@ def notebook(moment: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.timeout(120)
-def test_a_stop_that_is_killed_at_any_moment_leaves_nothing() -> None:
+def test_a_stop_killed_at_any_moment_leaves_no_process() -> None:
     before = processes.run_directories()
     dry = notebook(0)
     lines = int(dry.communicate()[0])

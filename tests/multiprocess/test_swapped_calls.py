@@ -109,7 +109,7 @@ def ranks(body: str, size: int) -> list[Rank]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("how", SWAPPED)
-def test_another_order_ends_every_replica(how, size):
+def test_a_different_order_ends_every_replica(how, size):
     for rank in ranks(SWAPPED[how], size):
         name, text, _ = rank.result
         assert name == "CollectiveMismatchError", rank
@@ -117,7 +117,7 @@ def test_another_order_ends_every_replica(how, size):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_doubt_is_told_once_by_one_replica(size):
+def test_a_doubtful_order_is_reported_once_by_one_replica(size):
     first, *others = ranks(DOUBTFUL, size)
     assert not any(each.result[0] or each.result[2] for each in others), others
     name, _, told = first.result
@@ -128,13 +128,13 @@ def test_doubt_is_told_once_by_one_replica(size):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_lines_of_ones_own_are_fine(size):
+def test_calls_on_different_lines_are_allowed(size):
     for rank in ranks(FINE, size):
         assert rank.result == ("", "", [])
 
 
 @pytest.mark.timeout(120)
-def test_in_a_notebook(notebook: Notebook) -> None:
+def test_swapped_calls_are_reported_in_a_notebook(notebook: Notebook) -> None:
     cell = """%%distribute mirrored
 def step():
     context = distnb.get_replica_context()

@@ -53,14 +53,14 @@ def told(body: str) -> str:
         ("dist.reduce_scatter_tensor(torch.ones(1), torch.ones(2))", "reduce_scatter_tensor(float32[2], sum)"),
     ],
 )
-def test_a_limit_of_the_whole_group(call, what):
+def test_a_limit_of_the_whole_group_is_kept(call, what):
     text = told(f"dist.init_process_group('gloo', timeout=short)\nresult = late(lambda: {call})\n")
     assert "within the time limit of 0.4 s" in text
     assert what in text
     assert MISSES in text
 
 
-def test_a_limit_reaches_waits_in_c():
+def test_a_limit_ends_waits_in_c():
     body = """
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 loss = model(torch.ones(1, 2)).sum()
@@ -70,7 +70,7 @@ result = late(loss.backward)
     assert "within the time limit of 0.4 s" in told(body)
 
 
-def test_a_limit_of_a_part():
+def test_a_limit_of_a_subgroup_is_kept():
     body = """
 part = dist.new_group([0, 1], timeout=timedelta(seconds=2.5))  # a slow machine's replicas meet within it
 assert sum_of(part) == 2
@@ -90,7 +90,7 @@ no_limit = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's barrie
 @pytest.mark.parametrize(
     "call", [pytest.param("dist.barrier(timeout=short)", marks=no_limit), "dist.monitored_barrier(timeout=short)"]
 )
-def test_after_a_barrier_of_limited_patience_who_comes_late_raises_too_and_the_program_ends(call):
+def test_a_late_replica_raises_too_after_a_barrier_with_a_limit(call):
     body = f"""
 told = late(lambda: {call})
 if rank == 1:
@@ -114,12 +114,12 @@ result = told
     assert MISSES in text
 
 
-def test_a_message_that_does_not_come():
+def test_a_missing_message_reaches_the_limit():
     text = told("dist.init_process_group(timeout=short)\nresult = late(lambda: dist.recv(torch.zeros(1), 1))\n")
     assert "The operation did not end within the time limit of 0.4 s" in text
 
 
-def test_limits_end_with_what_set_them_and_spare_our_own():
+def test_limits_end_with_their_group_and_spare_collectives_of_distnb():
     body = """
 dist.init_process_group(timeout=short)
 dist.init_process_group()
@@ -155,7 +155,7 @@ group = groups"""
     assert MISSES in first.check().result
 
 
-def test_what_is_no_limit_is_refused():
+def test_invalid_limits_are_refused():
     body = """
 result = []
 for timeout in (timedelta(0), 3):
@@ -170,7 +170,7 @@ for timeout in (timedelta(0), 3):
 
 
 @pytest.mark.timeout(120)
-def test_in_a_notebook_the_cell_ends_everywhere(notebook: Notebook) -> None:
+def test_a_limit_ends_the_cell_on_all_replicas_of_a_notebook(notebook: Notebook) -> None:
     cell = """%%distribute mirrored
 import torch.distributed as dist
 from datetime import timedelta

@@ -50,9 +50,7 @@ def shown_when(notebook: Notebook, message: str, text: str) -> str:
     raise AssertionError(f"the cell ended before {text!r} was shown, last of all: {shown}")
 
 
-def test_a_replica_that_sleeps_is_named_within_ten_steps_and_each_wait_is_kept(
-    notebook: Notebook, tmp_path: Path
-) -> None:
+def test_a_sleeping_replica_is_named_within_ten_steps_and_each_wait_is_kept(notebook: Notebook, tmp_path: Path) -> None:
     ran = notebook.run(
         f"%%distribute mirrored --timeline --profile {tmp_path}\nfor step in range(10):\n    strategy.run(train_step)\n"
         "time.sleep(0.6)"
@@ -77,7 +75,7 @@ def test_a_replica_that_sleeps_is_named_within_ten_steps_and_each_wait_is_kept(
     assert "Replica 1 is the straggler" in notebook.run("%distnb timeline").text
 
 
-def test_a_blocked_collective_is_told_while_the_cell_runs(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_blocked_collective_is_reported_while_the_cell_runs(notebook: Notebook, tmp_path: Path) -> None:
     held = tmp_path / "held"
     held.touch()
     message = notebook.start(f"""%%distribute mirrored
@@ -96,7 +94,7 @@ strategy.run(meet)""")
     assert "waits in" not in ran.displays[-1]["text/plain"]
 
 
-def test_a_batch_that_does_not_come_is_told_while_the_cell_runs(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_missing_batch_is_reported_while_the_cell_runs(notebook: Notebook, tmp_path: Path) -> None:
     held = tmp_path / "held"
     held.touch()
     message = notebook.start(f"""%%distribute mirrored
@@ -117,7 +115,7 @@ for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(Rows(), bat
     notebook.finish(message).check()
 
 
-def test_the_view_shows_the_line_that_failed(notebook: Notebook) -> None:
+def test_the_view_shows_the_failing_line(notebook: Notebook) -> None:
     ran = notebook.try_run("""%%distribute mirrored
 def divide(by):
     return 1 / by

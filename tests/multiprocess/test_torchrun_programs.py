@@ -50,6 +50,6 @@ def test_a_compiled_ddp_trains(results):
         assert result["sum"] == [4.0, 4.0]
 
 
-def test_a_destroyed_group_is_gone_until_it_is_made_again(results):
+def test_a_destroyed_group_is_unavailable_until_it_is_created_again(results):
     for result in results:
         assert result["states"] == [True, False, True, 2.0, True, 2]

@@ -100,7 +100,7 @@ def on_one_cpu() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("own_backend", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_a_script_on_chips_computes_what_one_cpu_does(own_backend: bool, tmp_path: Path) -> None:
+def test_a_script_on_chips_computes_the_same_as_one_cpu(own_backend: bool, tmp_path: Path) -> None:
     import json
 
     (tmp_path / "script.py").write_text(SCRIPT)

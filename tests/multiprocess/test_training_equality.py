@@ -179,21 +179,21 @@ def fetched(notebook: Notebook, strategy: str = "") -> tuple[list[float], list[o
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4))])
-def test_a_distributed_cell(notebook: Notebook, replicas: int, case: Case) -> None:
+def test_a_distributed_cell_trains_like_one_process(notebook: Notebook, replicas: int, case: Case) -> None:
     notebook.run(constants(case))
     notebook.run(f"%%distribute on_{replicas}\n{CELL}")
     compare(case, *fetched(notebook, f"on_{replicas}"))
 
 
 @pytest.mark.parametrize(("replicas", "case"), [(1, CASES[3]), (2, CASES[0]), (4, CASES[3])], ids=str)
-def test_a_cell_under_central_storage(notebook: Notebook, replicas: int, case: Case) -> None:
+def test_a_cell_under_central_storage_trains_like_one_process(notebook: Notebook, replicas: int, case: Case) -> None:
     notebook.run(constants(case))
     notebook.run(f"%%distribute central_{replicas}\n{CELL}")
     compare(case, *fetched(notebook, f"central_{replicas}"))
 
 
 @pytest.mark.parametrize("word", ["default", "one_device"])
-def test_the_same_cell_in_the_notebooks_process(notebook: Notebook, word: str) -> None:
+def test_a_default_cell_trains_like_one_process(notebook: Notebook, word: str) -> None:
     case = Case("Adam", "float64")
     notebook.run(constants(case))
     notebook.run(f"%%distribute {word}\n{CELL}")
@@ -201,14 +201,14 @@ def test_the_same_cell_in_the_notebooks_process(notebook: Notebook, word: str) -
 
 
 @pytest.mark.parametrize(("replicas", "case"), [(2, CASES[0]), (3, CASES[3]), (4, CASES[1])], ids=str)
-def test_ordinary_cells(notebook: Notebook, replicas: int, case: Case) -> None:
+def test_ordinary_cells_train_like_one_process(notebook: Notebook, replicas: int, case: Case) -> None:
     notebook.run(constants(case) + f"DEVICES = {[f'cpu:{i}' for i in range(replicas)]}")
     for cell in ORDINARY:
         notebook.run(cell)
     compare(case, *fetched(notebook))
 
 
-def test_ordinary_cells_under_central_storage(notebook: Notebook) -> None:
+def test_ordinary_cells_under_central_storage_train_like_one_process(notebook: Notebook) -> None:
     notebook.run(constants(CASES[3]))
     made, trained = ORDINARY
     notebook.run(made.replace("distnb.MirroredStrategy(devices=DEVICES)", "central_2"))
@@ -227,7 +227,7 @@ SCRIPTS = {
 
 @pytest.mark.timeout(175)
 @pytest.mark.parametrize("replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4))])
-def test_a_script_under_torchrun(replicas: int) -> None:
+def test_a_script_under_torchrun_trains_like_one_process(replicas: int) -> None:
     program = COMMON + "result = []\n"
     for strategy, case in SCRIPTS[replicas]:
         program += constants(case) + f"strategy = distnb.{strategy}()\n" + CELL + "\nresult.append((steps, weights))\n"

@@ -114,7 +114,7 @@ def values(found: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "read-only", "of rows", "in a frame"])
-def test_the_engines_of_a_machine_share_what_they_are_sent(kind: str, world: ClusterWorld, mapped: int) -> None:
+def test_engines_of_a_machine_share_received_memory(kind: str, world: ClusterWorld, mapped: int) -> None:
     made = np.random.default_rng(1).random(NBYTES // 8)
     made.flags.writeable = kind != "read-only"
     kinds = {"of rows": made.reshape(-1, 8)[:, ::-1], "in a frame": pandas.DataFrame({"x": made}, copy=False)}
@@ -125,7 +125,9 @@ def test_the_engines_of_a_machine_share_what_they_are_sent(kind: str, world: Clu
 
 
 @pytest.mark.parametrize("kind", ["array", "tensor"])
-def test_there_and_back(kind: str, world: ClusterWorld, mapped: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_travel_to_engines_and_back(
+    kind: str, world: ClusterWorld, mapped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(world.namespace, "most_nbytes", 0)  # arrays stay on the engines, like tensors
     ns = world.notebook.user_ns
     sent = np.random.default_rng(1).random(NBYTES // 8)
@@ -143,7 +145,7 @@ def test_there_and_back(kind: str, world: ClusterWorld, mapped: int, monkeypatch
     assert np.array_equal(np.asarray(ns["big"]), sent + 1)
 
 
-def test_a_change_in_place_is_seen_by_nobody_else(world: ClusterWorld, mapped: int) -> None:
+def test_a_change_in_place_affects_no_other_process(world: ClusterWorld, mapped: int) -> None:
     ns = world.notebook.user_ns
     ns["big"] = np.zeros(NBYTES // 8)
     cell = """
@@ -162,7 +164,7 @@ del before
     assert ns["big"].max() == 0.0
 
 
-def test_nothing_is_left_open(world: ClusterWorld, mapped: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mapping_remains_open(world: ClusterWorld, mapped: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world.namespace, "most_nbytes", 0)  # the array stays
     ns = world.notebook.user_ns
     ns["big"] = np.zeros(NBYTES // 8)
@@ -185,7 +187,7 @@ def test_nothing_is_left_open(world: ClusterWorld, mapped: int, monkeypatch: pyt
     assert look(world) == [[0, 0], there]
 
 
-def test_arguments_of_calls_are_let_go(world: ClusterWorld) -> None:
+def test_arguments_of_calls_are_released(world: ClusterWorld) -> None:
     session: Session = world._session
     given = []
 
@@ -203,7 +205,7 @@ def test_arguments_of_calls_are_let_go(world: ClusterWorld) -> None:
     assert all(one() is None for one in given)
 
 
-def test_calls_under_way_have_the_arguments_that_they_were_given(world: ClusterWorld) -> None:
+def test_pending_calls_keep_their_original_arguments(world: ClusterWorld) -> None:
     session: Session = world._session
     tensor = torch.empty(1 << 20)
 
@@ -217,7 +219,7 @@ def test_calls_under_way_have_the_arguments_that_they_were_given(world: ClusterW
     assert [resolve(one) for one in pending] == [(float(value), float(value)) for value in range(10)]
 
 
-def test_an_engine_that_is_killed_amid() -> None:
+def test_a_killed_engine_leaves_no_memory_behind() -> None:
     with running(2) as world:
         session, ns = world._session, world.notebook.user_ns
         ns["big"] = np.zeros(NBYTES // 8)

@@ -42,14 +42,14 @@ def made(notebook: Notebook) -> Notebook:
     return notebook
 
 
-def test_a_handle_is_drawn_and_its_text_stays(made: Notebook) -> None:
+def test_a_handle_is_drawn_and_keeps_its_text(made: Notebook) -> None:
     ran = made.run("losses")
     assert "PerReplica on 2 replicas" in page(ran)
     assert {"replica 0", "replica 1"} <= set(re.findall(r"replica \d", page(ran)))
     assert ran.displays[-1]["text/plain"].startswith("PerReplica:{\n  0: tensor(")
 
 
-def test_a_module_is_its_layers_with_norms(made: Notebook) -> None:
+def test_a_module_is_shown_as_its_layers_with_norms(made: Notebook) -> None:
     drawn = page(made.run("model"))
     assert drawn.count("<details") == 3
     assert "21 parameters" in drawn
@@ -61,14 +61,14 @@ def test_a_module_is_its_layers_with_norms(made: Notebook) -> None:
     assert float(shown[1]) == pytest.approx(norm, rel=2e-3)
 
 
-def test_no_value_travels_for_a_picture(made: Notebook) -> None:
+def test_drawing_transfers_no_values(made: Notebook) -> None:
     made.run("%%distribute mirrored\nlarge = strategy.run(lambda: torch.randn(3000, 1000))")
     told = made.value("len(large._repr_html_())")
     assert told < 200_000, "of 24 MB"
     assert "histogram from" in page(made.run("large"))
 
 
-def test_drift_is_said_with_the_replica(made: Notebook) -> None:
+def test_drift_is_reported_with_the_replica(made: Notebook) -> None:
     try:
         made.run(
             "%%distribute mirrored\nwith torch.no_grad():\n    if distnb.replica_id() == 1:\n        model[0].bias[0] += 1"
@@ -81,7 +81,7 @@ def test_drift_is_said_with_the_replica(made: Notebook) -> None:
     assert "DRIFT" not in page(made.run("model"))
 
 
-def test_in_a_cell_the_replicas_parts_are_one_picture(made: Notebook) -> None:
+def test_parts_of_replicas_form_one_picture_in_a_cell(made: Notebook) -> None:
     ran = made.run(
         """%%distribute mirrored
 import time
@@ -121,7 +121,7 @@ strategy.run(lambda: total.assign_add(float(distnb.replica_id() + 1)))"""
     assert "they read together" in drawn
 
 
-def test_visualize_tells_who_holds_what(made: Notebook) -> None:
+def test_visualize_shows_the_parts_of_each_replica(made: Notebook) -> None:
     text = made.run("distnb.visualize(model)").text
     assert text.splitlines()[0] == "Sequential on 2 replicas · each of 2 replicas: 116 B"
     assert re.search(r"0\.weight +\(3, 4\) +float32 +all +replicas 0–1 +cpu +48 B +mirrored copy", text)
@@ -131,7 +131,7 @@ def test_visualize_tells_who_holds_what(made: Notebook) -> None:
     assert (ran.error_name, "without any tensor" in ran.error_text) == ("OptionError", True)
 
 
-def test_rows_of_a_batch_and_of_a_dataset(made: Notebook) -> None:
+def test_rows_of_a_batch_and_of_a_dataset_are_shown(made: Notebook) -> None:
     text = made.run(
         """strategy = distnb.MirroredStrategy()
 dataset = strategy.distribute_dataset(torch.utils.data.DataLoader(torch.arange(7.0), batch_size=4))
@@ -145,7 +145,7 @@ distnb.visualize(dataset)"""
     assert "data:image/svg+xml" in page(ran)
 
 
-def test_shards_of_a_dtensor_and_its_statistics(made: Notebook) -> None:
+def test_shards_of_a_dtensor_and_its_statistics_are_shown(made: Notebook) -> None:
     ran = made.run(
         """%%distribute mirrored
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,7 +164,7 @@ distnb.visualize(sharded)"""
     assert ">34<" in drawn, "the largest element of replica 1's part"
 
 
-def test_central_storage_is_one_memory(made: Notebook) -> None:
+def test_central_storage_is_shown_as_one_memory(made: Notebook) -> None:
     text = made.run(
         """%%distribute central_storage
 with strategy.scope():
@@ -192,7 +192,7 @@ def test_the_default_strategy_draws_its_own_values(made: Notebook) -> None:
     assert "this process" in ran.text
 
 
-def test_a_default_cell_gets_what_the_replicas_hold_together(notebook: Notebook) -> None:
+def test_a_default_cell_gets_the_combined_value_of_the_replicas(notebook: Notebook) -> None:
     notebook.run(
         "%%distribute mirrored\nimport distnb, torch, torchmetrics\nwith strategy.scope():\n"
         "    mean, largest = distnb.metrics.Mean(), torchmetrics.MetricCollection([distnb.metrics.Max()])\n"

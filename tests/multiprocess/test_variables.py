@@ -52,7 +52,7 @@ _TABLE = {
 }
 
 
-def test_the_table() -> None:
+def test_variables_support_every_operation_of_the_table() -> None:
     """Start with 10; the replicas supply 1 and 2."""
     found = ranks(
         """
@@ -88,7 +88,7 @@ def test_the_table() -> None:
                     assert outside == cell[2], (setting, cells)
 
 
-def test_across_replicas_and_beyond_the_scope() -> None:
+def test_variables_work_across_replicas_and_outside_the_scope() -> None:
     found = ranks(
         """
         write, total = variable([1.0, 2.0], aggregation="sum"), variable(0, synchronization="on_read", aggregation="sum")
@@ -164,7 +164,7 @@ def test_across_replicas_and_beyond_the_scope() -> None:
         assert one["gradients"] == ([2.0, 2.0], [[2.0, 2.0]])
 
 
-def test_training_modules_and_saving() -> None:
+def test_variables_can_be_trained_and_saved_in_modules() -> None:
     found = ranks(
         """
         class Model(torch.nn.Module):
@@ -213,7 +213,7 @@ def test_training_modules_and_saving() -> None:
         assert one["saved"] == one["again"] == one["converted"] == expected
 
 
-def test_buffers_drift_and_synchronised_batch_norm() -> None:
+def test_buffers_drift_unless_batch_norm_is_synchronised() -> None:
     found = ranks(
         """
         from torch.nn import BatchNorm1d, Linear, Module, Sequential, SyncBatchNorm
@@ -279,7 +279,7 @@ def test_buffers_drift_and_synchronised_batch_norm() -> None:
         assert "(at most 0.5 apart)" in one["drift"]
 
 
-def test_running_statistics_are_averaged_by_the_backward_pass() -> None:
+def test_the_backward_pass_averages_running_statistics() -> None:
     """Read them after a step, and find the mean: everywhere, on one replica alone, and in evaluation."""
     found = ranks(
         """
@@ -346,7 +346,7 @@ def test_running_statistics_are_averaged_by_the_backward_pass() -> None:
     assert found[1]["own"] != found[0]["own"]
 
 
-def test_batch_norms_that_train_on_one_replica_only_are_named() -> None:
+def test_batch_norms_trained_on_one_replica_only_are_named() -> None:
     first, second = ranks(
         """
         with strategy.scope():
@@ -361,13 +361,13 @@ def test_batch_norms_that_train_on_one_replica_only_are_named() -> None:
         assert "replica 0 called BatchNorm's running statistics(float32[2], float32[2])" in told
 
 
-def test_the_program_of_the_documentation() -> None:
+def test_the_program_in_the_documentation_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "variables.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert {rank.check().stdout for rank in run_ranks(program, 2)} == {"3 steps, 10 examples\n"}
 
 
-def test_reading_on_one_replica_alone_ends_with_the_cure() -> None:
+def test_the_error_for_reading_on_one_replica_alone_names_the_cure() -> None:
     first, _ = run_ranks(
         _PRELUDE
         + """
@@ -384,7 +384,7 @@ if me == 0:
     assert "before `if distnb.is_chief():`" in first.check().result["told"]
 
 
-def test_saving_on_one_replica_as_scripts_for_ddp_do() -> None:
+def test_saving_on_one_replica_works_as_in_ddp_scripts() -> None:
     first, second = ranks(
         """
         import torch.distributed as dist

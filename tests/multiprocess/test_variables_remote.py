@@ -31,7 +31,7 @@ def names() -> Iterator[dict[str, Any]]:
         yield session.user_ns
 
 
-def test_a_handle_is_assigned_to_and_read(names: dict[str, Any]) -> None:
+def test_a_variables_handle_can_be_assigned_and_read(names: dict[str, Any]) -> None:
     strategy, v = names["strategy"], names["v"]
     assert isinstance(v, distnb.Mirrored)
     assert (v.name, float(v), v.numpy().shape) == ("v", 1.0, ())
@@ -55,7 +55,7 @@ def test_a_handle_is_assigned_to_and_read(names: dict[str, Any]) -> None:
     assert float(v) == 5.0
 
 
-def test_what_is_read_together(names: dict[str, Any]) -> None:
+def test_several_variables_are_read_together(names: dict[str, Any]) -> None:
     strategy, total, apart, model = (names[name] for name in ("strategy", "total", "apart", "model"))
     strategy.run(lambda: total.assign_add(distnb.replica_id() + 1))
     assert (int(total), float(total), total.item()) == (3, 3.0, 3)
@@ -74,7 +74,7 @@ def test_what_is_read_together(names: dict[str, Any]) -> None:
     assert float(model.state_dict()["total"]) == 4.0
 
 
-def test_drift_is_told(names: dict[str, Any]) -> None:
+def test_drift_is_reported(names: dict[str, Any]) -> None:
     strategy, model = names["strategy"], names["model"]
     reports = drift_reports(names)
     assert {"v", "total", "model"} <= set(reports)

@@ -46,7 +46,7 @@ shut_down, Connections.shut_down = Connections.shut_down, lambda self: None
         "send and recv",
     ],
 )
-def test_no_collective_is_waited_for_in_c(notebook: Notebook, step: str) -> None:
+def test_collectives_are_not_waited_for_in_c(notebook: Notebook, step: str) -> None:
     source = f"""%%distribute mirrored
 {preparation(STEPS[step], 10)}
 {STEPS[step]}
@@ -72,7 +72,7 @@ finally:
         "dist.HashStore().wait(['missing'])",
     ],
 )
-def test_no_store_is_waited_for_in_c(notebook: Notebook, wait: str) -> None:
+def test_stores_are_not_waited_for_in_c(notebook: Notebook, wait: str) -> None:
     source = f"""%%distribute mirrored
 import socket, torch.distributed as dist
 with socket.socket() as nobody:
@@ -83,7 +83,7 @@ with socket.socket() as nobody:
     stopped(notebook, source)
 
 
-def test_a_store_that_nobody_makes_is_an_error_at_once(notebook: Notebook) -> None:
+def test_a_store_without_a_server_is_an_error_at_once(notebook: Notebook) -> None:
     # torch.distributed.debug.start_debug_server() first does this on every replica.
     ran = notebook.try_run(
         "%%distribute mirrored\nfrom torch.distributed.debug._store import tcpstore_client\ntcpstore_client()",

@@ -39,7 +39,7 @@ def coordinator(strategy: Any) -> ClusterCoordinator:
     return ClusterCoordinator(strategy)
 
 
-def test_each_worker_is_a_team(cluster: Any, strategy: Any, coordinator: ClusterCoordinator) -> None:
+def test_each_worker_is_a_team_of_replicas(cluster: Any, strategy: Any, coordinator: ClusterCoordinator) -> None:
     assert [row.task for row in cluster.status()] == ["worker 0", "worker 0", "worker 1", "worker 1", "ps 0", "ps 1"]
     assert strategy.num_replicas_in_sync == 2
     # The first program may be one that is not a closure, which runs on all workers' replicas.
@@ -58,7 +58,9 @@ def test_each_worker_is_a_team(cluster: Any, strategy: Any, coordinator: Cluster
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_it_trains_as_one_process(strategy: Any, coordinator: ClusterCoordinator, sparse: bool) -> None:
+def test_workers_of_replicas_train_like_one_process(
+    strategy: Any, coordinator: ClusterCoordinator, sparse: bool
+) -> None:
     """Use a sharded table, some of whose rows only one replica uses, and an uneven last batch."""
 
     def build() -> Any:
@@ -149,7 +151,7 @@ def test_variables_are_assigned_once(strategy: Any, coordinator: ClusterCoordina
         coordinator.join()
 
 
-def test_one_replica_that_fails_ends_the_closure(strategy: Any, coordinator: ClusterCoordinator) -> None:
+def test_a_failing_replica_ends_the_closure(strategy: Any, coordinator: ClusterCoordinator) -> None:
     def closure() -> None:
         if distnb.replica_id() == 1:
             raise KeyError("only here")
@@ -168,7 +170,9 @@ def test_one_replica_that_fails_ends_the_closure(strategy: Any, coordinator: Clu
         coordinator.join()
 
 
-def test_a_replica_that_is_killed(cluster: Any, strategy: Any, coordinator: ClusterCoordinator, tmp_path: Path) -> None:
+def test_a_killed_replica_ends_its_worker_and_the_closure_runs_elsewhere(
+    cluster: Any, strategy: Any, coordinator: ClusterCoordinator, tmp_path: Path
+) -> None:
     """Check that its worker is lost, the closure runs elsewhere and counts once, and the whole worker comes back."""
     with strategy.scope():
         counter = distnb.Variable(0.0)
