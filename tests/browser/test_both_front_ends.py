@@ -19,7 +19,7 @@ IN_LAB = pytest.mark.parametrize("front_end", ["lab", pytest.param("notebook", m
 
 
 @pytest.mark.parametrize("front_end", ["notebook"], indirect=True)  # test_front_end.py tests JupyterLab
-def test_the_live_view_lives_and_leaves_a_picture(chrome: Any, front_end: Server) -> None:
+def test_the_live_view_updates_and_leaves_a_picture(chrome: Any, front_end: Server) -> None:
     front_end.write("live.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 3"])
     with OpenNotebook(chrome, front_end, "live.ipynb") as notebook:
         notebook.run(0)
@@ -40,7 +40,7 @@ def test_the_live_view_lives_and_leaves_a_picture(chrome: Any, front_end: Server
         assert "widget-view" not in str(data)
 
 
-def test_a_page_reloaded_under_a_cell_shows_it_to_its_end(chrome: Any, front_end: Server) -> None:
+def test_a_page_reloaded_during_a_cell_shows_the_rest_of_its_output(chrome: Any, front_end: Server) -> None:
     cells = [SETUP, "%%distribute mirrored\n# replay: train 3", "6 * 7", "7 * 7", "8 * 7"]
     front_end.write("reload.ipynb", cells)
     with OpenNotebook(chrome, front_end, "reload.ipynb") as notebook:
@@ -109,7 +109,7 @@ time.sleep(1000)
 
 
 @IN_LAB
-def test_the_stop_button_ends_cells_and_the_next_one_works(chrome: Any, front_end: Server) -> None:
+def test_the_stop_button_ends_a_cell_and_the_next_cell_works(chrome: Any, front_end: Server) -> None:
     cells = ["%load_ext distnb\nimport distnb\n%distnb start -n 2", LOOP, STUCK, "%%distribute mirrored\nprint('fine')"]
     front_end.write("stop.ipynb", cells)
     with OpenNotebook(chrome, front_end, "stop.ipynb") as notebook:
@@ -138,7 +138,7 @@ def test_the_stop_button_ends_cells_and_the_next_one_works(chrome: Any, front_en
 SOURCE = "index => window.jupyterapp.shell.currentWidget.content.widgets[index].model.sharedModel.getSource()"
 
 
-def test_the_extensions_panel_follows_a_cell_and_a_reload_and_ends_it(chrome: Any, front_end: Server) -> None:
+def test_the_extensions_panel_follows_and_ends_a_cell_and_survives_a_reload(chrome: Any, front_end: Server) -> None:
     front_end.write("extension.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 60", "6 * 7"])
     with OpenNotebook(chrome, front_end, "extension.ipynb") as notebook:
         errors: list[str] = []

@@ -33,7 +33,7 @@ TRAIN = """for number in range(60):
 coordinator.join()"""
 
 
-def test_the_queue_the_workers_and_the_servers_are_seen(chrome: Any, lab: Server, tmp_path: Path) -> None:
+def test_the_view_shows_the_queue_the_workers_and_the_servers(chrome: Any, lab: Server, tmp_path: Path) -> None:
     held = tmp_path / "held"
     held.touch()
     lab.write("closures.ipynb", [START, DEFINE.replace("{held!r}", repr(str(held))), TRAIN])

@@ -29,7 +29,7 @@ def ask(notebook: OpenNotebook, index: int, line: str) -> None:
 
 
 @pytest.mark.parametrize("front_end", ["lab"], indirect=True)  # Notebook 7 has the same code
-def test_the_prompt_of_a_replica(chrome: Any, front_end: Server) -> None:
+def test_a_page_shows_and_answers_a_replicas_prompt(chrome: Any, front_end: Server) -> None:
     cells = ["%load_ext distnb\nimport distnb\n%distnb start -n 2", STOPS, STOPS, "%distnb debug", "%distnb stop"]
     front_end.write("debug.ipynb", cells)
     with OpenNotebook(chrome, front_end, "debug.ipynb") as notebook:

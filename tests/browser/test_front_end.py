@@ -31,7 +31,7 @@ def text_of(notebook: dict[str, Any], index: int, stream: str = "stdout") -> str
     )
 
 
-def test_curves_grow_and_stay(chrome: Any, lab: Server) -> None:
+def test_curves_grow_and_remain_after_the_cell(chrome: Any, lab: Server) -> None:
     lab.write("live.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 4"])
     with OpenNotebook(chrome, lab, "live.ipynb") as notebook:
         notebook.run(0)
@@ -110,7 +110,7 @@ def is_light(color: str) -> bool:
     return int(color.removeprefix("rgb(").removeprefix("rgba(").split(",")[0]) > 128
 
 
-def test_progress_bars_figures_errors_and_floods(chrome: Any, lab: Server) -> None:
+def test_progress_bars_figures_errors_and_floods_are_displayed(chrome: Any, lab: Server) -> None:
     replayed = ("progress 2", "figures", "train 0.5 1", "flood 2")
     cells = [SETUP, *(f"%%distribute mirrored\n# replay: {what}" for what in replayed), "6 * 7"]
     lab.write("output.ipynb", cells)
@@ -191,7 +191,7 @@ for _ in tqdm(range(3), desc=f"bar {me}"):
 """
 
 
-def test_a_mirrored_cell_trains_live(chrome: Any, lab: Server) -> None:
+def test_a_mirrored_cell_shows_its_training_live(chrome: Any, lab: Server) -> None:
     lab.write(
         "train.ipynb",
         [

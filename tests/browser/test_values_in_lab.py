@@ -21,7 +21,7 @@ def all_decode(output: Any) -> bool:
     return bool(output.evaluate(script))
 
 
-def test_values_are_drawn_and_survive(chrome: Any, lab: Server) -> None:
+def test_values_are_drawn_and_survive_a_reload(chrome: Any, lab: Server) -> None:
     lab.write("values.ipynb", [VALUES, DRIFT])
     with OpenNotebook(chrome, lab, "values.ipynb") as notebook:
         notebook.run(0)

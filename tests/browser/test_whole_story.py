@@ -46,7 +46,7 @@ def quickstart() -> list[str]:
     return [*cells[:trains], endless]
 
 
-def test_the_quickstart_is_watched_broken_debugged_stopped_and_read_again(chrome: Any, lab: Server) -> None:
+def test_the_quickstart_can_be_watched_debugged_stopped_and_reopened(chrome: Any, lab: Server) -> None:
     cells = quickstart()
     train, breaks, debug, again = range(len(cells) - 1, len(cells) + 3)
     lab.write("story.ipynb", [*cells, BREAKS, "%distnb debug", cells[-1]])

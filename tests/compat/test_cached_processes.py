@@ -50,7 +50,7 @@ def found(notebook: Notebook) -> list[list[int]]:
     return value
 
 
-def test_arguments_made_in_the_notebook_find_the_replicas(caching: Notebook) -> None:
+def test_training_arguments_made_in_the_notebook_find_the_replicas(caching: Notebook) -> None:
     caching.run(FIND.format("both"))
     assert found(caching) == [[2, 2, 0], [2, 2, 1]]
     assert caching.value("[args.world_size, args.process_index, args.n_gpu]") == [1, 0, 0]
@@ -62,7 +62,7 @@ def test_arguments_made_in_the_notebook_find_the_replicas(caching: Notebook) -> 
     assert caching.value("[args.num_train_epochs, args.world_size]") == [8, 1]
 
 
-def test_objects_that_the_notebook_made_for_its_one_process_are_refused(caching: Notebook) -> None:
+def test_objects_made_for_the_notebooks_one_process_are_refused(caching: Notebook) -> None:
     caching.run(MADE_HERE)
     for name, kind in (
         ("accelerator", "accelerate.accelerator.Accelerator"),
@@ -79,7 +79,7 @@ def test_objects_that_the_notebook_made_for_its_one_process_are_refused(caching:
         assert caching.value(names_missing(internals)) == []
 
 
-def test_a_model_that_was_prepared_in_the_notebook_is_prepared_for_the_replicas(caching: Notebook) -> None:
+def test_a_model_prepared_in_the_notebook_is_prepared_for_the_replicas(caching: Notebook) -> None:
     caching.run("model = torch.nn.Linear(1, 1)\nprepared = Accelerator(cpu=True).prepare(model) is model")
     assert caching.value("prepared") is True
     caching.run(

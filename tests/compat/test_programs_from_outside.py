@@ -28,13 +28,13 @@ _dist.init_process_group = _init_and_keep
 
 
 @pytest.mark.parametrize("name", ["ddp_tutorial", "accelerate_loop", "fabric_loop"])
-def test_a_program_gives_the_numbers_that_torchrun_gives_it(notebook: Notebook, name: str) -> None:
+def test_a_program_gives_the_same_numbers_as_under_torchrun(notebook: Notebook, name: str) -> None:
     runs_alike(notebook, (PROGRAMS / f"{name}.py").read_text(encoding="utf-8"))
 
 
 @needs_nightly
 @pytest.mark.soak
-def test_data_parallelism_of_keras_itself_and_a_scope_after_it() -> None:
+def test_keras_data_parallelism_works_and_a_scope_works_after_it() -> None:
     """Check that a scope does not sum again what Keras sums by itself if there is a process group."""
     with Notebook(2) as notebook:
         first = f"import sys\nsys.path.insert(0, {str(NIGHTLY)!r})\n"
@@ -75,7 +75,7 @@ def flat(value: object) -> list[float]:
     return [value]
 
 
-def test_a_program_that_sets_torchruns_variables_sets_them_for_its_own_cell_only(notebook: Notebook) -> None:
+def test_torchruns_variables_set_by_a_program_affect_only_its_own_cell(notebook: Notebook) -> None:
     pasted = (
         "import os\nos.environ.update(RANK='0', WORLD_SIZE='1', MASTER_ADDR='elsewhere', MASTER_PORT='1')\n"
         "del os.environ['LOCAL_RANK']\nprint(os.environ['WORLD_SIZE'])"
@@ -105,7 +105,7 @@ def demo(rank, world_size):
 """
 
 
-def test_processes_that_would_be_ranks_are_refused_and_calling_their_function_works(notebook: Notebook) -> None:
+def test_spawning_ranks_is_refused_and_calling_their_function_works(notebook: Notebook) -> None:
     spawned = notebook.try_run(_TUTORIAL + "mp.spawn(demo, args=(2,), nprocs=2, join=True)")
     assert spawned.error_name == "ContextError"
     assert "the engines are the processes" in spawned.error_text

@@ -49,7 +49,7 @@ def lightning(notebook: Notebook) -> Notebook:
     return notebook
 
 
-def test_an_interrupted_fit_ends_on_every_replica_and_the_next_works(lightning: Notebook) -> None:
+def test_an_interrupted_fit_ends_on_every_replica_and_the_next_one_works(lightning: Notebook) -> None:
     running = lightning.start(FIT.format(60.0))
     lightning.wait_for_output(running, "a long step")
     lightning.interrupt()
@@ -64,7 +64,7 @@ def test_an_interrupted_fit_ends_on_every_replica_and_the_next_works(lightning: 
     assert "Epoch" not in str(lines_of_each(ran.stdout)[1])
 
 
-def test_trainers_that_the_notebook_made_for_its_one_process_are_refused(lightning: Notebook) -> None:
+def test_trainers_made_for_the_notebooks_one_process_are_refused(lightning: Notebook) -> None:
     lightning.run(
         "from lightning_fabric import Fabric\nfabric = Fabric(accelerator='cpu')\nset_up = fabric.setup(torch.nn.Linear(1, 1))\n"
         "trainer = pl.Trainer(accelerator='cpu', logger=False, enable_checkpointing=False)"

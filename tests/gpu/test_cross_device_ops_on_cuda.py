@@ -32,7 +32,7 @@ expected = train(None)
 """
 
 
-def test_replicas_that_share_a_gpu() -> None:
+def test_replicas_that_share_a_gpu_reduce_correctly() -> None:
     program = """
 for ops in (distnb.HierarchicalCopyAllReduce(), distnb.ReductionToOneDevice(), distnb.ReductionToOneDevice("cpu")):
     assert train(ops) == expected, ops
@@ -45,7 +45,7 @@ except ValueError as error:
         assert "needs a GPU of its own for each replica" in rank.check().result
 
 
-def test_replicas_with_a_gpu_each() -> None:
+def test_replicas_with_a_gpu_each_reduce_correctly() -> None:
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip(f"NCCL needs a GPU for each replica, and there is {count}")

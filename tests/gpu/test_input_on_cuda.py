@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("prefetch", [None, 0, 3])
 @pytest.mark.parametrize("kind", ["arrays", "loader", "pinned", "workers", "iterable"])
-def test_batches_arrive_as_they_are(kind: str, prefetch: int | None) -> None:
+def test_batches_arrive_unchanged_on_the_device(kind: str, prefetch: int | None) -> None:
     x, y = torch.randn(1000, 1000), torch.arange(1000)
     data = TensorDataset(x, y)
     plain = list(DataLoader(data, batch_size=64))

@@ -60,7 +60,7 @@ def on_cpu(notebook: Notebook) -> list[float]:
     return list(notebook.value("history"))
 
 
-def test_one_replica_uses_nccl_and_gives_the_cpus_numbers(alone: Notebook) -> None:
+def test_one_replica_uses_nccl_and_computes_the_same_as_the_cpu(alone: Notebook) -> None:
     alone.run(TRAIN)
     assert alone.value("device") == "cuda:0"
     history = list(alone.value("history"))
@@ -69,7 +69,7 @@ def test_one_replica_uses_nccl_and_gives_the_cpus_numbers(alone: Notebook) -> No
     assert history == pytest.approx(on_cpu(alone), rel=1e-4)
 
 
-def test_two_replicas_share_a_gpu_and_give_the_same_numbers(shared: Notebook) -> None:
+def test_two_replicas_share_a_gpu_and_compute_the_same(shared: Notebook) -> None:
     shared.run(TRAIN)
     assert shared.value("device") == "cuda:0"
     assert list(shared.value("history")) == pytest.approx(on_cpu(shared), rel=1e-4)
@@ -93,7 +93,7 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     assert "one engine for each of" in done.stdout
 
 
-def test_central_storage_has_everything_on_the_one_gpu() -> None:
+def test_central_storage_keeps_everything_on_the_one_gpu() -> None:
     with Notebook(env={"CUDA_VISIBLE_DEVICES": "0"}) as notebook:
         notebook.run("%distnb start -n 1", timeout_s=120)
         notebook.run(TRAIN.replace("mirrored", "central_storage", 1).replace("SGD", "Adam"), timeout_s=120)

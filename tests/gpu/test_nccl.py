@@ -58,7 +58,7 @@ EVERY_OPERATION = """
 """
 
 
-def test_one_replica_on_a_gpu_of_its_own():
+def test_one_replica_has_a_gpu_of_its_own():
     program = """
     devices = (Device("cuda", 0),)
     group = join(0, devices)
@@ -66,7 +66,7 @@ def test_one_replica_on_a_gpu_of_its_own():
     assert run_ranks(PROLOGUE + program + EVERY_OPERATION, 1)[0].check().result == "nccl"
 
 
-def test_two_replicas_that_share_a_gpu():
+def test_two_replicas_share_a_gpu():
     program = """
     devices = (Device("cuda", 0),) * size
     group = join(0, devices)
@@ -74,7 +74,7 @@ def test_two_replicas_that_share_a_gpu():
     assert [rank.check().result for rank in run_ranks(PROLOGUE + program + EVERY_OPERATION, 2)] == ["gloo", "gloo"]
 
 
-def test_two_replicas_that_share_a_gpu_are_freed_by_an_abort():
+def test_an_abort_frees_two_replicas_that_share_a_gpu():
     program = """
     devices = (Device("cuda", 0),) * size
     group = join(0, devices)
@@ -102,7 +102,7 @@ def test_two_replicas_that_share_a_gpu_are_freed_by_an_abort():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices on this machine")
-def test_two_replicas_on_gpus_of_their_own():
+def test_two_replicas_have_gpus_of_their_own():
     program = """
     devices = tuple(Device("cuda", index) for index in range(size))
     group = join(0, devices)
@@ -111,7 +111,7 @@ def test_two_replicas_on_gpus_of_their_own():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices on this machine")
-def test_an_abort_frees_nccl():
+def test_an_abort_ends_an_nccl_collective():
     program = """
     devices = tuple(Device("cuda", index) for index in range(size))
     group = join(0, devices)

@@ -54,7 +54,7 @@ def train(devices: str) -> Any:
         distnb.stop()
 
 
-def test_a_worker_on_a_gpu_trains_as_one_on_the_cpu() -> None:
+def test_a_worker_on_a_gpu_trains_like_one_on_the_cpu() -> None:
     places, mean, state = train("cuda:0")
     _, expected, wanted = train("cpu:0")
     assert places == {"cuda:0"}

@@ -46,7 +46,7 @@ def _functions(cell: dict[str, Any]) -> dict[str, ast.FunctionDef]:
 
 
 @pytest.mark.parametrize("notebook", EXERCISES, ids=lambda path: path.stem)
-def test_each_exercise_says_what_to_write_and_has_a_folded_solution(notebook: Path) -> None:
+def test_each_exercise_states_its_task_and_has_a_folded_solution(notebook: Path) -> None:
     code = [cell for cell in _cells(notebook) if cell["cell_type"] == "code"]
     places = [place for place, cell in enumerate(code) if _tagged(cell, "exercise")]
     assert places
@@ -78,7 +78,7 @@ def test_students_copies_have_no_solutions(notebook: Path, handout: Path) -> Non
 
 
 @pytest.mark.timeout(120)
-def test_a_check_says_which_exercise_is_left(handout: Path) -> None:
+def test_a_check_names_the_unsolved_exercise(handout: Path) -> None:
     notebook = nbformat.read(handout / "default_strategy.ipynb", as_version=4)
     client = NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(ROOT)}})
     with pytest.raises(CellExecutionError, match="Exercise 1: "):

@@ -21,7 +21,7 @@ WITHOUT_CURVES = {"hang"}
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs_and_shows_the_same(notebook: Path, tmp_path: Path) -> None:
+def test_a_notebook_runs_and_shows_its_saved_output(notebook: Path, tmp_path: Path) -> None:
     if notebook.stem in SHORTER:
         text, (long, short) = notebook.read_text(encoding="utf-8"), SHORTER[notebook.stem]
         assert text.count(long) == 1
@@ -50,7 +50,7 @@ def test_it_runs_and_shows_the_same(notebook: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_is_saved_as_readers_want_it(notebook: Path) -> None:
+def test_a_notebook_is_saved_in_readable_form(notebook: Path) -> None:
     """Check that outputs exist, errors are intended, and every picture shows without a kernel."""
     cells = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     outputs = [output for cell in cells for output in cell["outputs"]]

@@ -63,7 +63,7 @@ def test_every_link_leads_somewhere(site: dict[Path, Page]) -> None:
     assert not broken
 
 
-def test_no_other_host_is_asked(site: dict[Path, Page]) -> None:
+def test_pages_load_nothing_from_other_hosts(site: dict[Path, Page]) -> None:
     fetched = {urlsplit(each) for page in site.values() for each in page.fetched}
     assert {each.geturl() for each in fetched if each.netloc} == set()
     folder = next(path for path in site if path.name == "search.html").parent
@@ -74,7 +74,7 @@ def test_no_other_host_is_asked(site: dict[Path, Page]) -> None:
     ]
 
 
-def test_all_pages_and_notebooks_are_there(site: dict[Path, Page]) -> None:
+def test_all_pages_and_notebooks_are_built(site: dict[Path, Page]) -> None:
     folder = next(path for path in site if path.name == "search.html").parent
     sources = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/reference/*.rst"), *ROOT.glob("notebooks/**/*.ipynb")]
     first = {there for _, there, _ in site[folder / "docs" / "index.html"].local()}
@@ -102,7 +102,7 @@ def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
     assert {name for name in names if f"distnb.{name}" not in ids and f"module-distnb.{name}" not in ids} == set()
 
 
-def test_names_in_tables_are_whole(site: dict[Path, Page]) -> None:
+def test_names_in_tables_are_complete(site: dict[Path, Page]) -> None:
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = chromium()
     if path is None:

@@ -50,7 +50,7 @@ def few_enough(program: str, word: str) -> bool:
 
 
 @pytest.mark.parametrize(("program", "way", "word"), cases())
-def test_a_distributed_cell(
+def test_a_program_runs_in_a_distributed_cell(
     notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str, word: str
 ) -> None:
     begin(notebook, tmp_path)
@@ -63,7 +63,7 @@ def test_a_distributed_cell(
 @pytest.mark.parametrize(
     ("program", "way"), [(each, REFERENCE) for each in ("average_loss", "digits", *WHOLE, "values")]
 )
-def test_an_ordinary_cell(
+def test_a_program_runs_in_an_ordinary_cell(
     notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str, word: str
 ) -> None:
     begin(notebook, tmp_path)
@@ -74,7 +74,7 @@ def test_an_ordinary_cell(
 @pytest.mark.parametrize(
     ("program", "way", "made"), [("keras_whole_scope", REFERENCE, "later"), ("whole_scope", REFERENCE, "model")]
 )
-def test_a_function_that_is_called_again(
+def test_a_program_runs_in_a_repeated_function(
     notebook: Notebook, launch: Callable[[str], list[dict[str, Any]]], tmp_path: Path, program: str, way: str, made: str
 ) -> None:
     begin(notebook, tmp_path)

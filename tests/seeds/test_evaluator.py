@@ -114,7 +114,7 @@ else:
 @pytest.mark.parametrize(
     "program", [pytest.param(TORCH, id="loop"), pytest.param(KERAS, id="keras", marks=pytest.mark.soak)]
 )
-def test_workers_a_chief_that_saves_and_an_evaluator(program: str) -> None:
+def test_an_evaluator_evaluates_checkpoints_of_the_chief(program: str) -> None:
     words = {"evaluator 0": [sys.executable, "-m", "distnb", "run", "SCRIPT", "-n", "1"]}
     with Tasks(DATA + program + ROLES, ["worker 0", "worker 1", "evaluator 0"], command=words) as tasks:
         chief, worker, evaluator = (task.check().told for task in tasks.wait(120))

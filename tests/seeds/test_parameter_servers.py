@@ -141,7 +141,7 @@ else:
 
 
 @pytest.mark.soak  # tests/multiprocess/test_roles.py has such servers, the others have this training
-def test_servers_in_the_coordinators_process(tmp_path: Path) -> None:
+def test_a_program_trains_with_servers_in_the_coordinators_process(tmp_path: Path) -> None:
     """Make them as TensorFlow's tutorial does, make everything again, and resume where the first training ended."""
     cluster = {"worker": free_addresses(2), "ps": free_addresses(2)}
     program = f"""{DATA + MODEL + EVALUATION + IN_PROCESS}
@@ -171,7 +171,7 @@ print(json.dumps([first, told]))
     check(again, 2, 3)
 
 
-def test_one_program_for_all_tasks(tmp_path: Path) -> None:
+def test_one_program_runs_as_every_task(tmp_path: Path) -> None:
     """Run chief, workers, servers and an evaluator through TF_CONFIG."""
     names = ["chief 0", "worker 0", "worker 1", "ps 0", "ps 1", "evaluator 0"]
     program = DATA + MODEL + EVALUATION + f"PREPARE, LOOP = {PREPARE!r}, {LOOP!r}\n" + BY_ROLE
@@ -191,7 +191,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield notebook
 
 
-def test_cells_of_a_notebook(cells: Notebook) -> None:
+def test_a_program_trains_in_cells_of_a_notebook(cells: Notebook) -> None:
     cells.run("EPOCHS = 2\n")
     cells.run(
         "strategy = distnb.ParameterServerStrategy(variable_partitioner=partitioner)\n"
@@ -205,7 +205,7 @@ def test_cells_of_a_notebook(cells: Notebook) -> None:
     check(cells.value("told"), 2, 3)
 
 
-def test_a_distributed_cell_has_strategy_and_coordinator(cells: Notebook) -> None:
+def test_a_distributed_cell_has_a_strategy_and_a_coordinator(cells: Notebook) -> None:
     cells.run("%%distribute parameter_server\nEPOCHS, FOLDER = 2, FOLDER + '/cell'\npartitioner = None\n" + PREPARE)
     cells.run("%%distribute parameter_server\n" + LOOP)
     check(cells.value("told") | {"shards": 2}, 0, 2)
@@ -214,7 +214,7 @@ def test_a_distributed_cell_has_strategy_and_coordinator(cells: Notebook) -> Non
 # -- its snippets ------------------------------------------------------------------------------------------------------
 
 
-def test_variables_are_on_servers_in_turn(cells: Notebook) -> None:
+def test_variables_are_placed_on_servers_in_turn(cells: Notebook) -> None:
     cells.run("""%%distribute parameter_server
 v1 = distnb.Variable(0.0)
 with strategy.scope():
@@ -233,7 +233,7 @@ outside = str(v1.device)
     assert fresh.stdout.strip() == "/job:ps/replica:0/task:0/device:CPU:0"
 
 
-def test_an_embedding_in_two_shards(cells: Notebook) -> None:
+def test_an_embedding_is_split_into_two_shards(cells: Notebook) -> None:
     cells.run("""
 two = distnb.ParameterServerStrategy(
     variable_partitioner=distnb.partitioners.MinSizePartitioner(256 << 10, max_shards=2)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(170)
 
 
 @pytest.mark.parametrize(("program", "way"), cases())
-def test_a_program(launch: Callable[[str], list[dict[str, Any]]], program: str, way: str) -> None:
+def test_a_program_runs_as_a_script(launch: Callable[[str], list[dict[str, Any]]], program: str, way: str) -> None:
     [reference] = launch(REFERENCE)
     assert "error" not in reference[program], reference[program]["error"]
     for ended in launch(way):

@@ -13,7 +13,7 @@ _LIMIT_S = 15.0  # the benchmark shows how long it takes; here it must only not 
 @pytest.mark.soak
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("size", ROUNDS)
-def test_every_replica_is_free(size):
+def test_an_abort_frees_every_replica(size):
     for replica in stress(size, ROUNDS[size], TRAFFIC, timeout_s=120, seed=size):
         assert len(replica["records"]) == ROUNDS[size] * len(TRAFFIC)
         for record in replica["records"]:

@@ -44,7 +44,7 @@ _AFTER = {
 
 
 @pytest.mark.parametrize("engines", [2, 4])
-def test_each_ends_the_cell_with_the_error_first(engines: int) -> None:
+def test_each_caught_error_ends_the_cell_and_is_reported_first(engines: int) -> None:
     chance, wrong = random.Random(engines), []
     with started(engines) as session:
         for seed in range(_ROUNDS):

@@ -62,7 +62,7 @@ def _stuck(notebook: Notebook) -> bool:
 
 
 @pytest.mark.parametrize("engines", [2, 4])
-def test_no_replica_is_stuck(engines: int) -> None:
+def test_no_replica_hangs_in_an_ended_collective(engines: int) -> None:
     chance = random.Random(engines)
     wrong: list[str] = []
     rounds = [(step, error) for step in STEPS for error in _ENDS] * _ROUNDS

@@ -43,7 +43,7 @@ result = lines, [each.tolist() for each in model.get_weights()]
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_a_kill_at_any_line_of_saving(tmp_path: Path) -> None:
+def test_a_backup_survives_a_kill_at_any_line_of_saving(tmp_path: Path) -> None:
     def run(folder: str, kill_at: int) -> list[object]:
         text = PROGRAM.format(folder=str(tmp_path / folder), kill_at=kill_at)
         return list(run_ranks(text, 2, timeout_s=100, env=ENVIRONMENT))

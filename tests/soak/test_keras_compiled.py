@@ -22,7 +22,7 @@ result = model.fit(X, Y, batch_size=16, epochs=2, verbose=0).history["loss"]
 
 @pytest.mark.soak
 @pytest.mark.timeout(400)
-def test_a_compiled_step_on_two_replicas() -> None:
+def test_a_compiled_step_trains_on_two_replicas() -> None:
     ended = {
         replicas: [
             each.check().result

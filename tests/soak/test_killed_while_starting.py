@@ -23,7 +23,7 @@ def _notebook() -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
-def test_nothing_is_left() -> None:
+def test_a_kill_during_the_start_leaves_no_process() -> None:
     before = processes.run_directories()
     began = time.monotonic()
     moments = random.Random(os.getpid())

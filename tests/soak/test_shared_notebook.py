@@ -11,7 +11,7 @@ from tests.kernel import Shared
 pytestmark = pytest.mark.soak
 
 
-def test_it_is_cleared_and_a_spoilt_one_is_replaced(tmp_path: Path) -> None:
+def test_the_shared_notebook_is_cleared_and_a_broken_one_is_replaced(tmp_path: Path) -> None:
     shared = Shared(tmp_path)
     try:
         first = shared.take()
