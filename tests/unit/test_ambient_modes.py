@@ -39,7 +39,7 @@ AROUND: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_around_a_call(name: str, world: DoubleWorld) -> None:
+def test_modes_around_a_call_apply_to_the_call(name: str, world: DoubleWorld) -> None:
     around, shown = AROUND[name]
     world.run(ordinary(f"import torch\ndef f():\n    return {shown}"))
     function = world.notebook.user_ns["f"]
@@ -56,14 +56,14 @@ def _as_one(value: Any) -> Any:
     return tuple(map(_as_one, value)) if isinstance(value, tuple) else value
 
 
-def test_a_filter_for_a_class_of_the_notebook_keeps_nothing_from_travelling(world: DoubleWorld) -> None:
+def test_a_warning_filter_for_a_notebook_class_does_not_block_pickling(world: DoubleWorld) -> None:
     world.run(ordinary("import warnings\nclass Mine(UserWarning): ...\nwarnings.simplefilter('error', Mine)"))
     warnings.simplefilter("ignore", FutureWarning)
     world.run(distributed("import warnings\nfirst = str(warnings.filters[0][:3:2])"))
     assert world.notebook.user_ns["first"] == "('ignore', <class 'FutureWarning'>)"
 
 
-def test_autocast_does_not_remember_the_weights_of_an_earlier_call(world: DoubleWorld) -> None:
+def test_autocast_does_not_cache_weights_of_an_earlier_call(world: DoubleWorld) -> None:
     world.run(
         ordinary(
             "import torch\nw = torch.ones(1, 1, requires_grad=True)\n"
@@ -77,7 +77,7 @@ def test_autocast_does_not_remember_the_weights_of_an_earlier_call(world: Double
     assert found == [1.0, 2.0, 3.0]
 
 
-def test_tensors_made_in_inference_mode_are_changed_later(world: DoubleWorld) -> None:
+def test_tensors_made_in_inference_mode_can_be_changed_later(world: DoubleWorld) -> None:
     world.run(ordinary("import torch\nxs = []"))
     with torch.inference_mode():
         world.run(distributed("import torch\nxs.append(torch.ones(2))"))
@@ -86,7 +86,7 @@ def test_tensors_made_in_inference_mode_are_changed_later(world: DoubleWorld) ->
     assert world.notebook.user_ns["n"] == 6
 
 
-def test_what_is_per_cell_is_handed_over_once_a_cell(world: DoubleWorld) -> None:
+def test_state_per_cell_is_sent_once_per_cell(world: DoubleWorld) -> None:
     world.run(
         ordinary(
             "import torch, random, warnings, numpy as np\ndef f():\n"
@@ -113,7 +113,7 @@ def test_what_is_per_cell_is_handed_over_once_a_cell(world: DoubleWorld) -> None
             assert _as_one(world.call(function))[2] == outside[2]  # not around each call
 
 
-def test_what_a_call_drew_is_handed_back_by_the_next_cell(world: DoubleWorld) -> None:
+def test_draws_of_a_call_advance_the_state_for_the_next_cell(world: DoubleWorld) -> None:
     world.run(ordinary("import random\ndef f():\n    return random.random()"))
     random.seed(1)
     expected = [random.random() for _ in range(3)]
@@ -125,7 +125,7 @@ def test_what_a_call_drew_is_handed_back_by_the_next_cell(world: DoubleWorld) ->
     assert [world.notebook.user_ns[name] for name in "bc"] == expected[1:]
 
 
-def test_unchanged_is_the_same_object() -> None:
+def test_an_unchanged_environment_is_the_same_object() -> None:
     before = capture_environment()
     assert capture_environment(before) is before
     assert capture_environment(before, "call") is before
@@ -148,7 +148,7 @@ def test_unchanged_is_the_same_object() -> None:
         np.random.randn,
     ],
 )
-def test_what_is_drawn_goes_on_elsewhere(draw: Callable[[], Any]) -> None:
+def test_a_random_stream_continues_on_the_other_side(draw: Callable[[], Any]) -> None:
     draw()
     before = capture_environment()
     following = [float(draw()) for _ in range(3)]
@@ -157,7 +157,7 @@ def test_what_is_drawn_goes_on_elsewhere(draw: Callable[[], Any]) -> None:
     assert [float(draw()) for _ in range(3)] == following
 
 
-def test_who_seeds_torch_seeds_the_devices_of_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeding_torch_seeds_the_devices_of_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
     outside = capture_environment()
     seed_all, seeds = torch.manual_seed, []
     try:
@@ -177,7 +177,7 @@ def test_who_seeds_torch_seeds_the_devices_of_the_other_side(monkeypatch: pytest
         apply_environment(outside)
 
 
-def test_a_filter_for_a_class_that_the_other_side_cannot_import_is_left_out(
+def test_a_warning_filter_for_a_class_that_cannot_be_imported_is_left_out(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "only_here.py").write_text("class Mine(UserWarning): ...")
@@ -196,7 +196,7 @@ def test_a_filter_for_a_class_that_the_other_side_cannot_import_is_left_out(
         assert warnings.filters[0][:3:2] == ("error", FutureWarning)
 
 
-def test_modes_that_do_not_travel() -> None:
+def test_modes_that_are_not_sent_stay_local() -> None:
     def modes() -> tuple[Any, ...]:
         level = logging.getLogger("mine").level
         return decimal.getcontext().prec, np.geterr()["over"], torch.is_anomaly_enabled(), level
@@ -210,7 +210,7 @@ def test_modes_that_do_not_travel() -> None:
     assert modes() == outside
 
 
-def test_filters_and_printing_of_the_replicas_do_not_come_back(world: DoubleWorld) -> None:
+def test_warning_filters_and_print_options_of_replicas_are_not_returned(world: DoubleWorld) -> None:
     show = "str(warnings.filters[0][:3:2]), str(np.array([1 / 3]))"
     world.run(ordinary("import warnings, numpy as np\nwarnings.simplefilter('error', UserWarning)"))
     world.run(distributed("warnings.simplefilter('ignore', FutureWarning)\nnp.set_printoptions(precision=2)"))
@@ -230,7 +230,9 @@ def test_filters_and_printing_of_the_replicas_do_not_come_back(world: DoubleWorl
         (None, "cuda:3", None),
     ],
 )
-def test_another_process_default_device_becomes_this_one(sent: str | None, device: str, set_here: str | None) -> None:
+def test_the_default_device_of_another_process_maps_to_the_local_one(
+    sent: str | None, device: str, set_here: str | None
+) -> None:
     modes = Environment({"default device": sent, "default dtype": torch.float32}, cell=4).on(device)
     assert modes == Environment({"default device": set_here, "default dtype": torch.float32})
     assert modes.cell == 4

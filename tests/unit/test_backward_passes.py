@@ -58,7 +58,7 @@ def test_autograd_is_left_as_it_was_found() -> None:
     assert listener.noted == []
 
 
-def test_every_way_to_begin(listener: Listener) -> None:
+def test_every_way_to_begin_a_pass_is_noticed(listener: Listener) -> None:
     weight().sum().backward()
     torch.autograd.backward([weight().sum()])
     with pytest.warns(UserWarning, match="create_graph"):
@@ -79,7 +79,7 @@ def test_a_nested_pass_belongs_to_the_outer_one(listener: Listener) -> None:
     assert BACKWARD_PASSES.nesting_seen
 
 
-def test_a_failing_pass(listener: Listener) -> None:
+def test_a_failing_pass_is_reported_as_failed(listener: Listener) -> None:
     w = weight() * 1
     w.register_hook(lambda g: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -88,7 +88,7 @@ def test_a_failing_pass(listener: Listener) -> None:
 
 
 @pytest.mark.parametrize("where", ["begin", "end"])
-def test_a_failing_listener(listener: Listener, where: str) -> None:
+def test_a_failing_listener_ends_its_pass_only(listener: Listener, where: str) -> None:
     listener.fails_at = where
     with pytest.raises(ValueError, match=where):
         weight().sum().backward()

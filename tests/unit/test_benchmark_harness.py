@@ -38,7 +38,7 @@ def test_a_ratio_is_taken_within_a_round() -> None:
         (Target("a", "b", at_least=2.1), False),
     ],
 )
-def test_a_missed_target_is_said(target: Target, met: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missed_target_is_reported(target: Target, met: bool, capsys: pytest.CaptureFixture[str]) -> None:
     comparison = Comparison({"a": (2.0, 2.0), "b": (1.0, 1.0)})
     assert report("title", comparison, baseline="b", targets=[target]) is met
     assert ("MISSED" not in capsys.readouterr().out) is met

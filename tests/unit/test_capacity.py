@@ -35,7 +35,7 @@ def test_more_engines_than_cores_start_with_a_notice(engines: int, cores: int, t
 
 
 @pytest.mark.parametrize(("engines", "cores"), [(9, 2), (200, 2), (9, 4), (17, 8)])
-def test_far_more_than_the_cores_are_refused_with_the_figures(engines: int, cores: int) -> None:
+def test_far_more_engines_than_cores_are_refused_with_the_figures(engines: int, cores: int) -> None:
     room = Capacity(cores=cores, memory_nbytes=64 * GIB)
     with pytest.raises(
         StartError, match=rf"^{engines} engines were asked for on a machine with {cores} cores.*--overs"
@@ -44,7 +44,7 @@ def test_far_more_than_the_cores_are_refused_with_the_figures(engines: int, core
     check_capacity(engines, room, oversubscribe=True)
 
 
-def test_more_than_memory_allows_are_refused_with_the_figures() -> None:
+def test_more_engines_than_memory_allows_are_refused_with_the_figures() -> None:
     room = Capacity(cores=16, memory_nbytes=4 * ENGINE_NBYTES - 1)
     check_capacity(3, room, oversubscribe=False)
     with pytest.raises(StartError, match=r"4 engines need 1,000 MiB of memory.*\(250 MiB each\), but 999 MiB are free"):
@@ -52,7 +52,9 @@ def test_more_than_memory_allows_are_refused_with_the_figures() -> None:
     check_capacity(4, room, oversubscribe=True)
 
 
-def test_what_the_administrator_allows_holds_for_all(no_administrator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_the_administrator_applies_to_all_users(
+    no_administrator: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert this_machine().most_engines is None
     no_administrator.write_text("3\n")
     assert this_machine().most_engines == 3
@@ -64,13 +66,13 @@ def test_what_the_administrator_allows_holds_for_all(no_administrator: Path, mon
 
 
 @pytest.mark.parametrize("text", ["", "many", "0", "-1", "2.5"])
-def test_a_cap_that_is_no_number_is_a_clear_error(no_administrator: Path, text: str) -> None:
+def test_a_limit_that_is_not_a_number_is_a_clear_error(no_administrator: Path, text: str) -> None:
     no_administrator.write_text(text)
     with pytest.raises(StartError, match="is not a valid limit"):
         this_machine()
 
 
-def test_nothing_starts_where_too_many_were_asked_for(no_administrator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_engine_starts_if_too_many_are_requested(no_administrator: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "cores", lambda: 2)
     with pytest.raises(StartError, match="200 engines were asked for on a machine with 2 cores"):
         distnb.start(200, [f"cpu:{index}" for index in range(200)])

@@ -9,7 +9,7 @@ import pytest
 from distnb.objects.code import source_of
 
 
-def test_equal_code_of_two_cells_has_the_text_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_code_in_two_cells_keeps_its_own_source(monkeypatch: pytest.MonkeyPatch) -> None:
     codes = []
     for name, above in (("<equal code 1>", "# one"), ("<equal code 2>", "# two")):
         text = f"{above}\ndef f():\n    return 1\n"

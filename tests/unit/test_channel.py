@@ -93,9 +93,7 @@ def links(switchboard: Switchboard, context: zmq.Context[Any], engines: int) -> 
 
 
 @pytest.mark.parametrize("near", [True, False], ids=["of this host", "of another"], indirect=True)
-def test_messages_go_there_and_back_by_the_engines_id_in_order(
-    switchboard: Switchboard, context: zmq.Context[Any]
-) -> None:
+def test_messages_travel_both_ways_in_order_by_engine_id(switchboard: Switchboard, context: zmq.Context[Any]) -> None:
     sizes = [10, 100_000, 20, 1_000_000, 1, 3_000_000]
     with links(switchboard, context, 2) as ends:
         for size in sizes:
@@ -112,7 +110,7 @@ def test_messages_go_there_and_back_by_the_engines_id_in_order(
             assert end.receive() is None
 
 
-def test_an_engine_that_ends_is_not_reached_any_more_and_another_takes_its_place(
+def test_an_ended_engine_is_unreachable_until_it_is_replaced(
     switchboard: Switchboard, context: zmq.Context[Any]
 ) -> None:
     with links(switchboard, context, 1):
@@ -124,12 +122,12 @@ def test_an_engine_that_ends_is_not_reached_any_more_and_another_takes_its_place
         assert take(end) == "hello"
 
 
-def test_an_engine_that_did_not_connect_is_an_error(switchboard: Switchboard) -> None:
+def test_an_engine_that_does_not_connect_is_an_error(switchboard: Switchboard) -> None:
     with pytest.raises(StartError, match="Engine 0 did not connect to the notebook"):
         switchboard.programs.meet([Hello(0, 1, "here")])
 
 
-def test_a_descriptor_that_is_watched_ends_the_waiting(switchboard: Switchboard) -> None:
+def test_a_watched_descriptor_ends_the_wait(switchboard: Switchboard) -> None:
     reading, writing = os.pipe()
     switchboard.programs.watch(reading)
     assert switchboard.programs.wait(0) == []
@@ -143,7 +141,7 @@ far = pytest.mark.parametrize("near", [False], ids=["of another"], indirect=True
 
 
 @far
-def test_another_key_gets_nothing_through(switchboard: Switchboard, context: zmq.Context[Any]) -> None:
+def test_a_client_with_a_wrong_key_cannot_send(switchboard: Switchboard, context: zmq.Context[Any]) -> None:
     public, secret = zmq.curve_keypair()
     link = Link(
         context, 1, switchboard.program_url, server_public=SERVER_PUBLIC, client_public=public, client_secret=secret
@@ -154,7 +152,7 @@ def test_another_key_gets_nothing_through(switchboard: Switchboard, context: zmq
 
 
 @far
-def test_a_client_without_curve_gets_nothing_through(switchboard: Switchboard, context: zmq.Context[Any]) -> None:
+def test_a_client_without_curve_cannot_send(switchboard: Switchboard, context: zmq.Context[Any]) -> None:
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
     socket.connect(switchboard.program_url)
@@ -163,11 +161,11 @@ def test_a_client_without_curve_gets_nothing_through(switchboard: Switchboard, c
     assert read(switchboard, 0.5) == []
 
 
-def test_a_message_to_an_engine_that_is_not_there_is_not_lost_silently(switchboard: Switchboard) -> None:
+def test_a_message_to_a_missing_engine_is_an_error(switchboard: Switchboard) -> None:
     assert switchboard.programs.send((9,), "hello") == [9]
 
 
-def test_it_listens_in_the_private_directory_only(switchboard: Switchboard) -> None:
+def test_a_local_channel_listens_in_the_private_directory_only(switchboard: Switchboard) -> None:
     assert switchboard.programs.listener is not None
     assert switchboard.program_url == ""
     paths = [Path(switchboard.programs.listener.path), Path(switchboard.control_url.removeprefix("ipc://"))]
@@ -176,7 +174,7 @@ def test_it_listens_in_the_private_directory_only(switchboard: Switchboard) -> N
 
 
 @far
-def test_for_other_hosts_it_listens_at_the_address_that_it_was_given(switchboard: Switchboard) -> None:
+def test_a_channel_for_other_hosts_listens_at_the_given_address(switchboard: Switchboard) -> None:
     assert switchboard.programs.listener is None
     assert switchboard.program_url.startswith("tcp://127.0.0.1:")
     assert switchboard.control_url.startswith("tcp://127.0.0.1:")

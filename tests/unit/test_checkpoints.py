@@ -61,7 +61,7 @@ TREES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_what_is_written_is_read(tmp_path: Path, tree: Any) -> None:
+def test_a_written_checkpoint_is_read_back(tmp_path: Path, tree: Any) -> None:
     files.write(tmp_path / "one", tree)
     assert same(files.read(tmp_path / "one"), tree)
     assert {each.suffix for each in (tmp_path / "one").iterdir()} <= {".json", ".safetensors"}
@@ -77,19 +77,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("tree", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_held_is_named_and_leaves_nothing(tmp_path: Path, tree: Any, told: str) -> None:
+def test_objects_that_cannot_be_saved_are_named_and_leave_no_file(tmp_path: Path, tree: Any, told: str) -> None:
     with pytest.raises(OptionError, match=told):
         files.write(tmp_path / "one", tree)
     assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [distnb.Mirrored, distnb.PerReplica])
-def test_values_of_replicas_are_refused_before_anything_is_written(kind: Any) -> None:
+def test_values_of_replicas_are_refused_before_a_file_is_written(kind: Any) -> None:
     with pytest.raises(OptionError, match=f"cannot hold value: it is a {kind.__name__}"):
         distnb.Checkpoint(value=kind([torch.ones(2), torch.ones(2)]))
 
 
-def test_slices_are_one_tensor_again_whoever_reads(tmp_path: Path) -> None:
+def test_slices_are_joined_into_one_tensor_by_any_reader(tmp_path: Path) -> None:
     table, rows = torch.arange(39.0).reshape(13, 3), [3, 3, 3, 2, 2]
     shards = Shards(list(table.split(rows)))
     files.write(
@@ -143,7 +143,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "told"), DAMAGES.values(), ids=DAMAGES)
-def test_what_is_torn_or_foreign_is_told_and_the_newest_whole_one_is_used(
+def test_damaged_and_foreign_files_are_reported_and_the_newest_complete_checkpoint_is_used(
     tmp_path: Path, damage: Callable[[Path], object], told: str
 ) -> None:
     model = torch.nn.Linear(1, 1, bias=False)
@@ -163,7 +163,7 @@ def test_what_is_torn_or_foreign_is_told_and_the_newest_whole_one_is_used(
     assert model.weight.item() == 1
 
 
-def test_a_manager_keeps_the_newest_and_every_so_manieth(tmp_path: Path) -> None:
+def test_a_manager_keeps_the_newest_and_every_nth_checkpoint(tmp_path: Path) -> None:
     checkpoint = distnb.Checkpoint(value=torch.zeros(1))
     manager = distnb.CheckpointManager(checkpoint, tmp_path, max_to_keep=2, keep_every=3)
     assert manager.latest_checkpoint is None
@@ -200,12 +200,12 @@ BAD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", BAD.values(), ids=BAD)
-def test_bad_arguments_are_told(tmp_path: Path, make: Callable[[Path], object]) -> None:
+def test_bad_arguments_are_errors(tmp_path: Path, make: Callable[[Path], object]) -> None:
     with pytest.raises(OptionError):
         make(tmp_path)
 
 
-def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_mismatched_objects_are_reported(tmp_path: Path) -> None:
     path = distnb.Checkpoint(model=torch.nn.Linear(2, 2), some=[torch.ones(2)]).write(tmp_path / "one")
     with pytest.raises(CheckpointError, match="does not hold optimizer: it holds model, some"):
         distnb.Checkpoint(optimizer=torch.optim.SGD([torch.ones(1)], lr=1.0)).restore(path)
@@ -305,7 +305,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_nothing_is_changed_if_one_object_does_not_fit(tmp_path: Path, name: str) -> None:
+def test_no_object_changes_if_one_does_not_fit(tmp_path: Path, name: str) -> None:
     path = distnb.Checkpoint(first=torch.ones(1), **{name: SAVED[name]()}, last=Stubborn(2)).write(tmp_path / "one")
     make, told = OTHERS[name]
     first, other, last = torch.zeros(1), make(), Stubborn(3)
@@ -319,7 +319,7 @@ def test_nothing_is_changed_if_one_object_does_not_fit(tmp_path: Path, name: str
         other.step()
 
 
-def test_objects_that_fit_in_a_way_of_their_own_are_restored(tmp_path: Path) -> None:
+def test_objects_with_their_own_loading_are_restored(tmp_path: Path) -> None:
     path = distnb.Checkpoint(renamed=SAVED["renamed"](), lazy=torch.nn.Linear(2, 3)).write(tmp_path / "one")
     renamed, lazy = Renaming(2, 3), torch.nn.LazyLinear(3)
     distnb.Checkpoint(renamed=renamed, lazy=lazy).restore(path)
@@ -335,7 +335,7 @@ def test_objects_that_fit_in_a_way_of_their_own_are_restored(tmp_path: Path) -> 
     again.step()
 
 
-def test_a_metric_is_saved(tmp_path: Path) -> None:
+def test_a_metric_is_saved_and_restored(tmp_path: Path) -> None:
     import torchmetrics
 
     def made() -> dict[str, Any]:
@@ -363,7 +363,7 @@ def test_a_metric_is_saved(tmp_path: Path) -> None:
         update(restored)
 
 
-def test_the_status_tells_what_was_restored(tmp_path: Path) -> None:
+def test_the_status_lists_the_restored_objects(tmp_path: Path) -> None:
     saved = distnb.Checkpoint(step=torch.ones(1), more={"a": torch.ones(1), "b": torch.ones(1)})
     path = saved.write(tmp_path / "one")
     assert (
@@ -379,7 +379,7 @@ def test_the_status_tells_what_was_restored(tmp_path: Path) -> None:
             getattr(saved.restore(None).expect_partial(), check)()
 
 
-def test_a_thread_writes_what_was_there_when_it_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_writes_the_state_at_the_time_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, value = threading.Event(), torch.ones(4)
     write = files.write
 
@@ -398,7 +398,7 @@ def test_a_thread_writes_what_was_there_when_it_was_asked(tmp_path: Path, monkey
     assert value.tolist() == [1, 1, 1, 1]
 
 
-def test_how_a_thread_fails_is_known_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_thread_is_raised_at_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -444,7 +444,7 @@ def saves(folder: Path, kill_at: int) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_whole_checkpoint_is_found_wherever_a_kill_strikes(tmp_path: Path) -> None:
+def test_a_complete_checkpoint_exists_after_a_kill_at_any_point(tmp_path: Path) -> None:
     lines = saves(tmp_path / "whole", kill_at=-1)
     found = set()
     for kill_at in range(1, lines, max(1, lines // 60)):
@@ -472,7 +472,7 @@ def test_a_whole_checkpoint_is_found_wherever_a_kill_strikes(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_two_programs_do_not_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_program_cannot_save_into_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_locks, "_PATIENCE_S", 0.1)
     checkpoint = distnb.Checkpoint(value=torch.ones(1))
 
@@ -509,7 +509,7 @@ def test_two_programs_do_not_save_into_one_folder(tmp_path: Path, monkeypatch: p
     assert sorted(os.listdir(tmp_path)) == ["ckpt-1", "ckpt-2", "other"]
 
 
-def test_checkpoints_that_another_program_saved_meanwhile_are_counted(tmp_path: Path) -> None:
+def test_checkpoints_saved_meanwhile_by_another_program_are_counted(tmp_path: Path) -> None:
     """Count a checkpoint that another program's thread still writes when a manager is made."""
     objects = distnb.Checkpoint(value=torch.ones(1))
     early, late = (distnb.CheckpointManager(objects, tmp_path / "both") for _ in range(2))
@@ -518,7 +518,7 @@ def test_checkpoints_that_another_program_saved_meanwhile_are_counted(tmp_path: 
     assert [early.save()[-6:], early.save()[-6:]] == ["ckpt-2", "ckpt-3"]
 
 
-def test_a_thread_that_writes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_writing_is_not_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, write = threading.Event(), files._write_tensors
 
     def slowly(*arguments: Any) -> Any:

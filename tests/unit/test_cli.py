@@ -57,7 +57,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[list
         ("train.py --devices=cpu,cpu --oversubscribe x", "train.py x", 2),
     ],
 )
-def test_options_of_distnb_stand_before_the_script_and_right_after_it(
+def test_options_of_distnb_go_before_the_script_or_right_after_its_name(
     launched: list[tuple[list[str], list[str]]],
     capsys: pytest.CaptureFixture[str],
     words: str,
@@ -85,7 +85,7 @@ def test_options_of_distnb_stand_before_the_script_and_right_after_it(
         ("-m", "argument -m: expected one argument"),
     ],
 )
-def test_nonsense_gets_a_clear_error_and_runs_nothing(
+def test_invalid_arguments_get_a_clear_error_and_run_nothing(
     launched: list[tuple[list[str], list[str]]], capsys: pytest.CaptureFixture[str], words: str, text: str
 ) -> None:
     code, out, err = run(capsys, "run", *words.split())
@@ -94,7 +94,7 @@ def test_nonsense_gets_a_clear_error_and_runs_nothing(
     assert launched == []
 
 
-def test_devices_that_are_not_there(
+def test_missing_devices_are_refused(
     launched: list[tuple[list[str], list[str]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run(capsys, "run", "--devices", "cuda:0", "train.py")
@@ -102,27 +102,27 @@ def test_devices_that_are_not_there(
     assert err.startswith("distnb run: There is no cuda:0 on this machine. It has the CPU only")
 
 
-def test_without_arguments_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_without_arguments_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys)
     assert (code, err) == (0, "")
     assert "run a script on several replicas" in out
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["run", "--help"], ["run", "-h"], ["--version"]])
-def test_help_and_version(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     code, out, err = run(capsys, *words)
     assert (code, err) == (0, "")
     assert "distnb" in out
 
 
 @pytest.mark.parametrize("words", [["fly"], ["--fast"], ["train.py", "-n", "2"]])
-def test_an_unknown_command(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+def test_an_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert "error:" in err
 
 
-def test_an_interrupt_has_the_shells_exit_code(
+def test_an_interrupt_gives_the_shells_exit_code(
     launched: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(command: object, devices: object, placement: object) -> int:

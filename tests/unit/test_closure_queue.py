@@ -9,7 +9,7 @@ import pytest
 from distnb.coordinator.queue import Cancel, ClosureQueue, Interrupt, Reclaim, ReportNoWorker, Send
 
 
-def test_closures_go_to_the_worker_that_has_least_in_the_order_in_which_they_were_scheduled() -> None:
+def test_closures_go_in_order_to_the_worker_with_the_fewest() -> None:
     queue = ClosureQueue(depth=2)
     queue.worker_up(0, 0.0)
     queue.worker_up(1, 0.0)
@@ -20,7 +20,7 @@ def test_closures_go_to_the_worker_that_has_least_in_the_order_in_which_they_wer
     assert queue.oldest == 0
 
 
-def test_what_a_lost_worker_had_comes_next_and_in_order() -> None:
+def test_closures_of_a_lost_worker_come_next_and_in_order() -> None:
     queue = ClosureQueue(depth=2)
     queue.worker_up(0, 0.0)
     for number in range(4):
@@ -32,7 +32,7 @@ def test_what_a_lost_worker_had_comes_next_and_in_order() -> None:
     assert queue.counts.done == 0
 
 
-def test_without_a_worker_it_says_so_once() -> None:
+def test_a_queue_without_workers_reports_it_once() -> None:
     queue = ClosureQueue()
     assert queue.scheduled(0, 0.0) == [ReportNoWorker()]
     assert queue.scheduled(1, 0.0) == []
@@ -40,7 +40,7 @@ def test_without_a_worker_it_says_so_once() -> None:
     assert queue.worker_lost(0, 0.0) == [ReportNoWorker()]
 
 
-def test_an_error_ends_all_others() -> None:
+def test_an_error_ends_all_other_closures() -> None:
     queue = ClosureQueue(depth=1)
     queue.worker_up(0, 0.0)
     queue.worker_up(1, 0.0)
@@ -54,7 +54,7 @@ def test_an_error_ends_all_others() -> None:
     assert queue.scheduled(4, 0.0) == [Send(4, 0)]
 
 
-def test_a_closure_waits_for_those_whose_results_it_needs() -> None:
+def test_a_closure_waits_for_the_closures_whose_results_it_needs() -> None:
     queue = ClosureQueue()
     queue.worker_up(0, 0.0)
     queue.scheduled(0, 0.0)
@@ -64,7 +64,7 @@ def test_a_closure_waits_for_those_whose_results_it_needs() -> None:
     assert queue.ended(0, 1, "done", 0.0) == [Send(2, 0)]
 
 
-def test_what_needs_the_result_of_a_cancelled_closure_is_cancelled() -> None:
+def test_closures_that_need_a_cancelled_result_are_cancelled() -> None:
     queue = ClosureQueue()
     queue.worker_up(0, 0.0)
     queue.scheduled(0, 0.0)
@@ -74,7 +74,7 @@ def test_what_needs_the_result_of_a_cancelled_closure_is_cancelled() -> None:
     assert queue.idle
 
 
-def test_a_worker_that_is_stuck_gets_nothing_until_it_is_free() -> None:
+def test_a_stuck_worker_gets_no_closure_until_it_is_free() -> None:
     queue = ClosureQueue(depth=1)
     queue.worker_up(0, 0.0)
     queue.scheduled(0, 0.0)
@@ -87,7 +87,7 @@ def test_a_worker_that_is_stuck_gets_nothing_until_it_is_free() -> None:
     assert queue.counts.done == 0
 
 
-def test_a_worker_with_nothing_to_do_gets_what_waits_behind_a_long_closure() -> None:
+def test_an_idle_worker_gets_closures_waiting_behind_a_long_one() -> None:
     queue = ClosureQueue(depth=2)
     queue.worker_up(0, 0.0)
     queue.worker_up(1, 0.0)
@@ -103,7 +103,7 @@ def test_a_worker_with_nothing_to_do_gets_what_waits_behind_a_long_closure() -> 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_closure_ends_exactly_once_whatever_happens(seed: int) -> None:
+def test_every_closure_ends_exactly_once_in_random_sequences(seed: int) -> None:
     draw = random.Random(seed)
     queue = ClosureQueue(depth=draw.choice([1, 2, 3]))
     there: dict[int, list[int]] = {}  # what each worker has been sent, and has not replied to
@@ -185,7 +185,7 @@ def test_every_closure_ends_exactly_once_whatever_happens(seed: int) -> None:
     assert ended.keys() == set(range(number))
 
 
-def test_closures_that_may_still_be_worked_for_are_remembered_until_all_before_them_have_ended() -> None:
+def test_closures_that_may_still_run_are_remembered_until_all_before_them_have_ended() -> None:
     queue = ClosureQueue(depth=2)
     queue.worker_up(0, 0.0)
     queue.worker_up(1, 0.0)

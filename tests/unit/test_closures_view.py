@@ -54,7 +54,7 @@ def status(
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_cell_counts_what_ended_in_it_and_all_that_has_not() -> None:
+def test_a_cell_counts_the_closures_that_ended_in_it_and_all_pending_ones() -> None:
     model = ClosuresModel(BEFORE)
     assert (model.under_way, model.queue_text(), model.staleness_text()) == (False, "", "")
     model.feed(status(1204, 6, 810, retried=3, cancelled=2, steps=815, mean_staleness=0.94, max_staleness=3), 1.0)
@@ -64,7 +64,7 @@ def test_a_cell_counts_what_ended_in_it_and_all_that_has_not() -> None:
     assert model.steps == 800
 
 
-def test_the_rate_is_of_the_last_seconds_and_in_the_end_of_all() -> None:
+def test_the_rate_covers_the_last_seconds_and_finally_the_whole_time() -> None:
     model = ClosuresModel(BEFORE)
     assert model.closures_per_second() == 0
     for second in range(11):
@@ -74,7 +74,7 @@ def test_the_rate_is_of_the_last_seconds_and_in_the_end_of_all() -> None:
     assert model.closures_per_second() == 100 / 12
 
 
-def test_what_a_worker_runs_is_told_in_words() -> None:
+def test_the_closure_of_a_worker_is_described_in_words() -> None:
     workers = (
         IDLE,
         WorkerStatus(worker=1, state="running", closure="train_step", seconds=0.2),
@@ -91,14 +91,14 @@ SHARDS = tuple(
 )
 
 
-def test_servers_are_told_by_what_they_hold() -> None:
+def test_servers_are_described_by_their_contents() -> None:
     assert server_texts(SHARDS) == {0: "2 shards, 2.0 kB", 1: "1 shard, 2.0 kB"}
     assert [each.name for each in largest(SHARDS, 2)] == ["table/part_0", "table/part_1"]
     assert largest(SHARDS[::-1], 3) == list(SHARDS[::-1])
     assert SHARDS[1].device == "/job:ps/replica:0/task:1/device:CPU:0"
 
 
-def test_the_status_line_tells_how_long_the_queue_takes_where_no_loop_over_epochs_fills_it() -> None:
+def test_the_status_line_estimates_the_time_of_the_queue_without_a_loop_over_epochs() -> None:
     model = LiveModel()
     closures = ClosuresModel(BEFORE)
     model.follow(closures, "parameter_server", 0.0)
@@ -115,7 +115,7 @@ def test_the_status_line_tells_how_long_the_queue_takes_where_no_loop_over_epoch
     assert "left" not in head_text(model, 13.0)
 
 
-def test_the_status_line_tells_how_far_a_loop_over_epochs_is() -> None:
+def test_the_status_line_shows_the_progress_of_a_loop_over_epochs() -> None:
     model = LiveModel()
     earlier = step_count.Reading(epoch=9, batch=500, batches=500, epochs=10)
     closures = ClosuresModel(replace(BEFORE, reading=earlier))
@@ -137,7 +137,7 @@ def test_the_status_line_tells_how_far_a_loop_over_epochs_is() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "who"), [(1, "worker 3"), (2, "replica 3")])
-def test_who_waits_is_a_worker_where_workers_have_one_replica(replicas: int, who: str) -> None:
+def test_waits_name_workers_if_workers_have_one_replica(replicas: int, who: str) -> None:
     model = LiveModel()
     model.follow(ClosuresModel(replace(BEFORE, replicas_per_worker=replicas)), "parameter_server", 0.0)
     model.feed(
@@ -159,7 +159,7 @@ def test_who_waits_is_a_worker_where_workers_have_one_replica(replicas: int, who
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 
-def test_the_queue_is_a_bar_of_all_its_closures() -> None:
+def test_the_queue_is_drawn_as_a_bar_of_all_closures() -> None:
     counts = {"done": 750, "failed": 1, "cancelled": 0, "running": 0, "waiting": 249, "retried": 2}
     svg = ET.fromstring(queue_picture(counts, "staleness 1.0 (max 2)"))
     bars = {each.get("class"): each for each in svg.iter() if each.get("class") in counts}
@@ -187,7 +187,7 @@ def followed() -> LiveModel:
     return model
 
 
-def test_workers_have_a_row_each() -> None:
+def test_each_worker_has_a_row() -> None:
     model = followed()
     assert head_text(model, 4.0) == "parameter_server · 2 workers · running · 4.0 s · 30 steps"
     assert model.closures is not None
@@ -197,7 +197,7 @@ def test_workers_have_a_row_each() -> None:
     assert rows[1] == ["1", "", "lost: was killed by SIGKILL", "", "4", "", "", ""]
 
 
-def test_the_last_picture_tells_all_also_in_plain_text() -> None:
+def test_the_last_picture_is_complete_also_in_plain_text() -> None:
     model = followed()
     assert model.closures is not None
     workers = (WorkerStatus(worker=0, state="idle", done=30), LOST)
@@ -276,7 +276,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Watching:
     return coordinator, view, kept
 
 
-def test_a_view_appears_while_closures_are_under_way_and_looks_at_them_now_and_then(watching: Watching) -> None:
+def test_a_view_appears_while_closures_run_and_updates_now_and_then(watching: Watching) -> None:
     coordinator, view, kept = watching
     for tick in range(40):
         view.tick(tick * 0.05)
@@ -290,7 +290,7 @@ def test_a_view_appears_while_closures_are_under_way_and_looks_at_them_now_and_t
     assert "closures: 10 done · 2 running · 5 waiting" in kept.shown[-1]
 
 
-def test_nobody_looks_when_all_closures_have_ended_until_there_are_others(watching: Watching) -> None:
+def test_a_view_is_idle_from_the_end_of_all_closures_until_the_next(watching: Watching) -> None:
     coordinator, view, _ = watching
     view.tick(0.6)
     coordinator.current = status(done=37)
@@ -309,7 +309,7 @@ def test_nobody_looks_when_all_closures_have_ended_until_there_are_others(watchi
     assert view.model.closures.counts()["done"] == 17
 
 
-def test_a_short_cell_shows_nothing_and_asks_no_server(watching: Watching) -> None:
+def test_a_short_cell_shows_nothing_and_sends_servers_no_request(watching: Watching) -> None:
     coordinator, view, kept = watching
     view.tick(0.1)
     coordinator.current = status(done=27)
@@ -317,7 +317,7 @@ def test_a_short_cell_shows_nothing_and_asks_no_server(watching: Watching) -> No
     assert (kept.shown, coordinator.asked) == ([], 0)
 
 
-def test_a_server_that_hangs_holds_nobody_up(watching: Watching) -> None:
+def test_a_hanging_server_does_not_block_the_view(watching: Watching) -> None:
     coordinator, view, kept = watching
     coordinator.answers.clear()
     for now in (0.6, 0.9, 2.0, 4.0):
@@ -329,7 +329,7 @@ def test_a_server_that_hangs_holds_nobody_up(watching: Watching) -> None:
     coordinator.answers.set()
 
 
-def test_what_closures_print_is_marked_by_workers(watching: Watching) -> None:
+def test_prints_of_closures_are_marked_by_worker(watching: Watching) -> None:
     _, view, kept = watching
     view.feed(Output(engine=0, program=7, replica=0, stream="stdout", text="both\nmine\n"), 0.1)
     view.feed(Output(engine=1, program=8, replica=1, stream="stdout", text="both\n"), 0.1)

@@ -35,7 +35,7 @@ def make_connection() -> Connection:
     )
 
 
-def test_a_connection_comes_back_as_it_was_written_and_is_secret(tmp_path: Path) -> None:
+def test_a_connection_file_is_read_back_and_is_secret(tmp_path: Path) -> None:
     connection = make_connection()
     path = connection.write(tmp_path)
     assert Connection.read(path) == dataclasses.replace(connection, directory=str(tmp_path))
@@ -50,7 +50,7 @@ def test_a_connection_file_that_others_can_read_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"program_url": 1'])
-def test_a_file_that_is_no_connection_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_connection_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "connection.json"
     path.write_text(text)
     path.chmod(0o600)
@@ -65,7 +65,7 @@ def test_keys_are_new_each_time() -> None:
     assert len({one.server_secret, one.client_secret, other.server_secret, other.client_secret}) == 4
 
 
-def test_the_store_listens_on_loopback_before_torch_is_there() -> None:
+def test_the_store_listens_on_loopback_before_torch_is_loaded() -> None:
     store = RendezvousStore()
     try:
         with socket.create_connection((store.host, store.port), timeout=60):
@@ -85,7 +85,7 @@ def test_an_impossible_port_is_a_clear_error(port: int) -> None:
         RendezvousStore(port)
 
 
-def test_threads_share_the_cores_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_the_cores_unless_the_user_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distnb.cluster.process_environment.cores", lambda: 8)
     assert [threads_for(n, {}) for n in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
     assert threads_for(2, {"OMP_NUM_THREADS": "3"}) == 3
@@ -98,7 +98,7 @@ def test_every_computing_process_communicates_on_loopback() -> None:
     assert {environment[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")} == {"lo"}
 
 
-def test_secrets_are_not_in_an_engine_s_environment(tmp_path: Path) -> None:
+def test_secrets_are_not_in_an_engines_environment(tmp_path: Path) -> None:
     connection = make_connection()
     connection.write(tmp_path)
     text = repr(engines_environment(2, tmp_path, agent="agent"))
@@ -106,7 +106,7 @@ def test_secrets_are_not_in_an_engine_s_environment(tmp_path: Path) -> None:
     assert str(tmp_path / "connection.json") in text
 
 
-def test_the_gpus_that_were_named_are_those_of_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_gpus_are_assigned_to_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     devices = (Device("cuda", 2), Device("cuda", 5))
     environment = script_environment(1, devices[1], devices, Seat(store_host="127.0.0.1", store_port=7))
@@ -124,7 +124,7 @@ def test_the_gpus_that_were_named_are_those_of_the_local_ranks(monkeypatch: pyte
     )
 
 
-def test_the_replicas_of_a_worker_are_numbered_behind_those_of_the_workers_before_it(
+def test_replicas_are_numbered_by_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     devices = (Device("cpu", 0), Device("cpu", 1))
@@ -145,7 +145,7 @@ def test_devices_and_stores_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_torchs_words_about_sockets_are_shown_to_who_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_socket_warnings_are_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     assert compute_environment(2)["TORCH_CPP_LOG_LEVEL"] == "ERROR"
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")

@@ -14,7 +14,7 @@ def names(planned: tuple[Device, ...]) -> list[str]:
     return [str(device) for device in planned]
 
 
-def test_nothing_given_means_one_engine_per_gpu_else_two_on_the_cpu() -> None:
+def test_the_default_is_one_engine_per_gpu_or_two_on_the_cpu() -> None:
     assert names(plan_devices(gpus=3)) == ["cuda:0", "cuda:1", "cuda:2"]
     assert names(plan_devices(gpus=0)) == ["cpu:0", "cpu:1"]
 
@@ -32,11 +32,11 @@ def test_names_are_read_in_every_spelling_and_keep_their_order(given: object) ->
     assert names(plan_devices(None, given, gpus=2)) == ["cuda:1", "cuda:0"]  # type: ignore[arg-type]
 
 
-def test_devices_of_both_kinds_together() -> None:
+def test_devices_of_both_kinds_can_be_combined() -> None:
     assert names(plan_devices(2, "cuda:0,cpu:0", gpus=1)) == ["cuda:0", "cpu:0"]
 
 
-def test_oversubscription_must_be_asked_for() -> None:
+def test_oversubscription_needs_an_option() -> None:
     with pytest.raises(OptionError, match=r"cuda:0 appears more than once.*oversubscribe=True"):
         plan_devices(None, "cuda:0,cuda:0", gpus=1)
     with pytest.raises(StartError, match=r"2 engines .* 1 GPU \(cuda:0\).*oversubscribe=True"):
@@ -68,7 +68,7 @@ def test_oversubscription_must_be_asked_for() -> None:
         (None, "cpu:9999", 0, OptionError, "numbered cpu:0 to cpu:255"),
     ],
 )
-def test_nonsense_gets_an_error_that_says_what_was_received(
+def test_invalid_devices_get_an_error_with_the_received_value(
     n: object, given: object, gpus: int, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=re.escape(text)):
@@ -90,7 +90,7 @@ def test_nonsense_gets_an_error_that_says_what_was_received(
         ("x", 0),
     ],
 )
-def test_cuda_visible_devices_counts_as_cuda_counts(setting: str | None, count: int) -> None:
+def test_cuda_visible_devices_is_interpreted_like_cuda_does(setting: str | None, count: int) -> None:
     assert devices._visible_gpus(setting, 4) == count
 
 

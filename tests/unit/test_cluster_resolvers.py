@@ -24,7 +24,7 @@ from distnb.errors import OptionError
 DENSE = {"chief": ["c:1"], "worker": ["a:1", "b:1"]}
 
 
-def test_a_spec_tells_its_jobs_and_tasks():
+def test_a_spec_lists_its_jobs_and_tasks():
     spec = ClusterSpec({"worker": ["a:1", "b:1"], "ps": {1: "p:1", 3: "q:1"}})
     assert spec.jobs == ["worker", "ps"]
     assert (spec.num_tasks("worker"), spec.num_tasks("ps")) == (2, 2)
@@ -56,7 +56,7 @@ def test_specs_are_compared_hashed_copied_and_pickled_by_value():
         (lambda s: ClusterSpec({}).task_indices("worker"), "the cluster is empty"),
     ],
 )
-def test_what_is_not_there_is_named(ask: Any, told: str):
+def test_missing_jobs_and_tasks_are_named(ask: Any, told: str):
     with pytest.raises(ValueError, match=told):
         ask(ClusterSpec(DENSE))
 
@@ -83,7 +83,7 @@ def test_a_malformed_cluster_shows_the_wrong_part(cluster: Any, told: str):
 # -- SimpleClusterResolver --------------------------------------------------------------------------------------------
 
 
-def test_a_simple_resolver_repeats_what_it_was_given():
+def test_a_simple_resolver_returns_its_arguments():
     resolver = SimpleClusterResolver(
         ClusterSpec(DENSE),
         master="m:9",
@@ -104,7 +104,7 @@ def test_a_simple_resolver_repeats_what_it_was_given():
     assert SimpleClusterResolver({}).master() == ""
 
 
-def test_a_simple_resolver_s_task_can_be_assigned_and_is_checked():
+def test_the_task_of_a_simple_resolver_can_be_assigned_and_is_checked():
     resolver = SimpleClusterResolver(DENSE)
     assert (resolver.task_type, resolver.task_id) == (None, None)
     resolver.task_type, resolver.task_id = "worker", 1
@@ -119,7 +119,7 @@ def test_a_simple_resolver_s_task_can_be_assigned_and_is_checked():
         resolver.master("ps", 0)
 
 
-def test_accelerators_are_counted_here_and_nowhere_else(monkeypatch: pytest.MonkeyPatch):
+def test_only_local_accelerators_are_counted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     resolver = SimpleClusterResolver(DENSE, task_type="worker", task_id=1)
     assert resolver.num_accelerators() == resolver.num_accelerators("worker", 1) == {}
@@ -152,7 +152,7 @@ def test_tf_config_is_read_at_each_access(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("text", [None, "{}", '{"cluster": {}}', '{"cluster": {}, "task": {}}'])
-def test_no_tf_config_is_no_cluster(monkeypatch: pytest.MonkeyPatch, text: str | None):
+def test_a_missing_tf_config_means_no_cluster(monkeypatch: pytest.MonkeyPatch, text: str | None):
     monkeypatch.setenv("TF_CONFIG", text or "")
     if text is None:
         monkeypatch.delenv("TF_CONFIG")
@@ -162,7 +162,7 @@ def test_no_tf_config_is_no_cluster(monkeypatch: pytest.MonkeyPatch, text: str |
     assert (resolver.environment, resolver.rpc_layer) == ("", None)
 
 
-def test_arguments_go_before_tf_config(monkeypatch: pytest.MonkeyPatch):
+def test_arguments_override_tf_config(monkeypatch: pytest.MonkeyPatch):
     tf_config(monkeypatch, task())
     resolver = TFConfigClusterResolver("chief", 0, rpc_layer="x", environment="y")
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("chief", 0, "x://c:1")
@@ -210,13 +210,13 @@ def test_a_wrong_tf_config_shows_the_wrong_part(monkeypatch: pytest.MonkeyPatch,
         _ = (resolver.task_type, resolver.task_id, resolver.rpc_layer)
 
 
-def test_keys_that_nothing_heeds_are_named(monkeypatch: pytest.MonkeyPatch):
+def test_unused_keys_are_named(monkeypatch: pytest.MonkeyPatch):
     resolver = tf_config(monkeypatch, {**task(), "session_master": "x", "servise": 1})
     with pytest.warns(UserWarning, match="'session_master', 'servise'"):
         assert resolver.task_id == 1
 
 
-def test_a_master_without_a_task(monkeypatch: pytest.MonkeyPatch):
+def test_a_master_needs_a_task(monkeypatch: pytest.MonkeyPatch):
     resolver = tf_config(monkeypatch, {"cluster": DENSE})
     with pytest.raises(ValueError, match=r"does not know which task.*master\('worker', 0\)"):
         resolver.master()
@@ -226,7 +226,7 @@ def test_a_master_without_a_task(monkeypatch: pytest.MonkeyPatch):
 # -- several ----------------------------------------------------------------------------------------------------------
 
 
-def test_several_resolvers_are_one():
+def test_several_resolvers_are_combined():
     first = SimpleClusterResolver(DENSE, task_type="worker", task_id=1, rpc_layer="grpc", num_accelerators={"GPU": 2})
     both = UnionResolver(first, SimpleClusterResolver({"worker": ["d:1", "a:1"], "ps": {3: "p:1"}}))
     assert both.cluster_spec().as_dict() == {**DENSE, "worker": ["a:1", "b:1", "d:1"], "ps": {3: "p:1"}}
@@ -242,7 +242,7 @@ def test_several_resolvers_are_one():
         UnionResolver()
 
 
-def test_a_spec_as_a_cluster_def():
+def test_a_spec_can_be_converted_to_a_cluster_def():
     told = ClusterSpec({"worker": ["a:1", "b:1"], "ps": {3: "p:1"}}).as_cluster_def()
     assert [(job.name, dict(job.tasks)) for job in told.job] == [("ps", {3: "p:1"}), ("worker", {0: "a:1", 1: "b:1"})]
     assert ClusterSpec(told).as_dict() == {"ps": {3: "p:1"}, "worker": ["a:1", "b:1"]}
@@ -264,7 +264,7 @@ def test_a_spec_as_a_cluster_def():
         ("[1-2]", ["1", "2"]),
     ],
 )
-def test_host_lists(text: str, hosts: list[str]):
+def test_host_lists_are_expanded(text: str, hosts: list[str]):
     assert expand_host_list(text) == hosts
 
 
@@ -291,7 +291,7 @@ def test_malformed_host_lists_are_refused(text: str, told: str):
         expand_host_list(text)
 
 
-def test_counts_per_node():
+def test_counts_per_node_are_expanded():
     assert expand_counts("3(x2),1,4(x1)") == [3, 3, 1, 4]
     for wrong in ("", "2(3)", "x", "1,,2", "2(x999999999)"):
         with pytest.raises(ValueError, match="counts"):
@@ -310,7 +310,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_the_cluster_of_a_slurm_step(slurm: pytest.MonkeyPatch):
+def test_a_slurm_step_defines_a_cluster(slurm: pytest.MonkeyPatch):
     resolver = SlurmClusterResolver()
     assert resolver.cluster_spec().as_dict() == {"worker": ["n9:8888", "n9:8889", "n10:8888", "n10:8889", "n11:8888"]}
     assert (resolver.task_type, resolver.task_id) == ("worker", 3)
@@ -319,7 +319,7 @@ def test_the_cluster_of_a_slurm_step(slurm: pytest.MonkeyPatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_jobs_share_out_the_tasks(slurm: pytest.MonkeyPatch):
+def test_tasks_are_divided_among_jobs(slurm: pytest.MonkeyPatch):
     resolver = SlurmClusterResolver({"chief": 1, "ps": 1, "worker": 3}, port_base=5000, rpc_layer="grpc")
     assert resolver.cluster_spec().as_dict() == {
         "chief": ["n9:5000"],
@@ -369,13 +369,13 @@ def test_numbers_that_do_not_fit_are_refused(slurm: pytest.MonkeyPatch, argument
         SlurmClusterResolver(**arguments).cluster_spec()
 
 
-def test_a_node_that_is_named_twice_is_refused(slurm: pytest.MonkeyPatch):
+def test_a_node_named_twice_is_refused(slurm: pytest.MonkeyPatch):
     slurm.setenv("SLURM_STEP_NODELIST", "n[9-10],n9")
     with pytest.raises(ValueError, match="n9 more than once"):
         SlurmClusterResolver().cluster_spec()
 
 
-def test_tasks_that_are_dealt_out_otherwise_are_refused(slurm: pytest.MonkeyPatch):
+def test_unsupported_task_distributions_are_refused(slurm: pytest.MonkeyPatch):
     slurm.setenv("SLURM_NODEID", "0")
     with pytest.raises(ValueError, match="--distribution=block"):
         _ = SlurmClusterResolver().task_id

@@ -66,7 +66,7 @@ def test_a_message_keeps_its_fields() -> None:
     assert (bytes(arrived.data), bytes(arrived.buffers[0])) == (b"abc", b"d")
 
 
-def test_large_buffers_travel_beside_the_header() -> None:
+def test_large_buffers_travel_separately_from_the_header() -> None:
     frames = frames_of({"a": np.arange(100_000), "t": torch.arange(50_000.0)})
     assert memoryview(frames[0]).nbytes < 2000
     assert sorted(memoryview(frame).nbytes for frame in frames)[-2:] == [200_000, 800_000]
@@ -85,7 +85,7 @@ def test_large_buffers_travel_beside_the_header() -> None:
     ],
     ids=["strided", "empty", "scalar", "complex", "bfloat16", "sparse", "parameter"],
 )
-def test_tensors_of_every_kind(tensor: torch.Tensor) -> None:
+def test_tensors_of_every_kind_are_encoded(tensor: torch.Tensor) -> None:
     back = travel(tensor)
     assert type(back) is type(tensor)
     assert back.dtype == tensor.dtype
@@ -94,7 +94,7 @@ def test_tensors_of_every_kind(tensor: torch.Tensor) -> None:
     assert torch.equal(back.to_dense() if back.is_sparse else back, tensor.to_dense() if tensor.is_sparse else tensor)
 
 
-def test_views_share_their_storage_on_the_other_side_and_can_be_written() -> None:
+def test_decoded_views_share_their_storage_and_are_writable() -> None:
     base = torch.arange(10_000.0)
     back = travel({"base": base, "view": base[100:200]})
     back["base"][100] = -1
@@ -105,7 +105,7 @@ def test_views_share_their_storage_on_the_other_side_and_can_be_written() -> Non
 
 
 @pytest.mark.parametrize("writeable", [True, False])
-def test_large_arrays_are_built_on_the_very_buffers_that_arrived(writeable: bool) -> None:
+def test_large_arrays_use_the_received_buffers(writeable: bool) -> None:
     array = np.arange(200_000)
     array.flags.writeable = writeable
     arrived = [bytearray(frame) for frame in frames_of([array])]
@@ -115,7 +115,7 @@ def test_large_arrays_are_built_on_the_very_buffers_that_arrived(writeable: bool
     assert not writeable or any(np.shares_memory(back, np.frombuffer(frame, np.uint8)) for frame in arrived)
 
 
-def test_what_was_opened_is_freed_with_its_last_reference() -> None:
+def test_decoded_memory_is_freed_with_its_last_reference() -> None:
     gc.disable()
     try:
         opened = weakref.ref(travel(np.zeros(1000)))
@@ -124,7 +124,7 @@ def test_what_was_opened_is_freed_with_its_last_reference() -> None:
         gc.enable()
 
 
-def test_modules_and_notebook_functions() -> None:
+def test_modules_and_notebook_functions_are_encoded() -> None:
     module = torch.nn.Linear(30, 20)
     factor = 3
     back = travel((module, lambda x: x * factor))
@@ -132,13 +132,13 @@ def test_modules_and_notebook_functions() -> None:
     assert back[1](2) == 6
 
 
-def test_bytes_that_are_no_message_are_refused_with_a_word() -> None:
+def test_invalid_bytes_are_refused_with_a_reason() -> None:
     with pytest.raises(MessageError, match="no message of distnb"):
         decode([b"GET / HTTP/1.1"])
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_what_was_packed_is_collected_quietly_with_a_cycle() -> None:
+def test_packed_objects_in_a_cycle_are_collected_without_a_warning() -> None:
     # A view of a BytesIO that becomes garbage prints an error; Python 3.12.0 and 3.12.1 crash.
     for made in (end().pack_loose({"a": 1}), encode_tensors({"a": 1})):
         cycle: list[Any] = [made]

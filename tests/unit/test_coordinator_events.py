@@ -69,7 +69,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
 
 
 @pytest.mark.parametrize("first", ["reply", "news"])
-def test_a_closure_that_was_given_back_runs_whatever_is_heard_of_first(link: Link, first: str) -> None:
+def test_a_returned_closure_runs_whichever_event_arrives_first(link: Link, first: str) -> None:
     coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
     link.deliver(WorkerUp(0))
     values = [coordinator.schedule(lambda: 1) for _ in range(2)]
@@ -88,7 +88,7 @@ def test_a_closure_that_was_given_back_runs_whatever_is_heard_of_first(link: Lin
     assert coordinator.fetch(values) == [1, 1]
 
 
-def test_an_error_is_raised_though_another_replica_of_its_worker_does_not_follow(link: Link) -> None:
+def test_an_error_is_raised_even_if_another_replica_of_its_worker_does_not_end(link: Link) -> None:
     coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
     link.deliver(WorkerUp(0))
     value = coordinator.schedule(lambda: 1)
@@ -113,7 +113,7 @@ def test_an_error_is_raised_though_another_replica_of_its_worker_does_not_follow
     assert other.fetch() == 2
 
 
-def test_a_metric_that_refuses_what_was_counted_fails_the_closure(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_that_rejects_counts_fails_the_closure(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
     link.deliver(WorkerUp(0))
     values = [coordinator.schedule(lambda: 1) for _ in range(2)]

@@ -41,7 +41,7 @@ class Frozen(Own):
 
 
 @pytest.mark.parametrize("size", range(1, 20))
-def test_a_tree_brings_every_replica_to_the_root_once(size: int) -> None:
+def test_a_tree_connects_every_replica_to_the_root_once(size: int) -> None:
     levels = tree(size)
     assert len(levels) == (size - 1).bit_length()
     held = {rank: {rank} for rank in range(size)}
@@ -57,7 +57,7 @@ def test_a_tree_brings_every_replica_to_the_root_once(size: int) -> None:
 
 @pytest.mark.parametrize("cls", [NcclAllReduce, HierarchicalCopyAllReduce])
 @pytest.mark.parametrize("num_packs", [-1, 1.5, True, "2"])
-def test_numbers_of_packs_that_make_no_sense(cls: Any, num_packs: Any) -> None:
+def test_invalid_numbers_of_packs_are_refused(cls: Any, num_packs: Any) -> None:
     with pytest.raises(ValueError, match="whole number, 0 or more"):
         cls(num_packs=num_packs)
 
@@ -74,7 +74,9 @@ def test_numbers_of_packs_that_make_no_sense(cls: Any, num_packs: Any) -> None:
         ({"cross_device_ops": ReductionToOneDevice("cpu:7"), "devices": CPUS}, "'cpu:7' is the device of no replica"),
     ],
 )
-def test_what_a_strategy_refuses(arguments: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_refuses_invalid_algorithms(
+    arguments: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("distnb.strategies.mirrored.available_gpus", lambda: 0)
     with pytest.raises(errors.OptionError, match=text):
         distnb.MirroredStrategy(**{"devices": None, **arguments})
@@ -86,7 +88,7 @@ def test_what_a_strategy_refuses(arguments: dict[str, Any], text: str, monkeypat
         distnb.CrossDeviceOps()  # type: ignore[abstract]
 
 
-def test_nccl_where_each_replica_has_a_gpu() -> None:
+def test_nccl_is_used_if_each_replica_has_a_gpu() -> None:
     strategy = distnb.MirroredStrategy(["cuda:0", "cuda:1"], cross_device_ops=NcclAllReduce(2))
     assert (
         repr(strategy) == "MirroredStrategy(devices=['cuda:0', 'cuda:1'], cross_device_ops=NcclAllReduce(num_packs=2))"
@@ -110,7 +112,7 @@ def test_equal_algorithms_make_the_same_strategy() -> None:
     assert made(Frozen(2.0)) is made(Frozen(2.0)) is not made(Frozen(3.0))
 
 
-def test_an_algorithm_is_the_same_object_wherever_it_arrives() -> None:
+def test_an_unpickled_algorithm_is_the_same_object() -> None:
     for ops in (
         Own(),
         Frozen(5.0),
@@ -171,7 +173,7 @@ class Group:
     ],
     ids=["number", "shape", "dtype", "sparse", "meta", "list"],
 )
-def test_a_result_of_another_kind_is_an_error(returned: Any) -> None:
+def test_a_result_of_the_wrong_kind_is_an_error(returned: Any) -> None:
     ops = Own()
     ops.returns = returned
     with pytest.raises(
@@ -190,7 +192,7 @@ def test_a_result_of_another_kind_is_an_error(returned: Any) -> None:
     ],
     ids=["dtype", "sparse", "array"],
 )
-def test_what_an_accumulation_function_returns(sum_up: Any, told: str) -> None:
+def test_the_result_of_an_accumulation_function_is_checked(sum_up: Any, told: str) -> None:
     ops = ReductionToOneDevice(accumulation_fn=sum_up)
 
     class Replicas:
@@ -203,7 +205,7 @@ def test_what_an_accumulation_function_returns(sum_up: Any, told: str) -> None:
         ops.reduce_implementation(ReduceOp.SUM, torch.ones(3), Replicas())  # type: ignore[arg-type]
 
 
-def test_nccls_algorithm_is_the_groups_own_unless_it_is_replaced() -> None:
+def test_ncclallreduce_uses_the_groups_own_reduction_unless_it_is_overridden() -> None:
     group: Any = Group()
     plain = Aggregation(group, NcclAllReduce())
     tensor = torch.ones(3)

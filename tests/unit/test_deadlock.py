@@ -21,12 +21,12 @@ def told_by_both(mine: str, others: str) -> None:
         time.sleep(0.01)
 
 
-def test_in_two_groups() -> None:
+def test_waits_in_two_groups_are_a_deadlock() -> None:
     with pytest.raises(CollectiveMismatchError, match="wait for each other in different process groups"):
         told_by_both("whole", "part")
 
 
-def test_in_one_group_that_is_stale_news() -> None:
+def test_waits_in_one_group_are_outdated_reports() -> None:
     told_by_both("whole", "whole")
 
 

@@ -20,5 +20,5 @@ from distnb.engine.namespace.descriptions import summarise
         (list(range(9)), "[0, 1, 2, 3, 4, 5, ...]"),
     ],
 )
-def test_containers_show_what_they_hold(value: object, text: str) -> None:
+def test_containers_show_their_contents(value: object, text: str) -> None:
     assert summarise(value).text == text

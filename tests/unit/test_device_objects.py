@@ -84,7 +84,7 @@ def here(world: DoubleWorld, text: str) -> None:
         (object(), False),
     ],
 )
-def test_device_objects(value: object, stays: bool) -> None:
+def test_device_objects_are_recognised(value: object, stays: bool) -> None:
     assert is_device_object(value) is stays
 
 
@@ -109,7 +109,7 @@ def test_which_containers_may_hold_handles() -> None:
         assert not is_container(other), other
 
 
-def test_containers_come_home_with_handles_in_their_places(world: DoubleWorld) -> None:
+def test_containers_are_returned_with_handles_in_them(world: DoubleWorld) -> None:
     there(
         world,
         "t = torch.ones(2) * (1 + rid())\nconfig = {'lr': 0.1, 'net': net, 'own': [t, (t, 3)], 'pair': Pair(net, 5)}\n"
@@ -137,7 +137,7 @@ def test_containers_come_home_with_handles_in_their_places(world: DoubleWorld) -
     assert isinstance(config["more"], RemoteMirrored)
 
 
-def test_an_instance_that_holds_a_device_object_stays(world: DoubleWorld) -> None:
+def test_an_instance_that_holds_a_device_object_stays_on_the_engines(world: DoubleWorld) -> None:
     there(
         world,
         "agent, run = Agent(net), Run('a', net)\nbare, guarded = Run('b'), Guarded()\nlist.append(guarded, net)\n"
@@ -154,7 +154,7 @@ def test_an_instance_that_holds_a_device_object_stays(world: DoubleWorld) -> Non
     assert (ns["agent"].lr, ns["run"].name, ns["agent"].net is ns["net"]) == (0.5, "a", True)
 
 
-def test_what_a_handle_gives_is_data_of_its_object(world: DoubleWorld) -> None:
+def test_attributes_of_a_handle_are_data_of_its_object(world: DoubleWorld) -> None:
     there(world, "agent = Agent(net)\nagent.fit()")
     agent = world.notebook.user_ns["agent"]
     history, config = agent.history, agent.config
@@ -177,7 +177,7 @@ def test_what_a_handle_gives_is_data_of_its_object(world: DoubleWorld) -> None:
     assert world.notebook.user_ns["found"] == "still known"
 
 
-def test_a_thousand_device_objects_are_the_most(world: DoubleWorld) -> None:
+def test_at_most_a_thousand_device_objects_become_handles(world: DoubleWorld) -> None:
     most = MOST_DEVICE_OBJECTS
     here(world, "grown = []\nalias = grown")
     there(
@@ -201,7 +201,7 @@ def test_a_thousand_device_objects_are_the_most(world: DoubleWorld) -> None:
         list(ns["many"])
 
 
-def test_what_cannot_be_pickled_is_a_handle_with_the_reason(world: DoubleWorld) -> None:
+def test_an_object_that_cannot_be_pickled_is_a_handle_with_the_reason(world: DoubleWorld) -> None:
     there(
         world,
         "lock = threading.Lock()\ngen = (i for i in range(3))\nbox = {'lock': lock, 'n': 1, 'file': open('/dev/null')}\n"
@@ -219,7 +219,7 @@ def test_what_cannot_be_pickled_is_a_handle_with_the_reason(world: DoubleWorld) 
     assert ns["free"] == (True, True)
 
 
-def test_large_data_stays_with_a_notice(world: DoubleWorld) -> None:
+def test_large_data_stays_on_the_engines_with_a_notice(world: DoubleWorld) -> None:
     world.namespace.most_nbytes = 10_000
     here(world, "import numpy as np\nmine = np.zeros(10_000)")
     there(
@@ -247,7 +247,7 @@ def test_large_data_stays_with_a_notice(world: DoubleWorld) -> None:
     assert isinstance(ns["again"], Mirrored), "it was left there"
 
 
-def test_sizes_as_they_are_given() -> None:
+def test_sizes_are_parsed() -> None:
     assert [nbytes_of(size) for size in (5, "64MB", "1.5 GB", "2MiB", "7")] == [
         5,
         64_000_000,
@@ -260,7 +260,7 @@ def test_sizes_as_they_are_given() -> None:
             nbytes_of(size)  # type: ignore[arg-type]
 
 
-def test_data_of_the_notebook_stays_data_when_one_replica_gives_it_another_name(world: DoubleWorld) -> None:
+def test_notebook_data_stays_data_if_one_replica_gives_it_another_name(world: DoubleWorld) -> None:
     here(world, "rows = [1]\ndef scaled(x): return 2 * x")
     there(world, "made = [2]\nif rid() == 0: log, best, kept = rows, scaled, made")
     there(world, "config = {'rows': rows, 'made': made, 'f': scaled}\nagain = rows\nrows.append(3)")
@@ -271,7 +271,7 @@ def test_data_of_the_notebook_stays_data_when_one_replica_gives_it_another_name(
     assert ns["log"].component(0) == [1, 3]
 
 
-def test_a_list_of_records_with_tensors_is_changed_here_and_then_differently_there(world: DoubleWorld) -> None:
+def test_records_with_tensors_can_be_changed_here_and_then_differently_on_replicas(world: DoubleWorld) -> None:
     there(
         world,
         "def record(step): return {'step': step, 'loss': torch.ones(3) * step, 'tags': ['a']}\n"
@@ -285,14 +285,14 @@ def test_a_list_of_records_with_tensors_is_changed_here_and_then_differently_the
     ]
 
 
-def test_data_deep_within_a_handle_is_changed(world: DoubleWorld) -> None:
+def test_data_deep_within_a_handle_can_be_changed(world: DoubleWorld) -> None:
     there(world, "deep = [rid(), [rid(), [rid(), {'tags': [1]}]]]")
     here(world, "deep[1][1][1]['tags'].append(5)")
     there(world, "tags = deep[1][1][1]['tags']")
     assert world.notebook.user_ns["tags"] == [1, 5]
 
 
-def test_equal_records_in_a_list_that_replicas_changed_differently(world: DoubleWorld) -> None:
+def test_records_in_a_list_that_replicas_changed_differently_remain_equal(world: DoubleWorld) -> None:
     there(world, "log = {'rows': [{'loss': torch.ones(3), 'tags': [1]}]}\nother = {'rows': [{'loss': torch.ones(3)}]}")
     there(world, "log['rows'].append(rid())")
     here(world, "log['rows'][0]['tags'].append(2)")
@@ -307,7 +307,7 @@ def test_equal_records_in_a_list_that_replicas_changed_differently(world: Double
 # -- in a default cell -------------------------------------------------------------------------------------------------
 
 
-def test_a_default_cell_finds_plain_objects_within_the_notebooks_own(world: DoubleWorld) -> None:
+def test_a_default_cell_finds_plain_objects_inside_notebook_objects(world: DoubleWorld) -> None:
     there(
         world,
         "config = {'net': net, 'pair': (net, [net.weight]), 'window': collections.deque([net])}\n"
@@ -391,7 +391,7 @@ _USES = {
 
 
 @pytest.mark.parametrize("name", _DATA)
-def test_a_handle_delivers_all_or_raises(world: DoubleWorld, name: str) -> None:
+def test_a_handle_transfers_everything_or_raises(world: DoubleWorld, name: str) -> None:
     """Use handles like the data that they represent: the result is the same, or an error."""
     world.notebook.user_ns["_data"] = _DATA[name]
     world.namespace.most_nbytes = 0

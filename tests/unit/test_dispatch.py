@@ -71,7 +71,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Dispatch, Reachable,
     os.close(supervisor.lost_fd)
 
 
-def test_an_engine_that_lives_and_is_not_reached_ends_the_program(
+def test_an_unreachable_live_engine_ends_the_program(
     made: tuple[Dispatch, Reachable, Supervisor],
 ) -> None:
     one, _, supervisor = made
@@ -83,7 +83,7 @@ def test_an_engine_that_lives_and_is_not_reached_ends_the_program(
     assert supervisor.told == [(1, outcome.died[1])]
 
 
-def test_of_one_that_has_just_died_its_end_is_told(made: tuple[Dispatch, Reachable, Supervisor]) -> None:
+def test_the_end_of_an_engine_that_just_died_is_reported(made: tuple[Dispatch, Reachable, Supervisor]) -> None:
     one, programs, supervisor = made
 
     def die() -> None:

@@ -25,7 +25,7 @@ def modules_with_examples() -> list[str]:
 
 
 @pytest.mark.parametrize("name", modules_with_examples())
-def test_examples(name: str) -> None:
+def test_examples_in_docstrings_run(name: str) -> None:
     outcome = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert outcome.attempted > 0
     assert outcome.failed == 0

@@ -36,7 +36,7 @@ def weight(estimator: Estimator) -> float:
     return float(one - zero)
 
 
-def test_what_the_functions_are_called_with(tmp_path: Path) -> None:
+def test_functions_are_called_with_the_documented_arguments(tmp_path: Path) -> None:
     calls, modes = [], []
 
     class Watched(torch.nn.Linear):
@@ -71,7 +71,7 @@ def test_what_the_functions_are_called_with(tmp_path: Path) -> None:
     assert modes == [(True, True)] * 2 + [(False, False)] * 4
 
 
-def test_training_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_training_resumes_at_its_last_step(tmp_path: Path) -> None:
     whole = Estimator(model_fn, tmp_path / "whole").train(input_fn, steps=3).train(lambda: list(input_fn())[:2])
     assert whole.latest_checkpoint() == str(tmp_path / "whole" / "ckpt-5")
     assert whole.train(input_fn, max_steps=5).latest_checkpoint() == str(tmp_path / "whole" / "ckpt-5")
@@ -82,7 +82,7 @@ def test_training_goes_on_where_it_was(tmp_path: Path) -> None:
     assert weight(whole) == weight(at_once), "with the optimizer's momentum"
 
 
-def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     config = RunConfig(save_checkpoints_steps=2, keep_checkpoint_max=2)
     estimator = Estimator(model_fn, tmp_path, config).train(input_fn, steps=2)
     estimator.train(lambda: [(X, 2 * X)] * 3)
@@ -92,7 +92,7 @@ def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     assert before["loss"] != estimator.evaluate(input_fn)["loss"]
 
 
-def test_a_temporary_directory_goes_with_the_estimator() -> None:
+def test_a_temporary_directory_is_removed_with_the_estimator() -> None:
     estimator = Estimator(model_fn)
     folder = estimator.model_dir
     assert os.path.isdir(folder)
@@ -123,7 +123,7 @@ def test_the_loss_is_the_mean_over_examples_and_metrics_see_outputs_and_labels(t
     assert two["loss"] == pytest.approx(float((wide**2).mean())), "of all losses of each example"
 
 
-def test_a_schedule_steps_and_goes_on(tmp_path: Path) -> None:
+def test_a_schedule_steps_and_resumes(tmp_path: Path) -> None:
     rates = []
 
     def model(features: Any, labels: Any, mode: Any) -> EstimatorSpec:
@@ -137,7 +137,7 @@ def test_a_schedule_steps_and_goes_on(tmp_path: Path) -> None:
     assert rates == [1e-3, 5e-4, 2.5e-4, 1.25e-4]
 
 
-def test_train_and_evaluate_by_turns(tmp_path: Path) -> None:
+def test_training_and_evaluation_alternate(tmp_path: Path) -> None:
     steps = []
 
     def data() -> Any:
@@ -151,7 +151,7 @@ def test_train_and_evaluate_by_turns(tmp_path: Path) -> None:
     assert train_and_evaluate(estimator, TrainSpec(input_fn, 5), EvalSpec(data)) == found
 
 
-def test_an_evaluator_that_would_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluator_that_would_wait_forever_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}, "task": {"type": "evaluator", "index": 0}}')
     estimator = Estimator(model_fn, tmp_path)
     with pytest.raises(errors.OptionError, match="max_steps"):
@@ -189,12 +189,12 @@ def test_an_evaluator_that_would_wait_for_ever(tmp_path: Path, monkeypatch: pyte
         ),
     ],
 )
-def test_what_is_refused(make: Any, text: str) -> None:
+def test_invalid_arguments_are_refused(make: Any, text: str) -> None:
     with pytest.raises(errors.OptionError, match=text):
         make()
 
 
-def test_functions_that_do_not_fit(tmp_path: Path) -> None:
+def test_functions_with_wrong_results_are_refused(tmp_path: Path) -> None:
     estimator = Estimator(model_fn, tmp_path)
     with pytest.raises(errors.CheckpointError, match="train the estimator first"):
         estimator.evaluate(input_fn)

@@ -32,7 +32,7 @@ def values(lines: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     return [(line["checkpoint"], line["results"]["value"]) for line in lines]
 
 
-def test_the_newest_is_evaluated_until_the_last(tmp_path: Path):
+def test_the_newest_checkpoint_is_evaluated_until_the_last_step(tmp_path: Path):
     folder = tmp_path / "later"
     save_now = threading.Thread(target=lambda: [save(folder, "1.pt", "1", 1), save(folder, "2.pt", "2", 2)])
 
@@ -53,7 +53,7 @@ def test_the_newest_is_evaluated_until_the_last(tmp_path: Path):
     assert logged[0]["seconds"] >= 0
 
 
-def test_a_directory_that_comes_later_and_a_name_that_is_written_anew(tmp_path: Path):
+def test_a_directory_may_appear_later_and_a_file_may_be_rewritten(tmp_path: Path):
     folder = tmp_path / "later"
     seen: list[float] = []
     came = threading.Event()
@@ -76,7 +76,7 @@ def test_a_directory_that_comes_later_and_a_name_that_is_written_anew(tmp_path: 
     assert [line["results"] for line in lines] == [{"result": 1.0}, {"result": 2.0}]
 
 
-def test_what_the_log_has_is_not_evaluated_again(tmp_path: Path):
+def test_logged_checkpoints_are_not_evaluated_again(tmp_path: Path):
     save(tmp_path, "1.pt", "1", 1)
     log = tmp_path / "logs" / "eval.jsonl"
     arguments: dict[str, Any] = {"pattern": "*.pt", "log": log, "timeout_s": 0.05, "poll_s": 0.01}
@@ -90,7 +90,7 @@ def test_what_the_log_has_is_not_evaluated_again(tmp_path: Path):
     assert json.loads(log.read_text().splitlines()[-1])["checkpoint"] == "2.pt"
 
 
-def test_hidden_and_unfinished_names_are_left_alone_and_folders_are_not(tmp_path: Path):
+def test_hidden_and_unfinished_names_are_skipped_and_folders_are_not(tmp_path: Path):
     for name in (".hidden", "a.tmp", "b.part", "c~", "other.txt"):
         (tmp_path / name).write_text("7")
     (tmp_path / "step-1").mkdir()
@@ -100,7 +100,7 @@ def test_hidden_and_unfinished_names_are_left_alone_and_folders_are_not(tmp_path
         distnb.evaluate_checkpoints(tmp_path, number, pattern="[!os]*", timeout_s=0.03, poll_s=0.01)
 
 
-def test_an_archive_is_left_alone_until_its_end_is_written(tmp_path: Path):
+def test_an_archive_is_skipped_until_it_is_complete(tmp_path: Path):
     torch.save({"value": 3.0}, tmp_path / "whole")
     written = (tmp_path / "whole").read_bytes()
     for size in (0, 4, len(written) - 1):
@@ -112,7 +112,7 @@ def test_an_archive_is_left_alone_until_its_end_is_written(tmp_path: Path):
     assert values(lines) == [("1.pt", 3.0)]
 
 
-def test_a_checkpoint_that_the_chief_deletes_is_passed_over(tmp_path: Path):
+def test_a_checkpoint_deleted_by_the_chief_is_skipped(tmp_path: Path):
     save(tmp_path, "1.pt", "1", 1)
     save(tmp_path, "2.pt", "2", 2)
 
@@ -133,7 +133,7 @@ def test_numbers_of_every_kind_are_logged(tmp_path: Path):
     assert line["results"] == {"t": 2.5, "i": 3, "nan": "nan", "one": 1.0}
 
 
-def test_mistakes_are_errors(tmp_path: Path):
+def test_invalid_arguments_are_errors(tmp_path: Path):
     save(tmp_path, "1", "1", 1)
     for arguments, told in [
         ({"evaluate": 5}, "evaluate=5"),

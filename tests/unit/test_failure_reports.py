@@ -17,7 +17,7 @@ def report_of(raising: Callable[[], object]) -> ErrorReport:
     return error_reports.report(raised.value)
 
 
-def test_an_exception_that_cannot_tell_of_itself_is_told_of() -> None:
+def test_an_exception_whose_message_fails_is_reported() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise LookupError
@@ -31,7 +31,7 @@ def test_an_exception_that_cannot_tell_of_itself_is_told_of() -> None:
     assert report.rendered
 
 
-def test_an_endless_recursion_shows_its_two_ends() -> None:
+def test_an_infinite_recursion_shows_its_two_ends() -> None:
     def again(n: int) -> int:
         return again(n + 1)
 
@@ -41,7 +41,7 @@ def test_an_endless_recursion_shows_its_two_ends() -> None:
     assert len("".join(report.traceback)) < 3000
 
 
-def test_frames_of_ours_are_shown_of_no_error_in_the_chain() -> None:
+def test_frames_of_distnb_are_hidden_for_all_errors_in_the_chain() -> None:
     def users() -> None:
         try:
             parse_device("cuda:x")
@@ -69,7 +69,7 @@ def test_a_group_shows_its_members() -> None:
     assert "TypeError: two" in "\n".join(report.traceback)
 
 
-def test_the_colours_are_of_one_of_the_two_forms() -> None:
+def test_only_the_rendered_form_has_colours() -> None:
     report = report_of(lambda: 1 / 0)
     assert "\x1b[" in "".join(report.rendered)
     assert "\x1b[" not in "".join(report.traceback)

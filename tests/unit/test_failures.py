@@ -24,7 +24,7 @@ def raised_for(report: ErrorReport) -> BaseException:
     return raised.value
 
 
-def test_a_class_that_is_not_here_is_told_of_with_the_reason() -> None:
+def test_a_class_that_cannot_be_loaded_is_reported_with_the_reason() -> None:
     report = ErrorReport(
         pickled=b"cno_such_module\nMine\n.",
         type_name="no_such_module.Mine",
@@ -41,7 +41,7 @@ def test_a_class_that_is_not_here_is_told_of_with_the_reason() -> None:
         assert "replica 1 finished" in text
 
 
-def test_an_exception_is_raised_as_itself() -> None:
+def test_an_exception_keeps_its_type() -> None:
     error = raised_for(
         ErrorReport(
             pickled=pickle.dumps(KeyError("k")),
@@ -55,7 +55,7 @@ def test_an_exception_is_raised_as_itself() -> None:
     assert error.__notes__ == ["(replica 1 finished)"]
 
 
-def test_who_ended_by_sys_exit_is_told_where_ipython_shows_no_more_than_the_status() -> None:
+def test_a_replica_that_ended_by_sys_exit_is_named() -> None:
     error = raised_for(
         ErrorReport(
             pickled=pickle.dumps(SystemExit(3)),
@@ -107,14 +107,14 @@ def test_two_replicas_that_raise_different_errors_are_both_shown() -> None:
     )
 
 
-def test_replicas_that_ended_at_different_steps_are_told_of() -> None:
+def test_replicas_that_ended_at_different_steps_are_reported() -> None:
     text = unlike_steps({0: {"Linear 1": 8, "Net 2": 4}, 1: {"Linear 1": 6, "Net 2": 4}})
     assert "Linear 1 (8 on replica 0, 6 on replica 1)" in text
     assert "Net 2" not in text
     assert not unlike_steps({0: {"Linear 1": 8}, 1: {"Linear 1": 8}})
 
 
-def test_a_replica_that_does_not_end_is_told_of_with_the_cure() -> None:
+def test_a_replica_that_does_not_end_is_reported_with_the_cure() -> None:
     outcome = Outcome(1, (0, 1))
     outcome.interrupted = True
     outcome.receive(0, Reply(program=1, status="interrupted"))
@@ -140,7 +140,7 @@ def test_a_collective_that_ends_because_a_process_died_is_not_the_reason(error: 
         raise_failure(outcome, TEAM)
 
 
-def test_who_was_given_up_on_and_ended_well_after_all_is_no_failure() -> None:
+def test_a_late_successful_end_is_not_a_failure() -> None:
     outcome = Outcome(1, (0, 1))
     outcome.receive(0, Reply(program=1, status="ok"))
     outcome.mark_lost(1, None)
@@ -150,7 +150,7 @@ def test_who_was_given_up_on_and_ended_well_after_all_is_no_failure() -> None:
     raise_failure(outcome, TEAM)
 
 
-def test_where_an_ordinary_cell_called_stands_above() -> None:
+def test_the_call_in_an_ordinary_cell_is_shown_above() -> None:
     outcome = Outcome(1, (0,))
     report = ErrorReport(
         pickled=pickle.dumps(KeyError("k")), type_name="KeyError", text="'k'", traceback=("where",), rendered=("there",)
@@ -169,7 +169,7 @@ def test_where_an_ordinary_cell_called_stands_above() -> None:
 
 
 @pytest.mark.parametrize("name", ["CollectiveError", "CollectiveMismatchError"])
-def test_what_another_replicas_error_brings_about_does_not_hide_it_when_it_is_told_sooner(name: str) -> None:
+def test_a_consequence_reported_first_does_not_hide_the_error_that_caused_it(name: str) -> None:
     outcome = Outcome(1, (0, 1))
     outcome.receive(
         0,

@@ -21,7 +21,7 @@ def pack_of(tensors: list[torch.Tensor]) -> Pack:
     return Pack([Slot.like(tensor) for tensor in tensors], extra=2)
 
 
-def test_views_look_like_the_tensors_and_begin_aligned(gradients: list[torch.Tensor]) -> None:
+def test_views_have_the_tensors_shapes_and_are_aligned(gradients: list[torch.Tensor]) -> None:
     pack = pack_of(gradients)
     assert pack.fill(gradients)
     for view, gradient in zip(pack.views, gradients, strict=True):
@@ -47,7 +47,7 @@ def test_a_scale_of_zero_writes_zeros_over_nan(scale: float, expected: list[floa
     assert pack.views[0].tolist() == expected
 
 
-def test_complex_tensors_travel_as_real_numbers() -> None:
+def test_complex_tensors_are_packed_as_real_numbers() -> None:
     tensor = torch.randn(3, dtype=torch.complex64)
     pack = pack_of([tensor])
     pack.fill([tensor])
@@ -73,7 +73,7 @@ def test_complex_tensors_travel_as_real_numbers() -> None:
         (Packs(count=9), [4, 4], [[0], [1]]),
     ],
 )
-def test_where_a_pack_ends(packs: Packs, sizes: list[int], expected: list[list[int]]) -> None:
+def test_packs_end_at_the_right_tensors(packs: Packs, sizes: list[int], expected: list[list[int]]) -> None:
     assert packs.cut(sizes) == expected
 
 
@@ -113,7 +113,7 @@ def keep_as_grad(view: torch.Tensor) -> Any:
     ],
     ids=["nothing", "grad", "view", "part", "array"],
 )
-def test_a_bucket_is_written_again_while_nobody_else_holds_its_memory(keep: Any, used_again: bool) -> None:
+def test_a_bucket_is_reused_if_its_memory_has_no_other_user(keep: Any, used_again: bool) -> None:
     group: Any = OneParameter()
     bucket = Bucket([(group, 0)], [Slot.like(torch.zeros(3))], salt=0)
 
@@ -131,7 +131,7 @@ def test_a_bucket_is_written_again_while_nobody_else_holds_its_memory(keep: Any,
     del kept
 
 
-def test_a_bucket_tells_which_gradients_no_replica_had() -> None:
+def test_a_bucket_lists_gradients_that_no_replica_had() -> None:
     groups: Any = [OneParameter(), OneParameter()]
     groups[0].params[0].grad = torch.ones(3)
     bucket = Bucket([(group, 0) for group in groups], [Slot.like(torch.zeros(3))] * 2, salt=5)
@@ -141,7 +141,7 @@ def test_a_bucket_tells_which_gradients_no_replica_had() -> None:
     assert [view.tolist() for view in views] == [[1.0] * 3, [0.0] * 3]
 
 
-def test_marks_die_with_their_tensors() -> None:
+def test_marks_end_with_their_tensors() -> None:
     tensor = torch.zeros(1)
     AGGREGATED.add(tensor)
     identity = id(tensor)

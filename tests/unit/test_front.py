@@ -37,7 +37,7 @@ class _Publisher(NotebookPublisher):
     def area(self, lines: tuple[str, ...]) -> None: ...
 
 
-def test_what_comes_first_is_shown_in_its_own_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_output_is_shown_in_its_own_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     publishers: list[_Publisher] = []
 
     def publisher_for(_shell: Any) -> _Publisher:

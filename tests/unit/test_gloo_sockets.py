@@ -9,7 +9,7 @@ import torch.distributed as dist
 from distnb.collectives.group.gloo_sockets import event_loops
 
 
-def test_a_loop_is_new_also_where_it_got_the_descriptor_of_an_earlier_one() -> None:
+def test_a_loop_that_reuses_a_descriptor_counts_as_new() -> None:
     def device() -> Any:
         return dist.ProcessGroupGloo.create_device(interface="lo", lazy_init=False)
 

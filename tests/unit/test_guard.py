@@ -63,7 +63,7 @@ def spin() -> None:
 
 
 @pytest.mark.timeout(30)
-def test_it_raises_in_the_program(guard: Guard, pressing: Callable[..., None]) -> None:
+def test_an_order_raises_in_the_program(guard: Guard, pressing: Callable[..., None]) -> None:
     pressing(1)
     with pytest.raises(ProgramAborted, match="because"):
         guard.call(1, spin)
@@ -80,7 +80,7 @@ def test_an_interrupt_is_a_keyboard_interrupt(guard: Guard, pressing: Callable[.
 
 
 @pytest.mark.timeout(30)
-def test_one_that_is_swallowed_is_sent_again(guard: Guard, pressing: Callable[..., None]) -> None:
+def test_a_swallowed_order_is_sent_again(guard: Guard, pressing: Callable[..., None]) -> None:
     def stubborn() -> None:
         for _ in range(2):  # at least the first meets it within the `try`
             try:
@@ -110,7 +110,7 @@ def stubborn(press):
 
 
 @pytest.mark.timeout(30)
-def test_a_loop_that_catches_whatever_ends_it_is_ended(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_catches_everything_is_ended(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
     cell: dict[str, Any] = {"__name__": "__main__"}
     linecache.cache["stubborn"] = (len(STUBBORN), None, STUBBORN.splitlines(keepends=True), "stubborn")
     exec(compile(STUBBORN, "stubborn", "exec"), cell)
@@ -130,7 +130,7 @@ def test_a_loop_that_catches_whatever_ends_it_is_ended(guard: Guard, monkeypatch
 
 
 @pytest.mark.timeout(30)
-def test_a_grace_is_given_to_other_replicas_failures_and_not_to_the_user(guard: Guard) -> None:
+def test_failures_of_other_replicas_allow_a_grace_period_and_interrupts_do_not(guard: Guard) -> None:
     def order(interrupted: bool) -> Callable[[], str]:
         def body() -> str:
             guard.abort(guard._run.program, "because", interrupted)  # type: ignore[union-attr]
@@ -158,7 +158,7 @@ def test_an_order_for_another_program_does_nothing(guard: Guard) -> None:
     assert not guard.aborted
 
 
-def test_an_order_that_overtakes_its_program_ends_it_as_it_begins(guard: Guard) -> None:
+def test_an_order_that_arrives_before_its_program_ends_it_as_it_begins(guard: Guard) -> None:
     assert not guard.abort(8, "early")
     began = []
     with pytest.raises(ProgramAborted):
@@ -167,7 +167,7 @@ def test_an_order_that_overtakes_its_program_ends_it_as_it_begins(guard: Guard) 
     assert guard.call(9, lambda: "next") == "next"
 
 
-def test_an_idle_engine_lives_on(guard: Guard) -> None:
+def test_an_idle_engine_survives_an_order(guard: Guard) -> None:
     guard.call(1, lambda: None)
     guard.abort(1, "late")
     guard.press()
@@ -234,7 +234,7 @@ class Delayed(multiprocessing.Process):
 
 
 @pytest.mark.timeout(30)
-def test_a_child_is_known_before_its_program_ends(guard: Guard, pressing: Callable[..., None]) -> None:
+def test_a_child_process_is_registered_before_its_program_ends(guard: Guard, pressing: Callable[..., None]) -> None:
     def start() -> None:
         Delayed(target=time.sleep, args=(600,)).start()
         spin()
@@ -292,7 +292,7 @@ def test_a_condition_is_not_left_locked(guard: Guard, pressing: Callable[..., No
 
 
 @pytest.mark.timeout(30)
-def test_a_lock_that_nobody_releases_ends_no_less(
+def test_a_program_waiting_for_a_lock_is_ended(
     guard: Guard, pressing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(guarding._SPARED_S, threading.Condition.__enter__.__code__, 0.1)
@@ -317,7 +317,7 @@ class Endless:
 
 
 @pytest.mark.timeout(30)
-def test_what_a_destructor_drops_comes_again_and_is_not_told(
+def test_an_order_dropped_in_a_destructor_is_repeated_and_not_reported(
     guard: Guard, pressing: Callable[..., None], told: list[object]
 ) -> None:
     def drop() -> None:
@@ -332,7 +332,7 @@ def test_what_a_destructor_drops_comes_again_and_is_not_told(
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("by", ["destructor", "callback"])
-def test_what_a_program_left_is_ended_by_an_order_for_a_later_one(
+def test_a_destructor_of_an_earlier_program_is_ended_by_a_later_order(
     guard: Guard, pressing: Callable[..., None], told: list[object], by: str
 ) -> None:
     guard.call(1, int)
@@ -351,7 +351,7 @@ class Held:
 
 
 @pytest.mark.timeout(30)
-def test_an_order_between_programs_does_not_reach_what_is_no_destructor(guard: Guard) -> None:
+def test_an_order_between_programs_affects_only_destructors(guard: Guard) -> None:
     guard.call(1, int)
     guard.abort(2, "because")
     for _ in range(20):
@@ -361,7 +361,7 @@ def test_an_order_between_programs_does_not_reach_what_is_no_destructor(guard: G
         guard.call(2, spin)
 
 
-def test_other_dropped_exceptions_are_told(guard: Guard, told: list[object]) -> None:
+def test_other_dropped_exceptions_are_reported(guard: Guard, told: list[object]) -> None:
     class Bad:
         def __del__(self) -> None:
             raise ValueError("mine")
@@ -382,7 +382,7 @@ whole = True
 
 
 @pytest.mark.timeout(30)
-def test_an_import_is_not_left_half_done(
+def test_an_import_is_not_left_incomplete(
     guard: Guard, pressing: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slow_to_load.py").write_text(SLOW_TO_LOAD)
@@ -401,7 +401,7 @@ def test_an_import_is_not_left_half_done(
 
 
 @pytest.mark.timeout(30)
-def test_what_is_freed_is_not_the_next_program_s(guard: Guard) -> None:
+def test_waits_of_the_next_program_are_not_released_by_an_earlier_order(guard: Guard) -> None:
     inside, freed = threading.Event(), []
 
     def free(reason: str) -> None:

@@ -47,7 +47,7 @@ def read_options(**given: Any) -> HostOptions | None:
     return read_host_options(StartOptions(**given))
 
 
-def test_options_are_read() -> None:
+def test_options_are_parsed() -> None:
     assert read_options() is None
     assert read_options(launcher="local", n=2) is None
     read = read_options(hosts="a, me@b", per_host=2, interface="eth0", ssh_args=["-p", "22"])
@@ -88,7 +88,7 @@ def test_an_allocation_names_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read == HostOptions(hosts=("n1", "n2"), per_host={"n1": 6, "n2": 6}, launcher="slurm", without_gpus=tasks)
 
 
-def test_srun_is_not_told_of_the_step_in_which_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_srun_does_not_inherit_the_variables_of_the_notebooks_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JOB_ID", "NTASKS", "CPU_BIND", "PROCID", "CONF"):
         monkeypatch.setenv(f"SLURM_{name}", "1")
     told = {name for name in Slurm().environment() if name.startswith("SLURM_")}
@@ -100,7 +100,7 @@ def test_srun_is_not_told_of_the_step_in_which_the_notebook_runs(monkeypatch: py
     assert not {"SLURM_PROCID", "PMI_RANK", "TF_CONFIG"} & set(left)
 
 
-def test_whose_machines_the_workers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_list_is_recognised_as_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = SimpleClusterResolver({"worker": ["a:1", "a:2", "b:1"]})
     assert are_workers(("a:1", "a:2", "b:1"), workers)
     assert are_workers(("me@a", "b"), workers)
@@ -110,7 +110,7 @@ def test_whose_machines_the_workers_are(monkeypatch: pytest.MonkeyPatch) -> None
     assert are_workers(("b:1",), TFConfigClusterResolver())
 
 
-def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_are_distributed_over_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Capacity(cores=16, memory_nbytes=2**40)
     found = {"a": (4, room), "b": (0, Capacity(cores=1, memory_nbytes=2**40))}
     monkeypatch.setattr("distnb.cluster.remote.hosts.probe", lambda names, way, tell: found)
@@ -168,12 +168,12 @@ def test_how_many_engines_a_machine_gets(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"hosts": ["a"], "ssh_args": "-v"}, "give a list of words"),
     ],
 )
-def test_options_that_make_no_sense(given: dict[str, Any], text: str) -> None:
+def test_invalid_options_are_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(OptionError, match=text):
         read_options(**given)
 
 
-def test_where_a_notebook_listens() -> None:
+def test_a_notebook_listens_on_the_address_of_its_launcher() -> None:
     assert make_plan(StartOptions(n=2), None).address == "127.0.0.1"
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert interface_of("127.0.0.7") == "lo"
@@ -194,7 +194,7 @@ def test_an_assignment_is_one_line() -> None:
     assert Assignment.decode(told.encode()) == told
 
 
-def test_the_heartbeat_tells_when_the_notebook_goes() -> None:
+def test_the_heartbeat_detects_the_end_of_the_notebook() -> None:
     keys, others = make_keys(), make_keys()
     switchboard = Switchboard(
         Path("/nowhere"),
@@ -261,7 +261,9 @@ _LOST = "was lost: its machine"
         ("trap '' TERM; echo distnb-beat; setsid sleep 600 & wait", _LOST),
     ],
 )
-def test_how_an_end_is_told(program: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_an_engine_is_reported_with_its_cause(
+    program: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("distnb.cluster.remote.base.LOST_AFTER_S", 0.5)
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     processes = Processes()
@@ -279,7 +281,7 @@ def test_how_an_end_is_told(program: str, told: str, tmp_path: Path, monkeypatch
         processes.close()
 
 
-def test_engines_are_let_go_by_a_word(tmp_path: Path) -> None:
+def test_a_message_releases_engines(tmp_path: Path) -> None:
     received: queue.SimpleQueue[object] = queue.SimpleQueue()
     processes = Processes()
     try:
@@ -294,7 +296,7 @@ def test_engines_are_let_go_by_a_word(tmp_path: Path) -> None:
         processes.close()
 
 
-def test_a_machine_where_nothing_can_be_started() -> None:
+def test_a_machine_that_cannot_start_engines_is_an_error() -> None:
     with pytest.raises(StartError, match=r"(?s)Nothing is started by 'echo .*Its output:.*no such node"):
         probe(("echo no such node >&2; exit 1",), _Shell())
 
@@ -311,7 +313,7 @@ def test_replicas_know_who_is_on_their_machine() -> None:
     assert alone.on_host_of(3) == (0, 1, 2, 3)
 
 
-def test_the_magic_the_function_and_the_options_of_a_start_agree() -> None:
+def test_the_magic_and_the_function_accept_the_same_options() -> None:
     fields = {each.name for each in dataclasses.fields(StartOptions) if each.init}
     assert fields == set(inspect.signature(distnb.start).parameters) - {"on_progress"}
     parsed = vars(COMMANDS["start"].read(""))
@@ -322,7 +324,7 @@ def test_the_magic_the_function_and_the_options_of_a_start_agree() -> None:
         assert getattr(plain, name) == getattr(default, name)
 
 
-def test_options_of_a_start_are_checked_when_they_are_made() -> None:
+def test_options_of_a_start_are_checked_when_they_are_created() -> None:
     with pytest.raises(OptionError, match="workers=2 without ps"):
         StartOptions(workers=2)
     with pytest.raises(OptionError, match="n=3 with workers=1 and ps=1"):

@@ -37,7 +37,7 @@ def test_importing_distnb_loads_neither_torch_nor_ipython_and_starts_nothing():
         "distnb.wire.messages",
     ],
 )
-def test_what_the_notebook_always_needs_does_without_torch(module: str):
+def test_modules_always_loaded_by_the_notebook_do_not_need_torch(module: str):
     assert "torch" not in loaded_by(f"import {module}")
 
 
@@ -53,7 +53,7 @@ def test_every_public_name_loads(name: str):
     assert name in dir(distnb)
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error():
+def test_a_missing_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no_such_name") as raised:
         _ = distnb.no_such_name
     assert "did you mean" not in str(raised.value)

@@ -35,7 +35,7 @@ class Sample:
         (5, 1, [5]),
     ],
 )
-def test_sizes(n: int, replicas: int, sizes: list[int]) -> None:
+def test_slices_have_the_expected_sizes(n: int, replicas: int, sizes: list[int]) -> None:
     bounds = [slice_bounds(n, replicas, replica_id) for replica_id in range(replicas)]
     assert [stop - start for start, stop in bounds] == sizes
     assert [start for start, _ in bounds] == [sum(sizes[:replica_id]) for replica_id in range(replicas)]
@@ -72,7 +72,7 @@ def test_empty_slices_keep_dtype_and_shape() -> None:
     assert names == []
 
 
-def test_fields_that_are_as_many_as_examples() -> None:
+def test_as_many_fields_as_examples_are_recognised() -> None:
     x, y = torch.arange(2), torch.arange(2.0)
     first, _ = split_batch((x, y), 2)
     assert first == (torch.tensor([0]), torch.tensor([0.0]))
@@ -81,7 +81,7 @@ def test_fields_that_are_as_many_as_examples() -> None:
     assert split_batch((["a", "b"], ["c", "d"]), 2) == [(["a"], ["c"]), (["b"], ["d"])]
 
 
-def test_lists_of_one_item_per_example() -> None:
+def test_lists_of_one_item_per_example_are_cut() -> None:
     images = tuple(torch.zeros(3, size, size) for size in (4, 5, 6))
     targets = tuple({"boxes": torch.zeros(count, 4)} for count in (1, 2, 0))
     for replica_images, replica_targets in (split_batch((images, targets), 2)[0], split_batch([images, targets], 2)[0]):
@@ -92,12 +92,12 @@ def test_lists_of_one_item_per_example() -> None:
     assert split_batch({"id": range(3)}, 2)[1] == {"id": range(2, 3)}
 
 
-def test_sparse_tensors() -> None:
+def test_sparse_tensors_are_cut() -> None:
     batch = torch.eye(4).to_sparse()
     assert torch.equal(split_batch(batch, 2)[1].to_dense(), torch.eye(4)[2:])
 
 
-def test_leading_dimensions_that_differ() -> None:
+def test_different_leading_dimensions_are_an_error() -> None:
     with pytest.raises(StructureError, match=r"batch\['y'\] has 3 entries along axis 0, while batch\['x'\] has 4"):
         split_batch({"x": torch.zeros(4), "y": torch.zeros(3)}, 2)
     with pytest.raises(StructureError, match=r"batch\[1\].name"):
@@ -105,20 +105,20 @@ def test_leading_dimensions_that_differ() -> None:
 
 
 @pytest.mark.parametrize("value", [3, 2.5, "train", torch.tensor(1.0), np.float32(1), np.array(2), True])
-def test_values_that_were_never_batched(value: Any) -> None:
+def test_unbatched_values_are_an_error(value: Any) -> None:
     with pytest.raises(StructureError, match=r"batch\['n'\] is .*never batched.*one entry per example"):
         split_batch({"x": torch.zeros(4), "n": value}, 2)
     with pytest.raises(StructureError, match="never batched"):
         split_batch(value, 2)
 
 
-def test_batches_without_examples() -> None:
+def test_batches_without_examples_are_cut() -> None:
     for empty in ({}, (), None, {"x": None}):
         with pytest.raises(StructureError, match="contains no tensor"):
             split_batch(empty, 2)
 
 
-def test_slices_that_were_collated_by_themselves_may_hold_anything_per_example() -> None:
+def test_slices_collated_separately_may_hold_any_value_per_example() -> None:
     seen: list[Any] = []
     packed = torch.nn.utils.rnn.pack_sequence([torch.arange(3), torch.arange(2)])
     rows = torch.zeros(7, 6)
@@ -128,6 +128,6 @@ def test_slices_that_were_collated_by_themselves_may_hold_anything_per_example()
         map_leaves([torch.zeros(2, 3), 7], 2, seen.append, own=True)
 
 
-def test_count_and_cut() -> None:
+def test_examples_are_counted_and_cut() -> None:
     assert count_examples({"a": [torch.zeros(5, 2)], "b": ["x"] * 5}) == 5
     assert cut([1, 2, 3], 1, 3) == [2, 3]

@@ -57,7 +57,7 @@ def eventually(true: Callable[[], bool], within_s: float = 60.0) -> bool:
 # -- data in memory ----------------------------------------------------------------------------------------------------
 
 
-def test_structures_of_arrays() -> None:
+def test_structures_of_arrays_are_batched() -> None:
     data = {
         "x": torch.arange(5.0).reshape(5, 1),
         "y": np.arange(5, dtype=np.int16),
@@ -98,7 +98,7 @@ def test_batches_are_copies_of_the_users_data() -> None:
     ],
     ids=str,
 )
-def test_arrays_that_torch_does_not_take_as_they_are(array: Any) -> None:
+def test_arrays_unsupported_by_torch_are_converted_or_refused(array: Any) -> None:
     parts = [torch.cat([part.component(r) for part in over(r, array, batch_size=6)]) for r in range(2)]
     assert torch.cat(parts).tolist() == array.tolist()
 
@@ -114,7 +114,7 @@ def test_lists_are_fields_or_examples() -> None:
     assert components(over(0, [1.0, 2.0, 3.0], batch_size=3), 0)[0].tolist() == [1.0, 2.0]
 
 
-def test_datasets_with_a_batch_size() -> None:
+def test_datasets_accept_a_batch_size() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             yield from torch.arange(5)
@@ -144,7 +144,7 @@ def test_an_iterable_dataset_of_batches_is_read_as_under_default() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 2.5, True, "4"])
-def test_batch_sizes_that_are_none(batch_size: Any) -> None:
+def test_invalid_batch_sizes_are_refused(batch_size: Any) -> None:
     with pytest.raises(OptionError, match="whole number, 1 or more"):
         over(0, torch.arange(4), batch_size=batch_size)
 
@@ -152,12 +152,12 @@ def test_batch_sizes_that_are_none(batch_size: Any) -> None:
 @pytest.mark.parametrize(
     "data", [torch.arange(4), np.arange(4), {"x": torch.arange(4)}, (torch.arange(4),), TensorDataset(torch.arange(4))]
 )
-def test_data_that_is_not_batched(data: Any) -> None:
+def test_unbatched_data_is_refused(data: Any) -> None:
     with pytest.raises(OptionError, match=r"not batched yet.*batch_size=…"):
         over(0, data)
 
 
-def test_data_that_cannot_be_batched() -> None:
+def test_data_that_cannot_be_batched_is_refused() -> None:
     with pytest.raises(StructureError, match="has 3 entries along axis 0, while"):
         over(0, (torch.arange(4), torch.arange(3)), batch_size=2)
     with pytest.raises(OptionError, match="must yield global batches itself"):
@@ -169,7 +169,7 @@ def test_data_that_cannot_be_batched() -> None:
 # -- iterables of batches ----------------------------------------------------------------------------------------------
 
 
-def test_lists_of_batches_start_again() -> None:
+def test_lists_of_batches_restart() -> None:
     dataset = over(1, [torch.arange(3), torch.arange(4)])
     for _ in range(2):
         assert [part.tolist() for part in components(dataset, 1)] == [[2], [2, 3]]
@@ -189,12 +189,12 @@ def test_generators_can_be_read_once_and_functions_again() -> None:
         iter(once)
 
 
-def test_single_examples_are_no_batches() -> None:
+def test_single_examples_are_not_batches() -> None:
     with pytest.raises(StructureError, match=r"batch is the int 1: .*never batched.*batch_size=…"):
         list(over(0, [1, 2, 3]))
 
 
-def test_by_hand() -> None:
+def test_next_returns_batches_until_the_end() -> None:
     iterator = iter(over(0, torch.arange(4), batch_size=2))
     assert next(iterator).component(0).tolist() == [0]
     assert next(iterator).component(0).tolist() == [2]
@@ -230,7 +230,7 @@ def loaded_by_a_worker(data: Any, **more: Any) -> DistributedDataset:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"persistent_workers": True}], ids=str)
-def test_breaking_off_and_beginning_again(arguments: dict[str, Any]) -> None:
+def test_an_iteration_can_be_stopped_and_restarted(arguments: dict[str, Any]) -> None:
     dataset = loaded_by_a_worker(Slow(), **arguments)
     for _ in range(3):
         for batch in dataset:
@@ -245,7 +245,7 @@ def folders_of_workers() -> list[str]:
     return [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("pymp-")]
 
 
-def test_workers_hand_tensors_over_without_a_folder_that_could_stay() -> None:
+def test_workers_transfer_tensors_without_a_temporary_folder() -> None:
     before = folders_of_workers()
     iterator = iter(loaded_by_a_worker(Slow()))
     assert next(iterator).component(0).tolist() == [0, 1]
@@ -254,7 +254,7 @@ def test_workers_hand_tensors_over_without_a_folder_that_could_stay() -> None:
     iterator.close()
 
 
-def test_a_failed_program_leaves_nothing_running_though_a_name_holds_the_iteration() -> None:
+def test_a_failed_program_leaves_no_worker_even_if_its_iteration_is_referenced() -> None:
     datasets.program_began()
     iterator = iter(loaded_by_a_worker(Slow()))
     next(iterator)
@@ -263,7 +263,7 @@ def test_a_failed_program_leaves_nothing_running_though_a_name_holds_the_iterati
     assert eventually(lambda: not multiprocessing.active_children())
 
 
-def test_a_failed_program_ends_what_it_read_and_nothing_else() -> None:
+def test_a_failed_program_ends_only_its_own_iterations() -> None:
     datasets.program_began()
     earlier, read_again = iter(loaded_by_a_worker(Slow())), iter(loaded_by_a_worker(Slow()))
     next(earlier)
@@ -281,7 +281,7 @@ def test_a_failed_program_ends_what_it_read_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_failed_program_leaves_no_persistent_workers_and_the_dataset_is_good(replicas: int) -> None:
+def test_a_failed_program_leaves_no_persistent_workers_and_a_usable_dataset(replicas: int) -> None:
     dataset = over(0, DataLoader(Slow(), batch_size=4, num_workers=1, persistent_workers=True), replicas)
     datasets.program_began()
     iterator = iter(dataset)
@@ -298,7 +298,7 @@ def test_a_failed_program_leaves_no_persistent_workers_and_the_dataset_is_good(r
     assert eventually(lambda: not multiprocessing.active_children())
 
 
-def test_a_worker_that_another_thread_is_reaping_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_reaped_by_another_thread_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(Slow(), batch_size=4, num_workers=1, persistent_workers=True)
     list(loader)
     assert workers.has_workers(loader)
@@ -318,7 +318,7 @@ def test_a_worker_that_another_thread_is_reaping_is_lost(monkeypatch: pytest.Mon
     assert eventually(lambda: not multiprocessing.active_children())
 
 
-def test_an_interrupt_while_waiting_ends_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_during_a_wait_ends_the_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     iterator = iter(loaded_by_a_worker(Slow()))
     next(iterator)
 
@@ -351,7 +351,7 @@ class Pressing(threading.Thread):
 
 
 @pytest.mark.parametrize("prefetch", [None, 0])
-def test_a_real_interrupt_while_a_worker_is_stuck(prefetch: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_ends_the_wait_for_a_stuck_worker(prefetch: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[threading.Thread] = []
 
     def noted(iterator: Any, shut_down: Callable[[Any], None] = workers._shut_down) -> None:
@@ -388,7 +388,7 @@ def test_a_stuck_worker_is_ended() -> None:
 @pytest.mark.parametrize(
     ("workers", "prefetch"), [(0, 0), (0, 3), (1, 0), (1, 2)], ids=["direct", "ahead", "workers", "workers-ahead"]
 )
-def test_errors_are_raised_at_their_place(workers: int, prefetch: int | None) -> None:
+def test_errors_are_raised_at_their_batch(workers: int, prefetch: int | None) -> None:
     loader = DataLoader(Slow(bad=9), batch_size=4, num_workers=workers)
     iterator = iter(over(0, loader, options=InputOptions(prefetch=prefetch)))
     assert [next(iterator).component(0).tolist() for _ in range(2)] == [[0, 1], [4, 5]]
@@ -403,7 +403,7 @@ def test_errors_are_raised_at_their_place(workers: int, prefetch: int | None) ->
     assert eventually(lambda: not multiprocessing.active_children())
 
 
-def test_reading_ahead() -> None:
+def test_batches_are_read_ahead() -> None:
     asked: list[int] = []
 
     class Asked(Slow):
@@ -420,7 +420,7 @@ def test_reading_ahead() -> None:
     assert asked == [0, 1]
 
 
-def test_two_iterations_at_once() -> None:
+def test_two_iterations_can_run_at_once() -> None:
     dataset = loaded_by_a_worker(Slow())
     pairs = list(zip(dataset, dataset, strict=True))
     assert all(torch.equal(a.component(0), b.component(0)) for a, b in pairs)

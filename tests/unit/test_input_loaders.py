@@ -180,7 +180,7 @@ def test_batches_equal_those_of_the_plain_loader(dataset: Any, arguments: dict[s
     check_equal(lambda: DataLoader(dataset, **arguments), replicas)
 
 
-def test_a_generator_of_the_users_own() -> None:
+def test_the_users_own_generator_is_used() -> None:
     def make() -> Any:
         generator = torch.Generator().manual_seed(3)
         return DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=True, generator=generator)
@@ -195,7 +195,7 @@ def test_only_the_slice_is_loaded() -> None:
         assert data.asked == wanted
 
 
-def test_an_empty_slice_is_learned_from_one_example() -> None:
+def test_an_empty_slice_gets_its_structure_from_one_example() -> None:
     data = Squares(5)
     batches = list(distribute(DataLoader(data, batch_size=3), **place(4, 3)))
     assert data.asked == [0, 3]
@@ -210,7 +210,7 @@ def test_an_empty_slice_is_learned_from_one_example() -> None:
 
 @pytest.mark.parametrize("arguments", [{}, {"persistent_workers": True}, {"prefetch_factor": 3}], ids=str)
 @pytest.mark.parametrize("prefetch", [None, 0, 1])
-def test_workers(arguments: dict[str, Any], prefetch: int | None) -> None:
+def test_loaders_with_workers_give_the_same_batches(arguments: dict[str, Any], prefetch: int | None) -> None:
     def make() -> Any:
         return DataLoader(Squares(), batch_size=5, shuffle=True, num_workers=2, **arguments)
 
@@ -219,7 +219,7 @@ def test_workers(arguments: dict[str, Any], prefetch: int | None) -> None:
 
 @pytest.mark.parametrize("batches", [1, 9])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_an_iteration_that_nobody_holds_ends_its_workers_at_once(replicas: int, batches: int) -> None:
+def test_an_unreferenced_iteration_ends_its_workers_at_once(replicas: int, batches: int) -> None:
     """End the workers at once: the collector would end them during another loader's work, with 5 s for each."""
     gc.disable()
     try:
@@ -233,7 +233,7 @@ def test_an_iteration_that_nobody_holds_ends_its_workers_at_once(replicas: int, 
         gc.enable()
 
 
-def test_workers_with_a_sampler_that_draws_all_along() -> None:
+def test_workers_support_a_sampler_that_draws_continuously() -> None:
     def make() -> Any:
         return DataLoader(Squares(), batch_sampler=Buckets(), num_workers=2)
 
@@ -271,7 +271,7 @@ def test_workers_of_another_replica_have_other_seeds() -> None:
         assert mine[0] != other[0]
 
 
-def test_augmentation_disturbs_no_shuffle() -> None:
+def test_augmentation_does_not_affect_shuffles() -> None:
     """Draw different amounts on each replica: the order of examples and the shared stream stay equal."""
     seen, after = [], []
     for replica_id in range(3):
@@ -288,7 +288,7 @@ def test_augmentation_disturbs_no_shuffle() -> None:
     assert torch.cat(noise).unique().numel() > 40  # every replica draws numbers of its own, new ones each epoch
 
 
-def test_uneven_draws_in_run_disturb_no_shuffle() -> None:
+def test_uneven_draws_inside_run_do_not_affect_shuffles() -> None:
     """Draw as dropout does: the shared stream is active where iteration starts and samplers draw."""
     plain = epochs_of(DataLoader(TensorDataset(Y), batch_size=4, shuffle=True))
     for replica_id in range(2):
@@ -348,7 +348,7 @@ def longest(examples: list[torch.Tensor]) -> Any:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("data", "collate"), [(Ragged(), pad), (Squares(11), mix)])
-def test_collating_that_needs_the_whole_batch_gets_it(data: Any, collate: Any, workers: int) -> None:
+def test_a_collate_function_that_needs_the_whole_batch_gets_it(data: Any, collate: Any, workers: int) -> None:
     def make() -> Any:
         return DataLoader(data, batch_size=4, shuffle=True, collate_fn=collate, num_workers=workers)
 
@@ -358,7 +358,7 @@ def test_collating_that_needs_the_whole_batch_gets_it(data: Any, collate: Any, w
 
 @pytest.mark.filterwarnings("error:The collate function")  # what others left to the collector is not meant
 @pytest.mark.parametrize("workers", [0, 1])
-def test_collating_that_treats_examples_one_by_one_may_see_slices(workers: int) -> None:
+def test_a_collate_function_by_example_may_get_slices(workers: int) -> None:
     data = Squares(8)
     make = lambda: DataLoader(data, batch_size=4, collate_fn=stack, num_workers=workers)  # noqa: E731
     options = InputOptions(collate="slice")
@@ -369,7 +369,7 @@ def test_collating_that_treats_examples_one_by_one_may_see_slices(workers: int) 
     assert data.asked == ([] if workers else [2, 3, 6, 7])
 
 
-def test_what_cannot_be_cut_may_be_collated_by_the_slice() -> None:
+def test_batches_that_cannot_be_cut_may_be_collated_by_slice() -> None:
     loader, options = DataLoader(Ragged(), batch_size=4, collate_fn=pack), InputOptions(collate="slice")
     for replica_id in range(2):
         for batch, expected in zip(distribute(loader, options=options, **place(2, replica_id)), loader, strict=True):
@@ -386,7 +386,7 @@ def test_what_cannot_be_cut_may_be_collated_by_the_slice() -> None:
         list(distribute(loader, **place(2, 0)))
 
 
-def test_the_user_may_decide() -> None:
+def test_an_option_sets_how_batches_are_collated() -> None:
     loader = DataLoader(Ragged(), batch_size=4, collate_fn=pad)
     x, _ = next(iter(distribute(loader, **place(2, 0), options=InputOptions(collate="slice"))))
     assert x.component(0).shape == (2, 2)
@@ -411,7 +411,7 @@ class Keyed(Dataset[Any]):
         return torch.tensor(len(key)), key
 
 
-def test_keys_that_are_no_numbers_and_no_length() -> None:
+def test_datasets_may_have_other_keys_and_no_length() -> None:
     batches = [["a", "bb", "ccc"], ["dddd"]]
     check_equal(lambda: DataLoader(Keyed(), batch_sampler=batches), 2)
     with pytest.warns(UserWarning, match="may give other values"):
@@ -430,11 +430,11 @@ class Stream(IterableDataset[Any]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_iterable_datasets(workers: int, drop_last: bool) -> None:
+def test_iterable_datasets_are_cut(workers: int, drop_last: bool) -> None:
     check_equal(lambda: DataLoader(Stream(), batch_size=3, num_workers=workers, drop_last=drop_last), 2)
 
 
-def test_batches_made_by_the_dataset() -> None:
+def test_batches_made_by_the_dataset_are_cut() -> None:
     ready = [(X[:4], Y[:4]), (X[4:9], Y[4:9])]
     check_equal(lambda: DataLoader(ready, batch_size=None, shuffle=True), 3)  # type: ignore[arg-type]
     sampler = BatchSampler(RandomSampler(range(23)), 5, False)
@@ -447,11 +447,11 @@ class Doubling(DataLoader[Any]):
             yield torch.cat([x, x]), torch.cat([y, y])
 
 
-def test_a_loader_with_an_iteration_of_its_own() -> None:
+def test_a_loader_with_its_own_iteration_is_supported() -> None:
     check_equal(lambda: Doubling(TensorDataset(X, Y), batch_size=3, shuffle=True), 2)
 
 
-def test_order_is_kept_even_where_the_loader_need_not() -> None:
+def test_order_is_kept_even_for_unordered_loaders() -> None:
     def make(**arguments: Any) -> Any:
         return DataLoader(Squares(), batch_size=5, num_workers=2, **arguments)
 
@@ -476,7 +476,7 @@ def test_one_replica_gets_the_batches_themselves(workers: int) -> None:
     assert (x.shape, longest_) == ((11, 5), 5)
 
 
-def test_a_loader_that_cuts_itself_is_refused() -> None:
+def test_a_loader_with_a_distributed_sampler_is_refused() -> None:
     data = TensorDataset(X)
     loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0), batch_size=4)
     with pytest.raises(ProgramError, match="cut them twice"):
@@ -487,7 +487,7 @@ def test_a_loader_that_cuts_itself_is_refused() -> None:
         distribute(distribute([X], **place(2, 0)), **place(2, 0))
 
 
-def test_lengths() -> None:
+def test_datasets_report_their_length() -> None:
     def length(data: Any, **arguments: Any) -> int:
         return len(distribute(data, **place(2, 0), **arguments))
 
@@ -502,7 +502,7 @@ def test_lengths() -> None:
     assert isinstance(distribute(iter([X]), **place(2, 0)), DistributedDataset)
 
 
-def test_replicas_that_read_different_data_are_found() -> None:
+def test_replicas_that_read_different_data_are_detected() -> None:
     def agree_as(other: tuple[Any, ...]) -> Callable[[Any], list[Any]]:
         return lambda mine: [mine, other if mine[0] == other[0] else mine]
 

@@ -72,13 +72,13 @@ def on_replicas(workers: list[int], read: Callable[[dict[str, Any]], Any]) -> li
 # -- options and contexts ----------------------------------------------------------------------------------------------
 
 
-def test_per_replica_batch_size() -> None:
+def test_the_batch_size_per_replica_is_divided() -> None:
     assert InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(4) == 2
     with pytest.raises(ValueError, match="The `global_batch_size` 4 is not divisible by `num_replicas_in_sync` 3"):
         InputContext(num_replicas_in_sync=3).get_per_replica_batch_size(4)
 
 
-def test_options_have_tensorflows_names_too() -> None:
+def test_options_also_accept_tensorflows_names() -> None:
     mode = InputReplicationMode.PER_REPLICA
     options = InputOptions(experimental_fetch_to_device=False, experimental_per_replica_buffer_size=3)
     assert options == InputOptions(fetch_to_device=False, prefetch=3)
@@ -98,12 +98,12 @@ def test_options_have_tensorflows_names_too() -> None:
         ({"experimental_nonsense": 1}, "no option 'nonsense'"),
     ],
 )
-def test_options_that_cannot_be_honoured(given: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         InputOptions(**given)
 
 
-def test_options_for_the_other_method() -> None:
+def test_options_of_the_other_method_are_refused() -> None:
     for strategy in (distnb.get_strategy(), distnb.OneDeviceStrategy("cpu:0")):
         with pytest.raises(OptionError, match="Use distribute_datasets_from_function"):
             strategy.distribute_dataset([torch.arange(2)], InputOptions(replication_mode="PER_REPLICA"))
@@ -204,13 +204,13 @@ def test_one_replica_gets_the_batches_themselves() -> None:
         strategy.distribute_datasets_from_function([torch.arange(2)])
 
 
-def test_functions_that_give_nothing_to_read() -> None:
+def test_functions_without_a_result_are_refused() -> None:
     for given, message in ((None, "returned None"), (3, "cannot be distributed"), (torch.arange(3), "not batched yet")):
         with pytest.raises(ProgramError, match=message):
             distribute_from_function(lambda context, given=given: given, **place(2, 0))
 
 
-def test_elements_are_handed_out_as_they_are_in_turn() -> None:
+def test_elements_are_distributed_unchanged_in_turn() -> None:
     def read(make: Callable[[Any], Any], replica_id: int, **more: Any) -> list[Any]:
         return [one.values[0] for one in distribute_from_function(make, **place(2, replica_id, **more))]
 
@@ -230,7 +230,7 @@ def test_elements_are_handed_out_as_they_are_in_turn() -> None:
     assert [(len(one.values[0]), one.global_batch_size) for one in batches] == [(2, 5), (0, 1)]
 
 
-def test_elements_of_pipelines_of_unequal_length() -> None:
+def test_pipelines_of_unequal_length_end_together_with_notice() -> None:
     def read(here: dict[str, Any]) -> list[Any]:
         dataset = distribute_from_function(lambda context: range(2 - context.input_pipeline_id), **here)
         return [one.values[0] for one in dataset]
@@ -239,7 +239,7 @@ def test_elements_of_pipelines_of_unequal_length() -> None:
     assert on_replicas([0, 0, 1], read) == [[0], [1], [0]]
 
 
-def test_asking_for_the_next_batch() -> None:
+def test_next_returns_batches_of_a_pipeline() -> None:
     dataset = distribute([torch.ones(2), torch.ones(1)], **place(2, 0))
     assert isinstance(dataset, distnb.DistributedDataset)
     assert dataset.cardinality == 2
@@ -289,7 +289,7 @@ def test_iterables_are_read_ahead(prefetch: int | None, ahead: int) -> None:
     assert examples == [0]  # what may draw random numbers for each example is not
 
 
-def test_a_pipeline_may_be_parted_by_a_sampler_of_torchs() -> None:
+def test_a_pipeline_may_use_torchs_distributed_sampler() -> None:
     data = TensorDataset(torch.arange(6))
 
     def read(here: dict[str, Any]) -> Any:
@@ -330,14 +330,14 @@ def test_unequal_pipelines_end_together() -> None:
             assert each["x"].global_batch_size == each["names"].global_batch_size == [4, 2, 2][step]
 
 
-def test_no_pipeline_has_anything() -> None:
+def test_empty_pipelines_give_no_batch() -> None:
     def read(here: dict[str, Any]) -> Any:
         return list(distribute_from_function(lambda context: [], **here))
 
     assert on_replicas([0, 1], read) == [[], []]
 
 
-def test_replicas_of_one_worker_that_read_different_data_are_found() -> None:
+def test_replicas_of_one_worker_that_read_different_data_are_detected() -> None:
     def read(here: dict[str, Any]) -> Any:
         size = 2 + (here["replica_id"] == 1)
         return list(distribute_from_function(lambda context: [torch.ones(size), torch.ones(2)], **here))
@@ -347,7 +347,7 @@ def test_replicas_of_one_worker_that_read_different_data_are_found() -> None:
         assert "replica 0 has 4 examples for this step; replica 1 has 5 examples" in str(error)
 
 
-def test_what_cannot_be_empty_is_told() -> None:
+def test_a_batch_that_cannot_be_empty_is_an_error() -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.arange(3), torch.arange(2)])
     batch = [torch.ones(2), packed]
 
@@ -362,7 +362,7 @@ def test_what_cannot_be_empty_is_told() -> None:
 
 
 @pytest.mark.parametrize("collate", ["slice", "global"])
-def test_policies_cut_as_many_examples_for_a_step(collate: Any) -> None:
+def test_policies_cut_equally_many_examples_per_step(collate: Any) -> None:
     def stacked(examples: list[int]) -> torch.Tensor:
         return torch.tensor(examples)
 
@@ -378,7 +378,7 @@ def test_policies_cut_as_many_examples_for_a_step(collate: Any) -> None:
     assert on_replicas([0, 0, 1, 1], read) == [first, second, first, second]
 
 
-def test_arrays_and_lists_of_batches_under_a_policy() -> None:
+def test_arrays_and_lists_of_batches_follow_the_policy() -> None:
     def read(here: dict[str, Any]) -> Any:
         options = InputOptions(auto_shard_policy="OFF")
         arrays = distribute(torch.arange(5), batch_size=4, options=options, **here)
@@ -388,7 +388,7 @@ def test_arrays_and_lists_of_batches_under_a_policy() -> None:
     assert on_replicas([0, 1], read) == [[[[0, 1], [2, 3], [4]]] * 2] * 2
 
 
-def test_auto_deals_out_files_where_there_are_enough() -> None:
+def test_auto_distributes_files_if_there_are_enough() -> None:
     def read(here: dict[str, Any]) -> Any:
         return [[x.component(here["replica_id"]).tolist() for x in distribute(data, **here)] for data in datasets]
 
@@ -413,7 +413,7 @@ class Files(IterableDataset[Any]):
         return (torch.tensor([ord(file)]) for file in self.files)
 
 
-def test_files_are_dealt_out() -> None:
+def test_files_are_distributed() -> None:
     def numbers(data: Any) -> list[int]:
         return [int(each) for batch in data for each in batch]
 
@@ -430,7 +430,7 @@ def test_files_are_dealt_out() -> None:
             part_for_worker(DataLoader(range(4)), AutoShardPolicy.HINT, 0, workers)
 
 
-def test_loaders_of_parts_shuffle_these() -> None:
+def test_loaders_of_shards_shuffle_their_shards() -> None:
     class Sharded(TensorDataset):
         def shard(self, num_shards: int, index: int) -> Sharded:
             return Sharded(*(tensor[index::num_shards] for tensor in self.tensors))
@@ -449,7 +449,7 @@ def test_loaders_of_parts_shuffle_these() -> None:
 # -- what batches look like --------------------------------------------------------------------------------------------
 
 
-def test_element_specs() -> None:
+def test_datasets_report_their_element_spec() -> None:
     image, label, text = (
         TensorSpec((None, 3), torch.float32),
         TensorSpec((None,), torch.int64),

@@ -68,7 +68,7 @@ def first_leaf(batch: Any, replica_id: int) -> Any:
 @pytest.mark.filterwarnings("ignore:The collate function")
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", SOURCES)
-def test_exactly_the_remaining_batches(name: str, replicas: int) -> None:
+def test_resuming_gives_exactly_the_remaining_batches(name: str, replicas: int) -> None:
     def read(batches: Any) -> list[Any]:
         return [first_leaf(batch, replicas - 1) for batch in batches]
 
@@ -94,7 +94,7 @@ def test_exactly_the_remaining_batches(name: str, replicas: int) -> None:
         assert again.epoch == 3
 
 
-def test_augmentation_of_one_replica_goes_on_as_it_was() -> None:
+def test_augmentation_of_one_replica_resumes_its_random_stream() -> None:
     torch.manual_seed(1)
     make = lambda: distribute(DataLoader(Augmented(), batch_size=4, shuffle=True), **place(1, 0))  # noqa: E731
     dataset = make()
@@ -107,7 +107,7 @@ def test_augmentation_of_one_replica_goes_on_as_it_was() -> None:
     assert [[part.tolist() for part in batch] for batch in again] == expected
 
 
-def test_what_is_left_out_is_not_loaded() -> None:
+def test_skipped_batches_are_not_loaded() -> None:
     asked: list[int] = []
 
     class Asked(Augmented):
@@ -127,7 +127,7 @@ def test_what_is_left_out_is_not_loaded() -> None:
         assert asked == ([16, 17, 18, 19, 20, 21, 22] if replicas == 1 else [16, 17, 20, 21])
 
 
-def test_what_was_read_ahead_is_not_lost() -> None:
+def test_batches_read_ahead_are_not_lost() -> None:
     for options in (InputOptions(prefetch=3), None):
         dataset = distribute(shuffled(num_workers=int(options is None)), options=options, **place(2, 0))
         batches = iter(dataset)
@@ -139,7 +139,7 @@ def test_what_was_read_ahead_is_not_lost() -> None:
 
 
 @pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(2)], ids=["shared", "own"])
-def test_between_epochs(generator: torch.Generator | None) -> None:
+def test_a_state_between_epochs_can_be_restored(generator: torch.Generator | None) -> None:
     torch.manual_seed(2)
     dataset = distribute(shuffled(generator=generator), **place(2, 0))
     fresh = dataset.state_dict()
@@ -157,7 +157,7 @@ def test_between_epochs(generator: torch.Generator | None) -> None:
     assert dataset.epoch == 3
 
 
-def test_batches_taken_in_turn_by_another_number_of_replicas() -> None:
+def test_batches_resume_under_another_number_of_replicas() -> None:
     def make(_context: Any) -> Any:
         return DataLoader(TensorDataset(X), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
 
@@ -171,7 +171,7 @@ def test_batches_taken_in_turn_by_another_number_of_replicas() -> None:
     assert [first_leaf(batch, 1) for batch in rest] == [elements[5], elements[8], elements[11]]
 
 
-def test_a_resumption_that_failed_is_tried_again() -> None:
+def test_a_failed_resumption_can_be_repeated() -> None:
     calls: list[int] = []
 
     def make() -> Any:
@@ -190,7 +190,7 @@ def test_a_resumption_that_failed_is_tried_again() -> None:
     assert [first_leaf(batch, 0) for batch in dataset] == rest
 
 
-def test_states_that_do_not_fit() -> None:
+def test_mismatched_states_are_refused() -> None:
     dataset = distribute(X, batch_size=4, **place(2, 0))
     for wrong in ({}, None, {"position": 3}):
         with pytest.raises(OptionError, match=r"takes the result of a distributed dataset's state_dict\(\)"):
@@ -203,7 +203,7 @@ def test_states_that_do_not_fit() -> None:
         apart.load_state_dict(dataset.state_dict())
 
 
-def test_what_a_generator_draws_while_it_is_read_ahead() -> None:
+def test_draws_of_a_generator_during_read_ahead_are_restored() -> None:
     def batches() -> Iterator[torch.Tensor]:
         for _ in range(6):
             yield torch.rand(2)

@@ -24,7 +24,7 @@ from distnb.wire.value_facts import BINS, Holding
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_statistics_are_the_tensors(dtype: torch.dtype) -> None:
+def test_statistics_match_the_tensor(dtype: torch.dtype) -> None:
     tensor = (torch.randn(30, 70) * 3).clamp(0 if dtype is torch.bool else -99).to(dtype)
     told, exact = statistics_of(tensor), tensor.double().numpy()
     assert told is not None
@@ -36,7 +36,7 @@ def test_statistics_are_the_tensors(dtype: torch.dtype) -> None:
     assert sum(told.histogram) == 2100
 
 
-def test_what_is_not_finite_is_counted_and_the_rest_described() -> None:
+def test_non_finite_values_are_counted_and_the_rest_is_described() -> None:
     told = statistics_of(torch.tensor([1.0, math.nan, 3.0, math.inf, -math.inf]))
     assert told is not None
     assert (told.nans, told.infinities, told.low, told.high, told.mean) == (1, 2, 1.0, 3.0, 2.0)
@@ -55,7 +55,7 @@ def test_norms_neither_overflow_nor_vanish(scale: float) -> None:
 
 
 @pytest.mark.parametrize("laid_out", ["plain", "turned", "window"])
-def test_of_a_large_tensor_a_sample_is_looked_at(laid_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tensor_is_sampled(laid_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "MOST_ELEMENTS", 5_000)
     tensor = {
         "plain": torch.randn(300, 200),
@@ -70,7 +70,7 @@ def test_of_a_large_tensor_a_sample_is_looked_at(laid_out: str, monkeypatch: pyt
     assert -0.2 < told.mean < 0.2
 
 
-def test_norms_of_many_tensors_are_each_ones() -> None:
+def test_norms_are_computed_for_each_tensor() -> None:
     tensors = [torch.ones(4), torch.zeros(0), torch.full((9,), 2), torch.ones(2, device="meta")]
     assert norms(tensors)[:3] == [2.0, 0.0, 6.0]
     assert math.isnan(norms(tensors)[3])
@@ -94,13 +94,13 @@ def test_norms_of_many_tensors_are_each_ones() -> None:
     ],
     ids=str,
 )
-def test_values_of_every_kind_can_be_looked_at(value: object) -> None:
+def test_values_of_every_kind_can_be_inspected(value: object) -> None:
     told = inspect(value)
     assert told.type == type(value).__name__
     holdings_of(value)
 
 
-def test_equal_contents_are_told_from_others() -> None:
+def test_equal_contents_are_recognised() -> None:
     complex_ones = torch.tensor([3 + 4j]), torch.tensor([4 + 3j])
     assert digest_of(complex_ones[0]) != digest_of(complex_ones[1]), "though their absolute values are equal"
     one, other = {"a": [torch.ones(2), "x"]}, {"a": [torch.ones(2), "y"]}
@@ -108,7 +108,7 @@ def test_equal_contents_are_told_from_others() -> None:
     assert inspect(object()).content == 0, "its repr is an address"
 
 
-def test_a_module_is_its_layers() -> None:
+def test_a_module_is_described_by_its_layers() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     module[0].bias.requires_grad_(False)
     module(torch.randn(4, 3)).square().sum().backward()
@@ -130,7 +130,7 @@ def test_a_module_is_its_layers() -> None:
     assert inspect(module).content != before
 
 
-def test_optimizers_and_metrics_are_what_they_keep() -> None:
+def test_optimizers_and_metrics_are_described_by_their_state() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.5, momentum=0.9)
     assert inspect(optimizer).items == ()
@@ -146,7 +146,7 @@ def test_optimizers_and_metrics_are_what_they_keep() -> None:
     assert all(each.content == 0 for each in inner.values()), "each replica's own, so that no drift is seen in them"
 
 
-def test_long_and_deep_structures_end() -> None:
+def test_long_and_deep_structures_are_truncated() -> None:
     told = inspect([torch.ones(1)] * 1000)
     assert len(told.items) + told.left_out == 1000
     assert sum(each.statistics is not None for _, each in told.items) < 100
@@ -187,7 +187,7 @@ def test_images_and_figures_become_small_pictures() -> None:
 # -- which part is where --------------------------------------------------------------------------------------------
 
 
-def test_a_replica_tells_its_rows_of_a_batch() -> None:
+def test_a_replica_reports_its_rows_of_a_batch() -> None:
     part = PerReplica.own(1, torch.zeros(3, 4), 2, 7)
     (held,) = holdings_of({"x": part})
     assert (held.name, held.whole, held.bounds, held.kind, held.nbytes) == (
@@ -202,7 +202,7 @@ def test_a_replica_tells_its_rows_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_dataset_tells_the_rows_of_its_batches_without_reading(drop_last: bool) -> None:
+def test_a_dataset_reports_the_rows_of_its_batches_without_reading(drop_last: bool) -> None:
     loader = DataLoader(TensorDataset(torch.arange(67)), batch_size=33, drop_last=drop_last, shuffle=True)
     here = {"num_replicas": 2, "device": Device("cpu"), "shared_randomness": nullcontext}
     state = torch.get_rng_state()
@@ -214,7 +214,7 @@ def test_a_dataset_tells_the_rows_of_its_batches_without_reading(drop_last: bool
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_what_holds_no_tensor_is_refused() -> None:
+def test_objects_without_tensors_are_refused() -> None:
     with pytest.raises(OptionError, match="visualize got a int without any tensor"):
         distnb.visualize(3)
     with pytest.raises(OptionError, match="without any tensor"):
@@ -222,7 +222,7 @@ def test_what_holds_no_tensor_is_refused() -> None:
     assert report(torch.nn.ReLU())["replicas"] == {0: ()}
 
 
-def test_a_plain_value_is_told_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_value_is_described_in_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     distnb.visualize(torch.nn.Linear(3, 2))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Linear · this process: 32 B"

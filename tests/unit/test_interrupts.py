@@ -48,7 +48,7 @@ def pressing(code: Any, moment: int) -> tuple[Callable[[FrameType, str, Any], An
 
 @pytest.mark.parametrize("function", [Interrupts.__enter__, Interrupts.__exit__], ids=["begins", "ends"])
 @pytest.mark.parametrize("lasting", [False, True])
-def test_it_is_heard_also_where_holding_it_back_begins_or_ends(
+def test_an_interrupt_at_the_boundary_of_a_hold_is_not_lost(
     interrupts: Interrupts, function: Any, lasting: bool
 ) -> None:
     for moment in range(1, 1000):
@@ -79,7 +79,7 @@ def test_it_is_heard_also_where_holding_it_back_begins_or_ends(
     assert 10 < moment < 999
 
 
-def test_one_that_nobody_has_taken_is_raised_at_the_end_and_only_there(interrupts: Interrupts) -> None:
+def test_a_held_interrupt_is_raised_at_the_end_and_only_there(interrupts: Interrupts) -> None:
     steps = []
 
     def program() -> None:
@@ -96,7 +96,7 @@ def test_one_that_nobody_has_taken_is_raised_at_the_end_and_only_there(interrupt
     assert steps == ["within", "still within", "next"]
 
 
-def test_an_error_is_not_hidden_by_it(interrupts: Interrupts) -> None:
+def test_a_held_interrupt_does_not_hide_an_error(interrupts: Interrupts) -> None:
     def program() -> None:
         with interrupts:
             signal.raise_signal(signal.SIGINT)
@@ -106,7 +106,7 @@ def test_an_error_is_not_hidden_by_it(interrupts: Interrupts) -> None:
         program()
 
 
-def test_what_lasts_is_ended_by_the_second(interrupts: Interrupts) -> None:
+def test_a_second_interrupt_ends_a_long_hold(interrupts: Interrupts) -> None:
     steps = []
 
     def program() -> None:

@@ -178,7 +178,7 @@ COMPILED = {
 @pytest.mark.parametrize("workers", [1, 2], ids=["one worker", "two workers"])
 @pytest.mark.parametrize("compiled", COMPILED)
 @pytest.mark.parametrize("kind", ["sequential", "functional", "subclassed"])
-def test_fit_is_as_in_one_process(strategy: Any, kind: str, compiled: str) -> None:
+def test_fit_trains_like_in_one_process(strategy: Any, kind: str, compiled: str) -> None:
     plain, model = pair(strategy, lambda: model_of(kind), COMPILED[compiled])
     data = batches(30)
     expected = plain.fit((each for each in data), epochs=3, steps_per_epoch=10, verbose=0).history
@@ -233,7 +233,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(strategy: Any, name: str) -> None:
+def test_every_optimizer_trains_like_in_one_process(strategy: Any, name: str) -> None:
     plain, model = both(strategy, small, lambda: {"optimizer": OPTIMIZERS[name](), "loss": "mse"})
     same(model, plain)
     for one, other in zip(model.optimizer.variables, plain.optimizer.variables, strict=True):
@@ -242,7 +242,7 @@ def test_optimizers(strategy: Any, name: str) -> None:
     assert type(model.optimizer).__name__ == type(plain.optimizer).__name__
 
 
-def test_weights_that_do_not_decay(strategy: Any) -> None:
+def test_excluded_weights_do_not_decay(strategy: Any) -> None:
     def optimizer() -> Any:
         made = keras.optimizers.SGD(0.1, weight_decay=0.5)
         made.exclude_from_weight_decay(var_names=["bias"])
@@ -259,7 +259,7 @@ class Halving(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.layers[-1].bias.assign([float(epoch)])
 
 
-def test_what_callbacks_change_reaches_the_servers(strategy: Any) -> None:
+def test_changes_by_callbacks_reach_the_servers(strategy: Any) -> None:
     plain, model = both(
         strategy,
         small,
@@ -298,7 +298,7 @@ class OwnStep(keras.Model):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_step_of_the_models_own(strategy: Any, steps: int) -> None:
+def test_a_custom_train_step_is_used(strategy: Any, steps: int) -> None:
     def compiled() -> dict[str, Any]:
         return {"optimizer": "adam", "loss": "mse"}
 
@@ -372,7 +372,7 @@ class Seen(keras.callbacks.Callback):  # type: ignore[misc]
         self.calls.append((epoch, float(self.model.get_weights()[-1][0]), predicted.item()))
 
 
-def test_callbacks_see_what_they_see_in_one_process(strategy: Any) -> None:
+def test_callbacks_see_the_same_as_in_one_process(strategy: Any) -> None:
     seen: list[Seen] = []
 
     def callbacks() -> list[Any]:
@@ -405,7 +405,7 @@ def test_callbacks_see_no_metric_before_a_step_has_updated_it(strategy: Any, mon
     assert all(loss > 0 for loss in history["loss"])
 
 
-def test_a_training_is_taken_up_again(strategy: Any, tmp_path: Any) -> None:
+def test_training_can_be_resumed(strategy: Any, tmp_path: Any) -> None:
     plain, model = pair(strategy, small, lambda: {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"})
     plain.fit((each for each in batches(40)), epochs=4, steps_per_epoch=5, verbose=0)
     path = str(tmp_path / "model.keras")
@@ -427,9 +427,7 @@ def test_a_training_is_taken_up_again(strategy: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("on_servers", [False, True])
-def test_another_model_or_optimizer_is_told_and_nothing_is_restored(
-    strategy: Any, tmp_path: Any, on_servers: bool
-) -> None:
+def test_a_backup_of_another_model_or_optimizer_is_refused(strategy: Any, tmp_path: Any, on_servers: bool) -> None:
     def trained(optimizer: Any, units: int = 3) -> Any:
         with strategy.scope() if on_servers else distnb.get_strategy().scope():
             model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(units), keras.layers.Dense(1)])
@@ -456,7 +454,7 @@ class Stop(keras.callbacks.Callback):  # type: ignore[misc]
             raise KeyError("stopped")
 
 
-def test_backup_and_restore(strategy: Any, tmp_path: Any) -> None:
+def test_a_backup_is_written_and_restored(strategy: Any, tmp_path: Any) -> None:
     def model_and_backup() -> tuple[Any, Any]:
         with strategy.scope():
             model = small()
@@ -487,7 +485,7 @@ def test_a_checkpoint_holds_model_and_optimizer(strategy: Any, tmp_path: Any) ->
     assert int(model.optimizer.iterations) == 15
 
 
-def test_a_view_is_told_how_far_the_training_is(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_view_receives_the_progress_of_training(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_process, "live_sink", lambda values, place, run: None)
     _, model = pair(strategy, small, lambda: {"optimizer": "adam", "loss": "mse"})
     told = []
@@ -502,7 +500,7 @@ def test_a_view_is_told_how_far_the_training_is(strategy: Any, monkeypatch: pyte
     assert told == [(epoch, batch, 3, 2) for epoch in range(2) for batch in (1, 2, 3)]
 
 
-def test_data_that_run_out_end_the_training(strategy: Any) -> None:
+def test_training_ends_when_its_data_runs_out(strategy: Any) -> None:
     with strategy.scope():
         model = small()
     model.compile("sgd", "mse")
@@ -512,7 +510,7 @@ def test_data_that_run_out_end_the_training(strategy: Any) -> None:
     assert int(model.optimizer.iterations) == 7
 
 
-def test_own_loops(strategy: Any) -> None:
+def test_custom_loops_train_like_in_one_process(strategy: Any) -> None:
     with strategy.scope():
         model = small()
         optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
@@ -573,7 +571,7 @@ def test_a_deep_model_fitted_in_the_scope(strategy: Any) -> None:
     assert found == pytest.approx(float(plain.layers[-1].bias.value[0]), rel=1e-5)
 
 
-def test_what_cannot_be_is_told(strategy: Any) -> None:
+def test_unsupported_calls_are_refused(strategy: Any) -> None:
     with strategy.scope():
         model = small()
     model.compile("sgd", "mse", metrics=["mae"])
@@ -605,7 +603,7 @@ def test_what_cannot_be_is_told(strategy: Any) -> None:
         model.fit(creator, steps_per_epoch=1, verbose=0)
 
 
-def test_a_model_compiled_anew(strategy: Any) -> None:
+def test_a_model_can_be_compiled_again(strategy: Any) -> None:
     plain, model = both(strategy, small, lambda: {"optimizer": "adam", "loss": "mse"})
     for each in (plain, model):
         each.layers[0].trainable = False
@@ -618,7 +616,7 @@ def test_a_model_compiled_anew(strategy: Any) -> None:
 
 
 @pytest.mark.parametrize("clipnorm", [None, 0.01])
-def test_of_embeddings_only_rows_are_read_and_sent(strategy: Any, servers: InHouse, clipnorm: Any) -> None:
+def test_only_rows_of_embeddings_are_read_and_sent(strategy: Any, servers: InHouse, clipnorm: Any) -> None:
     def build() -> Any:
         keras.utils.set_random_seed(2)
         layers = [keras.layers.Embedding(300, 4, mask_zero=True), keras.layers.GlobalAveragePooling1D()]
@@ -658,7 +656,7 @@ class Tied(keras.Model):  # type: ignore[misc]
         return keras.ops.matmul(self.table(rows), keras.ops.transpose(self.table.embeddings))
 
 
-def test_an_embedding_that_is_used_whole(strategy: Any) -> None:
+def test_an_embedding_can_be_used_as_a_whole(strategy: Any) -> None:
     def build() -> Any:
         keras.utils.set_random_seed(1)
         return Tied()

@@ -114,7 +114,7 @@ def test_running_pods_are_the_cluster_in_numeric_order(api: ApiServer):
     assert pickle.loads(pickle.dumps(resolver)).master() == "grpc://10.0.0.2:2222"
 
 
-def test_a_pod_knows_itself_by_its_name(api: ApiServer, monkeypatch: pytest.MonkeyPatch):
+def test_a_pod_finds_its_task_by_its_name(api: ApiServer, monkeypatch: pytest.MonkeyPatch):
     from kubernetes import client
 
     api.pods = [worker(0, "10.0.0.1"), worker(1, "10.0.0.2")]
@@ -126,7 +126,7 @@ def test_a_pod_knows_itself_by_its_name(api: ApiServer, monkeypatch: pytest.Monk
     assert api.asked[0] == ("/api/v1/namespaces/ml/pods", "job-name=train")
 
 
-def test_what_is_wrong_is_told(api: ApiServer):
+def test_wrong_arguments_and_answers_are_reported(api: ApiServer):
     resolver = KubernetesClusterResolver(MAPPING)
     with pytest.raises(ClusterError, match=r"no pods with the labels 'job-name=train' .* in any namespace"):
         resolver.cluster_spec()
@@ -138,7 +138,7 @@ def test_what_is_wrong_is_told(api: ApiServer):
         resolver.cluster_spec()
 
 
-def test_the_defaults_and_the_names_of_tf_distribute(api: ApiServer):
+def test_defaults_and_names_match_tf_distribute(api: ApiServer):
     api.pods = [("ml", "job-name=tensorflow", "train-0", "10.0.0.1", "Running")]
     assert KubernetesClusterResolver().cluster_spec().as_dict() == {"worker": ["10.0.0.1:8470"]}
     assert KubernetesClusterResolver(tf_server_port=99).cluster_spec().as_dict() == {"worker": ["10.0.0.1:99"]}
@@ -146,7 +146,7 @@ def test_the_defaults_and_the_names_of_tf_distribute(api: ApiServer):
         KubernetesClusterResolver(port=1, tf_server_port=2)
 
 
-def test_a_server_that_does_not_answer_is_an_error():
+def test_an_unresponsive_server_is_an_error():
     client = pytest.importorskip("kubernetes").client
     configuration = client.Configuration(host="http://127.0.0.1:9", retries=0)
     resolver = KubernetesClusterResolver(MAPPING, override_client=client.CoreV1Api(client.ApiClient(configuration)))
@@ -154,7 +154,7 @@ def test_a_server_that_does_not_answer_is_an_error():
         resolver.cluster_spec()
 
 
-def test_without_the_client_the_cure_is_told(monkeypatch: pytest.MonkeyPatch):
+def test_the_error_without_the_client_names_the_cure(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(OptionError, match=r"pip install 'distnb\[kubernetes\]'"):
         KubernetesClusterResolver(MAPPING).cluster_spec()

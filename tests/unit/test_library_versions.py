@@ -76,7 +76,7 @@ def test_only_compat_uses_private_names_of_other_libraries() -> None:
     assert not found, "a private name of another library belongs in its file in distnb/compat"
 
 
-def test_what_is_tested_is_what_is_installed() -> None:
+def test_installed_versions_are_the_tested_ones() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
     for library, (first, _) in TESTED.items():
@@ -99,7 +99,7 @@ def check(library: types.ModuleType, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "2.10.0", "2.11", "2.11.7+cu130", "2.11.0.post1"])
-def test_a_tested_version(installed: types.ModuleType, version: str) -> None:
+def test_a_tested_version_is_accepted(installed: types.ModuleType, version: str) -> None:
     with warnings.catch_warnings(action="error"):
         check(installed, version)
 
@@ -111,12 +111,14 @@ def test_an_old_version_is_refused(installed: types.ModuleType, version: str) ->
 
 
 @pytest.mark.parametrize("version", ["2.12.0a0+git", "3.0"])
-def test_of_a_new_version_is_warned(installed: types.ModuleType, version: str) -> None:
+def test_a_new_version_causes_a_warning(installed: types.ModuleType, version: str) -> None:
     with pytest.warns(UserWarning, match=r"is newer than 2.11.*<2.12"):
         check(installed, version)
 
 
-def test_every_version_of_a_major_one(installed: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_version_of_a_major_version_is_accepted(
+    installed: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(TESTED, "some_library", ("2.9", "2"))
     with warnings.catch_warnings(action="error"):
         check(installed, "2.99.1")
@@ -124,7 +126,7 @@ def test_every_version_of_a_major_one(installed: types.ModuleType, monkeypatch: 
         check(installed, "3.0")
 
 
-def test_a_name_that_is_gone(installed: types.ModuleType) -> None:
+def test_a_removed_name_is_reported(installed: types.ModuleType) -> None:
     installed.__version__ = "2.11.0"
     with (
         pytest.raises(LibraryVersionError, match=r"2.11.0 does not have .*_gone.*pip install"),
@@ -133,7 +135,7 @@ def test_a_name_that_is_gone(installed: types.ModuleType) -> None:
         from some_library import _gone  # type: ignore[import-not-found]  # noqa: F401
 
 
-def test_a_library_that_is_not_installed() -> None:
+def test_a_missing_library_is_an_error() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_library"), private_names("no_such_library"):
         import no_such_library  # type: ignore[import-not-found]  # noqa: F401
 

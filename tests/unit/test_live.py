@@ -49,7 +49,7 @@ def started(replicas: int = 2) -> LiveModel:
     return model
 
 
-def test_who_is_heard_of_late_is_compared_with_what_others_told_before() -> None:
+def test_late_values_of_a_replica_are_compared_with_earlier_ones_of_others() -> None:
     model = LiveModel()
     model.feed(
         Live(engine=1, program=1, replica=1, points=tuple((step, 0, {"loss": 1.0 / step}) for step in range(1, 28))),
@@ -65,7 +65,7 @@ def test_who_is_heard_of_late_is_compared_with_what_others_told_before() -> None
 # -- distnb.live -----------------------------------------------------------------------------------------------------
 
 
-def test_why_a_number_cannot_be_read_is_told_as_it_is(points: list[dict[str, Any]]) -> None:
+def test_the_error_for_an_unreadable_number_keeps_its_reason(points: list[dict[str, Any]]) -> None:
     with pytest.raises(RuntimeError, match="meta"):
         live(loss=torch.ones((), device="meta"))
     assert points == []
@@ -86,14 +86,14 @@ def test_tensors_and_arrays_are_read_at_once_on_the_cpu(points: list[dict[str, A
     assert points == [{"loss": 2.0, "one": 1.0, "array": 3.0}]
 
 
-def test_a_replica_gives_its_own_component_and_the_notebook_all(points: list[dict[str, Any]]) -> None:
+def test_a_replica_reports_its_own_component_and_the_notebook_all(points: list[dict[str, Any]]) -> None:
     live(loss=PerReplica.own(1, 0.5, 2))
     live(loss=PerReplica([0.5, 0.7]))
     assert points == [{"loss": 0.5}, {"loss": {0: 0.5, 1: 0.7}}]
 
 
 @pytest.mark.parametrize("value", ["text", [1, 2], None, {"a": 1}, 1j])
-def test_what_is_no_scalar_is_refused(points: list[dict[str, Any]], value: Any) -> None:
+def test_non_scalar_values_are_refused(points: list[dict[str, Any]], value: Any) -> None:
     with pytest.raises(OptionError, match="draws single numbers"):
         live(loss=value)
     assert points == []
@@ -111,7 +111,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(("stream", "lines"), [(Terminal(), 25), (io.StringIO(), 3)])
-def test_a_script_tells_the_latest_values_now_and_then_and_at_the_end(stream: io.StringIO, lines: int) -> None:
+def test_a_script_prints_the_latest_values_regularly_and_at_the_end(stream: io.StringIO, lines: int) -> None:
     now = [0.0]
     progress = TextProgress(stream, lambda: now[0])
     for step in range(100):
@@ -127,7 +127,7 @@ def test_a_script_tells_the_latest_values_now_and_then_and_at_the_end(stream: io
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
-def test_a_line_stays_bounded_and_keeps_its_extremes() -> None:
+def test_a_line_is_bounded_and_keeps_its_extremes() -> None:
     line = Line()
     for step in range(100_000):
         line.add(step, 1e6 if step == 777 else math.sin(step))
@@ -146,7 +146,7 @@ def test_nan_does_not_hide_extremes() -> None:
     assert max(p[3] for p in line.points) == 3.0
 
 
-def test_equal_values_make_one_line_and_different_ones_two() -> None:
+def test_equal_values_make_one_line_and_different_values_two() -> None:
     curve = Curve(name="loss")
     for step in range(3):
         for replica in (0, 1):
@@ -175,7 +175,7 @@ def test_live_events_become_curves_and_rows() -> None:
     assert model.rows[1].values == {"loss": 1.0}
 
 
-def test_steps_go_on_over_the_programs_of_a_cell() -> None:
+def test_steps_continue_across_the_programs_of_a_cell() -> None:
     model = LiveModel(counted_before={0: (100, 0)})
     for program in range(1, 4):
         model.feed(Live(engine=0, program=program, replica=0, points=((100 + program, program, {"loss": 1.0}),)), 0.0)
@@ -195,7 +195,7 @@ def test_steps_go_on_over_the_programs_of_a_cell() -> None:
     assert (model.rows[0].steps, model.rows[0].examples) == (3, 48)
 
 
-def test_another_process_in_an_engines_place_counts_from_the_beginning() -> None:
+def test_a_replaced_engine_counts_from_the_beginning() -> None:
     model = LiveModel(counted_before={0: (100, 1600)})
     for steps in range(0, 300, 50):  # past what its predecessor had counted
         model.feed(
@@ -208,7 +208,7 @@ def test_another_process_in_an_engines_place_counts_from_the_beginning() -> None
     assert model.rows[0].examples_per_second() == pytest.approx(1600)
 
 
-def test_rates_come_from_what_was_counted() -> None:
+def test_rates_are_computed_from_counts() -> None:
     model = started()
     for tick in range(11):
         for replica in (0, 1):
@@ -228,7 +228,7 @@ def test_rates_come_from_what_was_counted() -> None:
     assert head_text(model, 2.0) == "mirrored · 2 replicas · running · 2.0 s · step 100 · 1,600 examples/s"
 
 
-def test_nothing_is_invented() -> None:
+def test_unknown_columns_are_left_out() -> None:
     model = started()
     model.feed(
         TelemetrySample(engine=0, program=1, replica=0, seconds=0.2, steps=0, examples=0, rss_nbytes=1_000_000), 0.2
@@ -236,7 +236,7 @@ def test_nothing_is_invented() -> None:
     assert replica_table(model)[0] == ["replica", "device", "memory"]
 
 
-def test_states() -> None:
+def test_rows_show_the_states_of_replicas() -> None:
     model = started()
     assert model.state == "running"
     model.feed(ProgramEnded(engine=0, program=1, status="error", summary="ValueError: no"), 1.0)
@@ -248,7 +248,7 @@ def test_states() -> None:
     assert model.seconds(99.0) == pytest.approx(1.1)
 
 
-def test_an_interrupted_cell_says_so_and_where_its_replicas_were() -> None:
+def test_an_interrupted_cell_shows_where_its_replicas_were() -> None:
     model = started()
     for replica in (0, 1):
         model.feed(
@@ -272,7 +272,7 @@ def test_an_interrupted_cell_says_so_and_where_its_replicas_were() -> None:
         assert part in picture_bundle(model, 1.0)["text/html"]
 
 
-def test_the_notebooks_own_points() -> None:
+def test_points_of_the_notebook_are_shown() -> None:
     model = LiveModel("default")
     model.feed_local(LiveCall(point={"loss": 1.0}, place=(0, 0)), 0.0)
     model.feed_local(LiveCall(point={"loss": {0: 1.0, 1: 2.0}}, place=(0, 0)), 0.1)
@@ -312,7 +312,7 @@ def test_odd_values_are_drawn(values: list[float]) -> None:
     assert "nan" not in re.sub(r">nan|last nan", "", text)  # only words say nan
 
 
-def test_in_a_terminal_an_error_stands_in_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_has_its_own_line_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -332,7 +332,7 @@ def test_in_a_terminal_an_error_stands_in_a_line_of_its_own(monkeypatch: pytest.
     assert "\x1b" not in terminal.getvalue()
 
 
-def test_a_line_is_broken_where_a_value_is_not_finite() -> None:
+def test_a_line_has_a_gap_at_values_that_are_not_finite() -> None:
     model = started(1)
     values = (1.0, 2.0, math.nan, math.inf, 3.0, math.nan, 4.0, 5.0)
     model.feed(
@@ -355,12 +355,12 @@ def test_long_names_leave_room_for_the_values() -> None:
     assert short_name("loss", 0) == "loss"
 
 
-def test_no_curve_no_picture() -> None:
+def test_a_cell_without_curves_has_no_picture() -> None:
     assert pictures(started()) == {}
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0.1, 0.123), (-3, 1000), (1e-9, 3e-9), (5, 5), (math.nan, 1)])
-def test_ticks_are_few_and_inside(low: float, high: float) -> None:
+def test_ticks_are_few_and_inside_the_chart(low: float, high: float) -> None:
     ticks = nice_ticks(low, high)
     assert len(ticks) <= 8
     if high > low:
@@ -368,11 +368,11 @@ def test_ticks_are_few_and_inside(low: float, high: float) -> None:
         assert all(low - 1e-12 <= tick <= high * (1 + 1e-9) for tick in ticks)
 
 
-def test_short_numbers() -> None:
+def test_numbers_are_shortened() -> None:
     assert [short_number(v) for v in (None, 0.123456, 1234567.0, math.nan)] == ["", "0.1235", "1.23e+06", "nan"]
 
 
-def test_what_stays_needs_nothing() -> None:
+def test_the_saved_picture_needs_no_script() -> None:
     model = trained()
     model.end(2.0, failed=False)
     html = picture_bundle(model, 2.0)["text/html"]
@@ -384,7 +384,7 @@ def test_what_stays_needs_nothing() -> None:
     assert "loss: 1 → 0.02041" in text
 
 
-def test_a_cell_that_drew_nothing_leaves_one_line() -> None:
+def test_a_cell_without_curves_leaves_one_line() -> None:
     model = started()
     model.end(3.0, failed=False)
     html = picture_bundle(model, 3.0)["text/html"]
@@ -399,7 +399,7 @@ def points_of(model: LiveModel, name: str, replica: int = 0) -> list[tuple[float
     return [point[:2] for point in model.curves[name].lines[replica].points]
 
 
-def test_all_that_is_told_in_a_training_step_stands_at_that_step() -> None:
+def test_values_reported_in_a_training_step_have_that_step() -> None:
     model = started()
     for replica in (0, 1):
         told = [(0, 0, {"accuracy": 0.1})]  # evaluation, before the first step
@@ -413,7 +413,7 @@ def test_all_that_is_told_in_a_training_step_stands_at_that_step() -> None:
     assert not model.curves["loss"].differs
 
 
-def test_a_program_that_does_not_train_has_a_place_for_each_telling() -> None:
+def test_values_without_training_are_numbered_by_call() -> None:
     model = started(1)
     told = [(0, 0, {name: float(i)}) for i in range(3) for name in ("a", "b")]
     model.feed(Live(engine=0, program=1, replica=0, points=tuple(told)), 0.1)
@@ -425,7 +425,7 @@ def test_a_program_that_does_not_train_has_a_place_for_each_telling() -> None:
     assert [step for step, _ in points_of(model, "in run", 1)] == [1, 1, 2, 3]
 
 
-def test_updates_by_hand_are_no_steps_and_still_stand_side_by_side() -> None:
+def test_manual_updates_are_not_steps_and_are_aligned() -> None:
     model = started(1)
     told = [each for call in (1, 2, 3) for each in ((1, call, {"inner": 1.0}), (0, 0, {"outer": 1.0}))]
     model.feed(Live(engine=0, program=1, replica=0, points=tuple(told)), 0.1)
@@ -433,7 +433,7 @@ def test_updates_by_hand_are_no_steps_and_still_stand_side_by_side() -> None:
     assert [step for step, _ in points_of(model, "outer")] == [1, 2, 3]
 
 
-def test_steps_begin_anew_in_each_cell() -> None:
+def test_steps_restart_in_each_cell() -> None:
     model = LiveModel(counted_before={0: (100, 1600), HERE: (50, 0)}, devices={0: "cuda:0"})
     model.feed(Live(engine=0, program=7, replica=0, points=((101, 1, {"loss": 1.0}), (102, 2, {"loss": 0.5}))), 0.0)
     model.feed_local(LiveCall(point={"mine": 1.0}, place=(51, 0)), 0.0)
@@ -443,7 +443,7 @@ def test_steps_begin_anew_in_each_cell() -> None:
     assert replica_table(model) == (["replica", "device", "loss", "mine"], [["0", "cuda:0", "0.5", "2"]])
 
 
-def test_a_replica_that_failed_says_where() -> None:
+def test_a_failed_replica_shows_the_failing_line() -> None:
     model = started()
     for replica in (0, 1):
         model.feed(
@@ -465,7 +465,7 @@ def test_a_replica_that_failed_says_where() -> None:
     assert rows == {"0": "cell 3, line 9", "1": "cell 2, line 4"}
 
 
-def test_values_that_are_not_finite_are_marked_and_never_hidden() -> None:
+def test_non_finite_values_are_marked_and_never_hidden() -> None:
     model = started(1)
     values = [math.nan if i == 700 else 1.0 + i for i in range(1, 3000)]
     model.feed(

@@ -64,7 +64,7 @@ def sampled(steps: int, now: float, **more: Any) -> tuple[TelemetrySample, float
 # -- lines -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_keeps_all_and_of_very_much_every_second_or_fourth() -> None:
+def test_a_long_record_keeps_every_second_or_fourth_value() -> None:
     record = ValueHistory(most=8)
     for number in range(8):
         record.add(number, number * 0.5, 0.0)
@@ -84,7 +84,7 @@ def exploded(values: list[float]) -> bool:
 
 
 @pytest.mark.parametrize("growth", [1.05, 1.5, 3.0])
-def test_what_grows_by_powers_explodes(growth: float) -> None:
+def test_exponential_growth_is_reported_as_exploding(growth: float) -> None:
     assert exploded([2.3 - 0.01 * step for step in range(100)] + [1.2 * growth**step for step in range(250)])
 
 
@@ -98,11 +98,11 @@ def test_what_grows_by_powers_explodes(growth: float) -> None:
         [0.0] * 50 + [1.0] * 50,
     ],
 )
-def test_what_grows_as_it_should_does_not_explode(values: list[float]) -> None:
+def test_ordinary_growth_is_not_reported_as_exploding(values: list[float]) -> None:
     assert not exploded(values)
 
 
-def test_troubles_are_told_in_words_and_whose_they_are() -> None:
+def test_troubles_are_described_with_their_replica() -> None:
     model = started()
     norm = [math.nan, 1.0, math.nan, 1.0, 1.0]
     told(model, loss=[1.0, math.nan, 2.0, math.inf, math.inf], norm=norm, replica=0)
@@ -118,7 +118,7 @@ def test_troubles_are_told_in_words_and_whose_they_are() -> None:
     assert 'class="exploded"' in pictures(model)["big"]
 
 
-def test_a_crowd_is_one_line_in_a_band_with_those_named_that_stand_apart() -> None:
+def test_many_replicas_are_drawn_as_a_band_with_outliers_named() -> None:
     model = started(16)
     for replica in range(16):
         level = 5.0 if replica == 11 else replica * 0.01
@@ -131,7 +131,7 @@ def test_a_crowd_is_one_line_in_a_band_with_those_named_that_stand_apart() -> No
     assert apart({replica: model.curves["own"].lines[replica] for replica in range(10)}) == []
 
 
-def test_the_facts_say_the_latest_the_least_the_greatest_and_which_is_best() -> None:
+def test_facts_list_the_latest_least_greatest_and_best_value() -> None:
     model = LiveModel()
     told(model, loss=[2.0, 0.5, 1.0], accuracy=[0.1, 0.9, 0.8], rate=[0.1, 0.1, 0.1])
     assert [chart.facts for chart in charts(model)] == [
@@ -150,7 +150,7 @@ def steps_of(curve: Curve) -> list[float]:
     return [step for step, *_ in curve.lines[0].points]
 
 
-def test_runs_of_a_cell_begin_at_step_one_and_are_drawn_over_each_other() -> None:
+def test_runs_of_a_cell_begin_at_step_one_and_are_overlaid() -> None:
     model = LiveModel(name="In[3]")
     told(model, loss=[3.0, 2.0, 1.0], run="lr=0.1")
     told(model, loss=[3.0, 2.5], run="lr=0.2", first=4)
@@ -203,7 +203,7 @@ def test_the_history_is_a_table_of_what_was_drawn(kept: History) -> None:
         history("fest")
 
 
-def test_nothing_drawn_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_history_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compose, "_front", FrontEnd(history=History()))
     with pytest.raises(OptionError, match="Nothing has been drawn"):
         history()
@@ -226,7 +226,7 @@ def test_a_figure_has_a_chart_for_each_name_and_a_line_for_each_replica_or_run(k
             wrong()
 
 
-def test_old_runs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_runs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distnb.notebook.views.runs.MOST_VALUES", 5)
     drawn = History()
     for number in range(4):
@@ -234,12 +234,12 @@ def test_old_runs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(drawn.runs) == ["In[2]", "In[3]"]
 
 
-def test_a_runs_name_is_a_text() -> None:
+def test_the_name_of_a_run_must_be_a_text() -> None:
     with pytest.raises(OptionError, match=r"run=0\.1"):
         live(run=0.1, loss=1.0)
 
 
-def test_a_script_tells_the_end_of_a_run_before_the_next_begins(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_prints_the_end_of_a_run_before_the_next_begins(capsys: pytest.CaptureFixture[str]) -> None:
     progress = TextProgress()
     for run in ("a", "b"):
         progress({"loss": 1.0}, (1, 0), run)
@@ -247,7 +247,7 @@ def test_a_script_tells_the_end_of_a_run_before_the_next_begins(capsys: pytest.C
     assert capsys.readouterr().err.splitlines() == ["a · step 1 · loss 1", "b · step 2 · loss 1"]
 
 
-def test_event_files_have_each_value_once_and_replicas_where_they_differ(tmp_path: Path) -> None:
+def test_event_files_hold_each_value_once_and_replicas_only_if_they_differ(tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     files, model = EventFiles(tmp_path), started(name="In[1]")
     for first in (1, 3):
@@ -273,7 +273,7 @@ def test_event_files_have_each_value_once_and_replicas_where_they_differ(tmp_pat
 # -- epochs and time left ----------------------------------------------------------------------------------------------
 
 
-def test_epochs_are_those_of_the_data_that_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_follow_the_training_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_count, "steps", 100)
     monkeypatch.setattr(step_count, "_pass", None)
     monkeypatch.setattr(Progress, "latest", None)
@@ -290,7 +290,7 @@ def test_epochs_are_those_of_the_data_that_is_trained_on(monkeypatch: pytest.Mon
     assert step_count.reading() == (1, 3, 3, None)
 
 
-def test_time_left_is_told_where_the_number_of_batches_is_known() -> None:
+def test_remaining_time_is_shown_if_the_number_of_batches_is_known() -> None:
     model = LiveModel()
     for now in range(4):
         reading = (0, 10 * now, 100, None)
@@ -304,7 +304,7 @@ def test_time_left_is_told_where_the_number_of_batches_is_known() -> None:
     assert "left" not in head_text(model, 5.0)
 
 
-def test_data_that_is_distributed_anew_for_each_epoch_has_epochs() -> None:
+def test_data_distributed_again_for_each_epoch_has_epochs() -> None:
     model, step = LiveModel(), 0
     for epoch in range(3):  # each is the first of its dataset
         for batch in range(4):
@@ -320,7 +320,7 @@ def test_data_that_is_distributed_anew_for_each_epoch_has_epochs() -> None:
     assert [*model.epochs.values()] == [0, 1, 2, 3, 4, 0], "the last one is another training"
 
 
-def test_no_time_left_is_invented() -> None:
+def test_remaining_time_is_not_shown_if_it_is_unknown() -> None:
     model = LiveModel(counted_before={0: (40, 0)})
     stale = (3, 40, 40, None)  # what an earlier cell read
     for now in range(3):
@@ -343,7 +343,7 @@ def test_epochs_are_marked_in_pictures() -> None:
     assert ">epoch 2<" in svg
 
 
-def test_the_notebooks_own_loop_has_epochs_too() -> None:
+def test_a_loop_in_the_notebook_has_epochs_too() -> None:
     model = LiveModel()
     for step in range(1, 4):
         model.feed_local(LiveCall(point={"loss": 1.0}, place=(step, 0), epochs=((step - 1, step - 1),)), float(step))
@@ -378,7 +378,7 @@ class Page:
                 self.lines[number] = width, [*known[:at], *new]
 
 
-def test_a_page_that_is_sent_what_is_new_has_what_the_model_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_receives_updates_equals_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distnb.widgets.widget_view.LiveWidget", lambda view: SimpleNamespace())
     model, page, late = started(), Page(), Page()
     view = WidgetView(model, TerminalPublisher(), "x")

@@ -32,7 +32,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         sys.modules.pop(f"module_{folder}", None)
 
 
-def test_those_in_the_working_directory_and_on_added_paths(files: Path) -> None:
+def test_modules_in_the_working_directory_and_on_added_paths_are_local(files: Path) -> None:
     watch = ModuleWatch()
     watch.local()
     for folder in ("here", "added", "given", "linked"):
@@ -42,7 +42,7 @@ def test_those_in_the_working_directory_and_on_added_paths(files: Path) -> None:
     assert names.isdisjoint({"module_given", "module_linked", "torch", "pytest", "json"})
 
 
-def test_a_new_one_is_seen_whatever_was_removed(files: Path) -> None:
+def test_a_new_module_is_found_even_after_removals(files: Path) -> None:
     watch = ModuleWatch()
     importlib.import_module("module_added")
     assert "module_added" in {module.__name__ for module in watch.local()}

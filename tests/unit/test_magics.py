@@ -75,7 +75,7 @@ def error_of(shell: InteractiveShell, source: str) -> str:
 # -- stop ------------------------------------------------------------------------------------------------------------
 
 
-def test_stop_while_a_cell_is_about_to_begin(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_before_a_cell_begins_ends_it(shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch) -> None:
     begin_cell = Front.begin_cell
 
     def pressed(front: Front, number: int) -> None:
@@ -121,7 +121,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return given
 
 
-def test_launchers_and_resolvers_of_start(shell: InteractiveShell, started: dict[str, Any]) -> None:
+def test_start_accepts_launchers_and_resolvers(shell: InteractiveShell, started: dict[str, Any]) -> None:
     line = "--launcher mpi --hosts a,b --per-host 2 --launcher-args '--mca x y' --interface eth0"
     assert "nothing is started here" in run(shell, f"%distnb start {line}")[1]
     assert (started["launcher"], started["hosts"], started["per_host"]) == ("mpi", "a,b", 2)
@@ -149,7 +149,7 @@ def test_launchers_and_resolvers_of_start(shell: InteractiveShell, started: dict
 # -- lines of %%distribute -------------------------------------------------------------------------------------------
 
 
-def test_words_make_the_specs_of_their_classes() -> None:
+def test_names_make_the_specs_of_their_classes() -> None:
     assert read_request("default", {}).spec == StrategySpec(kind="default")
     assert read_request("one_device --devices /gpu:1", {}).spec == StrategySpec(kind="one_device", devices=("cuda:1",))
     assert read_request("mirrored", {}).spec == StrategySpec(kind="mirrored")
@@ -170,7 +170,7 @@ def test_words_make_the_specs_of_their_classes() -> None:
     )
 
 
-def test_the_word_and_the_class_name_the_same_object() -> None:
+def test_the_name_and_the_class_make_the_same_object() -> None:
     from distnb.strategies import resolve
 
     this_process.remote = None
@@ -208,7 +208,7 @@ def test_the_word_and_the_class_name_the_same_object() -> None:
         ("parameter_server -n 2", ["cannot honour -n", "own process"]),
     ],
 )
-def test_nonsense_is_told_with_the_cure(line: str, words: list[str]) -> None:
+def test_the_error_for_invalid_options_names_the_cure(line: str, words: list[str]) -> None:
     with pytest.raises(OptionError) as caught:
         read_request(line, {"x": 1})
     for word in words:
@@ -218,7 +218,7 @@ def test_nonsense_is_told_with_the_cure(line: str, words: list[str]) -> None:
 # -- cells on replicas -----------------------------------------------------------------------------------------------
 
 
-def test_a_cell_reaches_the_session_with_its_line_numbers(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_a_cell_keeps_its_line_numbers(shell: InteractiveShell, session: ReplaySession) -> None:
     result, text = run(shell, "%%distribute mirrored -n 2\nx = 1\n# replay: lines\n")
     assert result.success
     source, spec, keywords = session.cells[0]
@@ -229,14 +229,14 @@ def test_a_cell_reaches_the_session_with_its_line_numbers(shell: InteractiveShel
     assert text == "[0-1] hello\n[0] I am 0\n[1] I am 1\n"
 
 
-def test_a_cell_is_named_as_the_notebook_numbers_it(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_a_cell_is_named_by_its_number_in_the_notebook(shell: InteractiveShell, session: ReplaySession) -> None:
     for number in (1, 2):
         with capture_output():
             shell.run_cell("%%distribute mirrored\n# replay: lines\n", store_history=True)
         assert session.cells[-1][2]["label"] == f"Cell In[{number}]"
 
 
-def test_the_next_clusters_output_stands_in_its_own_cell(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_output_of_a_new_cluster_appears_in_its_own_cell(shell: InteractiveShell, session: ReplaySession) -> None:
     for _ in range(3):
         assert "[0-1] hello" in run(shell, "%%distribute mirrored\n# replay: lines\n")[1]
     install(2)  # counts its programs from one again
@@ -261,11 +261,11 @@ def test_a_syntax_error_is_found_before_a_cluster_is_started(
         assert "distnb/" not in text
 
 
-def test_ipythons_own_syntax_is_no_syntax_error(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_ipythons_syntax_is_accepted(shell: InteractiveShell, session: ReplaySession) -> None:
     assert run(shell, "%%distribute mirrored\n# replay: lines\n%time x = 1\nawait x\n!ls\n")[0].success
 
 
-def test_other_syntax_errors_look_as_ever(shell: InteractiveShell) -> None:
+def test_other_syntax_errors_look_as_usual(shell: InteractiveShell) -> None:
     source = "exec('x = (1')"
     _, ours = run(shell, source)
     shell.set_custom_exc((), None)  # type: ignore[arg-type]
@@ -273,13 +273,13 @@ def test_other_syntax_errors_look_as_ever(shell: InteractiveShell) -> None:
     assert ours == theirs
 
 
-def test_line_numbers_under_another_magic() -> None:
+def test_line_numbers_are_right_under_another_magic() -> None:
     body = "a\nb\n"
     assert padded("%%time\n%%distribute mirrored\na\nb\n", "mirrored", body) == "\n# %%distribute mirrored\na\nb\n"
     assert padded("something else", "mirrored", body) == "# %%distribute mirrored\na\nb\n"
 
 
-def test_time_around_works(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_a_time_magic_around_a_cell_works(shell: InteractiveShell, session: ReplaySession) -> None:
     result, text = run(shell, "%%time\n%%distribute mirrored\n# replay: lines\n")
     assert result.success
     assert "[0-1] hello" in text
@@ -287,7 +287,7 @@ def test_time_around_works(shell: InteractiveShell, session: ReplaySession) -> N
     assert session.cells[0][0].split("\n")[:3] == ["", "# %%distribute mirrored", "# replay: lines"]
 
 
-def test_output_stands_before_the_error(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_output_appears_before_the_error(shell: InteractiveShell, session: ReplaySession) -> None:
     result, text = run(shell, "%%distribute mirrored\n# replay: train 1 1\n")
     assert not result.success
     assert isinstance(result.error_in_exec, ValueError)
@@ -295,7 +295,7 @@ def test_output_stands_before_the_error(shell: InteractiveShell, session: Replay
     assert text.count("ValueError: wrong shape") == 1
 
 
-def test_a_cell_without_a_cluster_starts_one_and_says_so(
+def test_a_cell_without_a_cluster_starts_one_and_reports_it(
     shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -318,13 +318,13 @@ def test_nested_cell_magics_are_refused_by_name(shell: InteractiveShell, session
     assert session.cells == []
 
 
-def test_text_that_looks_like_a_nested_magic_is_none(shell: InteractiveShell) -> None:
+def test_text_that_resembles_a_nested_magic_is_allowed(shell: InteractiveShell) -> None:
     result, _ = run(shell, '%%distribute default\nx = """\n%%time\n"""\n# %%time\n"%%time"\n%time y = 1\n')
     assert result.success
     assert "%%bash in line 4" in error_of(shell, "%%distribute default\nx = 1\n\n%%bash\nls\n")
 
 
-def test_what_stands_above_is_told_kindly(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_code_above_the_magic_is_refused_with_the_cure(shell: InteractiveShell, session: ReplaySession) -> None:
     for source in (
         "# train\n%%distribute mirrored\nx",
         "\n# a\n\n%%distribute default\nx",
@@ -336,28 +336,28 @@ def test_what_stands_above_is_told_kindly(shell: InteractiveShell, session: Repl
     assert session.cells == []
 
 
-def test_text_that_holds_the_magic_is_left_alone(shell: InteractiveShell, tmp_path: Any) -> None:
+def test_text_that_contains_the_magic_is_left_unchanged(shell: InteractiveShell, tmp_path: Any) -> None:
     result, _ = run(shell, 'text = """\n%%distribute mirrored\n"""\ntext')
     assert result.result == "\n%%distribute mirrored\n"
     run(shell, f"%%writefile {tmp_path}/text\n%%distribute mirrored\n")
     assert (tmp_path / "text").read_text() == "%%distribute mirrored\n"
 
 
-def test_typos_are_told_once_and_plainly(shell: InteractiveShell) -> None:
+def test_a_typo_is_reported_with_a_suggestion(shell: InteractiveShell) -> None:
     assert "did you mean mirrored" in error_of(shell, "%%distribute miror\nx = 1")
 
 
 # -- cells in the notebook -------------------------------------------------------------------------------------------
 
 
-def test_default_runs_here_with_plain_objects(shell: InteractiveShell) -> None:
+def test_default_runs_locally_with_plain_objects(shell: InteractiveShell) -> None:
     result, text = run(shell, "%%distribute default\nx = [1]\nprint(strategy)\nx")
     assert result.result == [1]
     assert text.startswith("DefaultStrategy()")
     assert shell.user_ns["x"] == [1]
 
 
-def test_default_asks_for_what_its_own_lines_name(
+def test_default_fetches_only_names_in_its_own_lines(
     shell: InteractiveShell, session: ReplaySession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -366,7 +366,7 @@ def test_default_asks_for_what_its_own_lines_name(
     assert asked == ["# %%distribute default\ny = x if False else 1\n"]
 
 
-def test_default_errors_are_the_cells_own(shell: InteractiveShell) -> None:
+def test_default_errors_are_those_of_the_cell(shell: InteractiveShell) -> None:
     result, text = run(shell, "%%distribute default\nx = 1\n1 / 0\n")
     assert isinstance(result.error_in_exec, ZeroDivisionError)
     assert text.count("ZeroDivisionError: division by zero") == 1
@@ -376,7 +376,7 @@ def test_default_errors_are_the_cells_own(shell: InteractiveShell) -> None:
     assert "run_cell_magic" not in text
 
 
-def test_default_awaits_and_keeps_future_imports(shell: InteractiveShell) -> None:
+def test_default_supports_await_and_future_imports(shell: InteractiveShell) -> None:
     result, _ = run(shell, "%%distribute default\nimport asyncio\nawait asyncio.sleep(0)\ny = 5")
     assert result.success
     source = "%%distribute default\n'doc'\nfrom __future__ import annotations  # why\ndef f(x: nothing) -> None: ...\n"
@@ -385,19 +385,19 @@ def test_default_awaits_and_keeps_future_imports(shell: InteractiveShell) -> Non
     assert run(shell, "strategy")[0].result.spec.kind == "default"
 
 
-def test_one_device_binds_its_device(shell: InteractiveShell) -> None:
+def test_one_device_sets_its_device(shell: InteractiveShell) -> None:
     result, _ = run(shell, "%%distribute one_device --devices cpu:0\nstrategy")
     assert result.result is distnb.OneDeviceStrategy("cpu:0")
 
 
-def test_a_strategy_object_by_its_name(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_a_strategy_object_can_be_named(shell: InteractiveShell, session: ReplaySession) -> None:
     run(shell, "import distnb\nmine = distnb.OneDeviceStrategy('cpu:0')\nmy_default = distnb.get_strategy()")
     assert run(shell, "%%distribute mine\nstrategy is mine")[0].result is True
     assert run(shell, "%%distribute my_default\nstrategy is my_default")[0].result is True
     assert "has its options already" in error_of(shell, "%%distribute mine -n 2\nx")
 
 
-def test_a_users_strategy_keeps_its_name(shell: InteractiveShell) -> None:
+def test_the_users_strategy_variable_is_kept(shell: InteractiveShell) -> None:
     run(shell, "import distnb\nstrategy = 'mine'")
     run(shell, "%%distribute default\nkind = strategy.spec.kind")
     assert shell.user_ns["kind"] == "default"
@@ -410,7 +410,7 @@ def test_a_cell_that_assigns_strategy_keeps_what_it_assigned(shell: InteractiveS
     assert shell.user_ns["strategy"] == "new"
 
 
-def test_default_called_as_a_function(shell: InteractiveShell) -> None:
+def test_default_can_be_called_as_a_function(shell: InteractiveShell) -> None:
     with capture_output() as captured:
         shell.run_cell_magic("distribute", "default", "z = 3\nprint(z, strategy)\n")
     assert captured.stdout == "3 DefaultStrategy()\n"
@@ -421,7 +421,7 @@ def test_default_called_as_a_function(shell: InteractiveShell) -> None:
 # -- %distnb ---------------------------------------------------------------------------------------------------------
 
 
-def test_help_and_unknown_commands(shell: InteractiveShell) -> None:
+def test_help_and_unknown_commands_are_answered(shell: InteractiveShell) -> None:
     for line in ("%distnb", "%distnb help", "%distnb -h", "%distnb --help", "%distnb?"):
         text = run(shell, line)[1]
         assert "%distnb start [-n N]" in text
@@ -449,7 +449,7 @@ def test_help_of_a_command_does_nothing_else(
     assert sessions.current() is session
 
 
-def test_help_of_distribute(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_distribute_prints_its_help(shell: InteractiveShell, session: ReplaySession) -> None:
     cells = ["%%distribute -h", "%%distribute --help\nx = 1", "%%distribute mirrored -h\n1 / 0", "%%distribute?"]
     cells += ["%%distribute default -h\n1 / 0", "%%distribute default -h"]
     for cell in cells:
@@ -461,26 +461,26 @@ def test_help_of_distribute(shell: InteractiveShell, session: ReplaySession) -> 
     assert "x" not in shell.user_ns
 
 
-def test_a_cell_without_a_body_is_told_so_whatever_the_strategy(shell: InteractiveShell) -> None:
+def test_a_cell_without_a_body_is_an_error_for_every_strategy(shell: InteractiveShell) -> None:
     for word in ("default", "mirrored"):
         assert "the cell is empty below its first line" in error_of(shell, f"%%distribute {word}")
 
 
-def test_without_a_cluster(shell: InteractiveShell) -> None:
+def test_commands_without_a_cluster_report_it(shell: InteractiveShell) -> None:
     assert "No cluster is running" in run(shell, "%distnb status")[1]
     assert "No cluster is running" in run(shell, "%distnb stop")[1]
     assert "%distnb start" in error_of(shell, "%distnb restart")
     assert "cpu:0" in run(shell, "%distnb devices")[1] or "cuda" in run(shell, "%distnb devices")[1]
 
 
-def test_the_users_own_strategy_is_the_users_after_cells_of_its_kind_too(shell: InteractiveShell) -> None:
+def test_the_users_strategy_variable_is_kept_after_such_cells_too(shell: InteractiveShell) -> None:
     run(shell, "import distnb\nmine = strategy = distnb.OneDeviceStrategy('cpu:0')")
     run(shell, "%%distribute strategy\npass")
     run(shell, "%%distribute default\nassert strategy is not mine")
     assert run(shell, "strategy is mine")[0].result is True
 
 
-def test_a_cell_whose_end_nobody_told_of_is_ended_when_the_next_begins(
+def test_a_cell_without_an_end_event_ends_when_the_next_begins(
     shell: InteractiveShell, session: ReplaySession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(shell, "strategy = 'mine'")
@@ -499,7 +499,7 @@ def test_a_cell_whose_end_nobody_told_of_is_ended_when_the_next_begins(
     assert "[0-1] hello" in run(shell, "%%distribute mirrored\n# replay: lines\n")[1]
 
 
-def test_status_and_output(shell: InteractiveShell, session: ReplaySession, tmp_path: Any) -> None:
+def test_status_and_output_are_printed(shell: InteractiveShell, session: ReplaySession, tmp_path: Any) -> None:
     assert "cpu:1" in run(shell, "%distnb status")[1]
     run(shell, "%%distribute mirrored\n# replay: lines\n")
     run(shell, "%%distribute mirrored\n# replay: quiet\n")
@@ -511,7 +511,7 @@ def test_status_and_output(shell: InteractiveShell, session: ReplaySession, tmp_
     assert "I am 1" in (tmp_path / "all.txt").read_text()
 
 
-def test_checking_for_drift(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_drift_can_be_checked_after_each_cell(shell: InteractiveShell, session: ReplaySession) -> None:
     assert "Nothing is mirrored." in run(shell, "%distnb check")[1]
     assert "`nothing` is no variable" in error_of(shell, "%distnb check nothing")
     run(shell, "here = 1")
@@ -521,13 +521,13 @@ def test_checking_for_drift(shell: InteractiveShell, session: ReplaySession) -> 
 # -- the live view in a terminal -------------------------------------------------------------------------------------
 
 
-def test_a_terminal_ends_with_a_line(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_a_terminal_shows_a_final_line(shell: InteractiveShell, session: ReplaySession) -> None:
     _, text = run(shell, "%%distribute mirrored\n# replay: train 0.5\n")
     assert "mirrored · 2 replicas · ended" in text
     assert "loss: " in text
 
 
-def test_live_in_an_ordinary_cell(shell: InteractiveShell) -> None:
+def test_live_values_work_in_an_ordinary_cell(shell: InteractiveShell) -> None:
     _, text = run(shell, "import distnb\nfor i in range(3): distnb.live(loss=3 - i)")
     assert "loss: 3 → 1" in text
 
@@ -558,7 +558,7 @@ def complete(shell: InteractiveShell, text: str) -> set[str]:
         ("%autodistribute mirrored --t", {"--time"}),
     ],
 )
-def test_completion(shell: InteractiveShell, line: str, expected: set[str]) -> None:
+def test_magics_complete_their_arguments(shell: InteractiveShell, line: str, expected: set[str]) -> None:
     shell.user_ns["my_strategy"] = distnb.OneDeviceStrategy("cpu:0")
     assert expected <= complete(shell, line)
 
@@ -568,7 +568,7 @@ def test_every_option_of_start_completes(shell: InteractiveShell) -> None:
     assert {"--hosts", "--launcher", "--secret"} <= options <= complete(shell, "%distnb start --")
 
 
-def test_autodistribute_until_off(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_autodistribute_applies_until_it_is_off(shell: InteractiveShell, session: ReplaySession) -> None:
     """Check that cells reach the replicas with the notebook's own lines, and commands to IPython stay here."""
     assert "run in the notebook" in run(shell, "%autodistribute")[1]
     run(shell, "%autodistribute mirrored -n 2")
@@ -590,7 +590,7 @@ def test_autodistribute_until_off(shell: InteractiveShell, session: ReplaySessio
     assert "mirrored" in error_of(shell, "%autodistribute mirored")
 
 
-def test_history_and_choices_of_a_cell(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_a_cell_keeps_its_history_and_options(shell: InteractiveShell, session: ReplaySession) -> None:
     run(shell, "%%distribute mirrored --replicas 0,2-3\nprint(1)")
     assert session.cells[0][2]["only"] == (0, 2, 3)
     assert "not a list of replicas" in error_of(shell, "%%distribute mirrored --replicas 3-1\nprint(1)")
@@ -605,7 +605,7 @@ def test_history_and_choices_of_a_cell(shell: InteractiveShell, session: ReplayS
     assert "1 + 1" not in text
 
 
-def test_a_cells_curves_have_a_name_or_are_not_drawn(shell: InteractiveShell, session: ReplaySession) -> None:
+def test_curves_of_a_cell_can_be_named_or_switched_off(shell: InteractiveShell, session: ReplaySession) -> None:
     training = "\n# replay: train 0.3"
     assert "loss" in run(shell, f"%%distribute mirrored --name slow{training}")[1]
     assert "loss" not in run(shell, f"%%distribute mirrored --quiet --name quiet{training}")[1]
@@ -615,7 +615,7 @@ def test_a_cells_curves_have_a_name_or_are_not_drawn(shell: InteractiveShell, se
     assert set(distnb.history()["run"]) == {"slow", "quiet", f"In[{number}]"}
 
 
-def test_a_forgotten_load_ext(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_magic_loads_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that `import distnb` is enough: the first magic loads the rest."""
     program = """
 from IPython.core.interactiveshell import InteractiveShell

@@ -77,23 +77,23 @@ SUMS: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_means(name: str) -> None:
+def test_means_are_recognised(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert found(MEANS[name]()) is not None
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_no_means(name: str) -> None:
+def test_sums_are_not_means(name: str) -> None:
     assert found(SUMS[name]()) is None
     assert found(SUMS[name](), None, None) is None
 
 
-def test_a_divisor_says_nothing_where_the_batch_size_is_not_known() -> None:
+def test_a_divisor_is_ignored_if_the_batch_size_is_unknown() -> None:
     assert found(out().sum() / 6, None, None) is None
 
 
-def test_it_names_operation_and_line() -> None:
+def test_the_warning_names_the_operation_and_the_line() -> None:
     text = found(F.mse_loss(out(), ZEROS), None, None)
     assert text is not None
     assert "made by mse_loss with reduction='mean'" in text
@@ -103,7 +103,7 @@ def test_it_names_operation_and_line() -> None:
     assert "gradient_reduction='mean'" in text
 
 
-def test_a_line_is_looked_at_once_per_kind_of_loss() -> None:
+def test_a_line_is_checked_once_per_kind_of_loss() -> None:
     check = MeanLossCheck()
     looked = []
     for loss in (out().sum(), F.mse_loss(out(), ZEROS), out().sum(), F.mse_loss(out(), ZEROS)):
@@ -111,7 +111,7 @@ def test_a_line_is_looked_at_once_per_kind_of_loss() -> None:
     assert looked == [False, True, False, True]
 
 
-def test_a_graph_that_was_freed_is_no_problem() -> None:
+def test_a_freed_graph_is_allowed() -> None:
     loss = out().sum() / 2
     loss.backward()
     assert found(loss) is None

@@ -34,7 +34,7 @@ def place(cluster: Any, kind: str | None = "worker", index: int | None = 0) -> W
 # -- communication options --------------------------------------------------------------------------------------------
 
 
-def test_communication_options():
+def test_communication_options_are_kept():
     assert CommunicationOptions() == CommunicationOptions(0, None, CommunicationImplementation.AUTO)
     assert CommunicationOptions(50, 2.5, "ring").implementation is CommunicationImplementation.RING
     assert distnb.experimental.CollectiveCommunication.NCCL is CommunicationImplementation.NCCL
@@ -58,7 +58,7 @@ def test_communication_options():
         ({"implementation": None}, "None is not a CommunicationImplementation"),
     ],
 )
-def test_communication_options_that_make_no_sense(arguments: dict[str, Any], told: str):
+def test_invalid_communication_options_are_refused(arguments: dict[str, Any], told: str):
     with pytest.raises(ValueError, match=told):
         CommunicationOptions(**arguments)
 
@@ -66,7 +66,7 @@ def test_communication_options_that_make_no_sense(arguments: dict[str, Any], tol
 # -- the strategy, alone ----------------------------------------------------------------------------------------------
 
 
-def test_without_a_cluster_it_is_one_worker():
+def test_a_strategy_without_a_cluster_has_one_worker():
     strategy = distnb.MultiWorkerMirroredStrategy()
     assert strategy.num_replicas_in_sync == 1
     assert strategy.worker_devices == ("cpu:0",)
@@ -86,7 +86,7 @@ def test_without_a_cluster_it_is_one_worker():
         {"cluster": TWO, "task": {"type": "evaluator", "index": 0}},
     ],
 )
-def test_one_worker_and_an_evaluator_train_alone(config: Any, monkeypatch: pytest.MonkeyPatch):
+def test_one_worker_and_an_evaluator_train_separately(config: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     strategy = distnb.MultiWorkerMirroredStrategy()
     assert strategy.num_replicas_in_sync == 1
@@ -120,7 +120,7 @@ def test_equal_arguments_give_the_same_strategy():
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
-def test_arguments_that_cannot_be_honoured(arguments: dict[str, Any], told: str):
+def test_unsupported_arguments_are_refused(arguments: dict[str, Any], told: str):
     with pytest.raises(ValueError, match=told):
         distnb.MultiWorkerMirroredStrategy(**arguments)
 
@@ -128,7 +128,7 @@ def test_arguments_that_cannot_be_honoured(arguments: dict[str, Any], told: str)
 # -- the place in the cluster -----------------------------------------------------------------------------------------
 
 
-def test_ranks_are_in_task_order_the_chief_first():
+def test_ranks_follow_the_task_order_with_the_chief_first():
     found = place({"worker": {3: "c:1", 1: "b:1"}, "ps": ["p:1"], "chief": ["a:1"]}, "worker", 3)
     assert found is not None
     assert [str(worker) for worker in found.workers] == ["chief 0 (a:1)", "worker 1 (b:1)", "worker 3 (c:1)"]
@@ -151,12 +151,12 @@ def test_ranks_are_in_task_order_the_chief_first():
         ({"ps": ["a:1"], "evaluator": ["b:1"]}, "no chief and no worker, so no process trains"),
     ],
 )
-def test_a_cluster_that_makes_no_sense(cluster: Any, told: str):
+def test_invalid_clusters_are_refused(cluster: Any, told: str):
     with pytest.raises(ValueError, match=told):
         place(cluster)
 
 
-def test_addresses():
+def test_addresses_are_parsed():
     assert split_address("a.b:80") == ("a.b", 80)
     assert split_address("[::1]:80") == ("::1", 80)
     for wrong in ("a", "a:", ":80", "a:0", "a:65536", "a:x", ""):
@@ -223,7 +223,7 @@ class Meetings:
         return self.ended
 
 
-def test_workers_that_were_told_the_same_meet():
+def test_workers_with_the_same_cluster_meet():
     meetings = Meetings()
     for index in (1, 0):
         for local in (0, 1):
@@ -231,7 +231,7 @@ def test_workers_that_were_told_the_same_meet():
     assert meetings.all() == dict.fromkeys(("0/0", "0/1", "1/0", "1/1"))
 
 
-def test_different_clusters_are_told_to_all():
+def test_different_clusters_are_reported_to_all_workers():
     meetings = Meetings()
     meetings.come("chief", TWO, 0)
     meetings.come("other", {"worker": ["localhost:12345", "localhost:9", "localhost:10"]}, 1)
@@ -243,7 +243,7 @@ def test_different_clusters_are_told_to_all():
         assert "localhost:10" in str(error)
 
 
-def test_different_numbers_of_replicas_are_told_to_all():
+def test_different_numbers_of_replicas_are_reported_to_all_workers():
     meetings = Meetings()
     meetings.come("chief", TWO, 0)
     meetings.come("other", TWO, 1, replicas=2)
@@ -267,7 +267,7 @@ def test_a_second_process_of_a_task_is_refused_and_a_restarted_one_is_not():
         meet_workers(meetings.store, found, 1, 1)
 
 
-def test_a_chief_that_goes_away_is_told():
+def test_a_lost_chief_is_reported():
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
     meetings = Meetings(client)

@@ -52,5 +52,5 @@ def test_no_two_modules_share_a_name() -> None:
     assert shared({name: places for name, places in modules().items() if name not in SHARED_MODULE_NAMES}) == {}
 
 
-def test_names_that_may_be_shared_are() -> None:
+def test_every_allowed_shared_name_is_shared() -> None:
     assert set(shared(modules())) == set(SHARED_MODULE_NAMES)

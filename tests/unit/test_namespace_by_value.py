@@ -133,7 +133,7 @@ SEQUENCES |= {
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_as_in_one_ipython(name: str) -> None:
+def test_cells_behave_as_in_one_ipython(name: str) -> None:
     cells = SEQUENCES[name]
     plain, world = PlainWorld(), DoubleWorld(2)
     with modes_kept():
@@ -161,7 +161,7 @@ _STUBBORN = (
 )
 
 
-def test_one_that_cannot_be_opened_on_an_engine_spoils_no_other(world: DoubleWorld) -> None:
+def test_an_object_that_cannot_be_unpickled_on_an_engine_does_not_affect_others(world: DoubleWorld) -> None:
     read = "a = before + last\nif not a:\n    print(s, bag, both)"
     run_all(world, [ordinary(_STUBBORN), distributed(read), distributed("last.append(4)")])
     run_all(world, [distributed("b = before + last + both[1]"), distributed("s.a", raises=CannotTravelError)])
@@ -174,13 +174,13 @@ def test_one_that_cannot_be_opened_on_an_engine_spoils_no_other(world: DoubleWor
     assert ns["s"].a == 1
 
 
-def test_the_message_names_it_and_why(world: DoubleWorld) -> None:
+def test_the_message_names_the_object_and_the_reason(world: DoubleWorld) -> None:
     run_all(world, [ordinary(_STUBBORN)])
     with pytest.raises(CannotTravelError, match=r"`s` cannot be opened here: RuntimeError: not here\. The cure"):
         world.run(distributed("s.a"))
 
 
-def test_what_the_notebook_cannot_open_is_a_handle(
+def test_an_object_that_the_notebook_cannot_unpickle_is_a_handle(
     world: DoubleWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "only_there.py").write_text("class Base:\n    def double(self, x):\n        return 2 * x\n")
@@ -208,7 +208,7 @@ def test_what_the_notebook_cannot_open_is_a_handle(
     assert ns["k"][:3] == (4, 6, 8)
 
 
-def test_paths_are_set_before_anything_is_opened(world: DoubleWorld, tmp_path: Path) -> None:
+def test_paths_are_set_before_objects_are_unpickled(world: DoubleWorld, tmp_path: Path) -> None:
     (tmp_path / "by_a_path.py").write_text("class Base:\n    number = 7\n")
     text = (
         f"import sys\nsys.path.append({str(tmp_path)!r})\nimport by_a_path\nclass Sub(by_a_path.Base):\n    pass\n"
@@ -221,7 +221,7 @@ def test_paths_are_set_before_anything_is_opened(world: DoubleWorld, tmp_path: P
 # -- replicas that differ ----------------------------------------------------------------------------------------------
 
 
-def test_equal_different_equal(world: DoubleWorld) -> None:
+def test_values_may_alternate_between_equal_and_different(world: DoubleWorld) -> None:
     ns = world.notebook.user_ns
     for value in ("4", "[4]", "(4, 'a')"):
         run_all(world, [distributed(f"v = {value}"), distributed("if rid() == 1:\n    v = 5")])
@@ -232,7 +232,7 @@ def test_equal_different_equal(world: DoubleWorld) -> None:
         run_all(world, [ordinary(f"assert [*getattr(v, 'values', (v, v))] == 2 * [{value}], v")])
 
 
-def test_values_of_other_kinds(world: DoubleWorld) -> None:
+def test_values_of_other_kinds_are_sent_by_value(world: DoubleWorld) -> None:
     run_all(
         world, [distributed("x = None if rid() == 0 else [1]\ny = None if rid() else 2.0\nz = 'a' if rid() else 1")]
     )
@@ -251,7 +251,7 @@ def test_values_of_other_kinds(world: DoubleWorld) -> None:
 # -- what every process has of its own ---------------------------------------------------------------------------------
 
 
-def test_streams_are_those_of_the_process(world: DoubleWorld) -> None:
+def test_standard_streams_are_those_of_the_process(world: DoubleWorld) -> None:
     text = "same = out[0] is sys.stdout and out[1] is sys.stderr"
     run_all(world, [ordinary("import sys\nout = [sys.stdout, sys.stderr]"), distributed(text)])
     assert world.notebook.user_ns["same"] is True
@@ -260,7 +260,7 @@ def test_streams_are_those_of_the_process(world: DoubleWorld) -> None:
 # -- names of the shell ------------------------------------------------------------------------------------------------
 
 
-def test_underscore_and_out(world: DoubleWorld) -> None:
+def test_underscore_and_out_are_not_sent(world: DoubleWorld) -> None:
     ns = world.notebook.user_ns
     ns["_"] = ns["_3"] = [1, 2]
     ns["Out"] = {3: ns["_"]}
@@ -282,7 +282,7 @@ def test_underscore_and_out(world: DoubleWorld) -> None:
         "import torch\nt = iter(torch.utils.data.DataLoader([1, 2]))",
     ],
 )
-def test_a_name_that_is_perhaps_read_fails_no_cell(world: DoubleWorld, made: str) -> None:
+def test_a_name_that_may_be_read_does_not_fail_a_cell(world: DoubleWorld, made: str) -> None:
     text = f"for i in range(2):\n    {made.replace(chr(10), chr(10) + '    ')}\nif i > 4:\n    print(t)\nn = i"
     run_all(world, [ordinary(text), distributed(text)])
     run_all(
@@ -303,7 +303,7 @@ def raised_in(world: DoubleWorld, text: str) -> Any:
     raise AssertionError("nothing was raised")
 
 
-def test_an_exception_of_ones_own_is_that_of_the_notebook(world: DoubleWorld) -> None:
+def test_an_exception_of_the_users_class_has_the_notebooks_class(world: DoubleWorld) -> None:
     ns = world.notebook.user_ns
     run_all(world, [ordinary(ERROR)])
     error = raised_in(world, "raise Own(3, where='there')")
@@ -324,7 +324,7 @@ def test_an_exception_of_ones_own_is_that_of_the_notebook(world: DoubleWorld) ->
         ("raise StopIteration(3)", "3"),
     ],
 )
-def test_pythons_own_are_whole(world: DoubleWorld, text: str, told: str) -> None:
+def test_builtin_exceptions_are_complete(world: DoubleWorld, text: str, told: str) -> None:
     error = raised_in(world, text)
     assert str(error) == told
     assert getattr(error, "value", 3) == 3

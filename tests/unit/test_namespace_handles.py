@@ -42,7 +42,7 @@ def here(world: DoubleWorld, text: str) -> None:
 # -- replicas that differ ----------------------------------------------------------------------------------------------
 
 
-def test_different_values(world: DoubleWorld) -> None:
+def test_different_values_become_a_handle(world: DoubleWorld) -> None:
     there(world, "r = rid()\nx = [r]\ny = 'same'")
     ns = world.notebook.user_ns
     assert isinstance(ns["r"], RemotePerReplica)
@@ -55,7 +55,7 @@ def test_different_values(world: DoubleWorld) -> None:
     assert ns["s"].values == (0, 11)
 
 
-def test_a_snapshot_that_one_replica_opened_is_sent_again(world: DoubleWorld) -> None:
+def test_a_snapshot_unpickled_by_one_replica_only_is_sent_again(world: DoubleWorld) -> None:
     """End another replica before it opened the snapshot: the first one receives its renamings twice."""
     there(world, "import torch\nr = torch.full((2,), float(rid()))\nx = [rid()]")
     there(world, "if rid():\n    r = torch.zeros(2)\nx[0] += 1")
@@ -68,7 +68,7 @@ def test_a_snapshot_that_one_replica_opened_is_sent_again(world: DoubleWorld) ->
     assert world.notebook.user_ns["s"].values == (([0.0, 0.0], 1), ([0.0, 0.0], 2))
 
 
-def test_what_raises_on_a_handle_is_no_reason_to_send_all_anew(world: DoubleWorld) -> None:
+def test_an_error_on_a_handle_does_not_resend_the_namespace(world: DoubleWorld) -> None:
     here(world, "data = [{'number': number} for number in range(10_000)]")
     there(world, "held = [len(data)]")
     held = world.notebook.user_ns["held"]
@@ -80,7 +80,7 @@ def test_what_raises_on_a_handle_is_no_reason_to_send_all_anew(world: DoubleWorl
     assert world.sent_nbytes - before < 50_000
 
 
-def test_plain_values_that_differ_are_no_object_to_ask(world: DoubleWorld) -> None:
+def test_different_plain_values_have_no_attributes(world: DoubleWorld) -> None:
     there(world, "name = str(rid()) * 2")
     name = world.notebook.user_ns["name"]
     for ask in (lambda: name[0], lambda: name(), lambda: name.__setitem__(0, 1)):
@@ -91,12 +91,12 @@ def test_plain_values_that_differ_are_no_object_to_ask(world: DoubleWorld) -> No
     assert not hasattr(name, "upper")
 
 
-def test_true_is_not_one(world: DoubleWorld) -> None:
+def test_true_differs_from_one(world: DoubleWorld) -> None:
     there(world, "x = True if rid() else 1")
     assert world.notebook.user_ns["x"].values == (1, True)
 
 
-def test_assigned_on_some_only(world: DoubleWorld) -> None:
+def test_a_name_assigned_on_some_replicas_only_is_a_handle(world: DoubleWorld) -> None:
     there(world, "if rid() == 1:\n    late = [5]")
     late = world.notebook.user_ns["late"]
     assert "<unassigned>" in repr(late)
@@ -109,7 +109,7 @@ def test_assigned_on_some_only(world: DoubleWorld) -> None:
     assert world.notebook.user_ns["n"].values == (-1, 1)
 
 
-def test_reassigned_on_some_only(world: DoubleWorld) -> None:
+def test_a_name_reassigned_on_some_replicas_only_is_a_handle(world: DoubleWorld) -> None:
     here(world, "x = 5\ny = [1]")
     there(world, "if rid():\n    x = 7\n    y = [2]")
     ns = world.notebook.user_ns
@@ -119,7 +119,7 @@ def test_reassigned_on_some_only(world: DoubleWorld) -> None:
     assert ns["z"].values == (6, 9)
 
 
-def test_changed_differently(world: DoubleWorld) -> None:
+def test_an_object_changed_differently_becomes_a_handle(world: DoubleWorld) -> None:
     here(world, "history = []\nother = []\nbox = {'h': history, 'o': other}")
     there(world, "box['h'].append(rid())\nbox['o'].append('same')")
     ns = world.notebook.user_ns
@@ -134,7 +134,7 @@ def test_changed_differently(world: DoubleWorld) -> None:
     assert ns["history"].values == ([0, "x"], [1, "x"])
 
 
-def test_what_is_changed_alike_stays_shared_though_something_else_is_changed_differently(world: DoubleWorld) -> None:
+def test_equally_changed_objects_remain_shared_if_others_are_changed_differently(world: DoubleWorld) -> None:
     here(world, "class Box: pass")
     there(world, "box = Box()")
     here(world, "history, mine = [], []")
@@ -145,7 +145,7 @@ def test_what_is_changed_alike_stays_shared_though_something_else_is_changed_dif
     assert world.notebook.user_ns["history"] == [[1, 2, 3]]
 
 
-def test_a_list_that_a_replica_made_is_changed_differently(world: DoubleWorld) -> None:
+def test_a_list_made_by_a_replica_can_be_changed_differently(world: DoubleWorld) -> None:
     there(world, "xs = [1]\nholder = {'xs': xs}\nkeep = [1]")
     ns = world.notebook.user_ns
     assert ns["holder"]["xs"] is ns["xs"]
@@ -157,7 +157,7 @@ def test_a_list_that_a_replica_made_is_changed_differently(world: DoubleWorld) -
     assert ns["keep"] == [1, 2]
 
 
-def test_a_handle_follows_what_replicas_do_to_its_object(world: DoubleWorld) -> None:
+def test_a_handle_follows_changes_of_its_object(world: DoubleWorld) -> None:
     there(world, "import torch\nt = torch.zeros(1)\nholder = {'t': t}")
     ns = world.notebook.user_ns
     t = ns["t"]
@@ -169,7 +169,7 @@ def test_a_handle_follows_what_replicas_do_to_its_object(world: DoubleWorld) -> 
     assert [float(each) for each in t.values] == [0.0, 1.0]
 
 
-def test_alias_on_one_replica_only(world: DoubleWorld) -> None:
+def test_an_alias_on_one_replica_only_is_kept(world: DoubleWorld) -> None:
     there(world, "a = [1]\nb = a if rid() else [1]")
     there(world, "b.append(2)")
     there(world, "n = len(a)")
@@ -177,7 +177,7 @@ def test_alias_on_one_replica_only(world: DoubleWorld) -> None:
     assert (ns["a"], ns["b"], ns["n"]) == ([1], [1, 2], 1), "on all replicas as on the first"
 
 
-def test_failing_on_one_replica(world: DoubleWorld) -> None:
+def test_a_failure_on_one_replica_keeps_the_namespace_consistent(world: DoubleWorld) -> None:
     run_all(world, [distributed("a = 1\nb = [rid()]\nif rid():\n    1 / 0\nc = 3", raises=ZeroDivisionError)])
     ns = world.notebook.user_ns
     assert ns["a"] == 1
@@ -189,7 +189,7 @@ def test_failing_on_one_replica(world: DoubleWorld) -> None:
 # -- handles -----------------------------------------------------------------------------------------------------------
 
 
-def test_handles_are_honest(world: DoubleWorld) -> None:
+def test_handles_refuse_operations_on_different_components(world: DoubleWorld) -> None:
     here(world, "import torch")
     there(world, "t = torch.arange(3.) + rid()\nsame = torch.ones(2, dtype=torch.float64)")
     ns = world.notebook.user_ns
@@ -219,7 +219,7 @@ def test_handles_are_honest(world: DoubleWorld) -> None:
     assert t.sum().values == (torch.tensor(3.0), torch.tensor(6.0))
 
 
-def test_mirrored_handles_are_computed_with(world: DoubleWorld) -> None:
+def test_mirrored_handles_support_arithmetic(world: DoubleWorld) -> None:
     here(world, "import torch")
     world.namespace.most_nbytes = 0  # all data stays
     there(world, "a = torch.tensor([1., 2.])\nx = a.sum()\ntexts = ['a']")
@@ -270,7 +270,7 @@ def test_mirrored_handles_are_computed_with(world: DoubleWorld) -> None:
     assert a.numpy().tolist() == [-3.0, -3.0]
 
 
-def test_the_graph_of_the_replicas_is_not_lost_where_a_tensor_of_the_notebook_takes_part(world: DoubleWorld) -> None:
+def test_operations_with_notebook_tensors_keep_the_replicas_graph(world: DoubleWorld) -> None:
     here(world, "import torch\ny = torch.tensor([1, 0])\nscale = torch.full((2,), 3.0)")
     there(world, "model = torch.nn.Linear(2, 2)\nout = model(torch.eye(2))")
     ns = world.notebook.user_ns
@@ -293,7 +293,7 @@ def test_the_graph_of_the_replicas_is_not_lost_where_a_tensor_of_the_notebook_ta
     assert mine.grad is not None
 
 
-def test_mirrored_handles_are_saved_as_what_they_stand_for(world: DoubleWorld) -> None:
+def test_mirrored_handles_are_saved_as_their_objects(world: DoubleWorld) -> None:
     there(
         world,
         "import torch\nmodel = torch.nn.Linear(2, 1)\nmodel.load_state_dict({'weight': torch.ones(1, 2), 'bias': torch.zeros(1)})\n"
@@ -321,7 +321,7 @@ def test_mirrored_handles_are_saved_as_what_they_stand_for(world: DoubleWorld) -
         pickle.dumps(ns["own"])
 
 
-def test_iterators_go_on_together(world: DoubleWorld) -> None:
+def test_iterators_advance_together(world: DoubleWorld) -> None:
     there(
         world,
         "import torch\nmodel = torch.nn.Linear(2, 1)\nuneven = iter([1, 2][rid():])\nown = [rid()]\n"
@@ -342,7 +342,7 @@ def test_iterators_go_on_together(world: DoubleWorld) -> None:
         next(ns["uneven"])
 
 
-def test_comparisons_are_asked_of_the_replicas(world: DoubleWorld) -> None:
+def test_comparisons_run_on_the_replicas(world: DoubleWorld) -> None:
     here(world, "import torch\nhere = [1, 2]")
     world.namespace.most_nbytes = 0  # all data stays
     there(
@@ -380,7 +380,7 @@ def test_comparisons_are_asked_of_the_replicas(world: DoubleWorld) -> None:
         _ = both == threading.Lock()
 
 
-def test_containers_that_cannot_be_rebuilt_are_shown_as_they_are(world: DoubleWorld) -> None:
+def test_containers_that_cannot_be_rebuilt_are_shown_unchanged(world: DoubleWorld) -> None:
     here(world, "from distnb.values import PerReplica")
     there(
         world,
@@ -398,7 +398,7 @@ def test_containers_that_cannot_be_rebuilt_are_shown_as_they_are(world: DoubleWo
     assert "PerReplica" in repr(ns["loop"])
 
 
-def test_forwarding(world: DoubleWorld) -> None:
+def test_handles_forward_attributes_and_calls(world: DoubleWorld) -> None:
     here(world, "import torch")
     there(
         world, "torch.manual_seed(0)\nmodel = torch.nn.Linear(2, 1)\nopt = torch.optim.SGD(model.parameters(), lr=0.5)"
@@ -424,7 +424,7 @@ def test_forwarding(world: DoubleWorld) -> None:
     assert model.training is False
 
 
-def test_completion(world: DoubleWorld) -> None:
+def test_handles_complete_without_a_program(world: DoubleWorld) -> None:
     here(world, "import torch")
     there(world, "model = torch.nn.Linear(2, 1)\nd = {'k': 1}")
     before = len(world.namespaces[0].teams)
@@ -436,7 +436,7 @@ def test_completion(world: DoubleWorld) -> None:
     assert len(world.namespaces[0].teams) == before
 
 
-def test_freed_with_the_last_handle(world: DoubleWorld) -> None:
+def test_an_object_is_freed_with_its_last_handle(world: DoubleWorld) -> None:
     here(world, "import torch")
     there(world, "big = torch.zeros(1000)\nkeep = torch.zeros(2)")
     count = len(world.namespaces[0].teams)
@@ -464,7 +464,7 @@ def test_data_is_freed_with_its_last_name(world: DoubleWorld) -> None:
 
 
 @pytest.mark.usefixtures("few_objects")
-def test_no_leak_over_many_cells(world: DoubleWorld) -> None:
+def test_many_cells_leak_no_objects(world: DoubleWorld) -> None:
     here(world, "import torch\nxs = []\ndef f(v):\n    return v + 1")
     sizes = []
     for _ in range(12):
@@ -479,7 +479,7 @@ def test_no_leak_over_many_cells(world: DoubleWorld) -> None:
 
 
 @pytest.mark.usefixtures("few_objects")
-def test_what_the_notebook_has_no_longer_is_kept_nowhere(world: DoubleWorld) -> None:
+def test_objects_dropped_by_the_notebook_are_freed_everywhere(world: DoubleWorld) -> None:
     here(world, "class Big:\n    n = 0")
     for number in range(4):
         here(world, "big, other = Big(), Big()")
@@ -505,7 +505,7 @@ def _instances(name: str) -> int:
     return sum(type(each).__name__ == name for each in gc.get_objects())
 
 
-def test_values_without_names_that_calls_get_do_not_pile_up(world: DoubleWorld) -> None:
+def test_unnamed_arguments_of_calls_do_not_accumulate(world: DoubleWorld) -> None:
     import weakref
 
     import numpy as np
@@ -520,7 +520,7 @@ def test_values_without_names_that_calls_get_do_not_pile_up(world: DoubleWorld) 
     assert sum(ref() is not None for ref in arrays) < 70
 
 
-def test_captured_handles(world: DoubleWorld) -> None:
+def test_functions_can_capture_handles(world: DoubleWorld) -> None:
     there(world, "x = [rid()]")
     here(
         world,
@@ -530,7 +530,7 @@ def test_captured_handles(world: DoubleWorld) -> None:
     assert world.notebook.user_ns["r"].values == (0, 3)
 
 
-def test_stale_after_stop(world: DoubleWorld) -> None:
+def test_handles_are_stale_after_a_stop(world: DoubleWorld) -> None:
     there(world, "x = [rid()]")
     names = world.notebook.user_ns
     x, copied = names["x"], names["x"].copy()  # what was returned has no name, until it gets one
@@ -549,7 +549,7 @@ def test_stale_after_stop(world: DoubleWorld) -> None:
     assert world.notebook.user_ns["x"] == 3
 
 
-def test_replaced_engine_gets_mirrored_objects(world: DoubleWorld) -> None:
+def test_a_replaced_engine_gets_mirrored_objects(world: DoubleWorld) -> None:
     here(world, "import torch\nhistory = []\nclass Box:\n    pass")
     there(
         world,
@@ -572,7 +572,7 @@ def test_replaced_engine_gets_mirrored_objects(world: DoubleWorld) -> None:
 
 
 @pytest.mark.parametrize("between", [True, False])
-def test_a_lost_component_is_named_and_the_others_can_be_read(world: DoubleWorld, between: bool) -> None:
+def test_a_lost_component_is_named_and_the_others_remain_readable(world: DoubleWorld, between: bool) -> None:
     there(world, "mine = [rid()]\nr = rid()\nif rid():\n    late = [5]\n    one = 7")
     ns = world.notebook.user_ns
     world.namespace.engine_died(1)
@@ -605,7 +605,7 @@ def test_a_lost_component_is_named_and_the_others_can_be_read(world: DoubleWorld
     assert ns["mine"].values == ([1], [2])
 
 
-def test_switching_with_a_model(world: DoubleWorld) -> None:
+def test_a_model_can_be_used_by_teams_in_turn(world: DoubleWorld) -> None:
     text = "total = float(sum(p.sum() for p in model.parameters()))\nopt.step()"
     here(world, "import torch")
     there(
@@ -629,7 +629,7 @@ def test_switching_with_a_model(world: DoubleWorld) -> None:
     assert ns["w2"] == pytest.approx(ns["w"])
 
 
-def test_two_teams_side_by_side() -> None:
+def test_two_teams_coexist() -> None:
     world = DoubleWorld(3)
     pair = Team(engines=(0, 1), devices=(Device("cpu"),) * 2, generation=1, store_host="", store_port=0)
     world.notebook.user_ns["xs"] = [0]
@@ -664,7 +664,9 @@ def test_two_teams_side_by_side() -> None:
         ("import sqlite3\nbad = sqlite3.connect(':memory:')", "bad.execute('')", "Connection", "inside"),
     ],
 )
-def test_cannot_travel(world: DoubleWorld, setup: str, use: str, kind: str, cure: str) -> None:
+def test_an_object_that_cannot_be_pickled_is_refused_with_the_cure(
+    world: DoubleWorld, setup: str, use: str, kind: str, cure: str
+) -> None:
     here(world, setup)
     there(world, "if not bad is None:\n    n = 1")
     with pytest.raises(CannotTravelError, match=rf"(?s)`bad`.*{kind}.*{cure}"):
@@ -674,14 +676,14 @@ def test_cannot_travel(world: DoubleWorld, setup: str, use: str, kind: str, cure
     there(world, "ok = 1")
 
 
-def test_read_by_a_function_and_cannot_travel(world: DoubleWorld) -> None:
+def test_an_object_read_by_a_function_that_cannot_be_pickled_is_refused(world: DoubleWorld) -> None:
     world.notebook.user_ns["guard"] = threading.Lock()
     here(world, "def f():\n    with guard:\n        return 1")
     with pytest.raises(CannotTravelError, match="`guard`"):
         world.run(distributed("f()"))
 
 
-def test_engine_only_objects(world: DoubleWorld) -> None:
+def test_objects_that_exist_only_on_engines_are_handles(world: DoubleWorld) -> None:
     here(world, "items = []")
     there(world, "gen = (i for i in range(5))\nfirst = next(gen)\nitems.append(gen)")
     ns = world.notebook.user_ns
@@ -706,7 +708,7 @@ def test_large_objects_are_announced_and_sent_once(world: DoubleWorld) -> None:
     assert world.sent_nbytes - sent < 150_000
 
 
-def test_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Engines of this process share its modules, so only what is delivered can be looked at.
     file = tmp_path / "distnb_local_module.py"
     file.write_text("value = 1\n")
@@ -736,7 +738,7 @@ def test_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypatc
 # -- calls ---------------------------------------------------------------------------------------------------------------
 
 
-def test_calls(world: DoubleWorld) -> None:
+def test_calls_share_the_namespace(world: DoubleWorld) -> None:
     here(
         world,
         "import torch\nlog = []\nLR = 2\ndef step(x):\n    log.append(x)\n    return {'n': len(log), 'y': torch.ones(2) * LR * x, 'r': rid}",
@@ -763,7 +765,7 @@ def test_calls(world: DoubleWorld) -> None:
     assert xs == [1, 2]
 
 
-def test_failed_call_is_taken_back(world: DoubleWorld) -> None:
+def test_changes_of_a_failed_call_are_undone(world: DoubleWorld) -> None:
     here(world, "log = [0]\ndef bad():\n    log.append(1)\n    raise ValueError('no')")
     snapshot = world.namespace.outgoing_call((world.notebook.user_ns["bad"],), {}, world.team)
     for namespace in world.namespaces:
@@ -775,7 +777,7 @@ def test_failed_call_is_taken_back(world: DoubleWorld) -> None:
     assert world.notebook.user_ns["n"] == 1
 
 
-def test_names_of_an_unfinished_scope_are_taken_back(world: DoubleWorld) -> None:
+def test_names_of_an_unfinished_scope_are_removed(world: DoubleWorld) -> None:
     here(world, "log = []\nx = 1")
     before, scope = "y = 5\n", "x = 2\nmodel = [1]\nlog.append(1)\n1 / 0"
     snapshot = world.namespace.outgoing(before + scope, world.team)
@@ -803,7 +805,7 @@ def test_names_of_an_unfinished_scope_are_taken_back(world: DoubleWorld) -> None
 # -- what random sequences found ---------------------------------------------------------------------------------------
 
 
-def test_alias_of_what_was_changed_differently(world: DoubleWorld) -> None:
+def test_an_alias_of_a_differently_changed_object_is_kept(world: DoubleWorld) -> None:
     here(world, "a = [1]\nbox = {}")
     there(world, "b = a\na.append(rid())")
     ns = world.notebook.user_ns
@@ -811,7 +813,7 @@ def test_alias_of_what_was_changed_differently(world: DoubleWorld) -> None:
     assert ns["b"].values == ([1, 0], [1, 1])
 
 
-def test_a_list_beside_a_handle_is_changed_by_a_call(world: DoubleWorld) -> None:
+def test_a_call_changes_a_list_next_to_a_handle(world: DoubleWorld) -> None:
     here(world, "def push(xs, h):\n    xs.append(len(h))\nxs = []")
     there(world, "h = [1, 2]")
     ns = world.notebook.user_ns
@@ -819,7 +821,7 @@ def test_a_list_beside_a_handle_is_changed_by_a_call(world: DoubleWorld) -> None
     assert ns["xs"] == [2]
 
 
-def test_what_a_failing_call_did_is_told(world: DoubleWorld) -> None:
+def test_changes_of_a_failing_call_reach_the_notebook(world: DoubleWorld) -> None:
     here(world, "xs = []\ndef push():\n    global made\n    xs.append(1)\n    made = 5\n    1 / 0")
     ns = world.notebook.user_ns
     with pytest.raises(ZeroDivisionError):
@@ -830,7 +832,7 @@ def test_what_a_failing_call_did_is_told(world: DoubleWorld) -> None:
     assert ns["n"] == 2
 
 
-def test_a_graph_does_not_travel(world: DoubleWorld) -> None:
+def test_an_autograd_graph_is_not_sent(world: DoubleWorld) -> None:
     here(world, "import torch\nw = torch.ones(2, requires_grad=True)\nloss = (w * 2).sum()")
     with pytest.raises(CannotTravelError, match=r"`loss`.*detach\(\)"):
         there(world, "n = loss.item()")
@@ -859,7 +861,7 @@ def test_cycles_are_released(world: DoubleWorld) -> None:
     assert world.notebook.user_ns["kept"][1] is True
 
 
-def test_a_handle_in_a_class_stays_there_in_a_default_cell(world: DoubleWorld) -> None:
+def test_a_handle_in_a_class_remains_in_a_default_cell(world: DoubleWorld) -> None:
     here(world, "class Box:\n    kind = None")
     there(world, "h = [1]\nm = h.copy")
     here(world, "Box.kind = m")
@@ -870,7 +872,7 @@ def test_a_handle_in_a_class_stays_there_in_a_default_cell(world: DoubleWorld) -
     assert ns["Box"].kind is vars(ns["Box"])["kind"] is handle
 
 
-def test_what_was_changed_differently_in_a_class(world: DoubleWorld) -> None:
+def test_class_attributes_may_be_changed_differently(world: DoubleWorld) -> None:
     here(world, "class Box:\n    kind = []\nfirst = Box.kind")
     there(world, "Box.kind.append(rid())")
     ns = world.notebook.user_ns
@@ -878,7 +880,7 @@ def test_what_was_changed_differently_in_a_class(world: DoubleWorld) -> None:
     assert ns["Box"].kind is vars(ns["Box"])["kind"] is ns["first"]
 
 
-def test_what_is_gone_is_made_again_by_the_cell_that_calls_functions_of_it(world: DoubleWorld) -> None:
+def test_a_lost_object_can_be_created_again_by_a_cell_that_uses_it(world: DoubleWorld) -> None:
     there(world, "import torch\nmade = torch.ones(1)\nother = torch.ones(1)")
     here(world, "def total():\n    return float(made)\ndef both():\n    return float(made + other)")
     for name in ("made", "other"):
@@ -892,7 +894,7 @@ def test_what_is_gone_is_made_again_by_the_cell_that_calls_functions_of_it(world
         there(world, "found = made\nmade = torch.ones(1)")
 
 
-def test_a_cell_that_may_read_any_name_leaves_out_what_is_gone(world: DoubleWorld) -> None:
+def test_a_cell_that_may_read_any_name_omits_lost_objects(world: DoubleWorld) -> None:
     there(world, "import torch\na = torch.zeros(3) + rid()\ndef f():\n    return a")
     here(world, "box = [a]\nalias = box\nn = 5")
     state_of_handle(world.notebook.user_ns["a"]).gone = {1}
@@ -903,7 +905,7 @@ def test_a_cell_that_may_read_any_name_leaves_out_what_is_gone(world: DoubleWorl
             there(world, f"x = {source}")
 
 
-def test_large_tensors_of_the_notebook_are_changed_in_place(world: DoubleWorld) -> None:
+def test_large_notebook_tensors_can_be_changed_in_place(world: DoubleWorld) -> None:
     here(world, "import torch\nbig = torch.arange(2.0**17)\nalias = big")
     there(world, "big += 1")
     ns = world.notebook.user_ns

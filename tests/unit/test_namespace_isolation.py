@@ -30,7 +30,7 @@ def world() -> DoubleWorld:
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_an_assigned_value(world: DoubleWorld, kind: str) -> None:
+def test_an_assigned_value_that_cannot_be_pickled_affects_no_other(world: DoubleWorld, kind: str) -> None:
     run_all(world, [distributed(f"{ODD[kind]}\nbefore = [1]\nodd = Odd()\nother = 7")])
     ns = world.notebook.user_ns
     assert (ns["other"], "odd" in ns) == (7, True)
@@ -39,12 +39,12 @@ def test_an_assigned_value(world: DoubleWorld, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["no class", "no attributes", "no pickle", "no length"])
-def test_a_value_of_the_notebook_that_is_only_possibly_read(world: DoubleWorld, kind: str) -> None:
+def test_a_notebook_value_that_may_be_read_affects_no_other(world: DoubleWorld, kind: str) -> None:
     run_all(world, [ordinary(f"{ODD[kind]}\nodd = Odd()\nxs = [1]"), distributed("if not xs:\n    odd\nn = len(xs)")])
     assert world.notebook.user_ns["n"] == 1
 
 
-def test_a_value_that_cannot_be_brought_up_to_date(world: DoubleWorld) -> None:
+def test_a_value_that_cannot_be_updated_affects_no_other(world: DoubleWorld) -> None:
     """Check that its name becomes a handle of the replicas' value, and that the cell's other changes arrive."""
     kept = (
         "class Kept:\n    n = 0\n    def __getstate__(self):\n        return {'n': self.n}\n"
@@ -60,7 +60,7 @@ def test_a_value_that_cannot_be_brought_up_to_date(world: DoubleWorld) -> None:
     assert (ns["xs"], ns["ok"]) == ([1, 2], 3)
 
 
-def test_a_placeholder_that_is_assigned(world: DoubleWorld) -> None:
+def test_a_placeholder_can_be_assigned(world: DoubleWorld) -> None:
     cells = [ordinary("gen = (i for i in range(3))"), distributed("again = gen\nn = 7")]
     run_all(world, cells)
     assert world.notebook.user_ns["n"] == 7

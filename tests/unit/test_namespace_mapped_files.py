@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_as_in_one_ipython(name: str, path: str) -> None:
+def test_mapped_files_behave_as_in_one_ipython(name: str, path: str) -> None:
     plain, world = PlainWorld(), DoubleWorld(2)
     for each in (plain, world):
         np.arange(10, dtype="f4").tofile(path)
@@ -53,7 +53,7 @@ def test_as_in_one_ipython(name: str, path: str) -> None:
     compare(plain.names(), world.names())
 
 
-def test_what_is_copied_on_write_is_sent_by_value(path: str) -> None:
+def test_copy_on_write_arrays_are_sent_by_value(path: str) -> None:
     world = DoubleWorld(2)
     made = f"import numpy as np\nm = np.memmap({path!r}, 'f4', 'c', shape=(3,))\nm[0] = 100\nkept = m"
     run_all(world, [ordinary(made), distributed("x = float(m[0])\nm[1] = 200"), ordinary("same = kept is m")])
@@ -72,7 +72,9 @@ def test_a_large_file_is_not_sent(path: str) -> None:
 
 
 @pytest.mark.parametrize("lost", ["no such file", "size or time differ"])
-def test_a_file_that_is_not_on_the_engines_machine(path: str, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_missing_on_the_engines_machine_is_an_error(
+    path: str, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = DoubleWorld(1)
     run_all(world, [ordinary(f"import numpy as np\nm = np.memmap({path!r}, 'f4', 'r')\nxs = [1]")])
     world.namespaces[0].open = _elsewhere(world.namespaces[0].open, path, lost)  # type: ignore[method-assign]
@@ -98,7 +100,7 @@ def _elsewhere(open_snapshot, path: str, lost: str):  # type: ignore[no-untyped-
     return opened
 
 
-def test_a_file_without_a_name_is_sent_by_value(path: str) -> None:
+def test_an_unnamed_file_is_sent_by_value(path: str) -> None:
     world = DoubleWorld(1)
     run_all(world, [ordinary(f"import numpy as np, os\nm = np.memmap({path!r}, 'f4', 'r')\nos.unlink({path!r})")])
     run_all(world, [distributed("n = float(m.sum())")])

@@ -16,6 +16,6 @@ PARTED = (27, 38)
 @pytest.mark.parametrize(
     "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(6, 60) if seed not in PARTED)]
 )
-def test_as_in_one_ipython(seed: int) -> None:
+def test_random_cells_behave_as_in_one_ipython(seed: int) -> None:
     torch.set_num_threads(1)
     assert_as_in_one_ipython(draw_cells(seed), replicas=1 + seed % 3)

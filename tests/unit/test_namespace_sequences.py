@@ -17,7 +17,7 @@ def _one_thread() -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("replicas", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 3))])
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_as_in_one_ipython(name: str, replicas: int) -> None:
+def test_sequences_of_cells_behave_as_in_one_ipython(name: str, replicas: int) -> None:
     cells = SEQUENCES[name]
     plain = PlainWorld()
     with modes_kept():

@@ -56,13 +56,13 @@ def test_a_thread_keeps_its_globals(thread: DoubleWorld, change: str, found: obj
     assert thread.names()["found"] == found
 
 
-def test_a_thread_sees_what_a_later_cell_reads(thread: DoubleWorld) -> None:
+def test_a_thread_sees_changes_of_a_later_cell(thread: DoubleWorld) -> None:
     cells = [ordinary("helper, rows = abs, [3]"), distributed(f"rows, helper, None\n{ASK}")]
     run_all(thread, [ordinary("factor = -4"), *cells])
     assert thread.names()["found"] == (4, [3], "time")
 
 
-def test_what_a_thread_binds_later_is_not_what_a_cell_reads(world: DoubleWorld) -> None:
+def test_names_bound_later_by_a_thread_are_not_read_by_a_cell(world: DoubleWorld) -> None:
     late = "import threading\ngo, done, n = threading.Event(), threading.Event(), 1\ndef late():\n    global n, extra\n"
     late += "    go.wait(60)\n    n = extra = 99\n    done.set()\nt = threading.Thread(target=late)\nt.start()"
     run_all(world, [distributed(late), distributed("m = n")])
@@ -115,7 +115,7 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_as_in_one_ipython(world: DoubleWorld, name: str) -> None:
+def test_objects_that_stay_behave_as_in_one_ipython(world: DoubleWorld, name: str) -> None:
     plain = PlainWorld()
     for each in (plain, world):
         run_all(each, SEQUENCES[name])
@@ -123,7 +123,7 @@ def test_as_in_one_ipython(world: DoubleWorld, name: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["del x", "x = None", "x = [1]"])
-def test_an_object_is_freed_with_its_handle_though_its_name_stays(world: DoubleWorld, change: str) -> None:
+def test_an_object_is_freed_with_its_handle_even_if_its_name_remains(world: DoubleWorld, change: str) -> None:
     run_all(world, [distributed("import torch\nx = torch.zeros(12345)"), distributed("n = len(x)"), ordinary(change)])
     gc.collect()
     run_all(world, [distributed("n = 1")])
@@ -160,6 +160,6 @@ scale = 1
         [distributed("box = Box([])"), ordinary("box.keep(make())")],
     ],
 )
-def test_what_an_object_reads_that_does_not_show_its_functions(world: DoubleWorld, made: list[Cell]) -> None:
+def test_names_read_by_hidden_functions_of_an_object_are_found(world: DoubleWorld, made: list[Cell]) -> None:
     run_all(world, [ordinary(HIDING), *made, ordinary("x = box.go()\nn = 2\nscale = 3\nextra = 20\ny = box.go()")])
     assert (world.names()["x"], world.names()["y"]) == (11, 26)

@@ -71,7 +71,7 @@ def test_a_call_may_return_a_tensor_of_any_kind(world: DoubleWorld, kind: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tensor_of_any_kind_is_read(world: DoubleWorld, kind: str) -> None:
+def test_a_tensor_of_any_kind_can_be_read(world: DoubleWorld, kind: str) -> None:
     check = f"seen = type(t).__name__, str(t.layout), str(t.dtype), t.requires_grad, {SHOWN}"
     run_all(world, [ordinary(f"t = {KINDS[kind]}\n{check}\nhere = seen"), distributed(check)])
     assert world.notebook.user_ns["seen"] == world.notebook.user_ns["here"]
@@ -81,7 +81,7 @@ def test_a_tensor_of_any_kind_is_read(world: DoubleWorld, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CHANGEABLE)
-def test_a_change_in_place_is_seen_here(world: DoubleWorld, kind: str) -> None:
+def test_a_change_in_place_reaches_the_notebook(world: DoubleWorld, kind: str) -> None:
     before = ordinary(f"t = {KINDS[kind]}\nkept = [t]")
     after = ordinary(f"same = kept[0] is t\nshown = {SHOWN}\nt = {KINDS[kind]} * 2\nalone = {SHOWN}")
     run_all(world, [before, distributed("t.mul_(2)\nn = 1"), after])
@@ -131,7 +131,7 @@ RESIZED = {
 @pytest.mark.parametrize(
     ("how", "size"), [*((how, 2) for how in RESIZED), ("resized", 1 << 19), ("emptied and filled", 1 << 19)]
 )
-def test_a_tensor_from_the_notebook_is_resized(world: DoubleWorld, how: str, size: int) -> None:
+def test_a_tensor_from_the_notebook_can_be_resized(world: DoubleWorld, how: str, size: int) -> None:
     plain = PlainWorld()
     cells = [
         ordinary(f"import torch\nw = torch.zeros({size})\nbag = {{'w': w, 'half': w[:1]}}"),
@@ -189,7 +189,7 @@ def test_a_storage_is_read_with_the_tensors_on_it(world: DoubleWorld) -> None:
     assert ns["read_here"] == (63, [1, 0, 0, 0])
 
 
-def test_what_torch_refused_to_resize_half_way_is_not_read(world: DoubleWorld) -> None:
+def test_a_partly_resized_tensor_is_not_read(world: DoubleWorld) -> None:
     """Let torch change the shape before it fails: the memory beyond the storage belongs to others."""
     made = "w = torch.from_numpy(__import__('numpy').zeros(2, 'float32'))"
     text = f"{made}\ntry:\n    w.resize_(1 << 20)\nexcept RuntimeError:\n    n = 1"

@@ -34,7 +34,7 @@ def test_equal_lines_are_shown_once_and_marked() -> None:
     assert merger.idle
 
 
-def test_a_line_waits_for_its_doubles_but_not_long() -> None:
+def test_a_line_waits_briefly_for_its_duplicates() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(out(0, "hello\n"), 0.0)
     assert merger.collect(HOLD_S - 0.01) == []
@@ -43,7 +43,7 @@ def test_a_line_waits_for_its_doubles_but_not_long() -> None:
     assert text_of(merger.collect(1.0)) == "[1] hello\n"
 
 
-def test_a_double_within_the_hold_is_folded() -> None:
+def test_a_duplicate_within_the_hold_is_folded() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(out(0, "hello\n"), 0.0)
     merger.collect(0.05)
@@ -51,7 +51,7 @@ def test_a_double_within_the_hold_is_folded() -> None:
     assert text_of(merger.collect(HOLD_S - 0.01)) == "[0-1] hello\n"
 
 
-def test_different_lines_wait_no_longer() -> None:
+def test_different_lines_are_released() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(out(0, "loss 0.1\n"), 0.0)
     merger.feed(out(1, "loss 0.2\n"), 0.1)
@@ -59,14 +59,14 @@ def test_different_lines_wait_no_longer() -> None:
     assert text_of(merger.collect(0.1 + HOLD_S)) == "[1] loss 0.2\n"
 
 
-def test_a_shared_line_may_slide_behind_what_one_alone_wrote() -> None:
+def test_a_shared_line_may_move_behind_a_line_of_one_replica() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(out(0, "100% 19.7it/s\ncareful\n"), 0.0)
     merger.feed(out(1, "100% 19.9it/s\ncareful\n"), 0.1)
     assert text_of(merger.collect(0.5)) == "[0] 100% 19.7it/s\n[1] 100% 19.9it/s\n[0-1] careful\n"
 
 
-def test_a_slow_replica_keeps_nobody_back() -> None:
+def test_a_slow_replica_does_not_delay_others() -> None:
     merger, shown = OutputMerger(2, "m"), ""
     for tick in range(100):
         now = tick * 0.05
@@ -84,7 +84,7 @@ def test_each_replicas_order_is_kept() -> None:
     assert text_of(merger.collect(1.0)) == "[0] a\n[0-1] b\n[1] a\n"
 
 
-def test_the_order_does_not_depend_on_who_was_faster() -> None:
+def test_the_order_does_not_depend_on_timing() -> None:
     merger = OutputMerger(3, "m")
     for replica, now in ((2, 0.0), (0, 0.02), (1, 0.04)):
         merger.feed(out(replica, f"start\nI am {replica}\n"), now)
@@ -122,7 +122,7 @@ def test_an_ended_replica_is_not_waited_for() -> None:
     assert text_of(merger.collect(0.0)) == "[1] unfinished\n"
 
 
-def test_streams_stay_apart_and_in_order() -> None:
+def test_streams_remain_separate_and_in_order() -> None:
     merger = OutputMerger(2, "m")
     for replica in range(2):
         merger.feed(out(replica, "a\n"), 0.0)
@@ -135,7 +135,7 @@ def test_streams_stay_apart_and_in_order() -> None:
     ]
 
 
-def test_partial_lines_show_in_the_area_and_end_as_lines() -> None:
+def test_partial_lines_appear_in_the_area_and_end_as_lines() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(out(0, "..."), 0.0)
     assert merger.collect(0.05) == []
@@ -145,7 +145,7 @@ def test_partial_lines_show_in_the_area_and_end_as_lines() -> None:
     assert final == [WriteText("stdout", "[0] ...done\n"), Area(())]
 
 
-def test_progress_bars_one_line_per_replica() -> None:
+def test_progress_bars_have_one_line_per_replica() -> None:
     merger = OutputMerger(2, "m")
     for replica in range(2):
         merger.feed(out(replica, "\r 10%|#", "stderr"), 0.0)
@@ -165,20 +165,20 @@ def test_equal_progress_is_folded() -> None:
     assert merger.collect(0.5) == [Area(("[0-1]  20%",))]
 
 
-def test_final_holds_nothing_back() -> None:
+def test_the_final_collection_holds_nothing_back() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(out(0, "a\nunfinished"), 0.0)
     assert text_of(merger.collect(0.0, final=True)) == "[0] a\n[0] unfinished\n"
 
 
-def test_plain_values_are_lines() -> None:
+def test_plain_values_are_shown_as_lines() -> None:
     merger = OutputMerger(2, "m")
     for replica in range(2):
         merger.feed(Display(engine=replica, program=1, replica=replica, data={"text/plain": "first\nsecond"}), 0.0)
     assert text_of(merger.collect(0.0)) == "[0-1] first\n      second\n"
 
 
-def test_a_flood_is_cut_and_told() -> None:
+def test_a_flood_is_truncated_and_reported() -> None:
     merger = OutputMerger(2, "m")
     shown = []
     for tick in range(100):
@@ -195,7 +195,7 @@ def test_a_flood_is_cut_and_told() -> None:
     assert "line 499999" in text  # the last one is there
 
 
-def test_the_number_left_out_is_honest() -> None:
+def test_the_number_of_omitted_lines_is_exact() -> None:
     merger = OutputMerger(1, "m")
     merger.feed(out(0, "".join(f"{i}\n" for i in range(4_000))), 0.0)
     text = text_of(merger.collect(0.0, final=True))
@@ -204,7 +204,7 @@ def test_the_number_left_out_is_honest() -> None:
     assert text.count("\n") - len(left_out) + sum(left_out) == 4_000
 
 
-def test_a_flood_of_figures_is_cut_and_told() -> None:
+def test_a_flood_of_figures_is_truncated_and_reported() -> None:
     merger = OutputMerger(1, "m")
     for number in range(200):
         merger.feed(png(0, f"figure {number}"), 0.0)
@@ -221,7 +221,7 @@ def test_a_very_long_line_is_cut() -> None:
     assert "80,000 more characters" in text
 
 
-def test_equal_figures_once() -> None:
+def test_equal_figures_are_shown_once() -> None:
     merger = OutputMerger(2, "m")
     for replica in range(2):
         merger.feed(png(replica, "AAAA"), 0.0)
@@ -230,7 +230,7 @@ def test_equal_figures_once() -> None:
     assert shown.bundle.data == {"image/png": "AAAA", "text/plain": "<Figure>"}
 
 
-def test_different_figures_side_by_side() -> None:
+def test_different_figures_are_shown_next_to_each_other() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(png(0, "AAAA"), 0.0)
     merger.feed(png(1, "BBBB"), 0.05)
@@ -239,7 +239,7 @@ def test_different_figures_side_by_side() -> None:
     assert html.index("[0]") < html.index("AAAA") < html.index("[1]") < html.index("BBBB")
 
 
-def test_a_late_figure_changes_what_is_shown() -> None:
+def test_a_late_figure_updates_the_display() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(png(0, "AAAA"), 0.0)
     (first,) = merger.collect(0.2)
@@ -251,7 +251,7 @@ def test_a_late_figure_changes_what_is_shown() -> None:
     assert change.bundle.data["image/png"] == "AAAA"
 
 
-def test_the_chiefs_own_figure_shifts_nothing() -> None:
+def test_a_figure_of_the_chief_alone_does_not_shift_others() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(png(1, "BBBB"), 0.0)
     merger.feed(png(0, "only the chief's"), 0.1)
@@ -318,7 +318,7 @@ def test_clear_output_of_one_removes_its_displays_only() -> None:
     assert "BBBB" in change.bundle.data["text/html"]
 
 
-def test_a_loop_that_clears_and_draws_shows_the_last() -> None:
+def test_a_loop_that_clears_and_draws_shows_the_last_figure() -> None:
     merger = OutputMerger(2, "m")
     shown: dict[str, str] = {}
     for step in range(50):
@@ -334,7 +334,7 @@ def test_a_loop_that_clears_and_draws_shows_the_last() -> None:
     assert list(shown.values()) == ["figure 49"]
 
 
-def test_a_loop_that_clears_and_draws_is_never_too_much() -> None:
+def test_a_loop_that_clears_and_draws_is_never_truncated() -> None:
     merger = OutputMerger(1, "m")
     for step in range(300):
         merger.feed(Display(engine=0, program=1, replica=0, data={}, clear="wait"), step * 0.01)
@@ -343,7 +343,7 @@ def test_a_loop_that_clears_and_draws_is_never_too_much() -> None:
         assert [type(each) for each in shown] == [Clear, Show]
 
 
-def test_widgets_are_shown_one_below_the_other_with_marks() -> None:
+def test_widgets_are_stacked_with_marks() -> None:
     merger = OutputMerger(2, "m")
     view = "application/vnd.jupyter.widget-view+json"
     for replica in (0, 1):
@@ -362,7 +362,7 @@ def test_widgets_are_shown_one_below_the_other_with_marks() -> None:
     ]
 
 
-def test_other_rich_displays_once_or_marked() -> None:
+def test_other_rich_displays_are_shown_once_or_marked() -> None:
     merger = OutputMerger(2, "m")
     for replica in range(2):
         merger.feed(
@@ -375,7 +375,7 @@ def test_other_rich_displays_once_or_marked() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_lost_and_orders_are_kept(seed: int) -> None:
+def test_no_line_is_lost_and_orders_are_kept(seed: int) -> None:
     chance = random.Random(seed)
     replicas = chance.randint(1, 4)
     said = {r: [f"line {chance.randint(0, 5)}" for _ in range(chance.randint(0, 30))] for r in range(replicas)}

@@ -33,7 +33,7 @@ ASKED_FOR = [
 
 
 @pytest.mark.parametrize("asked", ASKED_FOR, ids=lambda requirement: requirement.name)
-def test_what_is_asked_for_is_pinned_within_its_range(asked: Requirement) -> None:
+def test_requirements_are_pinned_within_their_ranges(asked: Requirement) -> None:
     pin = PINS[canonicalize_name(asked.name)]
     (exact,) = pin.specifier
     assert exact.operator == "=="
@@ -44,7 +44,7 @@ PAPERS = ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", *(f"docs/{page.name
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_commands_and_paths_in_a_paper_exist(paper: str) -> None:
+def test_commands_and_paths_in_documents_exist(paper: str) -> None:
     text = (ROOT / paper).read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     assert set(re.findall(r"(?:`|\$ )make ([a-z]+)", text)) <= targets
@@ -79,7 +79,7 @@ def test_the_commands_that_are_documented_exist() -> None:
     assert set(COMMANDS) <= set(re.findall(r"%distnb (\w+)", table))
 
 
-def test_type_checkers_are_told_that_there_are_types() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert (ROOT / "distnb" / "py.typed").exists()
 
 
@@ -95,16 +95,16 @@ def test_the_readme_has_no_relative_links_in_the_package() -> None:
         assert "Strategies" in text
 
 
-def test_what_a_gpu_machine_is_brought_is_pinned() -> None:
+def test_wheels_for_the_gpu_machine_are_pinned() -> None:
     lines = (ROOT / "benchmarks" / "gpu_wheels.txt").read_text(encoding="utf-8").splitlines()
     assert {line for line in lines if not line.startswith("#")} <= PINS.keys()
 
 
-def test_no_address_is_invented() -> None:
+def test_the_package_names_no_url() -> None:
     assert "urls" not in PROJECT
 
 
-def test_the_quick_start_is_the_cell_that_the_readme_shows() -> None:
+def test_the_quick_start_is_the_readmes_cell() -> None:
     """Check that the README's program is the notebook's, so that the tests run it."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     notebook = json.loads((ROOT / "notebooks" / "quickstart.ipynb").read_text(encoding="utf-8"))
@@ -113,7 +113,7 @@ def test_the_quick_start_is_the_cell_that_the_readme_shows() -> None:
     assert any(shown.strip() in source for source in sources)
 
 
-def test_the_extension_is_built_from_what_lies_there() -> None:
+def test_the_built_extension_matches_its_sources() -> None:
     """Check the record of sources that `make extension` writes."""
     folder = ROOT / "extension"
     noted = dict(reversed(line.split()) for line in (folder / "labextension.sha256").read_text().splitlines())

@@ -38,7 +38,7 @@ SHAPES = [(rows, columns) for rows in (2, 3, 5, 10, 13, 64, 1024) for columns in
         (MaxSizePartitioner(8), (5, 0), 1),
     ],
 )
-def test_the_number_of_shards(partitioner: Partitioner, shape: tuple[int, ...], shards: int):
+def test_the_number_of_shards_follows_the_partitioner(partitioner: Partitioner, shape: tuple[int, ...], shards: int):
     assert partitioner(shape, torch.float32) == [shards, 1]
     assert partitioner(torch.Size(shape), np.dtype("float32")) == [shards, 1]
     assert checked_shards(partitioner, shape, torch.float32) == shards
@@ -46,7 +46,7 @@ def test_the_number_of_shards(partitioner: Partitioner, shape: tuple[int, ...], 
     assert partitioner(shape[::-1], torch.float32, axis=-1) == [1, shards]
 
 
-def test_the_size_of_an_element_counts():
+def test_the_size_of_an_element_affects_the_number_of_shards():
     assert [MaxSizePartitioner(8)((8,), dtype) for dtype in (torch.int8, torch.float16, torch.int64)] == [[1], [2], [8]]
 
 
@@ -54,7 +54,7 @@ def test_the_size_of_an_element_counts():
     ("rows", "sizes"),
     [(13, (3, 3, 3, 2, 2)), (10, (2, 2, 2, 2, 2)), (5, (1, 1, 1, 1, 1)), (7, (2, 2, 1, 1, 1))],
 )
-def test_the_rows_of_five_shards(rows: int, sizes: tuple[int, ...]):
+def test_rows_are_divided_into_five_shards(rows: int, sizes: tuple[int, ...]):
     assert shard_sizes(rows, 5) == sizes
 
 
@@ -82,7 +82,7 @@ def test_sizes_keep_to_their_limits(shape: tuple[int, int], nbytes: int, most: i
     assert MaxSizePartitioner(nbytes, most)(shape, torch.float32)[0] == min(many, most)
 
 
-def test_scalars_and_single_rows_are_not_divided_and_nobody_is_asked():
+def test_scalars_and_single_rows_are_not_divided_and_call_no_partitioner():
     def never(shape: object, dtype: object) -> list[int]:
         raise AssertionError("asked")
 
@@ -93,7 +93,7 @@ def test_scalars_and_single_rows_are_not_divided_and_nobody_is_asked():
 
 
 @pytest.mark.parametrize("given", [None, 0, 2, [], [0, 1], [2], [2, 1], (4, 1)])
-def test_a_callable_of_ones_own_is_asked_by_name(given: object):
+def test_a_custom_callable_is_called_by_keyword(given: object):
     asked = []
 
     def partitioner(*, shape: object, dtype: object) -> object:
@@ -114,7 +114,7 @@ def test_wrong_results_of_a_partitioner_are_refused(given: object):
         checked_shards(lambda shape, dtype: given, (4, 3), torch.float32)
 
 
-def test_a_partitioner_of_ones_own_overrides_shards():
+def test_a_custom_partitioner_overrides_shards():
     class Halves(Partitioner):
         def shards(self, rows: int, row_nbytes: int) -> int:
             return rows // 2
@@ -141,12 +141,12 @@ def test_a_partitioner_of_ones_own_overrides_shards():
         lambda: FixedShardsPartitioner(2)((4,), np.float32),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(make):
+def test_unsupported_arguments_are_refused(make):
     with pytest.raises(OptionError):
         make()
 
 
-def test_partitioners_are_values():
+def test_partitioners_compare_by_value():
     made = [FixedShardsPartitioner(2), MinSizePartitioner(4, 2), MaxSizePartitioner(4), MaxSizePartitioner(4, 2)]
     assert len(set(made)) == 4
     for each in made:
@@ -157,6 +157,6 @@ def test_partitioners_are_values():
     assert FixedShardsPartitioner(num_shards=3) == FixedShardsPartitioner(3) != FixedShardsPartitioner(2)
 
 
-def test_they_are_found_under_tensorflows_name_too():
+def test_partitioners_are_also_available_under_tensorflows_name():
     assert distnb.experimental.partitioners is distnb.partitioners
     assert distnb.partitioners.MinSizePartitioner is MinSizePartitioner

@@ -75,7 +75,7 @@ def _foreign(source: str) -> list[str]:
     return found
 
 
-def test_no_file_patches_another_library_beside_the_table() -> None:
+def test_no_file_patches_another_library_outside_the_table() -> None:
     found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if _foreign(path.read_text(encoding="utf-8"))}
     assert found == ELSEWHERE.keys()
 
@@ -89,7 +89,7 @@ def test_no_file_patches_another_library_beside_the_table() -> None:
         "import torch\ndel torch.nn.Module.forward",
     ],
 )
-def test_a_stray_patch_is_found(source: str) -> None:
+def test_a_patch_outside_the_table_is_detected(source: str) -> None:
     assert _foreign(source)
 
 

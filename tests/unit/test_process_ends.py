@@ -38,7 +38,7 @@ def forbid(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("forbid")
-def test_how_processes_end_is_told() -> None:
+def test_the_ends_of_processes_are_described() -> None:
     ends: queue.SimpleQueue[tuple[int, str, bool]] = queue.SimpleQueue()
     processes = Processes()
     try:
@@ -62,7 +62,7 @@ def test_how_processes_end_is_told() -> None:
 
 
 @pytest.mark.usefixtures("forbid")
-def test_a_descriptor_tells_of_the_end_of_what_is_no_child() -> None:
+def test_a_descriptor_reports_the_end_of_a_process_that_is_not_a_child() -> None:
     # A child's child, which goes on when the child has ended.
     script = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3).pid)"
     pid = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
@@ -93,7 +93,7 @@ def test_a_process_that_cannot_be_watched_is_not_left(monkeypatch: pytest.Monkey
         processes.close()
 
 
-def test_an_engine_that_ends_before_it_has_begun_ends_the_others_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_ends_during_the_start_ends_the_others_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     notebook, here = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with notebook, here:
         parent = os.fork()

@@ -78,9 +78,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
         process_log.open_log(tmp_path, "notebook")
 
 
-def test_the_chosen_folder_keeps_the_files_of_each_cluster_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_chosen_folder_separates_the_files_of_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTNB_LOG", "info")
     monkeypatch.setenv("DISTNB_LOG_DIR", str(tmp_path / "logs"))
     for name in ("distnb-1", "distnb-2"):
@@ -107,7 +105,7 @@ def test_records_are_lines_whose_continuations_are_indented(log: Path) -> None:
     assert oct(log.stat().st_mode & 0o777) == "0o600"
 
 
-def test_the_users_handlers_and_levels_are_the_users(log: Path) -> None:
+def test_the_users_handlers_and_levels_are_unchanged(log: Path) -> None:
     distnb, shown = logging.getLogger("distnb"), io.StringIO()
     users = logging.StreamHandler(shown)
     logging.getLogger().addHandler(users)
@@ -125,7 +123,7 @@ def test_the_users_handlers_and_levels_are_the_users(log: Path) -> None:
         logging.getLogger().removeHandler(users)
 
 
-def test_a_configuration_of_logging_by_the_user_does_not_end_the_log(log: Path) -> None:
+def test_configuring_logging_does_not_end_the_log(log: Path) -> None:
     logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
     _logger.info("still there")
     assert "still there" in log.read_text()
@@ -173,7 +171,7 @@ def test_a_forked_process_writes_to_the_same_file_whatever_other_threads_do(log:
     assert all(line.startswith("20") for line in text.splitlines()), "records are whole lines"
 
 
-def test_a_program_that_is_aborted_in_a_record_leaves_no_lock_taken(log: Path) -> None:
+def test_a_program_aborted_in_a_record_leaves_no_lock_held(log: Path) -> None:
     guard = Guard()
 
     class Users(logging.StreamHandler):  # type: ignore[type-arg]

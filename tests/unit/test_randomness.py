@@ -38,7 +38,7 @@ def inside(streams: Streams, replica_id: int) -> list[float]:
         streams.leave()
 
 
-def test_the_shared_stream_is_that_of_a_program_without_replicas() -> None:
+def test_the_shared_stream_equals_that_of_a_program_without_replicas() -> None:
     torch.manual_seed(1)
     plain = [draw() for _ in range(4)]
     streams = Streams()
@@ -65,7 +65,7 @@ def test_replicas_draw_their_own_numbers_and_repeat_them() -> None:
     assert inside(streams, 0) not in first
 
 
-def test_the_other_libraries_have_one_stream() -> None:
+def test_other_libraries_have_one_stream() -> None:
     def numbers(replica_id: int | None) -> list[list[float]]:
         random.seed(1)
         np.random.seed(1)
@@ -80,7 +80,7 @@ def test_the_other_libraries_have_one_stream() -> None:
     assert numbers(0) == numbers(1) == numbers(None)
 
 
-def test_a_draw_outside_renews_the_stream_inside() -> None:
+def test_a_draw_outside_changes_the_stream_inside() -> None:
     streams = Streams()
     torch.manual_seed(1)
     first = inside(streams, 0)
@@ -89,7 +89,7 @@ def test_a_draw_outside_renews_the_stream_inside() -> None:
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-def test_borrowing_the_shared_stream() -> None:
+def test_the_shared_stream_can_be_borrowed() -> None:
     torch.manual_seed(3)
     expected = [torch.rand(1).item() for _ in range(2)]
     streams = Streams()
@@ -109,7 +109,7 @@ def test_borrowing_the_shared_stream() -> None:
         pass
 
 
-def test_seeding_within_merge_call_is_seen_by_the_next_run() -> None:
+def test_seeding_within_merge_call_affects_the_next_run() -> None:
     torch.manual_seed(3)
     streams = Streams()
     first = inside(streams, 1)
@@ -120,7 +120,7 @@ def test_seeding_within_merge_call_is_seen_by_the_next_run() -> None:
     assert inside(streams, 1) == first
 
 
-def test_reset_after_a_program_that_was_ended_inside() -> None:
+def test_an_aborted_program_resets_its_streams() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1).item()
     streams = Streams()
@@ -131,7 +131,7 @@ def test_reset_after_a_program_that_was_ended_inside() -> None:
     assert torch.rand(1).item() == expected
 
 
-def test_the_device_s_generator_is_switched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_devices_generator_is_switched_too(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.Generator().manual_seed(5)
     expected = torch.rand(2, generator=torch.Generator().manual_seed(5)).tolist()
     monkeypatch.setattr(randomness, "generator", lambda _: device)
@@ -147,7 +147,7 @@ def test_the_device_s_generator_is_switched_too(monkeypatch: pytest.MonkeyPatch)
     assert len({*found, *expected}) == 5
 
 
-def test_generators_of_the_user_s_are_left_alone() -> None:
+def test_generators_of_the_user_are_left_unchanged() -> None:
     mine = torch.Generator().manual_seed(1)
     expected = torch.rand(2, generator=torch.Generator().manual_seed(1)).tolist()
     streams = Streams()
@@ -158,7 +158,7 @@ def test_generators_of_the_user_s_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_mark_of_the_shared_stream_changes_no_number_and_seeding_clears_it(dtype: torch.dtype) -> None:
+def test_marking_the_shared_stream_changes_no_number_and_seeding_clears_the_mark(dtype: torch.dtype) -> None:
     for count in (1, 3, 20):
         torch.manual_seed(1)
         plain, seeded = torch.randn(count, dtype=dtype), torch.default_generator.manual_seed(1).get_state()

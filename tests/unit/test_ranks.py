@@ -53,7 +53,7 @@ def test_a_failing_rank_is_reported_with_its_own_error():
         bad.check()
 
 
-def test_a_hanging_rank_is_killed_and_its_stack_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_hanging_rank_is_killed_and_its_stack_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program = f"""
     import pathlib, time
     here = pathlib.Path({str(tmp_path)!r}, os.environ["RANK"])
@@ -87,7 +87,7 @@ ORPHAN = (
 )
 
 
-def test_an_orphan_is_seen():
+def test_an_orphan_is_detected():
     done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60, check=True)
     pid = int(done.stdout)
     with processes.killed_at_end(lambda: [pid]):
@@ -124,7 +124,7 @@ def test_clean():  # its module is clean, too, after this
 """
 
 
-def test_leaks_and_hangs_of_a_test_are_found(tmp_path):
+def test_leaks_and_hangs_of_a_test_are_detected(tmp_path):
     (tmp_path / "test_leaky.py").write_text(LEAKY)
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", root / "pyproject.toml", "-rA"]

@@ -108,7 +108,7 @@ def reads(source: str) -> set[str]:
         ("\n\n# only a comment\n", ""),
     ],
 )
-def test_names(source: str, names: str) -> None:
+def test_read_names_are_found(source: str, names: str) -> None:
     assert reads(source) == set(names.split())
 
 
@@ -127,10 +127,10 @@ def test_names(source: str, names: str) -> None:
         ("x = 1", False),
     ],
 )
-def test_dynamic(source: str, dynamic: bool) -> None:
+def test_dynamic_reads_are_recognised(source: str, dynamic: bool) -> None:
     assert names_read(source).dynamic is dynamic
 
 
-def test_attributes_tell_submodules() -> None:
+def test_attributes_include_submodules() -> None:
     found = names_read("torch.nn.functional.relu(x)\ndef f():\n    return xml.dom.minidom")
     assert {"nn", "functional", "relu", "dom", "minidom"} <= found.attributes

@@ -51,7 +51,7 @@ def mapped() -> int:
     return (Path("/proc/self/maps").read_text() + " ".join(names)).count("distnb-recycled")
 
 
-def test_the_same_memory_carries_one_message_after_the_other(pair: tuple[UnixSocket, UnixSocket]) -> None:
+def test_consecutive_messages_reuse_the_same_memory(pair: tuple[UnixSocket, UnixSocket]) -> None:
     there(pair, message(1))
     before = mapped()
     for fill in range(20):
@@ -60,7 +60,7 @@ def test_the_same_memory_carries_one_message_after_the_other(pair: tuple[UnixSoc
     assert mapped() == before > 0
 
 
-def test_what_is_still_looked_at_is_not_written_to(pair: tuple[UnixSocket, UnixSocket]) -> None:
+def test_memory_in_use_is_not_overwritten(pair: tuple[UnixSocket, UnixSocket]) -> None:
     kept = [there(pair, message(fill)) for fill in range(5)]
     for fill, frames in enumerate(kept):
         assert [bytes(frame) for frame in frames] == [bytes(frame) for frame in message(fill)]
@@ -73,7 +73,7 @@ def test_what_is_still_looked_at_is_not_written_to(pair: tuple[UnixSocket, UnixS
     assert bytes(part) == bytes(100)
 
 
-def test_messages_become_larger(pair: tuple[UnixSocket, UnixSocket], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_grows_with_messages(pair: tuple[UnixSocket, UnixSocket], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recycled_memory, "_MOST_NBYTES", 5 * LARGE)
     before = mapped()
     for factor in (1, 3, 2, 4, 6, 1):
@@ -81,7 +81,7 @@ def test_messages_become_larger(pair: tuple[UnixSocket, UnixSocket], monkeypatch
     assert mapped() <= before + 3 * 2  # of one block both ends', and its descriptors
 
 
-def test_nothing_is_left_when_both_ends_are_gone() -> None:
+def test_memory_is_released_when_both_ends_are_gone() -> None:
     before = mapped()
     with tempfile.TemporaryDirectory() as directory:
         listener = Listener(directory)
@@ -97,7 +97,7 @@ def test_nothing_is_left_when_both_ends_are_gone() -> None:
     assert mapped() == before
 
 
-def test_a_forked_child_gives_nothing_back() -> None:
+def test_a_forked_child_releases_no_memory() -> None:
     sender, receiver = RecycledSender(), RecycledReceiver()
     written = sender.write(message(1))
     assert written is not None
@@ -113,7 +113,7 @@ def test_a_forked_child_gives_nothing_back() -> None:
     assert not written[1].in_use
 
 
-def test_memory_that_did_not_come_is_an_error() -> None:
+def test_missing_memory_is_an_error() -> None:
     written = RecycledSender().write(message(1))
     assert written is not None
     with pytest.raises(MessageError, match="too many files are open"):

@@ -23,7 +23,7 @@ def define(world: DoubleWorld, text: str) -> None:
     exec(text, world.notebook.user_ns)
 
 
-def test_the_same_call_again(world: DoubleWorld) -> None:
+def test_the_same_call_can_be_repeated(world: DoubleWorld) -> None:
     define(world, "LR = 2\ndef f(x=1):\n    return x * LR")
     f = world.notebook.user_ns["f"]
     assert [world.call(f) for _ in range(4)] == [2] * 4
@@ -40,7 +40,7 @@ def test_the_same_call_again(world: DoubleWorld) -> None:
         ("def g():\n    return LR\nf = g", 2, 2),
     ],
 )
-def test_what_it_reads_has_changed(world: DoubleWorld, change: str, before: Any, after: Any) -> None:
+def test_a_repeated_call_sees_changed_names(world: DoubleWorld, change: str, before: Any, after: Any) -> None:
     define(world, "LR = 2\ndata = []\ndef f():\n    return LR")
     ns = world.notebook.user_ns
     for _ in range(3):
@@ -53,14 +53,14 @@ def test_what_it_reads_has_changed(world: DoubleWorld, change: str, before: Any,
         assert [world.call(ns["f"]) for _ in range(3)] == [after] * 3
 
 
-def test_arguments_equal_in_value_and_other_in_type(world: DoubleWorld) -> None:
+def test_equal_arguments_of_another_type_are_sent_again(world: DoubleWorld) -> None:
     define(world, "def kind(x):\n    return type(x).__name__ + repr(x)")
     kind = world.notebook.user_ns["kind"]
     values = [1, 1, 1, True, 1.0, 0.0, -0.0, (1, 2), (1, 2.0), "1", None, b"1", float("nan"), 1]
     assert [world.call(kind, value) for value in values] == [type(value).__name__ + repr(value) for value in values]
 
 
-def test_random_states_that_moved(world: DoubleWorld) -> None:
+def test_a_repeated_call_sees_moved_random_states(world: DoubleWorld) -> None:
     define(world, "import torch, random\nimport numpy as np\ndef draw():\n    return torch.initial_seed()")
     draw = world.notebook.user_ns["draw"]
     for _ in range(3):
@@ -73,7 +73,7 @@ def test_random_states_that_moved(world: DoubleWorld) -> None:
     world.call(draw)
 
 
-def test_objects_as_arguments_or_results_are_told(world: DoubleWorld) -> None:
+def test_objects_as_arguments_and_results_are_tracked(world: DoubleWorld) -> None:
     define(world, "xs = []\ndef push(xs):\n    xs.append(1)\n    return len(xs)\ndef make():\n    return [1, 2]")
     ns = world.notebook.user_ns
     assert [world.call(ns["push"], ns["xs"]) for _ in range(3)] == [1, 2, 3]
@@ -82,7 +82,7 @@ def test_objects_as_arguments_or_results_are_told(world: DoubleWorld) -> None:
     assert made == [[1, 2]] * 3
 
 
-def test_after_a_call_that_failed(world: DoubleWorld) -> None:
+def test_calls_work_after_a_failed_call(world: DoubleWorld) -> None:
     define(world, "bad = False\ndef f():\n    return 1 / 0 if bad else 7")
     ns = world.notebook.user_ns
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_after_a_call_that_failed(world: DoubleWorld) -> None:
     assert [world.call(ns["f"]) for _ in range(3)] == [7] * 3
 
 
-def test_names_that_a_call_assigns_again(world: DoubleWorld) -> None:
+def test_names_assigned_by_a_repeated_call_are_updated(world: DoubleWorld) -> None:
     define(world, "n = 0\ndef count():\n    global n, last\n    n = last = n + 1\n    return n")
     ns = world.notebook.user_ns
     assert [world.call(ns["count"]) for _ in range(4)] == [1, 2, 3, 4]
@@ -102,7 +102,7 @@ def test_names_that_a_call_assigns_again(world: DoubleWorld) -> None:
     assert "last" not in ns
 
 
-def test_what_functions_close_over_is_let_go(world: DoubleWorld) -> None:
+def test_objects_in_closures_of_functions_are_released(world: DoubleWorld) -> None:
     import gc
     import weakref
 
@@ -130,7 +130,7 @@ def test_what_functions_close_over_is_let_go(world: DoubleWorld) -> None:
     assert kept() is None
 
 
-def test_an_error_that_keeps_a_deferred_call_from_being_sent_is_raised_where_its_result_is_used() -> None:
+def test_an_error_of_a_call_that_was_never_sent_is_raised_at_its_result() -> None:
     tries = []
 
     def send() -> PendingCall:

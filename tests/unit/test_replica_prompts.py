@@ -74,7 +74,7 @@ class Replica:
         return "".join(event.text for event in self.events if isinstance(event, Asks | Output))
 
 
-def test_a_question_is_answered_and_over() -> None:
+def test_a_question_is_answered_and_ends() -> None:
     replica = Replica("me")
     assert replica.call(lambda: replica.console.input("who? ")) == "me"
     assert replica.events == [Asks(3, *PROGRAM, "", "who? "), GoesOn(3, *PROGRAM)]
@@ -82,7 +82,7 @@ def test_a_question_is_answered_and_over() -> None:
         Replica(None).console.input()
 
 
-def test_nobody_is_asked_while_nothing_runs_in_a_closure_and_in_a_child() -> None:
+def test_prompts_are_refused_when_idle_in_a_closure_and_in_a_child() -> None:
     replica = Replica()
     replica.running = None
     with pytest.raises(RuntimeError, match="where nobody can be asked"):
@@ -103,7 +103,7 @@ def test_nobody_is_asked_while_nothing_runs_in_a_closure_and_in_a_child() -> Non
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_who_waits_is_freed_when_the_program_is_to_end(interrupted: bool) -> None:
+def test_a_waiting_prompt_is_released_when_the_program_is_ended(interrupted: bool) -> None:
     replica = Replica()
 
     def end() -> None:
@@ -130,7 +130,7 @@ def run(replica: Replica) -> int:
         replica.console.leave()
 
 
-def test_a_breakpoint_shows_the_users_frame_and_goes_on() -> None:
+def test_a_breakpoint_shows_the_users_frame_and_continues() -> None:
     steps = ["n"] * (2 if sys.version_info >= (3, 13) else 1)  # since 3.13 it stops in the breakpoint's own line
     replica = Replica("p ('x', x)", *steps, "!x = 7", "w", "c")
     assert run(replica) == 7
@@ -144,14 +144,14 @@ def test_a_breakpoint_shows_the_users_frame_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize("line", ["q", None])
-def test_who_quits_ends_the_program(line: str | None) -> None:
+def test_quitting_ends_the_program(line: str | None) -> None:
     replica = Replica(line)
     with pytest.raises(debugger.BdbQuit, match="ended at the debugger's prompt"):
         run(replica)
     assert isinstance(replica.events[-1], GoesOn)
 
 
-def test_an_order_to_end_comes_through_what_debuggers_catch() -> None:
+def test_an_order_to_end_passes_the_handlers_of_debuggers() -> None:
     replica = Replica()
 
     def end() -> None:
@@ -163,7 +163,7 @@ def test_an_order_to_end_comes_through_what_debuggers_catch() -> None:
         run(replica)
 
 
-def test_a_signal_that_comes_after_the_word_does_not_hide_where_the_user_was() -> None:
+def test_a_signal_after_the_order_does_not_hide_the_users_frame() -> None:
     replica = Replica()
 
     def emit(event: Any, *, urgent: bool = False) -> None:
@@ -183,7 +183,7 @@ def test_a_signal_that_comes_after_the_word_does_not_hide_where_the_user_was() -
     assert frames[-1] is stops.__code__
 
 
-def test_what_is_kept_has_its_variables_unless_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_frame_has_its_variables_unless_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> None:
         large = bytearray(10)
         raise ValueError(len(large))
@@ -249,7 +249,7 @@ def notebook() -> Iterator[Callable[..., Notebook]]:
         each.close()
 
 
-def test_a_replica_keeps_the_user_until_it_goes_on(notebook: Callable[..., Notebook]) -> None:
+def test_a_replica_keeps_the_prompt_until_it_continues(notebook: Callable[..., Notebook]) -> None:
     here = notebook(lambda question: f"to {question.engine}")
     publish = here.events.publish
     publish(asks(1))
@@ -267,7 +267,7 @@ def test_a_replica_keeps_the_user_until_it_goes_on(notebook: Callable[..., Noteb
 
 
 @pytest.mark.parametrize("end", [Died(1, 1, "ended"), ProgramEnded(engine=1, program=5, status="aborted")])
-def test_a_prompt_is_taken_away_with_its_program(notebook: Callable[..., Notebook], end: Any) -> None:
+def test_a_prompt_is_closed_with_its_program(notebook: Callable[..., Notebook], end: Any) -> None:
     asked = threading.Event()
 
     def wait(question: Asks) -> str:
@@ -291,7 +291,7 @@ def test_a_prompt_is_taken_away_with_its_program(notebook: Callable[..., Noteboo
     assert [message for _, message in here.told] == [Prompting(True), Prompting(False)]
 
 
-def test_nobody_else_is_asked_once_the_program_is_to_end(notebook: Callable[..., Notebook]) -> None:
+def test_no_further_prompt_opens_once_the_program_is_ended(notebook: Callable[..., Notebook]) -> None:
     here = notebook(lambda question: "")
     here.events.publish(asks(1))
     here.events.publish(ProgramEnded(engine=0, program=5, status="error"))
@@ -305,7 +305,7 @@ def test_nobody_else_is_asked_once_the_program_is_to_end(notebook: Callable[...,
     assert here.prompts.next() is not None
 
 
-def test_the_users_interrupt_is_noted(notebook: Callable[..., Notebook]) -> None:
+def test_an_interrupt_at_the_prompt_is_recorded(notebook: Callable[..., Notebook]) -> None:
     def press(question: Asks) -> str:
         signal.raise_signal(signal.SIGINT)
         return ""
@@ -317,7 +317,7 @@ def test_the_users_interrupt_is_noted(notebook: Callable[..., Notebook]) -> None
     assert here.told == [(None, Prompting(True))]
 
 
-def test_who_cannot_be_asked_says_why(notebook: Callable[..., Notebook]) -> None:
+def test_a_refused_prompt_gives_the_reason(notebook: Callable[..., Notebook]) -> None:
     def refuse(question: Asks) -> str:
         raise NotImplementedError("no stdin.")
 

@@ -61,7 +61,7 @@ class Sent(ReplicaWidgets):
         events.clear()
 
 
-def test_a_widget_sends_its_state_and_then_what_changes(emitted: list[Any]) -> None:
+def test_a_widget_sends_its_state_and_then_its_changes(emitted: list[Any]) -> None:
     image = ipywidgets.Image(value=b"one")
     model = image.model_id
     image.value = b"two"
@@ -79,7 +79,7 @@ def test_a_widget_sends_its_state_and_then_what_changes(emitted: list[Any]) -> N
         pickle.dumps(ipywidgets.Label().comm)
 
 
-def test_many_changes_leave_as_one_in_the_order_of_others(emitted: list[Any]) -> None:
+def test_many_changes_are_merged_in_the_order_of_other_messages(emitted: list[Any]) -> None:
     bar, text = ipywidgets.IntProgress(max=100), ipywidgets.Label()
     emitted.clear()
     for at in range(1, 100):
@@ -145,7 +145,7 @@ def test_large_changes_are_sent_less_often(emitted: list[Any], monkeypatch: pyte
     assert widgets.idle
 
 
-def test_what_is_written_within_an_output_is_its(emitted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_within_an_output_widget_belongs_to_it(emitted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     out, label = ipywidgets.Output(), ipywidgets.Label("inner")
     widgets = Sent(monkeypatch)
     widgets.follow(emitted)
@@ -189,7 +189,7 @@ def test_what_is_written_within_an_output_is_its(emitted: list[Any], monkeypatch
     assert widgets.capture(within) is within, "another engine has taken its place"
 
 
-def test_an_output_is_cleared_and_its_displays_change() -> None:
+def test_an_output_can_be_cleared_and_its_displays_updated() -> None:
     captured = Captured(own=[{"output_type": "stream"}])
     captured.apply(Display(engine=0, program=1, replica=0, data={"text/plain": "one"}, transient={"display_id": "a"}))
     captured.apply(
@@ -205,7 +205,7 @@ def test_an_output_is_cleared_and_its_displays_change() -> None:
     assert captured.all() == []
 
 
-def test_a_widget_without_a_copy_is_its_text(emitted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_widget_without_a_copy_is_shown_as_text(emitted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     label = ipywidgets.Label("text")
     display = Display(
         engine=1, program=3, replica=1, data={VIEW: {"model_id": label.model_id}, "text/plain": "Label(value='text')"}
@@ -219,7 +219,7 @@ def test_a_widget_without_a_copy_is_its_text(emitted: list[Any], monkeypatch: py
         assert not widgets.messages
 
 
-def test_a_comm_outside_of_a_program_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comm_outside_a_program_belongs_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(comm, "create_comm", lambda *args, **keywords: made.append(keywords))
     control: Any = SimpleNamespace(running=None, emit=None)

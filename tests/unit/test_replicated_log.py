@@ -74,7 +74,7 @@ mine(lambda *given: None)
 """
 
 
-def test_texts_are_compared_by_digests_and_stay_here(pair: Pair) -> None:
+def test_texts_are_compared_by_digests_and_not_sent(pair: Pair) -> None:
     store, verifiers = pair
     names = run(SOURCE, "/tmp/program_texts.py", secret_weights=1, secret_data=2)
     mine, theirs = names["mine"](all_reduce()), names["theirs"](all_reduce())
@@ -98,7 +98,7 @@ def test_texts_are_compared_by_digests_and_stay_here(pair: Pair) -> None:
     assert not any(b"secret_" in packet for packet in store.packets)
 
 
-def test_what_is_taken_back_is_heard_of_where_the_first_word_was_read(
+def test_a_withdrawn_record_reaches_readers_of_its_first_version(
     pair: Pair,
 ) -> None:
     _, verifiers = pair

@@ -29,7 +29,7 @@ def read_options(**given: Any) -> HostOptions | None:
     return read_host_options(StartOptions(**given))
 
 
-def test_counts_make_tasks_workers_first() -> None:
+def test_counts_make_tasks_with_workers_first() -> None:
     assert tasks_of(2, 1) == (W0, W1, PS0)
     assert tasks_of(None, None) == ()
     assert tasks_of(2, 1, replicas_per_worker=2) == (W0, W0, W1, W1, PS0)
@@ -50,12 +50,12 @@ def test_counts_make_tasks_workers_first() -> None:
         ({"workers": 1, "ps": 1, "cluster_resolver": SimpleClusterResolver(CLUSTER)}, "names them already"),
     ],
 )
-def test_numbers_that_make_no_sense(given: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_invalid_numbers_are_refused(given: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=text):
         distnb.start(**given)
 
 
-def test_a_resolver_tells_of_tasks() -> None:
+def test_a_resolver_defines_tasks() -> None:
     resolver = SimpleClusterResolver(CLUSTER, task_type="chief", task_id=0)
     assert server_cluster_tasks(resolver) == {W0: "a:1", W1: "a:2", PS0: "b:1"}
     assert server_cluster_tasks(SimpleClusterResolver({"worker": ["a:1"]})) == {}
@@ -75,12 +75,12 @@ def test_a_resolver_tells_of_tasks() -> None:
         ({**CLUSTER, "ps": {1: "b:1"}}, r"The ps tasks of the cluster are \[1\]"),
     ],
 )
-def test_clusters_that_have_no_coordinator(cluster: Any, text: str) -> None:
+def test_clusters_without_a_coordinator_are_refused(cluster: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         tasks_in(ClusterSpec(cluster))
 
 
-def test_where_tasks_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tasks_are_assigned_to_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Check that each kind is distributed over the machines in turn, or placed by a resolver."""
     read = read_options(hosts="a,b", workers=3, ps=2)
     assert read == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", W2: "a", PS0: "a", PS1: "b"})
@@ -137,7 +137,7 @@ def test_workers_get_the_gpus_of_their_machine(monkeypatch: pytest.MonkeyPatch, 
     assert "3 engines share the 2 cores of a" in planned(monkeypatch, crowded, gpus=0).notices[0]
 
 
-def test_workers_of_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_workers_may_have_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Use the requested number, or the accelerators that a resolver reports."""
     asked = read_options(hosts="a,b", workers=2, ps=1, replicas_per_worker=2)
     assert asked == HostOptions(hosts=("a", "b"), tasks={W0: "a", W1: "b", PS0: "a"}, replicas=2)
@@ -154,13 +154,13 @@ def test_workers_of_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert read_options(launcher="ssh", cluster_resolver=SimpleClusterResolver(CLUSTER)).replicas == 1  # type: ignore[union-attr]
 
 
-def test_tasks_of_this_machine() -> None:
+def test_tasks_of_this_machine_are_found() -> None:
     plan = make_plan(StartOptions(devices="cpu:4,cpu:7", oversubscribe=True, workers=2, ps=2), None)
     assert [*map(str, plan.devices)] == ["cpu:4", "cpu:7", "cpu:0", "cpu:0"]
     assert plan.tasks == (W0, W1, PS0, PS1)
 
 
-def test_servers_on_loopback_share_a_secret_of_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_servers_on_loopback_share_a_secret_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("DISTNB_SECRET_FILE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = secret_path(None, ("127.0.0.1:1", "localhost:2", "[::1]:3"))
@@ -182,7 +182,7 @@ def test_a_coordinator_runs_no_server(job: str) -> None:
         distnb.Server(CLUSTER, job, 0)
 
 
-def test_how_long_servers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_are_waited_for_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DISTNB_START_TIMEOUT", raising=False)
     assert connect_patience_s() == 60.0
     monkeypatch.setenv("DISTNB_START_TIMEOUT", "2.5")
@@ -193,7 +193,7 @@ def test_how_long_servers_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
             connect_patience_s()
 
 
-def test_a_cluster_is_required() -> None:
+def test_parameter_servers_require_a_cluster() -> None:
     with pytest.raises(NoClusterError, match=r"none is running\. Start one with %distnb start --workers 2 --ps 1"):
         require()
     with pytest.raises(OptionError, match="has no ps"):

@@ -39,19 +39,19 @@ def test_sums_keep_their_dtype(dtype: torch.dtype) -> None:
         ([1.0, 2.0], [3.0], 9.0),
     ],
 )
-def test_weights_are_brought_to_the_shape_of_the_losses(losses: Any, weights: Any, total: float) -> None:
+def test_weights_are_broadcast_to_the_shape_of_the_losses(losses: Any, weights: Any, total: float) -> None:
     found = distnb.nn.compute_average_loss(torch.tensor(losses), torch.tensor(weights), global_batch_size=2)
     assert float(found) == total / 2
 
 
-def test_weights_for_no_losses() -> None:
+def test_weights_without_losses_are_allowed() -> None:
     assert float(distnb.nn.compute_average_loss(torch.zeros(0), torch.zeros(0, 1), global_batch_size=2)) == 0.0
 
 
 @pytest.mark.parametrize(
     ("losses", "weights"), [([2], [2, 3]), ([2], [3]), ([1], [3]), ([2, 1], [2, 3]), ([2], [2, 1, 1]), ([2, 3], [3])]
 )
-def test_weights_that_would_make_more_losses_are_refused(losses: list[int], weights: list[int]) -> None:
+def test_weights_that_would_increase_the_losses_are_refused(losses: list[int], weights: list[int]) -> None:
     with pytest.raises(ValueError, match="sample_weight of shape"):
         distnb.nn.compute_average_loss(torch.ones(losses), torch.ones(weights), global_batch_size=2)
 
@@ -59,7 +59,7 @@ def test_weights_that_would_make_more_losses_are_refused(losses: list[int], weig
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-def test_update_state_has_the_order_of_keras() -> None:
+def test_update_state_has_the_argument_order_of_keras() -> None:
     metrics: Any = distnb.metrics
     accuracy = metrics.BinaryAccuracy(threshold=0.7, name="train_accuracy")
     accuracy.update_state([1.0, 1.0, 0.0, 0.0], [0.8, 0.6, 0.6, 0.9])
@@ -90,7 +90,7 @@ def test_update_state_has_the_order_of_keras() -> None:
         mixed.update_state([1], [0.9])
 
 
-def test_weighted_values() -> None:
+def test_metrics_accept_weighted_values() -> None:
     mean, total = distnb.metrics.Mean(), distnb.metrics.Sum()
     mean.update_state([1, 3], sample_weight=[[3.0], [1.0]])
     total.update_state([1, 3], [2, 0])
@@ -111,7 +111,7 @@ class Slices(NamedTuple):
     indices: Any
 
 
-def test_some_rows_of_a_variable_are_changed() -> None:
+def test_single_rows_of_a_variable_can_be_changed() -> None:
     with ONE.scope():
         variable: Any = distnb.Variable([1.0, 2.0, 3.0])
         table: Any = distnb.Variable(torch.zeros(3, 2), synchronization="on_read")
@@ -143,7 +143,7 @@ def test_some_rows_of_a_variable_are_changed() -> None:
     assert variable.tolist() == [1.5] * 3
 
 
-def test_options_are_read_back_under_both_names() -> None:
+def test_options_can_be_read_under_both_names() -> None:
     options: Any = distnb.InputOptions(experimental_fetch_to_device=False, experimental_per_replica_buffer_size=3)
     assert (options.fetch_to_device, options.experimental_fetch_to_device) == (False, False)
     assert options.prefetch == options.per_replica_buffer_size == options.experimental_per_replica_buffer_size == 3
@@ -164,7 +164,7 @@ def test_communication_options_are_merged() -> None:
         base.merge("ring")  # type: ignore[arg-type]
 
 
-def test_a_strategy_is_set_without_a_with() -> None:
+def test_a_strategy_can_be_set_without_a_with_statement() -> None:
     try:
         distnb.set_strategy(ONE)
         assert (distnb.get_strategy(), distnb.in_cross_replica_context()) == (ONE, True)
@@ -183,7 +183,7 @@ def test_a_strategy_is_set_without_a_with() -> None:
         distnb.set_strategy("mirrored")  # type: ignore[arg-type]
 
 
-def test_old_names_of_a_strategy() -> None:
+def test_old_names_of_a_strategy_still_work() -> None:
     strategy: Any = ONE
     assert strategy.unwrap(3) == (3,)
     assert strategy.group(strategy.run(lambda: {"a": torch.ones(2)})) is None
@@ -198,7 +198,7 @@ def test_only_public_names_are_offered() -> None:
 # -- reports ------------------------------------------------------------------------------------------------------------
 
 
-def test_names_of_distnb_on_a_strategy() -> None:
+def test_a_strategy_offers_names_of_distnb() -> None:
     strategy: Any = ONE
     with pytest.raises(AttributeError, match=r"Write distnb\.replica_id\(\)\."):
         _ = strategy.replica_id
@@ -209,7 +209,7 @@ def test_live_values_have_names() -> None:
         distnb.live(torch.ones(()))
 
 
-def test_a_gpu_that_is_not_there() -> None:
+def test_a_missing_gpu_is_an_error() -> None:
     from distnb.engine.debugging.error_reports import report
 
     for error in (

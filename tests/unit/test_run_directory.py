@@ -32,7 +32,7 @@ threading.Event().wait()
 """
 
 
-def test_it_is_private_and_goes(tmp_path: Path) -> None:
+def test_a_run_directory_is_private_and_is_removed(tmp_path: Path) -> None:
     directory = RunDirectory()
     assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
     (directory.path / "file").touch()
@@ -41,14 +41,14 @@ def test_it_is_private_and_goes(tmp_path: Path) -> None:
     assert [*directory.path.parent.glob(directory.path.name + "*")] == []
 
 
-def test_one_that_cannot_be_made_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_created_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     with pytest.raises(StartError, match="Set TMPDIR"):
         RunDirectory()
 
 
-def test_its_path_leaves_room_for_those_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_path_leaves_room_for_socket_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("d" * 100)
     long.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
@@ -58,7 +58,7 @@ def test_its_path_leaves_room_for_those_of_sockets(tmp_path: Path, monkeypatch: 
     directory.remove()
 
 
-def test_a_forked_child_leaves_it_alone() -> None:
+def test_a_forked_child_does_not_remove_it() -> None:
     directory = RunDirectory()
     child = os.fork()
     if child == 0:
@@ -69,7 +69,7 @@ def test_a_forked_child_leaves_it_alone() -> None:
     directory.remove()
 
 
-def test_what_was_started_ends_with_its_owner_however_that_ends() -> None:
+def test_started_processes_end_with_their_owner() -> None:
     owner = subprocess.Popen([sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     with owner.stdout:
@@ -87,7 +87,7 @@ def test_what_was_started_ends_with_its_owner_however_that_ends() -> None:
         os.kill(never_told_of, signal.SIGKILL)
 
 
-def test_removing_wins_against_a_process_that_writes(tmp_path: Path) -> None:
+def test_removal_succeeds_while_a_process_writes(tmp_path: Path) -> None:
     doomed = tmp_path / "doomed"
     doomed.mkdir()
     writer = subprocess.Popen(

@@ -85,7 +85,7 @@ def test_a_remote_body_is_sent_with_its_lines(shell: InteractiveShell) -> None:
     assert shell.user_ns["there"].scopes == 1
 
 
-def test_a_local_body_runs_here(shell: InteractiveShell) -> None:
+def test_a_local_body_runs_in_the_notebook(shell: InteractiveShell) -> None:
     run(shell, "with here.scope() as s:\n    a = s.inside")
     assert shell.user_ns["a"] is True
     assert shell.user_ns["here"].inside is False
@@ -103,7 +103,7 @@ def test_a_local_body_runs_here(shell: InteractiveShell) -> None:
         "with there.scope():\n    with open('x'):\n        pass",
     ],
 )
-def test_all_forms_are_sent_as_they_stand(shell: InteractiveShell, statement: str) -> None:
+def test_all_forms_are_sent_unchanged(shell: InteractiveShell, statement: str) -> None:
     run(shell, f"x = 0\n{statement}\ny = 1")
     ((source, _, _),) = shell.sent
     assert source == f"\n{statement}\n"
@@ -152,7 +152,7 @@ def train(width, there):
 """
 
 
-def test_in_a_function_the_block_gets_its_locals_and_gives_back_what_it_assigned(shell: InteractiveShell) -> None:
+def test_a_block_in_a_function_gets_locals_and_returns_assigned_names(shell: InteractiveShell) -> None:
     pretend(shell)
     run(shell, f"scale = 3\nmodel = 'global'\n{FUNCTION}\nfound = train(4, there)\nlocally = train(4, here)")
     for name in ("found", "locally"):
@@ -202,7 +202,7 @@ def test_methods_and_functions_in_functions(shell: InteractiveShell) -> None:
         ),
     ],
 )
-def test_what_belongs_to_the_code_around_is_refused_with_the_cure(
+def test_statements_of_the_enclosing_code_are_refused_with_the_cure(
     shell: InteractiveShell, word: str, text: str
 ) -> None:
     with pytest.raises(ContextError, match=f"contains a `{word}`.*%%distribute"):
@@ -211,7 +211,7 @@ def test_what_belongs_to_the_code_around_is_refused_with_the_cure(
     run(shell, text.replace("there", "here"))
 
 
-def test_what_is_the_blocks_own_is_not(shell: InteractiveShell) -> None:
+def test_statements_within_the_block_are_allowed(shell: InteractiveShell) -> None:
     pretend(shell)
     text = (
         "def f():\n    with there.scope():\n        for i in range(3):\n            if i:\n                break\n"
@@ -221,7 +221,7 @@ def test_what_is_the_blocks_own_is_not(shell: InteractiveShell) -> None:
     assert shell.user_ns["n"] == 1
 
 
-def test_a_syntax_error_of_the_cells_own_is_told_and_later_scopes_are_sent(shell: InteractiveShell) -> None:
+def test_a_syntax_error_is_reported_and_later_scopes_are_sent(shell: InteractiveShell) -> None:
     result = shell.run_cell("def f():\n    with there.scope():\n        x = 1\n        global x\n")
     assert isinstance(result.error_before_exec or result.error_in_exec, SyntaxError)
     run(shell, "with there.scope():\n    a = 1")
@@ -229,7 +229,7 @@ def test_a_syntax_error_of_the_cells_own_is_told_and_later_scopes_are_sent(shell
 
 
 @pytest.mark.parametrize("around", ["if True:", "for i in [1]:", "try:", "while 'a' not in dir():", "with nothing():"])
-def test_in_a_statement_of_the_cell(shell: InteractiveShell, around: str) -> None:
+def test_a_scope_may_be_nested_in_a_statement(shell: InteractiveShell, around: str) -> None:
     pretend(shell)
     end = "\nfinally:\n    pass" if around == "try:" else ""
     run(
@@ -241,7 +241,7 @@ def test_in_a_statement_of_the_cell(shell: InteractiveShell, around: str) -> Non
     assert source.splitlines()[2:] == ["    with there.scope():", "        a = 1"]
 
 
-def test_in_the_code_of_a_module_it_raises_with_the_cure(shell: InteractiveShell) -> None:
+def test_a_scope_in_a_module_raises_with_the_cure(shell: InteractiveShell) -> None:
     exec("def f():\n    with there.scope():\n        pass", shell.user_ns)
     with pytest.raises(ContextError, match="%%distribute"):
         run(shell, "f()")
@@ -268,7 +268,7 @@ def test_a_scope_may_have_a_name(shell: InteractiveShell, statement: str) -> Non
     assert shell.user_ns["found"] == (2, 2)
 
 
-def test_names_of_other_things_are_entered_here(shell: InteractiveShell) -> None:
+def test_other_context_managers_are_entered_in_the_notebook(shell: InteractiveShell) -> None:
     text = "import threading\nlock = threading.Lock()\nscope = here.scope()\n"
     run(shell, text + "with lock as got:\n    held = lock.locked()\nwith scope as s, lock:\n    inside = s.inside\n")
     assert (shell.user_ns["got"], shell.user_ns["held"], shell.user_ns["inside"]) == (True, True, True)
@@ -279,7 +279,7 @@ def test_names_of_other_things_are_entered_here(shell: InteractiveShell) -> None
     "statement",
     ["ExitStack().enter_context(there.scope())", "there.scope()(print)()", "there.scope().__enter__()"],
 )
-def test_entered_without_a_block_it_raises_with_the_cure(shell: InteractiveShell, statement: str) -> None:
+def test_a_scope_entered_without_a_block_raises_with_the_cure(shell: InteractiveShell, statement: str) -> None:
     with pytest.raises(ContextError, match=r"enter_context.*write `with strategy\.scope"):
         run(shell, f"from contextlib import ExitStack\n{statement}")
 
@@ -300,7 +300,7 @@ def program(there):
 """
 
 
-def test_a_function_that_refers_to_what_the_block_assigns_is_refused(shell: InteractiveShell) -> None:
+def test_a_function_that_uses_names_of_the_block_is_refused(shell: InteractiveShell) -> None:
     pretend(shell)
     for used in ("predict(1)", "by_another(1)", "list(map(predict, [1]))"):
         with pytest.raises(ContextError, match=r"assigns 'model', and uses 'predict'.*within the block"):
@@ -311,7 +311,7 @@ def test_a_function_that_refers_to_what_the_block_assigns_is_refused(shell: Inte
     assert shell.user_ns["found"] == (2, 11)
 
 
-def test_other_withs_are_left_alone() -> None:
+def test_other_with_statements_are_unchanged() -> None:
     for text in ("with open('x') as f:\n    pass", "with a.scope(1):\n    pass", "with scope():\n    pass", "x = 1"):
         tree = ast.parse(text)
         assert ast.dump(ScopeTransformer().visit(ast.parse(text))) == ast.dump(tree)
@@ -325,14 +325,14 @@ def test_errors_have_the_cells_lines(shell: InteractiveShell) -> None:
     assert traceback.tb_lineno == 3
 
 
-def test_where_the_text_is_not_to_be_found_it_is_written_anew(shell: InteractiveShell) -> None:
+def test_a_block_without_source_text_is_regenerated(shell: InteractiveShell) -> None:
     tree = ScopeTransformer().visit(ast.parse("with there.scope():\n    a = 1  # a comment"))
     exec(compile(ast.fix_missing_locations(tree), "<nowhere>", "exec"), shell.user_ns)
     ((source, _, _),) = shell.sent
     assert source == "with there.scope():\n    a = 1"
 
 
-def test_several_in_one_cell_in_order(shell: InteractiveShell) -> None:
+def test_several_scopes_in_a_cell_run_in_order(shell: InteractiveShell) -> None:
     run(shell, "with there.scope():\n    a = 1\nwith here.scope():\n    b = 2\nwith there.scope():\n    c = 3")
     assert [source.lstrip("\n") for source, _, _ in shell.sent] == [
         "with there.scope():\n    a = 1\n",

@@ -13,7 +13,7 @@ def feed(screen: Screen, *pieces: str, now: float = 0.0) -> list[str]:
     return [line for piece in pieces for line in screen.feed(piece, now)]
 
 
-def test_lines_are_finished_by_newlines() -> None:
+def test_newlines_finish_lines() -> None:
     screen = Screen()
     assert feed(screen, "one", " line\ntwo\nthr") == ["one line", "two"]
     assert screen.rows == ["thr"]
@@ -21,17 +21,17 @@ def test_lines_are_finished_by_newlines() -> None:
     assert not screen.open
 
 
-def test_empty_lines_stay() -> None:
+def test_empty_lines_are_kept() -> None:
     assert feed(Screen(), "\n\na\n") == ["", "", "a"]
 
 
-def test_windows_newlines_draw_nothing() -> None:
+def test_windows_newlines_are_line_ends() -> None:
     screen = Screen()
     assert feed(screen, "a\r\nb\r\n") == ["a", "b"]
     assert not screen.drawn
 
 
-def test_colours_stay_and_the_cursor_of_a_terminal_is_nothing() -> None:
+def test_colours_are_kept_and_cursor_codes_are_dropped() -> None:
     screen = Screen()
     blue = "\x1b[34mblue\x1b[0m"
     assert feed(screen, f"\x1b[?25l{blue}\r\x1b[2K", f"{blue}\x1b[?2", f"5h\n{blue}\n") == [blue, blue]
@@ -44,7 +44,7 @@ def test_carriage_return_rewrites_the_line() -> None:
     assert screen.drawn
 
 
-def test_shorter_text_keeps_the_rest_as_a_terminal_does() -> None:
+def test_shorter_text_keeps_the_rest_like_a_terminal() -> None:
     screen = Screen()
     feed(screen, "abcdef\rxy")
     assert screen.rows == ["xycdef"]
@@ -58,7 +58,7 @@ def test_a_finished_bar_settles_after_a_while() -> None:
     assert not screen.open
 
 
-def test_erasing_and_moving() -> None:
+def test_erasing_and_moving_are_applied() -> None:
     screen = Screen()
     feed(screen, "hello\x08\x08\x1b[K!")
     assert screen.rows == ["hel!"]
@@ -84,7 +84,7 @@ def test_nested_tqdm_bars_end_as_in_a_terminal(chunk: int, leave: bool) -> None:
     assert not any("\r" in line or "\x1b" in line for line in final)
 
 
-def test_what_is_printed_after_a_bar_does_not_wait() -> None:
+def test_text_printed_after_a_bar_is_not_delayed() -> None:
     screen = Screen()
     assert feed(screen, "\r 10%\r100%\n", now=0.0) == []
     assert feed(screen, "a warning\n", now=0.01) == ["100%", "a warning"]

@@ -73,25 +73,25 @@ def check(counting: Counting, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_metric_gives_what_one_process_gives(counting: Counting, name: str) -> None:
+def test_a_metric_computes_the_same_as_in_one_process(counting: Counting, name: str) -> None:
     check(counting, name)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_every_metric(counting: Counting) -> None:
+def test_every_metric_computes_the_same_as_in_one_process(counting: Counting) -> None:
     for name, cls in metric_cases.classes().items():
         if name not in (*metric_cases.LEFT_OUT, *REFUSED) and metric_cases.case_of(name, cls) is not None:
             check(counting, name)
 
 
 @pytest.mark.parametrize("metric", [torchmetrics.RunningMean(), regression.NormalizedRootMeanSquaredError()])
-def test_one_that_workers_cannot_count_by_is_refused(counting: Counting, metric: Any) -> None:
+def test_a_metric_that_workers_cannot_update_is_refused(counting: Counting, metric: Any) -> None:
     with pytest.raises(CannotTravelError, match=r"order among them|two processes at most"):
         counting.schedule(lambda: metric.update(torch.ones(1)))
 
 
-def test_metrics_in_collections_models_and_lists(counting: Counting) -> None:
+def test_metrics_work_in_collections_models_and_lists(counting: Counting) -> None:
     class Evaluated(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -131,7 +131,7 @@ def test_metrics_in_collections_models_and_lists(counting: Counting) -> None:
     assert collection.compute()["first"] == 1
 
 
-def test_a_checkpoint_holds_what_workers_have_counted(counting: Counting) -> None:
+def test_a_checkpoint_holds_counts_of_workers(counting: Counting) -> None:
     with counting.strategy.scope():
         saved, restored = distnb.metrics.Max(), distnb.metrics.Max()
     for value in (2.0, 7.0, 3.0):
@@ -147,9 +147,7 @@ def test_a_checkpoint_holds_what_workers_have_counted(counting: Counting) -> Non
     assert float(saved.compute()) == 7
 
 
-def test_both_spellings_work_where_only_the_metric_itself_was_loaded(
-    counting: Counting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_spellings_work_if_only_the_metric_was_loaded(counting: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     with counting.strategy.scope():
         accuracy = classification.BinaryAccuracy()
     true, predicted = torch.tensor([1.0, 0.0]), torch.tensor([0.9, 0.8])

@@ -75,7 +75,7 @@ def plain_step(model: Any, optimizer: Any, x: Any, y: Any) -> float:
 
 
 @pytest.mark.parametrize("name", [each for each in DENSE if each not in ("LBFGS", "SparseAdam")])
-def test_every_optimizer(servers: InHouse, name: str) -> None:  # noqa: F811
+def test_every_optimizer_trains_like_in_one_process(servers: InHouse, name: str) -> None:  # noqa: F811
     kind, options = getattr(torch.optim, name), OPTIONS.get(name, {})
     matrices = name == "Muon"  # it takes no others
     _, (_, optimizer) = trained(
@@ -86,7 +86,7 @@ def test_every_optimizer(servers: InHouse, name: str) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("name", [each for each in DENSE if each not in ("LBFGS", "SparseAdam", "Muon", "Adafactor")])
-def test_every_optimizer_of_shards(servers: InHouse, name: str) -> None:  # noqa: F811
+def test_every_optimizer_trains_sharded_variables(servers: InHouse, name: str) -> None:  # noqa: F811
     kind, options = getattr(torch.optim, name), OPTIONS.get(name, {})
     trained(
         servers,
@@ -96,7 +96,7 @@ def test_every_optimizer_of_shards(servers: InHouse, name: str) -> None:  # noqa
     )
 
 
-def test_one_that_computes_losses_is_refused(servers: InHouse) -> None:  # noqa: F811
+def test_an_optimizer_that_computes_losses_is_refused(servers: InHouse) -> None:  # noqa: F811
     with pytest.raises(ValueError, match="LBFGS"), distnb.ParameterServerStrategy().scope():
         torch.optim.LBFGS(nn.Linear(2, 1).parameters())
 
@@ -143,7 +143,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("within", [True, False], ids=["made in the scope", "made after it"])
 @pytest.mark.filterwarnings("error")
-def test_schedules_on_the_coordinator(servers: InHouse, name: str, within: bool) -> None:  # noqa: F811
+def test_schedules_work_on_the_coordinator(servers: InHouse, name: str, within: bool) -> None:  # noqa: F811
     def build(make: Any) -> Any:
         torch.manual_seed(1)
         model = nn.Linear(3, 2)
@@ -199,11 +199,11 @@ def twice(model: Any, optimizer: Any, x: Any, y: Any) -> float:
 
 
 @pytest.mark.parametrize("step", [clipped, accumulated, by_hand, twice])
-def test_steps_of_all_kinds(servers: InHouse, step: Any) -> None:  # noqa: F811
+def test_steps_of_all_kinds_work(servers: InHouse, step: Any) -> None:  # noqa: F811
     trained(servers, lambda model: torch.optim.Adam(model.parameters(), lr=0.05), step)
 
 
-def test_groups_with_options_of_their_own_and_a_frozen_part(servers: InHouse) -> None:  # noqa: F811
+def test_groups_may_have_their_own_options_and_a_frozen_part(servers: InHouse) -> None:  # noqa: F811
     def make(model: Any) -> Any:
         model[0].bias.requires_grad_(False)
         groups = [{"params": [model[0].weight], "lr": 0.1}, {"params": model[2].parameters(), "weight_decay": 0.1}]
@@ -215,7 +215,7 @@ def test_groups_with_options_of_their_own_and_a_frozen_part(servers: InHouse) ->
 
 
 @pytest.mark.parametrize("table", [False, True])
-def test_what_is_frozen_later_gets_no_more_updates(servers: InHouse, table: bool) -> None:  # noqa: F811
+def test_parameters_frozen_later_get_no_more_updates(servers: InHouse, table: bool) -> None:  # noqa: F811
     strategy = distnb.ParameterServerStrategy()
     with strategy.scope():
         first = nn.EmbeddingBag(5, 2) if table else nn.Linear(3, 2)
@@ -234,7 +234,7 @@ def test_what_is_frozen_later_gets_no_more_updates(servers: InHouse, table: bool
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop", "AdamW", "Rprop"])
-def test_a_state_that_is_restored_in_the_scope_that_makes_the_optimizer(
+def test_a_state_can_be_restored_in_the_optimizers_scope(
     servers: InHouse,  # noqa: F811
     name: str,
     tmp_path: Path,

@@ -79,7 +79,7 @@ CHANGES["each row"] = of_rows
 
 @pytest.mark.parametrize("where", ["coordinator", "worker"])
 @pytest.mark.parametrize("shards", [1, 4])
-def test_a_change_of_a_part_is_a_change_of_the_variable(servers: InHouse, shards: int, where: str) -> None:
+def test_a_change_of_a_part_changes_the_variable(servers: InHouse, shards: int, where: str) -> None:
     strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(shards))
     with strategy.scope():
         v = distnb.Variable(VALUE, name="v")
@@ -118,7 +118,7 @@ def test_a_view_shows_its_own_change_and_can_be_written_back(servers: InHouse, s
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_change_of_a_part_loses_nothing_that_workers_change_meanwhile(servers: InHouse, shards: int) -> None:
+def test_a_change_of_a_part_keeps_changes_of_workers(servers: InHouse, shards: int) -> None:
     strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(shards))
     with strategy.scope():
         v = distnb.Variable(torch.zeros(6, 2))
@@ -151,7 +151,7 @@ def test_a_change_of_a_part_loses_nothing_that_workers_change_meanwhile(servers:
     assert torch.equal(v.read_value(), rows + number)
 
 
-def test_a_change_that_others_are_always_ahead_of_is_an_error(servers: InHouse, monkeypatch: Any) -> None:
+def test_a_change_that_always_loses_against_others_is_an_error(servers: InHouse, monkeypatch: Any) -> None:
     strategy = distnb.ParameterServerStrategy()
     with strategy.scope():
         v = distnb.Variable(torch.zeros(2), name="hot")
@@ -167,7 +167,7 @@ def test_a_change_that_others_are_always_ahead_of_is_an_error(servers: InHouse, 
         v[0].add_(1)
 
 
-def test_what_cannot_reach_the_servers_is_refused(servers: InHouse) -> None:
+def test_changes_that_cannot_reach_the_servers_are_refused(servers: InHouse) -> None:
     strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2))
     with strategy.scope():
         table = distnb.Variable(VALUE, name="table")
@@ -188,7 +188,7 @@ def test_what_cannot_reach_the_servers_is_refused(servers: InHouse) -> None:
     assert ones.tolist() == [1] * 4
 
 
-def test_a_view_is_read_as_any_tensor(servers: InHouse) -> None:
+def test_a_view_is_read_like_any_tensor(servers: InHouse) -> None:
     strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2))
     with strategy.scope():
         v, whole = distnb.Variable(VALUE), distnb.Variable(torch.ones(4))

@@ -117,7 +117,7 @@ def packer_of(strategy: Any) -> ClosurePacker:
     return ClosurePacker(lambda: registration.roots, registration.access)
 
 
-def test_variables_are_dealt_out_in_turn(strategy: Any) -> None:
+def test_variables_are_placed_on_servers_in_turn(strategy: Any) -> None:
     with strategy.scope():
         made = [distnb.Variable(float(number)) for number in range(4)]
     first = [int(each.device.split("task:")[1][0]) for each in made]
@@ -127,7 +127,7 @@ def test_variables_are_dealt_out_in_turn(strategy: Any) -> None:
     assert [float(each) for each in made] == [0, 1, 2, 3]
 
 
-def test_a_variable_is_read_and_assigned(strategy: Any) -> None:
+def test_a_variable_can_be_read_and_assigned(strategy: Any) -> None:
     with strategy.scope():
         v = distnb.Variable([1.0, 2.0], name="v")
     v.assign_add([1.0, 1.0])
@@ -148,7 +148,7 @@ def test_a_variable_is_read_and_assigned(strategy: Any) -> None:
         v.assign([1.0, 2.0, 3.0])
 
 
-def test_a_sharded_variable(servers: InHouse) -> None:
+def test_a_sharded_variable_can_be_read_and_assigned(servers: InHouse) -> None:
     strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(5))
     with strategy.scope():
         v = distnb.Variable(torch.arange(26.0).reshape(13, 2), name="emb")
@@ -193,7 +193,7 @@ def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> 
         lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
     ],
 )
-def test_a_model_is_trained_as_in_one_process(servers: InHouse, make: Any, where: str) -> None:
+def test_a_model_trains_like_in_one_process(servers: InHouse, make: Any, where: str) -> None:
     strategy = distnb.ParameterServerStrategy(variable_partitioner=FixedShardsPartitioner(2))
 
     def build() -> Any:
@@ -262,7 +262,7 @@ def test_an_embedding_reads_and_sends_only_its_rows(servers: InHouse, sparse: bo
     assert torch.allclose(model[0].weight.read_value(), plain[0][0].weight.detach(), atol=1e-6)
 
 
-def test_metrics_and_results_come_back(strategy: Any, servers: InHouse) -> None:
+def test_metrics_and_results_are_returned(strategy: Any, servers: InHouse) -> None:
     with strategy.scope():
         mean = distnb.metrics.Mean()
         counter = distnb.Variable(0, name="counter")
@@ -283,7 +283,7 @@ def test_metrics_and_results_come_back(strategy: Any, servers: InHouse) -> None:
     assert float(mean.compute()) == 4
 
 
-def test_a_closure_that_runs_again_changes_nothing_twice(strategy: Any, servers: InHouse) -> None:
+def test_a_repeated_closure_changes_nothing_twice(strategy: Any, servers: InHouse) -> None:
     with strategy.scope():
         counter = distnb.Variable(0.0)
         weight = nn.Parameter(torch.zeros(2))
@@ -324,7 +324,7 @@ def test_changes_on_the_coordinator_reach_the_workers(strategy: Any, servers: In
     assert worker.run(packer, 3, lambda: model.training) is True
 
 
-def test_what_is_made_outside_is_refused(strategy: Any, servers: InHouse) -> None:
+def test_variables_made_outside_the_scope_are_refused(strategy: Any, servers: InHouse) -> None:
     model = nn.Linear(2, 1)
     with pytest.raises(TypeError, match=r"outside strategy\.scope"):
         packer_of(strategy).pack(lambda: model, (), {})
@@ -332,7 +332,7 @@ def test_what_is_made_outside_is_refused(strategy: Any, servers: InHouse) -> Non
         torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_no_trace_is_left_of_lambdas_that_differ(strategy: Any, servers: InHouse) -> None:
+def test_different_lambdas_leave_no_trace(strategy: Any, servers: InHouse) -> None:
     packer = packer_of(strategy)
     worker = Worker(servers, 0)
     for number in range(600):
@@ -341,7 +341,7 @@ def test_no_trace_is_left_of_lambdas_that_differ(strategy: Any, servers: InHouse
     assert len(worker.runner._resources) < 300
 
 
-def test_the_memory_of_what_is_gone_is_freed(strategy: Any, servers: InHouse) -> None:
+def test_memory_of_deleted_variables_is_freed(strategy: Any, servers: InHouse) -> None:
     def held() -> int:
         return sum(len(store.handle(ServerRequest(1, Fence(), (Describe(),))).results[0]) for store in servers.stores)
 
@@ -358,7 +358,7 @@ def test_the_memory_of_what_is_gone_is_freed(strategy: Any, servers: InHouse) ->
     assert float(kept) == 1
 
 
-def test_a_server_that_is_new_gets_what_the_coordinator_knows(strategy: Any, servers: InHouse) -> None:
+def test_a_new_server_gets_the_coordinators_variables(strategy: Any, servers: InHouse) -> None:
     with strategy.scope():
         model = nn.Linear(2, 2)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -373,7 +373,7 @@ def test_a_server_that_is_new_gets_what_the_coordinator_knows(strategy: Any, ser
     assert optimizer.iterations == 1
 
 
-def test_modes_and_options_go_with_each_closure(strategy: Any, servers: InHouse) -> None:
+def test_modes_and_options_are_sent_with_each_closure(strategy: Any, servers: InHouse) -> None:
     """Run the same two functions in turn: a worker does not reuse outdated modes."""
     with strategy.scope():
         model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5))
@@ -386,7 +386,7 @@ def test_modes_and_options_go_with_each_closure(strategy: Any, servers: InHouse)
         assert found == (number % 2 == 0, number % 2 == 0, float(number % 3))
 
 
-def test_a_step_within_a_closure_is_seen_by_its_next_pass(strategy: Any, servers: InHouse) -> None:
+def test_a_step_within_a_closure_affects_its_next_pass(strategy: Any, servers: InHouse) -> None:
     with strategy.scope():
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -408,7 +408,7 @@ def test_a_step_within_a_closure_is_seen_by_its_next_pass(strategy: Any, servers
     assert worker.run(packer, 1, closure) == [1, 2, 0.5, 3, 0, 4]
 
 
-def test_parameters_on_the_coordinator_are_those_of_now_after_a_join(strategy: Any, servers: InHouse) -> None:
+def test_parameters_on_the_coordinator_are_current_after_a_join(strategy: Any, servers: InHouse) -> None:
     with strategy.scope():
         weight = nn.Parameter(torch.ones(2))
         optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -430,7 +430,7 @@ def test_parameters_on_the_coordinator_are_those_of_now_after_a_join(strategy: A
     assert weight.tolist() == [5, 5]
 
 
-def test_what_initializes_a_model_after_the_scope_reaches_the_servers(strategy: Any, servers: InHouse) -> None:
+def test_initialisation_after_the_scope_reaches_the_servers(strategy: Any, servers: InHouse) -> None:
     with strategy.scope():
         model = nn.Linear(2, 2)
     model.weight.data.fill_(7)  # torch does not count such changes
@@ -439,7 +439,7 @@ def test_what_initializes_a_model_after_the_scope_reaches_the_servers(strategy: 
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_the_next_closure_reads_nothing_anew_if_it_was_there_at_the_last_step(
+def test_the_next_closure_reads_nothing_again_if_it_saw_the_last_step(
     strategy: Any, servers: InHouse, queued: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distnb.runtime.servers.access._MOMENT_S", 60.0)
@@ -467,7 +467,7 @@ def test_the_next_closure_reads_nothing_anew_if_it_was_there_at_the_last_step(
     assert asked.count((stored.number, 0)) == (1 if queued else 2), "with the step, and at the start"
 
 
-def test_a_new_server_is_not_asked_for_optimizers_that_are_gone(strategy: Any, servers: InHouse) -> None:
+def test_a_new_server_gets_no_deleted_optimizers(strategy: Any, servers: InHouse) -> None:
     """Run a cell that makes the model twice, and then lose a server."""
     for _ in range(2):
         with strategy.scope():
@@ -483,7 +483,7 @@ def test_a_new_server_is_not_asked_for_optimizers_that_are_gone(strategy: Any, s
     assert optimizer.iterations == 1
 
 
-def test_to_read_on_the_coordinator_changes_nothing(strategy: Any, servers: InHouse) -> None:
+def test_reading_on_the_coordinator_changes_nothing(strategy: Any, servers: InHouse) -> None:
     with strategy.scope():
         count = distnb.Variable(torch.zeros(3))
         model = nn.Linear(2, 1)
@@ -505,7 +505,7 @@ def test_to_read_on_the_coordinator_changes_nothing(strategy: Any, servers: InHo
         assert count.read_value().tolist() == [number] * 3, "the same closure changes it once"
 
 
-def test_what_both_sides_change_is_added_up(strategy: Any, servers: InHouse) -> None:
+def test_changes_of_both_sides_are_added(strategy: Any, servers: InHouse) -> None:
     with strategy.scope():
         weight = nn.Parameter(torch.zeros(2, 2))
         optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -539,7 +539,7 @@ def test_what_both_sides_change_is_added_up(strategy: Any, servers: InHouse) -> 
         assert weight.tolist() == [[12 * number] * 2] * 2
 
 
-def test_a_function_that_raised_leaves_nothing_to_the_next_one(strategy: Any, servers: InHouse) -> None:
+def test_a_failed_function_leaves_nothing_to_the_next_one(strategy: Any, servers: InHouse) -> None:
     with strategy.scope():
         model = nn.BatchNorm1d(2)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -53,12 +53,12 @@ def walk(make: Callable[[int], SimulatedCluster], seed: int, length: int) -> Non
 
 
 @pytest.mark.parametrize("seed", SHORT)
-def test_every_count_is_exact_in_a_random_walk(simulated: Any, seed: int) -> None:
+def test_counts_are_exact_in_a_random_walk(simulated: Any, seed: int) -> None:
     walk(simulated, seed, 40)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_every_count_is_exact_in_many_random_walks(simulated: Any) -> None:
+def test_counts_are_exact_in_many_random_walks(simulated: Any) -> None:
     for seed in LONG:
         walk(simulated, seed, 60)

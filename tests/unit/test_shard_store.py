@@ -70,7 +70,7 @@ def packed(make: Callable[..., Any], **options: Any) -> bytes:
 # -- shards ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_shard_is_made_of_a_copy_and_pulled_by_those_who_have_another_version(store: ShardStore) -> None:
+def test_a_shard_is_created_from_a_copy_and_pulled_by_clients_with_another_version(store: ShardStore) -> None:
     given = torch.arange(6.0).view(2, 3)
     assert ask(store, Create(shard=W, name="w", value=given)) == FIRST
     given.zero_()
@@ -88,7 +88,7 @@ def test_a_shard_is_made_of_a_copy_and_pulled_by_those_who_have_another_version(
     assert ask(store, Pull({W: FIRST + 1})) == {}
 
 
-def test_a_shard_that_is_made_again_is_another(store: ShardStore) -> None:
+def test_a_shard_created_again_is_a_new_one(store: ShardStore) -> None:
     ask(
         store,
         Create(shard=W, name="w", value=torch.ones(2)),
@@ -100,7 +100,7 @@ def test_a_shard_that_is_made_again_is_another(store: ShardStore) -> None:
         ask(store, StepOptimizer(optimizer=0, gradients={W: torch.ones(5)}, options=({},), seen={}))
 
 
-def test_only_rows_that_are_asked_for_are_pulled(store: ShardStore) -> None:
+def test_only_requested_rows_are_pulled(store: ShardStore) -> None:
     table = torch.randn(10, 4)
     ask(store, Create(shard=TABLE, name="t", value=table))
     number, rows = ask(store, PullRows(TABLE, torch.tensor([7, 0, 7])))
@@ -110,7 +110,7 @@ def test_only_rows_that_are_asked_for_are_pulled(store: ShardStore) -> None:
         ask(store, PullRows(TABLE, torch.tensor([10])))
 
 
-def test_what_is_dropped_is_gone_and_its_optimizer_goes_with_its_last_shard(store: ShardStore) -> None:
+def test_a_dropped_shard_is_gone_and_its_optimizer_is_dropped_with_its_last_shard(store: ShardStore) -> None:
     ask(store, Create(shard=W, name="w", value=torch.ones(2)), Create(shard=B, name="b", value=torch.ones(2)))
     ask(store, MakeOptimizer(optimizer=0, factory=packed(torch.optim.Adam), groups=((W,), (B,))))
     ask(store, Drop((W, (99, 0))))
@@ -123,7 +123,7 @@ def test_what_is_dropped_is_gone_and_its_optimizer_goes_with_its_last_shard(stor
         ask(store, GetOptimizer(0))
 
 
-def test_what_there_is_is_described(store: ShardStore) -> None:
+def test_shards_and_optimizers_are_described(store: ShardStore) -> None:
     assert ask(store, Describe()) == ()
     ask(
         store,
@@ -154,7 +154,9 @@ def test_what_there_is_is_described(store: ShardStore) -> None:
         ("scatter_div", [[2, 4], [5, 5]], [0, 1], [[5, 5], [6, 8], [50, 60]]),
     ],
 )
-def test_every_way_to_change_a_shard(store: ShardStore, method: str, given: Any, rows: Any, expected: Any) -> None:
+def test_every_way_to_change_a_shard_works(
+    store: ShardStore, method: str, given: Any, rows: Any, expected: Any
+) -> None:
     ask(store, Create(shard=W, name="w", value=torch.tensor([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])))
     assert ask(store, WriteShard(shard=W, method=method, value=given, rows=rows)) == FIRST + 1
     assert torch.equal(value(store, W), torch.tensor(expected, dtype=torch.float32))
@@ -175,7 +177,7 @@ def test_every_way_to_change_a_shard(store: ShardStore, method: str, given: Any,
         (WriteShard(shard=(9, 9), method="assign", value=2.0), StaleHandleError, "no shard"),
     ],
 )
-def test_a_change_that_cannot_be_changes_nothing_and_leaves_its_token(
+def test_an_invalid_change_has_no_effect_and_leaves_its_token(
     store: ShardStore, asked: WriteShard, error: type[Exception], match: str
 ) -> None:
     ask(store, Create(shard=W, name="variable", value=torch.ones(3, 2)))
@@ -197,7 +199,7 @@ def test_a_change_that_cannot_be_changes_nothing_and_leaves_its_token(
 # -- exactly once ------------------------------------------------------------------------------------------------------
 
 
-def test_a_change_that_was_made_is_acknowledged_and_not_made_again(store: ShardStore) -> None:
+def test_a_repeated_change_is_acknowledged_and_not_applied_again(store: ShardStore) -> None:
     ask(
         store,
         Create(shard=W, name="w", value=torch.zeros(1)),
@@ -223,7 +225,7 @@ def test_a_change_that_was_made_is_acknowledged_and_not_made_again(store: ShardS
     assert value(store, W) == 7
 
 
-def test_a_late_change_of_a_closure_that_has_ended_is_refused(store: ShardStore) -> None:
+def test_a_late_change_of_an_ended_closure_is_refused(store: ShardStore) -> None:
     ask(
         store,
         Create(shard=W, name="w", value=torch.zeros(1)),
@@ -275,7 +277,7 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("make", "options"), OPTIMIZERS)
-def test_steps_are_plain_torchs_to_the_bit_also_from_a_state_that_was_saved(
+def test_steps_equal_plain_torchs_exactly_also_from_a_saved_state(
     store: ShardStore, make: Any, options: dict[str, Any]
 ) -> None:
     weight, bias = torch.randn(5, 3), torch.randn(3)
@@ -321,7 +323,7 @@ SPARSE: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own Adagrad
 @pytest.mark.parametrize(("make", "options"), SPARSE)
-def test_sparse_gradients_stay_sparse(store: ShardStore, make: Any, options: dict[str, Any]) -> None:
+def test_sparse_gradients_remain_sparse(store: ShardStore, make: Any, options: dict[str, Any]) -> None:
     table = torch.nn.Embedding(20, 4, sparse=True)
     reference = make(table.parameters(), **options)
     ask(store, Create(shard=TABLE, name="t", value=table.weight))
@@ -346,7 +348,7 @@ def test_sparse_gradients_stay_sparse(store: ShardStore, make: Any, options: dic
         assert torch.equal(value(store, TABLE), table.weight)
 
 
-def test_rows_become_dense_for_an_optimizer_that_takes_no_others(store: ShardStore) -> None:
+def test_rows_become_dense_for_an_optimizer_without_sparse_support(store: ShardStore) -> None:
     before, gradient = torch.randn(6, 2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     plain = torch.nn.Parameter(before.clone())
     plain.grad = torch.zeros(6, 2).index_add_(0, torch.tensor([5, 5]), gradient)
@@ -368,7 +370,7 @@ def test_rows_become_dense_for_an_optimizer_that_takes_no_others(store: ShardSto
     assert torch.equal(value(store, TABLE), plain)
 
 
-def test_only_those_with_gradients_are_stepped_on_and_gradients_do_not_stay(store: ShardStore) -> None:
+def test_only_parameters_with_gradients_are_stepped_and_gradients_are_dropped(store: ShardStore) -> None:
     ask(store, Create(shard=W, name="w", value=torch.ones(2)), Create(shard=B, name="b", value=torch.ones(2)))
     ask(store, MakeOptimizer(optimizer=0, factory=packed(torch.optim.SGD, lr=1.0, momentum=0.9), groups=((W, B), ())))
     assert list(
@@ -379,7 +381,7 @@ def test_only_those_with_gradients_are_stepped_on_and_gradients_do_not_stay(stor
     assert version(store, W) == FIRST + 1
 
 
-def test_staleness_is_the_most_changes_since_the_gradients_were_computed(store: ShardStore) -> None:
+def test_staleness_is_the_maximum_number_of_changes_since_the_gradients(store: ShardStore) -> None:
     ask(store, Create(shard=W, name="w", value=torch.ones(2)), Create(shard=B, name="b", value=torch.ones(2)))
     ask(store, MakeOptimizer(optimizer=0, factory=packed(torch.optim.SGD), groups=((W, B),)))
     ask(store, *[WriteShard(shard=B, method="assign", value=1.0)] * 3, WriteShard(shard=W, method="assign", value=1.0))
@@ -443,7 +445,7 @@ def test_a_step_that_does_not_fit_changes_nothing(
     assert torch.equal(value(store, W), torch.zeros(2))  # with the learning rate that it had
 
 
-def test_half_a_step_is_seen_and_its_token_unused(store: ShardStore) -> None:
+def test_a_partial_step_is_visible_and_its_token_unused(store: ShardStore) -> None:
     class Breaks(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
@@ -466,7 +468,7 @@ def test_half_a_step_is_seen_and_its_token_unused(store: ShardStore) -> None:
     assert (version(store, W), version(store, B)) == (FIRST + 1, FIRST + 1)
 
 
-def test_an_optimizer_that_computes_gradients_itself_is_refused_when_it_is_made(store: ShardStore) -> None:
+def test_an_optimizer_that_computes_gradients_itself_is_refused_at_creation(store: ShardStore) -> None:
     ask(store, Create(shard=W, name="w", value=torch.ones(2)))
     with pytest.raises(OptionError, match=r"LBFGS computes the loss .* only gets gradients"):
         ask(
@@ -479,7 +481,7 @@ def test_an_optimizer_that_computes_gradients_itself_is_refused_when_it_is_made(
         ask(store, MakeOptimizer(optimizer=0, factory=cloudpickle.dumps(lambda groups: 3), groups=((W,),)))
 
 
-def test_a_state_can_be_taken_back(store: ShardStore) -> None:
+def test_a_state_can_be_reverted(store: ShardStore) -> None:
     ask(
         store,
         Create(shard=W, name="w", value=torch.ones(2)),

@@ -53,7 +53,7 @@ def segments(nbytes: int) -> list[Any]:
         return list(threads.map(made, range(2)))
 
 
-def test_what_is_written_to_the_own_view_stays_there_until_it_is_forgotten() -> None:
+def test_writes_to_a_private_view_remain_until_it_is_forgotten() -> None:
     first, second = segments(3 * PAGE + 1)
     assert first.nbytes == 4 * PAGE
     common = first.common(0, 4 * PAGE)
@@ -85,7 +85,7 @@ def test_a_tensor_keeps_the_memory_alive() -> None:
     assert torch.equal(view, other)
 
 
-def test_replicas_that_share_no_memory_are_told_so_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_without_shared_memory_get_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(segment.host, "identity", lambda: threading.current_thread().name)
         for error in segments(PAGE):

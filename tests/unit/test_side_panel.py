@@ -49,7 +49,7 @@ def kinds(told: dict[str, Any]) -> list[tuple[str, str]]:
     return [(engine["kind"], engine["state"]) for engine in told["engines"]]
 
 
-def test_states_of_engines_are_those_of_their_replicas_and_processes() -> None:
+def test_states_of_engines_follow_replicas_and_processes() -> None:
     model, idle = running_model(), session("idle", "idle")
     assert snapshot(None, None, {}, 0.0) == {"engines": None, "running": False, "head": None, "told": [], "curves": []}
     assert kinds(snapshot(idle, None, {}, 0.0)) == [("idle", "idle")] * 2
@@ -71,14 +71,14 @@ def test_states_of_engines_are_those_of_their_replicas_and_processes() -> None:
     assert mark_of(LiveModel()) is None, "an ordinary cell has none"
 
 
-def test_a_cluster_that_is_being_stopped_is_none() -> None:
+def test_a_stopping_cluster_is_not_listed() -> None:
     def status() -> Any:
         raise NoClusterError("stopped")
 
     assert snapshot(SimpleNamespace(status=status), running_model(), {}, 0.0)["engines"] is None  # type: ignore[arg-type]
 
 
-def test_machines_are_named_where_there_are_several() -> None:
+def test_machines_are_named_if_there_are_several() -> None:
     told = snapshot(
         session("idle", "idle", hosts=("a", "b")),
         None,
@@ -116,7 +116,7 @@ def test_curves_are_thinned_to_their_latest_point_and_are_json() -> None:
     assert line["last"] == "nan"
 
 
-def test_an_order_is_answered_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_order_always_gets_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, Any]] = []
     send = lambda stream, kind, content, **more: sent.append((kind, content))  # noqa: E731
     panel = SidePanel(SimpleNamespace(session=SimpleNamespace(send=send)), SimpleNamespace(busy=False))  # type: ignore[arg-type]
@@ -166,9 +166,7 @@ def test_a_socket_answers_until_it_is_closed(directory: Path) -> None:
         assert not thread.is_alive()
 
 
-def test_a_cluster_that_ends_while_others_are_looked_for_is_passed_over(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_that_ends_during_the_search_is_skipped(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = TerminalSocket(directory, {})
     (path,) = running()
     served.close()
@@ -198,7 +196,7 @@ def test_a_socket_outlives_a_lack_of_descriptors(directory: Path, monkeypatch: p
     served.close()
 
 
-def test_other_users_sockets_are_neither_asked_nor_answered(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_of_other_users_are_ignored(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     TerminalSocket(directory, {"stacks": lambda: "secret"})
     (path,) = running()
     monkeypatch.setattr(terminal_socket, "_user", lambda connected: os.getuid() + 1)
@@ -210,7 +208,7 @@ def test_other_users_sockets_are_neither_asked_nor_answered(directory: Path, mon
     assert running() == []
 
 
-def test_a_replica_has_the_color_that_it_has_in_the_live_view() -> None:
+def test_a_replica_has_the_same_colour_as_in_the_live_view() -> None:
     drawn = (Path(__file__).parents[2] / "extension/src/dom.ts").read_text(encoding="utf-8")
     (colors,) = re.findall(r"COLORS = \[(.*)\];", drawn)
     assert tuple(re.findall("#[0-9a-f]{6}", colors)) == COLORS

@@ -8,7 +8,7 @@ import torch
 from distnb.collectives.verify import callsite, signature
 
 
-def test_signatures_tell_what_they_are():
+def test_signatures_are_described_in_words():
     tensor = torch.zeros(10, 3, dtype=torch.int32)
     assert signature.describe(signature.of_tensors("all_reduce", 0, None, [tensor])) == "all_reduce(int32[10, 3], sum)"
     assert signature.describe(signature.of_tensors("broadcast", None, 2, [tensor[0]])) == "broadcast(int32[3], root=2)"
@@ -32,7 +32,7 @@ def test_signatures_differ(other):
     assert mine.signature != signature.record(other).signature
 
 
-def test_a_call_site_is_the_innermost_line_and_those_that_called_it():
+def test_a_call_site_is_the_innermost_line_and_its_callers():
     def inner():
         return callsite.current()
 

@@ -14,7 +14,7 @@ from distnb.engine.started_threads import note_work_of_pools, threads_awaited
 pytestmark = pytest.mark.timeout(20)
 
 
-def test_a_thread_is_waited_for_and_what_it_starts_too() -> None:
+def test_a_thread_and_the_threads_that_it_starts_are_waited_for() -> None:
     done = []
 
     def begin() -> None:
@@ -45,7 +45,7 @@ def test_the_work_of_a_pool_is_waited_for_and_its_threads_are_not() -> None:
         assert sorted(done) == list(range(10))
 
 
-def test_what_waits_for_its_time_or_for_orders_is_not_waited_for() -> None:
+def test_timers_and_idle_threads_are_not_waited_for() -> None:
     loop = asyncio.new_event_loop()
     runs = threading.Event()
     loop.call_soon(runs.set)
@@ -62,7 +62,7 @@ def test_what_waits_for_its_time_or_for_orders_is_not_waited_for() -> None:
     timer.join()
 
 
-def test_daemons_earlier_threads_and_threads_of_what_failed_are_not_waited_for() -> None:
+def test_daemons_earlier_threads_and_threads_of_failed_programs_are_not_waited_for() -> None:
     go_on = threading.Event()
 
     def work() -> None:
@@ -83,7 +83,7 @@ def test_daemons_earlier_threads_and_threads_of_what_failed_are_not_waited_for()
         thread.join()
 
 
-def test_who_takes_long_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_thread_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
         time.sleep(1.3)
 

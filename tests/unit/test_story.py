@@ -11,7 +11,7 @@ from distnb.errors import InvariantError
 from distnb.notebook.programs.supervision import EndProgram, GiveUpOn, Supervision
 
 
-def test_the_supervision_tells_each_transition() -> None:
+def test_the_supervision_records_each_transition() -> None:
     state = Supervision()
     state.began(7, (0, 1), 1.0)
     state.ended(1, 7, False, "ValueError: no", 2.0)
@@ -27,7 +27,7 @@ def test_the_supervision_tells_each_transition() -> None:
     assert (reported.time, reported.after) == (9.0, "[idle]")
 
 
-def test_the_queue_tells_each_transition() -> None:
+def test_the_queue_records_each_transition() -> None:
     queue = ClosureQueue(depth=1)
     queue.worker_up(3, 0.0)
     queue.scheduled(1, 1.0)
@@ -59,7 +59,7 @@ def test_each_transition_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == ["5.000 began(1, (0,)): [idle] -> [program 1 on 0]"]
 
 
-def test_a_violation_of_the_supervision_is_found_and_told_with_the_story() -> None:
+def test_a_violation_of_the_supervision_is_reported_with_the_story() -> None:
     state = Supervision()
     state.began(1, (0, 1), 0.0)
     state._programs[1].waiting.add(5)
@@ -67,7 +67,7 @@ def test_a_violation_of_the_supervision_is_found_and_told_with_the_story() -> No
         state.ended(0, 1, True, "", 0.1)
 
 
-def test_nobody_waits_for_a_dead_engine() -> None:
+def test_a_dead_engine_is_not_waited_for() -> None:
     state = Supervision()
     state.began(1, (0, 1), 0.0)
     state.died(1, 0.1)
@@ -76,7 +76,7 @@ def test_nobody_waits_for_a_dead_engine() -> None:
         state.interrupted(1, 0.2)
 
 
-def test_a_program_may_be_sent_to_an_engine_that_died_a_moment_ago() -> None:
+def test_a_program_may_be_sent_to_an_engine_that_just_died() -> None:
     state = Supervision()
     state.died(1, 0.0)
     state.began(1, (0, 1), 0.1)
@@ -99,7 +99,7 @@ def test_a_program_may_be_sent_to_an_engine_that_died_a_moment_ago() -> None:
         (lambda queue: queue._workers[0].stuck_in.add(1), "given up on"),
     ],
 )
-def test_a_violation_of_the_queue_is_found_and_told_with_the_story(spoil: object, told: str) -> None:
+def test_a_violation_of_the_queue_is_reported_with_the_story(spoil: object, told: str) -> None:
     queue = ClosureQueue(depth=2)
     queue.worker_up(0, 0.0)
     queue.scheduled(1, 1.0)

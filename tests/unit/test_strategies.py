@@ -50,7 +50,7 @@ def test_equal_arguments_give_the_same_object() -> None:
         assert copy.deepcopy(made) is made
 
 
-def test_options_that_cannot_be_honoured() -> None:
+def test_unsupported_options_are_refused() -> None:
     ops = distnb.ReductionToOneDevice()
     for arguments, text in [
         ({"devices": ["cpu:0", "cpu:0"]}, "oversubscribe=True"),
@@ -92,7 +92,7 @@ def test_options_that_cannot_be_honoured() -> None:
         _ = ONE.extended
 
 
-def test_a_script_that_was_started_alone_is_told_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_started_without_a_launcher_gets_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = distnb.MirroredStrategy()
     for use in (
         lambda: strategy.run(print),
@@ -133,7 +133,7 @@ def test_a_registered_remote_runtime_is_used() -> None:
 # -- run, and contexts -------------------------------------------------------------------------------------------------
 
 
-def test_run_returns_the_bare_value(strategy: Any) -> None:
+def test_run_returns_the_value_itself(strategy: Any) -> None:
     tensor = torch.ones(2)
     assert strategy.run(lambda: tensor) is tensor
     assert strategy.run(lambda x, y=0: (x, y), args=[1], kwargs={"y": 2}) == (1, 2)
@@ -144,7 +144,7 @@ def test_run_returns_the_bare_value(strategy: Any) -> None:
         strategy.run({}.__getitem__, args=("missing",))
 
 
-def test_calls_that_do_not_fit_say_what_was_given_and_the_cure(strategy: Any) -> None:
+def test_errors_of_invalid_calls_name_the_received_value_and_the_cure(strategy: Any) -> None:
     def step(batch: Any) -> Any:
         return batch
 
@@ -190,7 +190,7 @@ def where() -> tuple[bool, bool, bool]:
     return distnb.has_strategy(), distnb.in_cross_replica_context(), distnb.get_replica_context() is not None
 
 
-def test_contexts_of_one_device() -> None:
+def test_one_device_has_its_contexts() -> None:
     assert where() == (False, False, True)
     with ONE.scope():
         assert where() == (True, True, False)
@@ -214,7 +214,7 @@ def test_contexts_of_one_device() -> None:
             ONE.run(inner)
 
 
-def test_no_replica_of_the_default_strategy_begins_in_another() -> None:
+def test_replicas_of_the_default_strategy_cannot_be_nested() -> None:
     inner = [
         lambda: DEFAULT.run(print),
         lambda: DEFAULT.reduce("sum", torch.ones(1), axis=None),
@@ -255,7 +255,7 @@ def test_the_default_context() -> None:
         context.all_gather(torch.tensor(1), 0)
 
 
-def test_who_am_i(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_id_and_chief_are_known(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert distnb.replica_id() == 0
     assert distnb.is_chief()
     distnb.on_chief(print)("written")
@@ -296,7 +296,7 @@ def test_a_call_of_run_in_which_optimizers_step_is_one_training_step(strategy: A
 # -- reduce, gather, values -------------------------------------------------------------------------------------------
 
 
-def test_reduce_alone(strategy: Any) -> None:
+def test_reduce_works_in_one_process(strategy: Any) -> None:
     tensor = torch.arange(6.0).reshape(2, 3)
     for op in ("sum", "Mean", distnb.ReduceOp.SUM):
         assert strategy.reduce(op, tensor, axis=None) is tensor
@@ -318,7 +318,7 @@ def test_reduce_alone(strategy: Any) -> None:
         strategy.reduce("sum", tensor)
 
 
-def test_gather_alone(strategy: Any) -> None:
+def test_gather_works_in_one_process(strategy: Any) -> None:
     tensor = torch.ones(2, 3)
     assert strategy.gather(tensor, axis=-1) is tensor
     assert strategy.gather({"a": tensor}, 1)["a"] is tensor
@@ -329,7 +329,7 @@ def test_gather_alone(strategy: Any) -> None:
         strategy.gather(torch.eye(2).to_sparse(), 0)
 
 
-def test_values_alone(strategy: Any) -> None:
+def test_values_work_in_one_process(strategy: Any) -> None:
     assert strategy.local_results(5) == (5,)
     assert strategy.local_results({"a": PerReplica([1, 2])}) == ({"a": 1}, {"a": 2})
     made = strategy.experimental_distribute_values_from_function(
@@ -347,7 +347,7 @@ def test_values_alone(strategy: Any) -> None:
         assert torch.ones(1).device.type == "cpu"
 
 
-def test_datasets_alone() -> None:
+def test_datasets_work_in_one_process() -> None:
     loader = torch.utils.data.DataLoader(torch.arange(5), batch_size=2)
     assert DEFAULT.distribute_dataset(loader) is loader
     assert [len(batch) for batch in DEFAULT.experimental_distribute_dataset(torch.arange(5), batch_size=2)] == [2, 2, 1]
@@ -359,7 +359,7 @@ def test_datasets_alone() -> None:
 # -- losses -----------------------------------------------------------------------------------------------------------
 
 
-def test_compute_average_loss() -> None:
+def test_compute_average_loss_divides_by_the_global_batch() -> None:
     average = distnb.nn.compute_average_loss
     losses = torch.tensor([1.0, 2.0, 3.0, 6.0])
     assert float(average(losses)) == 3.0
@@ -416,13 +416,13 @@ def test_metrics_are_torchmetrics(metrics: Any) -> None:
     assert float(plain.compute()) == 1.0
 
 
-def test_experimental_names() -> None:
+def test_experimental_names_still_work() -> None:
     assert distnb.experimental.ValueContext is distnb.ValueContext
     with pytest.raises(AttributeError, match="It has"):
         _ = distnb.experimental.nonsense
 
 
-def test_a_wrong_name_or_number_is_told_with_the_right_one() -> None:
+def test_the_error_for_a_wrong_name_or_number_suggests_the_right_one() -> None:
     with pytest.raises(AttributeError, match=r"has no attribute 'Run' \(did you mean run\?\)") as raised:
         _ = ONE.Run
     again = pickle.loads(pickle.dumps(raised.value))
@@ -432,7 +432,7 @@ def test_a_wrong_name_or_number_is_told_with_the_right_one() -> None:
         distnb.MirroredStrategy(3)  # type: ignore[arg-type]
 
 
-def test_an_error_within_a_property_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_within_a_property_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def runtime(strategy: Any) -> Any:
         return strategy.no_such_name_within
 

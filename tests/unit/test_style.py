@@ -22,7 +22,7 @@ from tests import style
         'def f():\n    """Send the program.\n\n    The engines hear of it.\n    """',
     ],
 )
-def test_a_fault_is_found(source: str) -> None:
+def test_a_fault_is_detected(source: str) -> None:
     assert style.faults_in(source)
 
 

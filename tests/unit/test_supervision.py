@@ -26,7 +26,7 @@ def test_one_failure_ends_the_program_on_the_others_once() -> None:
     assert state.ended(0, 1, False, "aborted", 5.1) == []
 
 
-def test_who_does_not_follow_within_the_patience_is_given_up_on_and_known_as_stuck() -> None:
+def test_a_replica_that_does_not_end_in_time_is_marked_stuck() -> None:
     state = Supervision()
     state.began(7, [0, 1], 0.0)
     state.ended(0, 7, False, "boom", 10.0)
@@ -38,7 +38,7 @@ def test_who_does_not_follow_within_the_patience_is_given_up_on_and_known_as_stu
     assert state.stuck == {}
 
 
-def test_a_death_ends_every_program_that_the_engine_was_in() -> None:
+def test_a_death_ends_every_program_of_the_engine() -> None:
     state = Supervision()
     state.began(1, [0, 1], 0.0)
     state.began(2, [0, 1], 0.0)
@@ -47,7 +47,7 @@ def test_a_death_ends_every_program_that_the_engine_was_in() -> None:
     assert state.waiting_for(1) == {0}
 
 
-def test_an_interrupt_orders_the_end_on_all() -> None:
+def test_an_interrupt_ends_the_program_on_all_engines() -> None:
     state = Supervision()
     state.began(3, [0, 1], 0.0)
     orders = state.interrupted(3, 0.0)
@@ -56,7 +56,7 @@ def test_an_interrupt_orders_the_end_on_all() -> None:
     assert state.interrupted(3, 0.1) == []
 
 
-def test_events_of_programs_that_are_over_change_nothing() -> None:
+def test_events_of_ended_programs_change_nothing() -> None:
     state = Supervision()
     assert state.ended(0, 99, False, "late", 0.0) == []
     assert state.interrupted(99, 0.0) == []

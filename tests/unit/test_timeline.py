@@ -102,13 +102,13 @@ def test_a_sleeping_replica_is_the_straggler() -> None:
     )
 
 
-def test_of_several_replicas_the_others_wait() -> None:
+def test_the_other_replicas_wait_for_the_straggler() -> None:
     spent = model_of(trained([0.010, 0.010, 0.038, 0.010])).spent()
     assert spent is not None
     assert "Replica 2 is the straggler: the others wait 28 ms a step for it, since" in sentence(spent)
 
 
-def test_where_all_are_alike_there_is_no_straggler() -> None:
+def test_equal_replicas_have_no_straggler() -> None:
     model = model_of(trained([0.010, 0.010, 0.010]))
     spent = model.spent()
     assert spent is not None
@@ -116,7 +116,7 @@ def test_where_all_are_alike_there_is_no_straggler() -> None:
     assert sentence(spent) == "A step takes 12 ms: 83% compute, 17% communication."
 
 
-def test_replicas_that_wait_by_turns_have_no_straggler() -> None:
+def test_replicas_that_wait_in_turn_have_no_straggler() -> None:
     events = []
     for replica in (0, 1):
         own: list[tuple[Any, ...]] = []
@@ -133,7 +133,7 @@ def test_replicas_that_wait_by_turns_have_no_straggler() -> None:
     assert "no replica is the straggler" in sentence(spent)
 
 
-def test_input_is_told_apart_and_may_make_the_straggler() -> None:
+def test_input_is_distinguished_and_may_make_a_straggler() -> None:
     quick, slow = trained([0.010, 0.040], input_s=0.0)[0], trained([0.010, 0.040], input_s=0.030)[1]
     model = model_of([quick, slow])
     assert shares(model, 1)["input"] == pytest.approx(0.030 / 0.042, abs=0.001)
@@ -142,7 +142,7 @@ def test_input_is_told_apart_and_may_make_the_straggler() -> None:
     assert "since its input takes 30 ms longer" in sentence(spent)
 
 
-def test_a_collective_within_a_read_counts_as_such() -> None:
+def test_a_collective_within_a_read_counts_as_a_collective() -> None:
     events = (
         Event(serial=1, kind="step", begin=0.0, end=0.0, at=0.0, number=1),
         Event(serial=2, kind="collective", begin=0.02, end=0.05, at=0.02, group="w", number=1),
@@ -180,7 +180,7 @@ def test_clocks_of_two_machines_are_compared_by_the_ends_of_collectives() -> Non
     assert shares(model, 1)["waiting"] == pytest.approx(0.0, abs=0.001)
 
 
-def test_of_what_is_missing_nothing_is_concluded() -> None:
+def test_missing_samples_allow_no_conclusion() -> None:
     model = TimelineModel()
     early, late = trained([0.01, 0.01], 12), trained([0.01, 0.01], 24, serial=100)
     for replica in (0, 1):
@@ -192,7 +192,7 @@ def test_of_what_is_missing_nothing_is_concluded() -> None:
     assert spent.steps == 8
 
 
-def test_what_is_shown_stays_where_samples_have_no_step_in_common() -> None:
+def test_the_display_is_unchanged_if_samples_share_no_step() -> None:
     model = LiveModel()
     assert model.timeline.known(3) is None
     early, late = trained([0.01, 0.01], 12), trained([0.01, 0.01], 48, serial=100)
@@ -206,7 +206,7 @@ def test_what_is_shown_stays_where_samples_have_no_step_in_common() -> None:
     assert timeline_html(model) == shown
 
 
-def test_steps_of_earlier_cells_are_not_looked_at() -> None:
+def test_steps_of_earlier_cells_are_ignored() -> None:
     model = TimelineModel()
     for replica, own in enumerate(trained([0.01, 0.01])):
         model.feed(sample(replica, own), 9)
@@ -216,7 +216,7 @@ def test_steps_of_earlier_cells_are_not_looked_at() -> None:
     assert [number for _, number in model.pieces()[1]] == [1, 2, 3]
 
 
-def test_processors_that_are_shared_are_told_only_if_replicas_waited_for_them() -> None:
+def test_shared_processors_are_reported_only_if_replicas_waited_for_them() -> None:
     told = []
     for queued in (0.0, 0.3):
         model = TimelineModel()
@@ -235,7 +235,7 @@ def test_processors_that_are_shared_are_told_only_if_replicas_waited_for_them() 
     )
 
 
-def test_without_steps_the_time_is_looked_at_as_a_whole() -> None:
+def test_time_without_steps_is_analysed_as_a_whole() -> None:
     events = tuple(tuple(each for each in own if each.kind != "step") for own in trained([0.010, 0.038]))
     spent = model_of(
         [tuple(e._replace(serial=e.serial and i + 1) for i, e in enumerate(own)) for own in events]
@@ -268,7 +268,7 @@ def test_the_view_shows_it_in_pictures_and_in_words(in_detail: bool) -> None:
     assert "data:image/svg+xml" in bundle["text/html"]
 
 
-def test_nothing_is_shown_before_there_are_steps() -> None:
+def test_nothing_is_shown_before_the_first_step() -> None:
     model = LiveModel("mirrored")
     for replica, own in enumerate(trained([0.010, 0.038], 2)):
         model.feed(sample(replica, own), 1.0)
@@ -276,7 +276,7 @@ def test_nothing_is_shown_before_there_are_steps() -> None:
     assert "<svg" not in "".join(live_html(model, 1.0))
 
 
-def test_bars_are_as_long_as_what_they_stand_for() -> None:
+def test_bars_are_proportional_to_their_times() -> None:
     spent = model_of(trained([0.010, 0.038])).spent()
     assert spent is not None
     bars = [each for each in ET.fromstring(shares_picture(spent)).iter() if each.tag.endswith("}rect")]
@@ -287,7 +287,7 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
     assert wide["compute", 21.0] == pytest.approx(418 * 0.95, abs=0.1)
 
 
-def test_a_gantt_picture_has_each_piece() -> None:
+def test_a_gantt_chart_has_each_interval() -> None:
     timeline = Timeline(model_of(trained([0.010, 0.038])), 5)
     root = ET.fromstring(gantt_picture(timeline.rows, []))
     kinds = [each.get("class") for each in root.iter() if each.tag.endswith("}rect") and each.get("class")]
@@ -295,7 +295,7 @@ def test_a_gantt_picture_has_each_piece() -> None:
     assert "all_reduce(float32[10], sum) (cell 3, line 4)" in "".join(root.itertext())
 
 
-def test_steps_that_end_close_together_do_not_write_over_each_other() -> None:
+def test_labels_of_close_steps_do_not_overlap() -> None:
     pieces = Timeline(model_of(trained([0.010, 0.038])), 5).rows
     ends = [(0.04, 1), (0.08, 2), (0.081, 3), (0.12, 4)]
     texts = [
@@ -304,7 +304,7 @@ def test_steps_that_end_close_together_do_not_write_over_each_other() -> None:
     assert [text for text in texts if text.startswith("step")] == ["step 1", "step 2", "step 4"]
 
 
-def test_a_timeline_is_rows_a_table_and_a_trace(tmp_path: Path) -> None:
+def test_a_timeline_can_be_rows_a_table_and_a_trace(tmp_path: Path) -> None:
     timeline = Timeline(model_of(trained([0.010, 0.038])), 5)
     assert timeline.rows[0].begin == 0.0
     assert max(each.end for each in timeline.rows) == pytest.approx(5 * STEP_S)
@@ -319,7 +319,7 @@ def test_a_timeline_is_rows_a_table_and_a_trace(tmp_path: Path) -> None:
     assert len([each for each in trace["traceEvents"] if each["ph"] == "i"]) == 6
 
 
-def test_nothing_measured_is_told_so() -> None:
+def test_a_missing_measurement_is_reported() -> None:
     timeline = Timeline(TimelineModel(), 5)
     assert repr(timeline) == "Nothing has been measured."
     assert timeline._repr_html_().endswith("Nothing has been measured.</div>")
@@ -335,7 +335,7 @@ def _clean() -> Any:
     activity.program_ended()
 
 
-def test_waits_within_waits_are_kept_apart() -> None:
+def test_nested_waits_are_separate() -> None:
     activity.begin("input")
     activity.begin("collective", Arrival(at=1.0, group="w", number=7, what="all_reduce()"))
     wait = activity.waiting()
@@ -352,7 +352,7 @@ def test_waits_within_waits_are_kept_apart() -> None:
     assert outer.begin <= inner.begin <= inner.end <= outer.end
 
 
-def test_another_threads_wait_is_seen_and_ends_by_itself() -> None:
+def test_a_wait_of_another_thread_is_recorded_separately() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -380,7 +380,7 @@ def test_an_end_whose_beginning_was_lost_does_no_harm() -> None:
     assert activity.latest(1)[-1][1] == "program"
 
 
-def test_samples_bring_each_event_once_and_a_dump_all() -> None:
+def test_samples_contain_each_event_once_and_a_dump_all() -> None:
     telemetry = Telemetry()
     activity.program_began()
     for number in range(100):
@@ -392,7 +392,7 @@ def test_samples_bring_each_event_once_and_a_dump_all() -> None:
     assert len(telemetry.sample(0, 1, 0, whole=True).events) > 100
 
 
-def test_a_sample_says_what_the_line_calls_where_it_stays() -> None:
+def test_a_sample_names_the_call_in_the_current_line() -> None:
     source = "import threading\ndef held(begun, go_on):\n    begun.set(); go_on.wait(10)\n"
     import linecache
 

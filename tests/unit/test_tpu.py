@@ -90,13 +90,13 @@ def test_a_bare_type_means_all_chips_or_the_first_n() -> None:
         ({"gradient_reduction": "max"}, "write 'sum' or 'mean'"),
     ],
 )
-def test_an_argument_is_honoured_or_refused(arguments: dict[str, object], text: str) -> None:
+def test_an_argument_is_applied_or_refused(arguments: dict[str, object], text: str) -> None:
     with pytest.raises(OptionError, match=text):
         distnb.TPUStrategy(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("four_chips")
-def test_the_word_and_the_class_name_the_same_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_and_the_class_make_the_same_object(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distnb.runtime.this_process.this_process.remote", None)
     request = read_request("tpu --devices tpu:0,tpu:1 --gradients mean", {})
     assert distnb.TPUStrategy(devices=["tpu:0", "/device:TPU:1"], gradient_reduction="mean").spec == request.spec
@@ -106,14 +106,14 @@ def test_the_word_and_the_class_name_the_same_object(monkeypatch: pytest.MonkeyP
         read_request("tpu --oversubscribe", {})
 
 
-def test_it_takes_the_engines_that_are_on_chips() -> None:
+def test_a_tpu_strategy_uses_engines_on_chips() -> None:
     spec = StrategySpec(kind="tpu")
     assert choose_engines(spec, {0: Device("cpu"), 1: CHIPS[0], 2: CHIPS[1]}) == [1, 2]
     with pytest.raises(OptionError, match=r"needs engines on tpu devices.* have cpu:0\. .*%distnb start --devices tpu"):
         choose_engines(spec, {0: Device("cpu")})
 
 
-def test_each_process_is_told_its_chip() -> None:
+def test_each_process_gets_its_chip() -> None:
     launch = {"TORCH_TPU_TOPOLOGY": "2,1,1"}
     told = tpu_chips.chip_environment(CHIPS[1], CHIPS[:2], launch)
     assert told == launch | {

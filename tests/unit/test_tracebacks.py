@@ -52,7 +52,7 @@ def shown(shell: InteractiveShell, capsys: pytest.CaptureFixture[str], source: s
     return _COLOURS.sub("", capsys.readouterr().out)
 
 
-def test_it_is_shown_so_in_a_shell(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shell_shows_the_shortened_traceback(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(shell, capsys, "from distnb.topology import parse_device\nparse_device('cuda:x')")
     assert "is not a device" in text
     assert "topology.py" not in text
@@ -60,9 +60,7 @@ def test_it_is_shown_so_in_a_shell(shell: InteractiveShell, capsys: pytest.Captu
     assert "topology.py" in capsys.readouterr().out, "whoever asks for it sees it whole"
 
 
-def test_so_are_the_causes_of_an_error_of_the_users(
-    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_causes_of_a_users_error_are_shortened_too(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
     source = """
 from distnb.topology import parse_device
 try:
@@ -78,7 +76,7 @@ except ValueError as error:
 
 
 @pytest.mark.parametrize("strategy", ["distnb.OneDeviceStrategy('cpu')", "distnb.get_strategy()"])
-def test_a_datasets_error_shows_the_loop_and_the_dataset(
+def test_an_error_of_a_dataset_shows_the_loop_and_the_dataset(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str], strategy: str
 ) -> None:
     source = f"""
@@ -98,7 +96,9 @@ for _ in {strategy}.distribute_dataset(Five(), batch_size=4):
     assert "ZeroDivisionError" in text
 
 
-def test_torch_is_left_out_of_an_error_of_ours(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frames_of_torch_are_omitted_for_errors_of_distnb(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = """
 import distnb, torch
 torch.nn.Linear(2, 2)(distnb.PerReplica([torch.ones(2)] * 2))
@@ -110,7 +110,7 @@ torch.nn.Linear(2, 2)(distnb.PerReplica([torch.ones(2)] * 2))
     assert torch.__file__ not in text
 
 
-def test_a_defect_of_ours_is_shown_whole_and_a_builtins_error_is_none(
+def test_a_defect_of_distnb_is_shown_in_full_and_a_builtins_error_is_not(
     shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "errors.py" in shown(shell, capsys, "from distnb.errors import closest\nclosest(5, [])")
@@ -122,7 +122,7 @@ def test_a_defect_of_ours_is_shown_whole_and_a_builtins_error_is_none(
     assert "decoder.py" in plain
 
 
-def test_a_function_that_distnb_calls_is_shown_and_not_what_calls_it() -> None:
+def test_a_function_called_by_distnb_is_shown_without_its_callers() -> None:
     def fails() -> None:
         parse_device("cuda:x")
 
@@ -133,10 +133,10 @@ def test_a_function_that_distnb_calls_is_shown_and_not_what_calls_it() -> None:
     while trimmed is not None:
         names.append(trimmed.tb_frame.f_code.co_name)
         trimmed = trimmed.tb_next
-    assert names == ["test_a_function_that_distnb_calls_is_shown_and_not_what_calls_it", "fails"]
+    assert names == ["test_a_function_called_by_distnb_is_shown_without_its_callers", "fails"]
 
 
-def test_a_replicas_error_shows_where_the_cell_called_it() -> None:
+def test_a_replicas_error_shows_the_call_in_the_cell() -> None:
     shell = InteractiveShell()
     shell.user_ns["raising"] = functools.partial(raise_failure, _failed(), TEAM, callers_lines=lambda error: [])
     drawn: list[str] = []

@@ -39,12 +39,12 @@ def texts() -> tuple[str, ...]:
     return tuple(of_each_file())
 
 
-def test_there_are_some() -> None:
+def test_the_page_quotes_many_messages() -> None:
     assert len(QUOTED) > 40
     assert len({text for _, text in QUOTED}) == len(QUOTED)
 
 
 @pytest.mark.parametrize(("error", "text"), QUOTED, ids=[text[:40] for _, text in QUOTED])
-def test_it_is_what_the_source_says(error: str, text: str) -> None:
+def test_each_quoted_message_is_in_the_source(error: str, text: str) -> None:
     assert error in errors.__all__ or hasattr(builtins, error)
     assert any(text in each for each in texts())

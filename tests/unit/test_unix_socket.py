@@ -101,14 +101,14 @@ def same(frames: list[Frame], others: list[Frame]) -> bool:
     [[b"small"], [b"h" * 70_000], [b"header", bytes(range(256)) * 4], message()],
     ids=["one packet", "a long header", "two frames", "all kinds"],
 )
-def test_every_frame_arrives_in_its_place_both_ways(pair: Pair, frames: list[Frame]) -> None:
+def test_frames_arrive_in_order_both_ways(pair: Pair, frames: list[Frame]) -> None:
     for sender, receiver in (pair, pair[::-1]):
         assert sender.send_packets(pack(frames))
         assert same(receive(receiver), frames)
         assert receiver.receive_frames() is None
 
 
-def test_messages_keep_their_order_whatever_their_frames_need(pair: Pair) -> None:
+def test_messages_keep_their_order_for_all_kinds_of_frames(pair: Pair) -> None:
     sender, receiver = pair
     messages = [[b"header", np.full(size, size % 251, np.uint8).data] for size in (9, 10**5, 2, 10**6, 1, 10**7, 5)]
     for one in messages:
@@ -118,7 +118,7 @@ def test_messages_keep_their_order_whatever_their_frames_need(pair: Pair) -> Non
 
 
 @pytest.mark.parametrize("nbytes", [2000, MIDDLE, LARGE], ids=["in the packet", "mapped", "large"])
-def test_each_receiver_has_its_own_and_the_sender_too(listener: Listener, nbytes: int) -> None:
+def test_sender_and_receivers_have_separate_memory(listener: Listener, nbytes: int) -> None:
     sent = np.zeros(nbytes, np.uint8)
     with pairs(listener, 0, 1) as ends:
         packets = pack([b"header", sent.data])
@@ -130,7 +130,7 @@ def test_each_receiver_has_its_own_and_the_sender_too(listener: Listener, nbytes
         assert (second.min(), second.max()) == (0, 0)
 
 
-def test_the_memory_cannot_be_changed_by_who_has_the_descriptor() -> None:
+def test_the_descriptors_holder_cannot_change_the_memory() -> None:
     memory = shared_memory_buffer.SharedMemoryBuffer(bytes(LARGE))
     with pytest.raises(PermissionError):
         os.pwrite(memory.descriptor, b"x", 0)
@@ -138,7 +138,7 @@ def test_the_memory_cannot_be_changed_by_who_has_the_descriptor() -> None:
         os.ftruncate(memory.descriptor, 0)
 
 
-def test_more_large_frames_than_a_message_may_have_descriptors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_may_have_more_large_frames_than_descriptors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unix_socket, "_MOST_BUFFERS", 2)
     frames: list[Frame] = [b"header", *(np.full(LARGE, value, np.uint8).data for value in range(5))]
     packets = pack(frames)
@@ -147,7 +147,7 @@ def test_more_large_frames_than_a_message_may_have_descriptors(pair: Pair, monke
     assert same(receive(pair[1]), frames)
 
 
-def test_where_there_is_no_room_for_a_mapping_it_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_mapped_is_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory_buffer, "_map", lambda descriptor, nbytes: None)
     pair[0].send_packets(pack(frames := message()))
     assert same(receive(pair[1]), frames)
@@ -157,7 +157,7 @@ def test_where_there_is_no_room_for_a_mapping_it_is_read(pair: Pair, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["small", "large"])
-def test_what_the_kernel_has_no_room_for_is_sent_later(pair: Pair, kind: str) -> None:
+def test_messages_beyond_the_kernels_buffer_are_sent_later(pair: Pair, kind: str) -> None:
     sender, receiver = pair
     fill: Frame = b"-" if kind == "small" else bytes(MIDDLE)
     count = 5000 if kind == "small" else 600  # the buffer of a UNIX socket takes some hundred packets
@@ -171,7 +171,7 @@ def test_what_the_kernel_has_no_room_for_is_sent_later(pair: Pair, kind: str) ->
     assert buffers_in_memory() == 0
 
 
-def test_a_receiver_that_ends_is_told_and_ends_the_sending(pair: Pair) -> None:
+def test_a_closed_receiver_ends_the_sending(pair: Pair) -> None:
     sender, receiver = pair
     for _ in range(5000):
         assert sender.send_packets(pack([b"x" * 1000]))
@@ -181,7 +181,7 @@ def test_a_receiver_that_ends_is_told_and_ends_the_sending(pair: Pair) -> None:
     assert sender.ended
 
 
-def test_what_was_sent_is_received_although_the_sender_has_ended(pair: Pair) -> None:
+def test_sent_messages_are_received_after_the_sender_has_ended(pair: Pair) -> None:
     sender, receiver = pair
     sender.send_packets(pack([b"last words"]))
     receiver.send_packets(pack([b"never read"]))
@@ -191,7 +191,7 @@ def test_what_was_sent_is_received_although_the_sender_has_ended(pair: Pair) -> 
     assert receiver.ended
 
 
-def test_closing_ends_what_would_be_sent_later(pair: Pair) -> None:
+def test_closing_drops_messages_to_be_sent_later(pair: Pair) -> None:
     sender = pair[0]
     for _ in range(5000):
         sender.send_packets(pack([b"x" * 1000]))
@@ -201,7 +201,9 @@ def test_closing_ends_what_would_be_sent_later(pair: Pair) -> None:
     thread.join()
 
 
-def test_a_closed_socket_has_its_number_until_nobody_waits_for_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_socket_keeps_its_descriptor_while_a_thread_waits_for_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed = threading.Event()
 
     class LatePoll:
@@ -236,7 +238,7 @@ def test_a_closed_socket_has_its_number_until_nobody_waits_for_it(pair: Pair, mo
 # -- nothing is left ----------------------------------------------------------------------------------------------------
 
 
-def test_memory_goes_with_what_is_built_on_it(pair: Pair) -> None:
+def test_memory_is_released_with_the_objects_that_use_it(pair: Pair) -> None:
     before = descriptors()
     pair[0].send_packets(pack(message()))
     assert buffers_in_memory() == 0  # it is on its way
@@ -249,7 +251,7 @@ def test_memory_goes_with_what_is_built_on_it(pair: Pair) -> None:
     assert buffers_in_memory() == 0
 
 
-def test_what_a_receiver_never_takes_costs_the_sender_nothing_and_ends_with_the_socket(listener: Listener) -> None:
+def test_unread_messages_cost_the_sender_nothing_and_end_with_the_socket(listener: Listener) -> None:
     before = descriptors()
     with pairs(listener, 0, 1) as ends:
         connected = descriptors()
@@ -262,7 +264,7 @@ def test_what_a_receiver_never_takes_costs_the_sender_nothing_and_ends_with_the_
     assert buffers_in_memory() == 0
 
 
-def test_a_lost_descriptor_is_told_with_the_cure_and_the_next_message_arrives(pair: Pair) -> None:
+def test_a_lost_descriptor_is_reported_with_the_cure_and_the_next_message_arrives(pair: Pair) -> None:
     sender, receiver = pair
     sender.send_packets(pack(message()))
     sender.send_packets(pack([b"next", b"one"]))
@@ -283,7 +285,7 @@ def no_more_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_no_memory_for_it_sends_all_in_packets(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_without_memory_is_sent_in_packets(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> int:
         raise OSError(errno.ENOSPC, "no room")
 
@@ -300,7 +302,7 @@ def test_no_memory_for_it_sends_all_in_packets(pair: Pair, monkeypatch: pytest.M
 # -- who may ------------------------------------------------------------------------------------------------------------
 
 
-def test_who_does_not_say_a_number_is_not_let_in(listener: Listener) -> None:
+def test_a_client_without_a_number_is_refused(listener: Listener) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(listener.path)
         stranger.send(b"let me in")
@@ -308,7 +310,7 @@ def test_who_does_not_say_a_number_is_not_let_in(listener: Listener) -> None:
         assert stranger.recv(1) == b""
 
 
-def test_where_nobody_listens_nobody_is_reached(listener: Listener) -> None:
+def test_an_address_without_a_listener_is_unreachable(listener: Listener) -> None:
     with pytest.raises(FileNotFoundError):
         connect(listener.path + "x", 0)
     other = Listener(os.path.dirname(listener.path))
@@ -319,12 +321,12 @@ def test_where_nobody_listens_nobody_is_reached(listener: Listener) -> None:
     os.unlink(other.path + "x")
 
 
-def test_a_directory_that_takes_no_sockets_is_an_error() -> None:
+def test_a_directory_that_cannot_hold_sockets_is_an_error() -> None:
     with pytest.raises(StartError, match="TMPDIR"):
         Listener("/proc/self")
 
 
-def test_a_silent_stranger_stops_nobody(listener: Listener) -> None:
+def test_a_silent_client_does_not_block_others(listener: Listener) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect(listener.path)
         with pairs(listener, 1) as (pair,):
@@ -333,7 +335,7 @@ def test_a_silent_stranger_stops_nobody(listener: Listener) -> None:
     assert listener.let_in() == {}
 
 
-def test_of_two_that_come_for_one_engine_the_later_stays(listener: Listener) -> None:
+def test_the_later_of_two_connections_of_an_engine_remains(listener: Listener) -> None:
     old, new = come(listener, 0), come(listener, 0)
     ours = listener.let_in()
     ours[0].send_packets(pack([b"hello"]))
@@ -344,5 +346,5 @@ def test_of_two_that_come_for_one_engine_the_later_stays(listener: Listener) -> 
         one.close()
 
 
-def test_packets_are_no_larger_than_what_is_received_at_once() -> None:
+def test_packets_fit_one_receive() -> None:
     assert max(len(data) for data, _ in pack([b"x" * 500_000, b"y" * 3000])) <= 1 + unix_socket._PACKET_NBYTES

@@ -50,7 +50,7 @@ def test_equal_components_share_a_row() -> None:
     assert "= [0., 1., 2.]" in text
 
 
-def test_devices_are_no_difference() -> None:
+def test_devices_do_not_count_as_a_difference() -> None:
     told = inspect(torch.ones(2))
     devices = {replica: told._replace(device=f"cuda:{replica}") for replica in range(2)}
     page = value_html(ValueModel(kind="Mirrored", size=2, components=devices))
@@ -58,7 +58,7 @@ def test_devices_are_no_difference() -> None:
     assert "cuda:0, cuda:1" in page
 
 
-def test_drift_is_red_and_said() -> None:
+def test_drift_is_marked_and_described() -> None:
     equal = [torch.nn.Linear(2, 2) for _ in range(3)]
     for each in equal:
         each.load_state_dict(equal[0].state_dict())
@@ -76,7 +76,7 @@ def test_drift_is_red_and_said() -> None:
     assert not model("Mirrored", *equal, together=True).drifted, "parts of one value may differ"
 
 
-def test_what_cannot_be_compared_is_no_drift() -> None:
+def test_values_that_cannot_be_compared_are_not_drift() -> None:
     unknown = [inspect(object()) for _ in range(2)]
     assert not ValueModel(kind="Mirrored", size=2, components=dict(enumerate(unknown))).drifted
 
@@ -92,7 +92,7 @@ def test_nan_and_infinity_are_flagged() -> None:
     assert "⚠" not in value_html(model("Mirrored", torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())))
 
 
-def test_structures_are_trees_and_everything_is_escaped() -> None:
+def test_structures_are_shown_as_trees_with_escaped_text() -> None:
     page = value_html(model("PerReplica", {"<b>": [torch.ones(2), "<script>"]}, {"<b>": [torch.ones(2), "other"]}))
     assert page.count("<details") == 2
     assert "<script>" not in page
@@ -106,12 +106,12 @@ def test_structures_are_trees_and_everything_is_escaped() -> None:
     ]
 
 
-def test_absent_components_are_told() -> None:
+def test_absent_components_are_reported() -> None:
     page = value_html(ValueModel(kind="PerReplica", size=2, components={0: inspect(1)}, absent={1: "<unassigned>"}))
     assert "replica 1: &lt;unassigned&gt;" in page
 
 
-def test_pictures_stand_side_by_side() -> None:
+def test_pictures_are_shown_next_to_each_other() -> None:
     images = [torch.rand(3, 20, 20) for _ in range(3)]
     page = value_html(model("PerReplica", *images))
     assert page.count('<img src="data:image/png;base64,') == 3
@@ -119,7 +119,7 @@ def test_pictures_stand_side_by_side() -> None:
     assert 'alt="Tensor (3, 20, 20) of replica 2"' in page
 
 
-def test_a_sample_is_said_to_be_one() -> None:
+def test_a_sample_is_marked_as_a_sample() -> None:
     told = inspect(torch.ones(2_200, 2_200))
     assert "a sample of " in value_html(ValueModel(kind="PerReplica", size=1, components={0: told}))
 
@@ -144,7 +144,7 @@ def shown(merger: OutputMerger, now: float) -> list[dict[int, Inspected]]:
     return [each[VALUE]["replicas"] for each in latest.values()]
 
 
-def test_what_replicas_show_from_one_line_is_one_value() -> None:
+def test_displays_of_one_line_form_one_value() -> None:
     merger = OutputMerger(2, "m")
     for site in (b"line 1", b"line 2"):
         merger.feed(display(0, site, 0.0), 0.0)
@@ -154,7 +154,7 @@ def test_what_replicas_show_from_one_line_is_one_value() -> None:
     assert [sorted(each) for each in shown(merger, 5.0)] == [[0, 1], [0, 1]], "however late the other comes"
 
 
-def test_what_one_replica_alone_shows_is_its_own() -> None:
+def test_a_display_of_one_replica_alone_is_separate() -> None:
     merger = OutputMerger(2, "m")
     merger.feed(display(0, b"if chief", 0.0), 0.0)
     merger.feed(display(0, b"all", 1.0), 0.0)
@@ -162,7 +162,7 @@ def test_what_one_replica_alone_shows_is_its_own() -> None:
     assert sorted(sorted(each) for each in shown(merger, 1.0)) == [[0], [0, 1]]
 
 
-def test_in_a_loop_the_nth_goes_with_the_nth() -> None:
+def test_displays_in_a_loop_are_matched_by_iteration() -> None:
     merger = OutputMerger(2, "m")
     for step in range(3):
         merger.feed(display(0, b"loop", step), 0.0)
@@ -206,12 +206,12 @@ def test_copies_share_a_row_and_count_each() -> None:
     assert "<img" not in placement_html(copies), "nothing is cut"
 
 
-def test_what_is_shared_is_counted_once() -> None:
+def test_shared_memory_is_counted_once() -> None:
     text = placement_text(place(*[shard(((0, 4), (0, 6)), kind="shared")] * 2))
     assert text.splitlines()[0] == "it · shared memory: 8 B"
 
 
-def test_a_grid_shows_who_has_which_part() -> None:
+def test_a_grid_shows_the_part_of_each_replica() -> None:
     quarters = [((0, 2), (0, 3)), ((0, 2), (3, 6)), ((2, 4), (0, 3)), ((2, 4), (3, 6))]
     model = place(*map(shard, quarters))
     (tensor,) = model.tensors
@@ -253,7 +253,7 @@ def test_more_axes_make_more_grids() -> None:
     assert placement_text(model).count("axis 0: ") == 2
 
 
-def test_a_replica_without_rows_is_told() -> None:
+def test_a_replica_without_rows_is_reported() -> None:
     model = place(shard(((0, 1),), (1,), "rows"), shard(((1, 1),), (1,), "rows"))
     text = placement_text(model)
     assert "row 0" in text
@@ -264,7 +264,7 @@ def test_a_replica_without_rows_is_told() -> None:
 # -- devices ----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_parted_among_engines_others_and_what_is_free() -> None:
+def test_memory_is_divided_into_engines_others_and_free() -> None:
     rows = [SimpleNamespace(engine=i, device=f"cuda:{i}", host="here", task="", state="idle") for i in range(2)]
     rows[1].state = "was killed"
     told = {

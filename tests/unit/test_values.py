@@ -36,7 +36,7 @@ class Box:
     y: Any = 1
 
 
-def test_loads_no_torch() -> None:
+def test_values_load_no_torch() -> None:
     code = (
         "import sys, distnb.values.structure, distnb.strategies.context, distnb; distnb.MirroredStrategy();"
         "assert 'torch' not in sys.modules"
@@ -44,13 +44,13 @@ def test_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_repr_is_that_of_tf_distribute() -> None:
+def test_repr_matches_tf_distribute() -> None:
     assert repr(PerReplica([1, torch.tensor(2)])) == "PerReplica:{\n  0: 1,\n  1: tensor(2)\n}"
     assert repr(Mirrored(["a", "a"])) == "Mirrored:{\n  0: 'a',\n  1: 'a'\n}"
     assert repr(PerReplica({1: 5}, 2)) == "PerReplica:{\n  0: <on replica 0>,\n  1: 5\n}"
 
 
-def test_components() -> None:
+def test_components_can_be_read() -> None:
     value = PerReplica({1: "b"}, 3, global_batch_size=7)
     assert (value.values, value.replica_ids, value.num_replicas, value.global_batch_size) == (("b",), (1,), 3, 7)
     with pytest.raises(DistributedValueError, match="on another replica"):
@@ -74,14 +74,14 @@ def test_components() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", [PerReplica, Mirrored])
-def test_is_no_plain_value(use: Any, kind: type[DistributedValues]) -> None:
+def test_a_distributed_value_is_not_a_plain_value(use: Any, kind: type[DistributedValues]) -> None:
     with pytest.raises(DistributedValueError) as raised:
         use(kind([torch.ones(2), torch.ones(2)]))
     assert isinstance(raised.value, TypeError)
     assert "strategy." in str(raised.value)
 
 
-def test_attributes_teach() -> None:
+def test_missing_attributes_name_the_cure() -> None:
     value = PerReplica([1, 2])
     with pytest.raises(AttributeError, match="local_results"):
         value.item()
@@ -90,7 +90,7 @@ def test_attributes_teach() -> None:
     assert {value: 1}[value] == 1
 
 
-def test_pickles_and_copies() -> None:
+def test_values_can_be_pickled_and_copied() -> None:
     value = PerReplica([1, 2], global_batch_size=3)
     for other in (pickle.loads(pickle.dumps(value)), copy.copy(value), copy.deepcopy(value)):
         assert other.values == (1, 2)
@@ -100,7 +100,7 @@ def test_pickles_and_copies() -> None:
 TREE: Any = {"b": [1, (2, Pair(3, None))], "a": Box({"c": 4}), "d": collections.OrderedDict(z=5, y=6)}
 
 
-def test_flatten_and_back() -> None:
+def test_structures_can_be_flattened_and_rebuilt() -> None:
     leaves, shape = flatten(TREE)
     assert leaves == [4, 1, 1, 2, 3, None, 6, 5]
     assert unflatten(shape, leaves) == TREE
@@ -112,7 +112,7 @@ def test_flatten_and_back() -> None:
     assert paths(TREE)[0] == "['a'].x['c']"
 
 
-def test_special_containers() -> None:
+def test_special_containers_keep_their_types() -> None:
     default = collections.defaultdict(list, x=1)
     assert map_structure(lambda v: v + 1, default)["missing"] == []
     size = torch.Size([1, 2])
@@ -131,7 +131,7 @@ def test_structures_compare_without_order() -> None:
     )
 
 
-def test_select() -> None:
+def test_components_can_be_selected() -> None:
     value = PerReplica([10, 20])
     plain = {"x": [1]}
     tree = (value, plain, Box(value))
@@ -144,7 +144,7 @@ def test_select() -> None:
         select(tree, 0, 3)
 
 
-def test_regroup() -> None:
+def test_components_can_be_regrouped() -> None:
     grouped = regroup([{"a": 1, "b": None, "c": "x"}, {"c": "y", "b": None, "a": 1}])
     assert grouped["a"] == 1
     assert grouped["b"] is None
@@ -160,7 +160,7 @@ def test_regroup() -> None:
     assert "[*, *]" in str(raised.value)
 
 
-def test_a_format_of_one_number_is_refused_with_the_cure() -> None:
+def test_formatting_like_a_number_is_refused_with_the_cure() -> None:
     value = PerReplica([1.5, 2.5])
     assert f"{value}" == repr(value)
     with pytest.raises(DistributedValueError, match=r"A PerReplica cannot be formatted as '\.3f'.*strategy\.reduce"):

@@ -30,7 +30,7 @@ def test_a_plain_variable_is_a_tensor_that_can_be_assigned_to() -> None:
     assert "3." in repr(variable)
 
 
-def test_initial_values() -> None:
+def test_initial_values_are_converted() -> None:
     source = torch.ones(2)
     variable = distnb.Variable(source)
     variable.assign_add([1.0, 2.0])
@@ -45,7 +45,7 @@ def test_initial_values() -> None:
 
 @pytest.mark.parametrize("synchronization", ["auto", "on_write", "ON_READ"])
 @pytest.mark.parametrize("aggregation", ["none", "SUM", "mean", distnb.VariableAggregation.ONLY_FIRST_REPLICA])
-def test_both_settings_are_without_effect(synchronization: Any, aggregation: Any) -> None:
+def test_synchronization_and_aggregation_have_no_effect_in_one_process(synchronization: Any, aggregation: Any) -> None:
     one = distnb.OneDeviceStrategy("cpu:0")
     for scope, run in ((one.scope(), one.run), (distnb.get_strategy().scope(), lambda fn: fn())):
         with scope:
@@ -54,7 +54,7 @@ def test_both_settings_are_without_effect(synchronization: Any, aggregation: Any
         assert (float(variable), (variable.assign(1.0) + 1).item()) == (12.0, 2.0)
 
 
-def test_trainable() -> None:
+def test_trainable_sets_requires_grad() -> None:
     assert distnb.Variable(1.0).trainable
     assert distnb.Variable(1.0).requires_grad
     assert not distnb.Variable(1).trainable
@@ -81,12 +81,12 @@ def test_trainable() -> None:
         ({"dtype": "float32"}, "torch.float32"),
     ],
 )
-def test_options_that_are_refused(options: dict[str, Any], words: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         distnb.Variable(1.0, **options)
 
 
-def test_values_that_do_not_fit() -> None:
+def test_mismatched_values_are_refused() -> None:
     whole = distnb.Variable([1, 2])
     with pytest.raises(TypeError, match="would lose information"):
         whole.assign_add(0.5)
@@ -98,7 +98,7 @@ def test_values_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
-def test_in_a_module(synchronization: str) -> None:
+def test_a_variable_works_in_a_module(synchronization: str) -> None:
     module = torch.nn.Module()
     module.v = distnb.Variable(3.0, synchronization=synchronization, trainable=False)
     assert [name for name, _ in module.named_parameters()] == ["v"]
@@ -115,7 +115,7 @@ def test_in_a_module(synchronization: str) -> None:
     assert (float(copied.v), float(variable), float(again), type(again)) == (1.0, 5.0, 5.0, type(variable))
 
 
-def test_strategies_are_not_mixed() -> None:
+def test_variables_of_another_strategy_are_refused() -> None:
     first, second = distnb.OneDeviceStrategy("cpu:0"), distnb.OneDeviceStrategy("cpu")
     assert first is second
     default = distnb.Variable(1.0)

@@ -39,7 +39,7 @@ def test_equal_collectives_pass():
         verifier.end(failed=False)
 
 
-def test_the_later_one_raises_before_it_enters_and_the_earlier_one_when_it_looks():
+def test_the_later_replica_raises_before_it_enters_and_the_earlier_one_at_its_check():
     first, second = replicas()
     first.post(record("all_reduce(float32[3], sum)", 4))
     with pytest.raises(CollectiveMismatchError) as caught:
@@ -50,7 +50,7 @@ def test_the_later_one_raises_before_it_enters_and_the_earlier_one_when_it_looks
         first.check()
 
 
-def test_who_returned_early_is_told_in_words():
+def test_a_replica_that_returned_early_is_named():
     first, second = replicas()
     first.post(record("all_reduce(float32[3], sum)", 4))
     with pytest.raises(CollectiveMismatchError) as caught:
@@ -63,7 +63,7 @@ def test_who_returned_early_is_told_in_words():
     assert "A function that returns early does so on all replicas" in str(caught.value)
 
 
-def test_who_has_no_more_batches_is_told_in_words():
+def test_a_replica_without_more_batches_is_named():
     first, second = replicas()
     first.post(record("all_reduce", 4))
     activity.data_ended(1)
@@ -88,7 +88,7 @@ def test_who_has_no_more_batches_is_told_in_words():
         assert "batches" not in str(caught.value)
 
 
-def test_who_ended_its_program_without_more_batches_is_told_in_words():
+def test_a_replica_that_ended_its_program_without_more_batches_is_named():
     first, second = replicas()
     activity.data_ended(0)
     second.end(failed=False)
@@ -99,7 +99,7 @@ def test_who_ended_its_program_without_more_batches_is_told_in_words():
         first.check_departed(1)
 
 
-def test_an_earlier_difference_is_found_later():
+def test_an_earlier_difference_is_detected_later():
     first, second = replicas()
     first.post(record("a"))
     first.post(record("b"))
@@ -109,7 +109,7 @@ def test_an_earlier_difference_is_found_later():
         second.post(record("x"))
 
 
-def test_own_lines_are_fine():
+def test_different_lines_are_allowed():
     first, second = replicas()
     for _ in range(10):
         first.post(record("broadcast", 1))
@@ -120,7 +120,7 @@ def test_own_lines_are_fine():
 
 
 @pytest.mark.parametrize(("here", "there"), [((1, ""), (2, "")), ((1, "from a"), (1, "from b"))])
-def test_swapped_lines_or_callers_are_not(here, there):
+def test_swapped_lines_or_callers_are_refused(here, there):
     first, second = replicas()
     first.post(record("all_reduce", *here))
     second.post(record("all_reduce", *there))
@@ -132,7 +132,7 @@ def test_swapped_lines_or_callers_are_not(here, there):
 
 
 @pytest.mark.parametrize(("one", "other"), [("barrier()", "barrier()"), ("broadcast(root=0)", "broadcast(root=1)")])
-def test_taking_turns_is_fine(one, other):
+def test_taking_turns_is_allowed(one, other):
     first, second = replicas()
     first.post(record(one, 1))
     second.post(record(one, 2))
@@ -141,7 +141,7 @@ def test_taking_turns_is_fine(one, other):
     first.check()
 
 
-def test_lines_that_say_different_things_are_worth_one_warning():
+def test_different_calls_in_one_place_cause_one_warning():
     verifiers = replicas(4)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -163,7 +163,7 @@ def test_the_last_collective_is_compared_at_the_end():
 
 
 @pytest.mark.parametrize("operation", ["barrier()", "new_group(cpu)", "broadcast(float32[1], root=0)"])
-def test_where_texts_differ_for_good_reasons_nothing_is_said(operation):
+def test_permitted_differences_of_texts_cause_no_warning(operation):
     first, second = replicas()
     first.post(record(operation, 1, text="a"))
     second.post(record(operation, 2, text="b"))
@@ -195,7 +195,7 @@ def test_exchanged_texts_of_callers_are_a_different_order():
 
 
 @pytest.mark.filterwarnings("ignore:One collective")
-def test_names_mean_other_things_in_the_next_program():
+def test_names_are_reset_in_the_next_program():
     first, second = replicas()
     first.post(record("all_reduce", 1, text="a"))
     second.post(record("all_reduce", 3, text="b"))
@@ -207,7 +207,7 @@ def test_names_mean_other_things_in_the_next_program():
     first.check()
 
 
-def test_nobody_gets_further_ahead_than_can_be_compared():
+def test_no_replica_runs_ahead_of_the_comparison():
     first, second = replicas()
     while first.room():
         first.post(record("broadcast"))
@@ -217,7 +217,7 @@ def test_nobody_gets_further_ahead_than_can_be_compared():
     assert first.room()
 
 
-def test_who_ended_is_missed_by_who_waits():
+def test_a_replica_that_ended_is_missed_by_a_waiting_one():
     first, second = replicas()
     first.post(record("a"))
     second.post(record("a"))
@@ -231,7 +231,7 @@ def test_who_ended_is_missed_by_who_waits():
 
 
 @pytest.mark.parametrize(("error", "is_cause"), [(KeyError("mine"), True), (ProgramAborted("replica 0 failed"), False)])
-def test_an_error_that_skips_a_collective_is_the_cause_but_the_order_to_end_is_not(
+def test_an_error_that_skips_a_collective_is_the_cause_unlike_the_order_to_end(
     error: BaseException, is_cause: bool
 ) -> None:
     memory = bytearray(CollectiveLog.nbytes(2))
@@ -250,14 +250,14 @@ def test_an_error_that_skips_a_collective_is_the_cause_but_the_order_to_end_is_n
     assert (left is not None and left[0] is error) == is_cause
 
 
-def test_who_failed_is_no_mismatch():
+def test_a_failed_replica_is_not_a_mismatch():
     first, second = replicas()
     number = first.post(record("a"))
     second.end(failed=True)
     assert first.check_departed(number) == [1]
 
 
-def test_who_is_in_the_next_program_is_missed_too():
+def test_a_replica_in_the_next_program_is_missed_too():
     first, second = replicas()
     number = first.post(record("a"))
     second.begin(2)
@@ -265,7 +265,7 @@ def test_who_is_in_the_next_program_is_missed_too():
         first.check_departed(number)
 
 
-def test_the_last_to_end_compares_the_counts():
+def test_the_last_replica_to_end_compares_the_counts():
     first, second = replicas()
     first.post(record("a"))
     first.end(failed=False)
@@ -281,7 +281,7 @@ def test_collectives_of_different_programs_do_not_match():
         second.post(record("a"))
 
 
-def test_a_refused_collective_is_told():
+def test_a_refused_collective_is_reported():
     first, second = replicas()
     first.post(record("a"))
     number = second.post(record("a"))
@@ -290,7 +290,7 @@ def test_a_refused_collective_is_told():
         first.check()
 
 
-def test_a_refused_collective_is_told_after_it_was_compared():
+def test_a_refused_collective_is_reported_after_the_comparison():
     first, second = replicas()
     first.post(record("a"))
     number = second.post(record("a"))
@@ -300,7 +300,7 @@ def test_a_refused_collective_is_told_after_it_was_compared():
         first.check_departed(number)
 
 
-def test_what_one_finds_all_learn():
+def test_all_replicas_get_the_error_that_one_finds():
     verifiers = replicas(3)
     verifiers[0].report_failure(CollectiveMismatchError("something is wrong"))
     with pytest.raises(CollectiveMismatchError, match="something is wrong"):
@@ -309,7 +309,7 @@ def test_what_one_finds_all_learn():
         verifiers[1].end(failed=False)
 
 
-def test_long_texts_are_cut():
+def test_long_texts_are_truncated():
     log = CollectiveLog(bytearray(CollectiveLog.nbytes(2)), 0, 2)
     long = CollectiveRecord(bytes(KEY_NBYTES), "x" * 1000, "y" * 1000)
     log.write(1, long, 5)
@@ -341,7 +341,7 @@ def run(calls: ProgramCalls, error: BaseException | None = None) -> None:
     calls.leave()
 
 
-def test_an_error_that_leaves_others_waiting_is_found_where_it_arose():
+def test_an_error_that_leaves_others_waiting_is_reported_at_its_origin():
     (first, its), (second, others) = counted()
     its.enter()
     error = ValueError("mine")
@@ -359,7 +359,7 @@ def test_an_error_that_leaves_others_waiting_is_found_where_it_arose():
     assert not isinstance(caught.value, CollectiveMismatchError)
 
 
-def test_an_error_that_skips_a_collective_is_found_at_an_equal_one():
+def test_an_error_that_skips_a_collective_is_found_at_a_later_equal_one():
     (first, its), (second, others) = counted()
     its.enter()
     first.post(record("a"))
@@ -388,7 +388,7 @@ def test_an_error_after_which_no_collective_is_missed_ends_nothing():
         verifier.end(failed=False)
 
 
-def test_an_error_that_all_replicas_catch_ends_nothing_and_is_not_blamed_for_a_later_mismatch():
+def test_an_error_caught_by_all_replicas_ends_nothing_and_causes_no_later_mismatch():
     (first, its), (second, others) = counted()
     for calls in (its, others):
         run(calls, ValueError("all"))
@@ -430,7 +430,7 @@ def test_arguments_refused_on_all_replicas_end_nothing():
     assert its.errors == others.errors == 1
 
 
-def test_who_ends_after_an_error_is_named_with_it():
+def test_a_replica_that_ends_after_an_error_is_named_with_it():
     (first, its), (second, others) = counted()
     its.enter()
     run(others, ValueError("mine"))

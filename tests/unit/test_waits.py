@@ -41,7 +41,7 @@ def told(*samples: TelemetrySample, at: float = 6.0, who: str = "replica") -> li
     return model.lines(at)
 
 
-def test_who_waits_where_and_who_is_not_there() -> None:
+def test_waiting_and_missing_replicas_are_named_with_their_collective() -> None:
     sleeping = [sample(0, moment, call="time.sleep") for moment in (0.0, 3.0, 6.0)]
     assert told(*sleeping, sample(1, 6.0, waiting=waits(6.0))) == [
         "replica 1 waits in all_reduce (cell 3, line 4; number 17) since 6 s; "
@@ -49,18 +49,18 @@ def test_who_waits_where_and_who_is_not_there() -> None:
     ]
 
 
-def test_a_short_wait_is_no_news() -> None:
+def test_a_short_wait_is_not_reported() -> None:
     assert told(sample(0, 6.0), sample(1, 6.0, waiting=waits(2.9))) == []
     assert told(sample(0, 6.0), sample(1, 6.0)) == []
 
 
-def test_several_wait_together() -> None:
+def test_several_waiting_replicas_are_combined() -> None:
     several = [sample(replica, 6.0, waiting=waits(5.0 + replica / 2)) for replica in (0, 1, 3)]
     (line,) = told(*several, sample(2, 6.0))
     assert line.startswith("replicas 0-1, 3 wait in all_reduce (cell 3, line 4; number 17) since 6 s; replica 2 is not")
 
 
-def test_a_replica_that_waits_for_its_input() -> None:
+def test_a_replica_that_waits_for_input_is_named() -> None:
     reading = sample(0, 6.0, waiting=waits(4.0, "input", 0, "", ""))
     lines = told(reading, sample(1, 6.0, waiting=waits(4.0)))
     assert lines == [
@@ -70,7 +70,7 @@ def test_a_replica_that_waits_for_its_input() -> None:
     ]
 
 
-def test_replicas_in_different_collectives() -> None:
+def test_replicas_in_different_collectives_are_named() -> None:
     (first, second) = told(
         sample(0, 6.0, waiting=waits(4.0, number=17)),
         sample(1, 6.0, waiting=waits(4.0, number=3, what="barrier()", group="part")),
@@ -79,33 +79,33 @@ def test_replicas_in_different_collectives() -> None:
     assert "replica 0 is not there: it waits in all_reduce" in second
 
 
-def test_all_may_be_there() -> None:
+def test_all_replicas_may_be_in_the_collective() -> None:
     (line,) = told(*[sample(replica, 6.0, waiting=waits(4.0)) for replica in (0, 1)])
     assert line == "replicas 0-1 wait in all_reduce (cell 3, line 4; number 17) since 4 s; all are there."
 
 
-def test_a_replica_whose_interpreter_is_held_is_told_to_be_silent() -> None:
+def test_a_replica_with_a_blocked_interpreter_is_reported_as_silent() -> None:
     (line,) = told(sample(0, 1.0), sample(1, 6.0, waiting=waits(5.0)))
     assert line.endswith(
         "replica 0 is not there, and has reported nothing for 5 s; it was last seen in cell 3, line 3."
     )
 
 
-def test_what_was_heard_long_ago_is_no_claim() -> None:
+def test_outdated_samples_are_not_reported() -> None:
     assert told(sample(0, 0.0, waiting=waits(2.0)), at=30.0) == []
 
 
-def test_a_worker_waits_for_a_parameter_server() -> None:
+def test_a_worker_that_waits_for_a_parameter_server_is_named() -> None:
     asking = sample(1, 6.0, waiting=waits(3.2, "servers", 0, "parameter server 0", ""))
     assert told(asking, who="worker") == ["worker 1 waits for parameter server 0 (cell 3, line 3) since 3 s."]
 
 
-def test_what_runs_in_the_background_is_not_said_to_be_waited_in() -> None:
+def test_background_operations_are_not_reported_as_waits() -> None:
     (line,) = told(sample(0, 6.0), sample(1, 6.0, waiting=waits(4.0, "background")))
     assert line.startswith("replica 1 has all_reduce (cell 3, line 3; number 17) under way since 4 s; replica 0")
 
 
-def test_the_view_tells_it_while_the_cell_runs_and_no_longer() -> None:
+def test_the_view_shows_waits_only_while_the_cell_runs() -> None:
     model = LiveModel("mirrored")
     team = Team(engines=(0, 1), devices=(Device("cpu", 0), Device("cpu", 1)), generation=1, store_host="", store_port=0)
     model.feed(Status(program=1, state="started", team=team), 0.0)
@@ -125,7 +125,7 @@ def test_the_view_tells_it_while_the_cell_runs_and_no_longer() -> None:
     assert model.waits.lines(6.5) == []
 
 
-def test_what_was_waited_for_when_a_program_was_ended_stays_in_the_picture() -> None:
+def test_the_last_waits_of_an_ended_program_remain_in_the_picture() -> None:
     model = LiveModel("mirrored")
     team = Team(engines=(0, 1), devices=(Device("cpu", 0), Device("cpu", 1)), generation=1, store_host="", store_port=0)
     model.feed(Status(program=1, state="started", team=team), 0.0)
@@ -164,7 +164,7 @@ class _Shown(Publisher):
         pass
 
 
-def test_an_ordinary_cell_whose_call_hangs_shows_a_view_that_says_so() -> None:
+def test_an_ordinary_cell_with_a_hanging_call_shows_a_view_of_the_wait() -> None:
     """Check a program that was not announced, draws nothing, and has finished no step."""
     shown = _Shown()
     view = CellView(shown, PictureView, replicas=2)

@@ -28,7 +28,7 @@ def loaded() -> tuple[str, ...]:
     return tuple(name for name in NAMES if name in sys.modules)
 
 
-def test_programs_have_their_turn_between_modules():
+def test_programs_run_between_modules():
     seen = []
 
     async def programs() -> None:
@@ -43,7 +43,7 @@ def test_programs_have_their_turn_between_modules():
     assert {sys.modules[name].thread for name in loaded()} == {threading.get_ident()}
 
 
-def test_nothing_is_loaded_while_a_program_runs():
+def test_no_module_is_loaded_while_a_program_runs():
     async def program() -> None:
         idle_s = 0.0
         warming.warm_up_when_idle(lambda: idle_s, NAMES)

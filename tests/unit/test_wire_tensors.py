@@ -40,7 +40,7 @@ def test_tensors_arrive_equal_and_belong_to_the_receiver(name: str) -> None:
     assert torch.equal(sent, before)
 
 
-def test_a_large_tensor_is_a_frame_and_no_copy() -> None:
+def test_a_large_tensor_is_a_frame_without_a_copy() -> None:
     tensor = torch.zeros(100_000)
     _, frame = encode_tensors((tensor, 1))
     tensor[0] = 1
