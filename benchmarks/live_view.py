@@ -117,7 +117,7 @@ def main() -> int:
         manager.shutdown_kernel()
         manager.cleanup_resources()
     kept = [
-        _told(
+        _report(
             f"a training step, live view and timeline on and off, {what}",
             [each[place] for each in on],
             [each[place] for each in off],
@@ -128,7 +128,7 @@ def main() -> int:
     return 0 if all(kept) else 1
 
 
-def _told(title: str, on: list[Any], off: list[Any]) -> bool:
+def _report(title: str, on: list[Any], off: list[Any]) -> bool:
     target = Target("on", "off", at_most=1.01)
     return report(title, Comparison({"on": tuple(on), "off": tuple(off)}), baseline="off", targets=[target])
 

@@ -104,13 +104,13 @@ def _measure(cells: Cells, kind: str, rounds: int) -> bool:
     def unchanged() -> float:
         return max(1e-6, cell("obj; None") - cell("pass"))
 
-    def changed_beside() -> float:
+    def next_to_change() -> float:
         """Measure a cell that reads the unchanged object, and a small list that changed."""
-        names["beside"] = [time.perf_counter()]
-        return max(1e-6, cell("obj, beside; None") - cell("pass"))
+        names["changed"] = [time.perf_counter()]
+        return max(1e-6, cell("obj, changed; None") - cell("pass"))
 
     cell("obj; None")
-    again = compare({"unchanged": unchanged, "beside": changed_beside, "floor": lambda: floor(value)}, rounds=rounds)
+    again = compare({"unchanged": unchanged, "changed": next_to_change, "floor": lambda: floor(value)}, rounds=rounds)
     target = Target("unchanged", "floor", at_most=2.0)
     kept = report(f"{kind}: read, and not changed", again, baseline="floor", targets=[target])
     sent = compare({"first": first, "floor": lambda: floor(value, sent=True)}, rounds=max(2, rounds // 2))

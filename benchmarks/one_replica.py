@@ -55,7 +55,7 @@ def _more_us(comparison: Comparison, name: str) -> float:
     return statistics.median([own - plain for own, plain in pairs]) * 1e6
 
 
-def _told(what: str, us: float, most: float) -> bool:
+def _report(what: str, us: float, most: float) -> bool:
     print(f"  {what}: {us:+.1f} µs (at most {most:g}: {'met' if us <= most else 'missed'})")
     return us <= most
 
@@ -83,7 +83,7 @@ def main() -> int:
         comparison = compare(steps, rounds=given.rounds, warmup=5)
         print(f"a training step with {kind}, plain: {comparison.median('plain') * 1e6:.0f} µs")
         for name in list(strategies)[1:]:
-            met &= _told(name, _more_us(comparison, name), _STEP_US)
+            met &= _report(name, _more_us(comparison, name), _STEP_US)
 
     def nothing() -> None:
         pass
@@ -92,7 +92,7 @@ def main() -> int:
         {"plain": timed(nothing, 1000), "default": timed(lambda: default.run(nothing), 1000)}, rounds=given.rounds
     )
     print("an empty function")
-    met &= _told("default strategy's run", _more_us(runs, "default"), _RUN_US)
+    met &= _report("default strategy's run", _more_us(runs, "default"), _RUN_US)
     return 0 if met else 1
 
 

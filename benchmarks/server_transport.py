@@ -43,24 +43,24 @@ RATE = 1e-6
 def be_server() -> None:
     """Serve, in a server's process, as the line on standard input says, until the next line."""
     torch.set_num_threads(1)
-    told = json.loads(sys.stdin.readline())
-    if "public" in told:
-        service = Service(told["directory"], client_public=told["public"], host="127.0.0.1")
+    settings = json.loads(sys.stdin.readline())
+    if "public" in settings:
+        service = Service(settings["directory"], client_public=settings["public"], host="127.0.0.1")
         service.start()
         print(json.dumps(service.address), flush=True)
         sys.stdin.readline()
         service.close()
     else:
-        be_bare(told)
+        be_bare(settings)
 
 
-def be_bare(told: dict[str, Any]) -> None:
+def be_bare(settings: dict[str, Any]) -> None:
     """Answer one client on a ZeroMQ socket."""
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.PAIR)
-    socket.bind(told["url"])
+    socket.bind(settings["url"])
     print(json.dumps(socket.getsockopt_string(zmq.LAST_ENDPOINT)), flush=True)
-    tensors = [torch.ones(size) for size in told["sizes"]]
+    tensors = [torch.ones(size) for size in settings["sizes"]]
     while (kind := socket.recv()) != b"end":
         if kind == b"pull":
             socket.send_multipart([bytes_of(tensor) for tensor in tensors])
@@ -75,13 +75,13 @@ def be_bare(told: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def server(**told: Any) -> Iterator[Any]:
+def server(**settings: Any) -> Iterator[Any]:
     """Run a server's process, and give its address."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.server_transport", "--server"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
-    print(json.dumps(told), file=process.stdin, flush=True)
+    print(json.dumps(settings), file=process.stdin, flush=True)
     yield json.loads(process.stdout.readline())
     process.communicate("\n", timeout=20)
 

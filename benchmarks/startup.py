@@ -149,12 +149,12 @@ def _fresh_process(program: str, engines: int, memory: list[float]) -> Measure:
         done = subprocess.run(
             [sys.executable, "-c", program.format(n=engines)], capture_output=True, text=True, timeout=180
         )
-        told = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("SECONDS ", "BYTES ")))
-        if done.returncode != 0 or "SECONDS" not in told:
+        figures = dict(line.split() for line in done.stdout.splitlines() if line.startswith(("SECONDS ", "BYTES ")))
+        if done.returncode != 0 or "SECONDS" not in figures:
             raise RuntimeError(f"a start failed:\n{done.stdout}{done.stderr}")
-        if "BYTES" in told:
-            memory.append(float(told["BYTES"]))
-        return float(told["SECONDS"])
+        if "BYTES" in figures:
+            memory.append(float(figures["BYTES"]))
+        return float(figures["SECONDS"])
 
     return measure
 

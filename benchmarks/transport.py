@@ -104,22 +104,22 @@ async def echo(link: ProgramLink) -> None:
 
 def be_engine() -> None:
     """Run an engine's process. Its settings come by standard input."""
-    told = json.loads(sys.stdin.readline())
-    if told["kind"] == OURS:
-        asyncio.run(echo(connect(told["path"], told["engine"])))
+    settings = json.loads(sys.stdin.readline())
+    if settings["kind"] == OURS:
+        asyncio.run(echo(connect(settings["path"], settings["engine"])))
     else:
-        asyncio.run(echo(IpcLink(told["url"], told["engine"])))
+        asyncio.run(echo(IpcLink(settings["url"], settings["engine"])))
 
 
 @contextlib.contextmanager
-def engines(**told: Any) -> Iterator[None]:
+def engines(**settings: Any) -> Iterator[None]:
     """Start two engines, which end by themselves."""
     command = [sys.executable, "-m", "benchmarks.transport", "--engine"]
     pipe = subprocess.PIPE
     processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in ENGINES]
     for engine, process in zip(ENGINES, processes, strict=True):
         assert process.stdin is not None
-        process.stdin.write(json.dumps({**told, "engine": engine}) + "\n")
+        process.stdin.write(json.dumps({**settings, "engine": engine}) + "\n")
         process.stdin.flush()
     for process in processes:
         assert process.stdout is not None
