@@ -22,13 +22,13 @@ def no_administrator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("engines", "cores", "told"),
+    ("engines", "cores", "noticed"),
     [(2, 2, False), (3, 2, True), (8, 2, True), (8, 1, True), (16, 8, True), (16, 16, False)],
 )
-def test_more_engines_than_cores_start_with_a_notice(engines: int, cores: int, told: bool) -> None:
+def test_more_engines_than_cores_start_with_a_notice(engines: int, cores: int, noticed: bool) -> None:
     room = Capacity(cores=cores, memory_nbytes=64 * GIB)
     notices = check_capacity(engines, room, "gpu1", oversubscribe=False)
-    assert len(notices) == told
+    assert len(notices) == noticed
     for notice in notices:
         assert f"{engines} engines share the {cores} core" in notice
         assert "of gpu1" in notice

@@ -76,9 +76,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("tree", "told"), REFUSED.values(), ids=REFUSED)
-def test_objects_that_cannot_be_saved_are_named_and_leave_no_file(tmp_path: Path, tree: Any, told: str) -> None:
-    with pytest.raises(OptionError, match=told):
+@pytest.mark.parametrize(("tree", "message"), REFUSED.values(), ids=REFUSED)
+def test_objects_that_cannot_be_saved_are_named_and_leave_no_file(tmp_path: Path, tree: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
         files.write(tmp_path / "one", tree)
     assert not os.listdir(tmp_path)
 
@@ -142,9 +142,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "told"), DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
 def test_damaged_and_foreign_files_are_reported_and_the_newest_complete_checkpoint_is_used(
-    tmp_path: Path, damage: Callable[[Path], object], told: str
+    tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
@@ -155,7 +155,7 @@ def test_damaged_and_foreign_files_are_reported_and_the_newest_complete_checkpoi
     newest = Path(manager.latest_checkpoint or "")
     damage(newest)
     torch.nn.init.zeros_(model.weight)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         manager.checkpoint.restore(newest)
     assert model.weight.item() == 0, "nothing of it was taken"
     with pytest.warns(UserWarning, match="distnb uses an older checkpoint"):
@@ -307,9 +307,9 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_no_object_changes_if_one_does_not_fit(tmp_path: Path, name: str) -> None:
     path = distnb.Checkpoint(first=torch.ones(1), **{name: SAVED[name]()}, last=Stubborn(2)).write(tmp_path / "one")
-    make, told = OTHERS[name]
+    make, message = OTHERS[name]
     first, other, last = torch.zeros(1), make(), Stubborn(3)
-    with pytest.raises(CheckpointError, match=told) as raised:
+    with pytest.raises(CheckpointError, match=message) as raised:
         distnb.Checkpoint(first=first, **{name: other}, last=last).restore(path)
     assert (first.item(), last.number) == (0.0, 3)
     assert "nothing was restored" in str(raised.value) or "nothing was changed" in str(raised.value)

@@ -131,9 +131,9 @@ def test_the_status_line_shows_the_progress_of_a_loop_over_epochs() -> None:
             float(second),
         )
         model.sampled(float(second))
-    told = head_text(model, 2.0)
-    assert " · epoch 2 of 10 · batch 10 of 500 · 14 min 58 s left · " in told
-    assert "queue" not in told
+    text = head_text(model, 2.0)
+    assert " · epoch 2 of 10 · batch 10 of 500 · 14 min 58 s left · " in text
+    assert "queue" not in text
 
 
 @pytest.mark.parametrize(("replicas", "who"), [(1, "worker 3"), (2, "replica 3")])
@@ -246,14 +246,14 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.current = BEFORE
-        self.looks = 0
+        self.reads = 0
         self.asked = 0
         self.asking: set[threading.Thread] = set()
         self.answers = threading.Event()
         self.answers.set()
 
     def status(self) -> CoordinatorStatus:
-        self.looks += 1
+        self.reads += 1
         return self.current
 
     def placement(self) -> tuple[PlacedShard, ...]:
@@ -285,7 +285,7 @@ def test_a_view_appears_while_closures_run_and_updates_now_and_then(watching: Wa
                 thread.join()
         assert (not kept.shown) == (tick < 10)
         assert not view.idle
-    assert coordinator.looks <= 12
+    assert coordinator.reads <= 12
     assert coordinator.asked == 2
     assert "closures: 10 done · 2 running · 5 waiting" in kept.shown[-1]
 
@@ -298,9 +298,9 @@ def test_a_view_is_idle_from_the_end_of_all_closures_until_the_next(watching: Wa
         view.tick(now)
     assert view.idle
     assert not view.watches(coordinator)  # type: ignore[arg-type]
-    looks = coordinator.looks
+    reads = coordinator.reads
     view.tick(3.0)
-    assert coordinator.looks == looks
+    assert coordinator.reads == reads
     view.watch(CoordinatorWatch(coordinator), 4.0)  # type: ignore[arg-type]
     coordinator.current = status(2, 2, 37)
     view.tick(4.0)

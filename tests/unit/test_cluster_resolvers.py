@@ -47,7 +47,7 @@ def test_specs_are_compared_hashed_copied_and_pickled_by_value():
 
 
 @pytest.mark.parametrize(
-    ("ask", "told"),
+    ("ask", "message"),
     [
         (lambda s: s.num_tasks("ps"), "no job 'ps' in the cluster: the jobs are chief, worker"),
         (lambda s: s.task_address("worker", 2), "no task 2 in job 'worker'. Its tasks are 0, 1"),
@@ -56,13 +56,13 @@ def test_specs_are_compared_hashed_copied_and_pickled_by_value():
         (lambda s: ClusterSpec({}).task_indices("worker"), "the cluster is empty"),
     ],
 )
-def test_missing_jobs_and_tasks_are_named(ask: Any, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_missing_jobs_and_tasks_are_named(ask: Any, message: str):
+    with pytest.raises(ValueError, match=message):
         ask(ClusterSpec(DENSE))
 
 
 @pytest.mark.parametrize(
-    ("cluster", "told"),
+    ("cluster", "message"),
     [
         (["a:1"], "from job names to addresses"),
         ({"worker": "a:1"}, "'worker': its tasks are a list"),
@@ -75,8 +75,8 @@ def test_missing_jobs_and_tasks_are_named(ask: Any, told: str):
         ({3: ["a:1"]}, "job's name is text"),
     ],
 )
-def test_a_malformed_cluster_shows_the_wrong_part(cluster: Any, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_a_malformed_cluster_shows_the_wrong_part(cluster: Any, message: str):
+    with pytest.raises(ValueError, match=message):
         ClusterSpec(cluster)
 
 
@@ -178,7 +178,7 @@ def test_an_index_may_be_text_and_an_evaluator_outside_of_the_cluster(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ("{'cluster': 1}", "TF_CONFIG is not JSON"),
         ("", "TF_CONFIG is not JSON .*: it is empty"),
@@ -204,9 +204,9 @@ def test_an_index_may_be_text_and_an_evaluator_outside_of_the_cluster(monkeypatc
         ({"rpc_layer": 5}, '"rpc_layer" is 5'),
     ],
 )
-def test_a_wrong_tf_config_shows_the_wrong_part(monkeypatch: pytest.MonkeyPatch, config: Any, told: str):
+def test_a_wrong_tf_config_shows_the_wrong_part(monkeypatch: pytest.MonkeyPatch, config: Any, message: str):
     resolver = tf_config(monkeypatch, config)
-    with pytest.raises(OptionError, match=told):
+    with pytest.raises(OptionError, match=message):
         _ = (resolver.task_type, resolver.task_id, resolver.rpc_layer)
 
 
@@ -243,9 +243,12 @@ def test_several_resolvers_are_combined():
 
 
 def test_a_spec_can_be_converted_to_a_cluster_def():
-    told = ClusterSpec({"worker": ["a:1", "b:1"], "ps": {3: "p:1"}}).as_cluster_def()
-    assert [(job.name, dict(job.tasks)) for job in told.job] == [("ps", {3: "p:1"}), ("worker", {0: "a:1", 1: "b:1"})]
-    assert ClusterSpec(told).as_dict() == {"ps": {3: "p:1"}, "worker": ["a:1", "b:1"]}
+    converted = ClusterSpec({"worker": ["a:1", "b:1"], "ps": {3: "p:1"}}).as_cluster_def()
+    assert [(job.name, dict(job.tasks)) for job in converted.job] == [
+        ("ps", {3: "p:1"}),
+        ("worker", {0: "a:1", 1: "b:1"}),
+    ]
+    assert ClusterSpec(converted).as_dict() == {"ps": {3: "p:1"}, "worker": ["a:1", "b:1"]}
 
 
 # -- Slurm ------------------------------------------------------------------------------------------------------------
@@ -269,7 +272,7 @@ def test_host_lists_are_expanded(text: str, hosts: list[str]):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("n[3-1]", "'3-1' goes backwards"),
         ("n[1,,2]", "'' is neither"),
@@ -286,8 +289,8 @@ def test_host_lists_are_expanded(text: str, hosts: list[str]):
         ("n[1-999][1-999]", "more than"),
     ],
 )
-def test_malformed_host_lists_are_refused(text: str, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_malformed_host_lists_are_refused(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
         expand_host_list(text)
 
 
@@ -352,7 +355,7 @@ def test_a_missing_variable_is_named(slurm: pytest.MonkeyPatch, name: str):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"jobs": {"worker": 4}}, "4 tasks, but this Slurm step has 5"),
         ({"jobs": {"worker": "many"}}, "'many'"),
@@ -364,8 +367,8 @@ def test_a_missing_variable_is_named(slurm: pytest.MonkeyPatch, name: str):
         ({"gpus_per_task": -1}, "gpus_per_task=-1"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(slurm: pytest.MonkeyPatch, arguments: dict[str, Any], told: str):
-    with pytest.raises(ValueError, match=told):
+def test_numbers_that_do_not_fit_are_refused(slurm: pytest.MonkeyPatch, arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
         SlurmClusterResolver(**arguments).cluster_spec()
 
 

@@ -184,7 +184,7 @@ def test_a_result_of_the_wrong_kind_is_an_error(returned: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sum_up", "told"),
+    ("sum_up", "message"),
     [
         (lambda tensors: tensors[0].double(), r"torch\.float64"),
         (lambda tensors: tensors[0].to_sparse(), r"torch\.float32\[3\] sparse_coo"),
@@ -192,7 +192,7 @@ def test_a_result_of_the_wrong_kind_is_an_error(returned: Any) -> None:
     ],
     ids=["dtype", "sparse", "array"],
 )
-def test_the_result_of_an_accumulation_function_is_checked(sum_up: Any, told: str) -> None:
+def test_the_result_of_an_accumulation_function_is_checked(sum_up: Any, message: str) -> None:
     ops = ReductionToOneDevice(accumulation_fn=sum_up)
 
     class Replicas:
@@ -201,7 +201,7 @@ def test_the_result_of_an_accumulation_function_is_checked(sum_up: Any, told: st
         def gather(self, tensor: torch.Tensor, to: int) -> list[torch.Tensor]:
             return [tensor, tensor]
 
-    with pytest.raises(errors.OptionError, match=rf"given 2 tensors, torch\.float32.* returned {told}"):
+    with pytest.raises(errors.OptionError, match=rf"given 2 tensors, torch\.float32.* returned {message}"):
         ops.reduce_implementation(ReduceOp.SUM, torch.ones(3), Replicas())  # type: ignore[arg-type]
 
 

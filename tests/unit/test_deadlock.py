@@ -11,7 +11,7 @@ from distnb.collectives.verify.deadlock import DeadlockDetector
 from distnb.errors import CollectiveMismatchError
 
 
-def told_by_both(mine: str, others: str) -> None:
+def report_from_both(mine: str, others: str) -> None:
     """Return the reports of both: replica 0 waits for replica 1, which waited for replica 0 when last seen."""
     memory = bytearray(CollectiveLog.nbytes(2))
     CollectiveLog(memory, 1, 2).set_wait(CollectiveWait(group=others, number=4, absent=(0,), text="all_reduce"))
@@ -23,11 +23,11 @@ def told_by_both(mine: str, others: str) -> None:
 
 def test_waits_in_two_groups_are_a_deadlock() -> None:
     with pytest.raises(CollectiveMismatchError, match="wait for each other in different process groups"):
-        told_by_both("whole", "part")
+        report_from_both("whole", "part")
 
 
 def test_waits_in_one_group_are_outdated_reports() -> None:
-    told_by_both("whole", "whole")
+    report_from_both("whole", "whole")
 
 
 def test_a_cycle_is_found_once_it_lasts() -> None:

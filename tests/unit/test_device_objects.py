@@ -183,7 +183,7 @@ def test_at_most_a_thousand_device_objects_become_handles(world: DoubleWorld) ->
     there(
         world,
         f"some = [torch.tensor(float(i)) for i in range({most})]\nmany = [torch.tensor(float(i)) for i in range({most + 1})]\n"
-        "beside = {'n': len(many)}\ngrown += many",
+        "nearby = {'n': len(many)}\ngrown += many",
     )
     ns = world.notebook.user_ns
     assert type(ns["some"]) is list
@@ -191,7 +191,7 @@ def test_at_most_a_thousand_device_objects_become_handles(world: DoubleWorld) ->
     assert isinstance(ns["many"], Mirrored)
     assert len(ns["many"]) == most + 1
     assert ns["many"][7].item() == 7
-    assert ns["beside"] == {"n": most + 1}
+    assert ns["nearby"] == {"n": most + 1}
     assert ns["grown"] is ns["alias"]
     assert isinstance(ns["grown"], HANDLES)
     assert any("`grown` now holds too many tensors" in notice for notice in world.notices)

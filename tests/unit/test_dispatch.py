@@ -23,7 +23,7 @@ class Supervisor:
         self.stuck: dict[int, int] = {}
         self.events = EventHub()
         self.losses: list[Died] = []
-        self.told: list[tuple[int, str]] = []
+        self.reported: list[tuple[int, str]] = []
 
     def lost(self) -> list[Died]:
         losses, self.losses = self.losses, []
@@ -36,7 +36,7 @@ class Supervisor:
         pass
 
     def failed(self, engine: int, program: int, summary: str) -> None:
-        self.told.append((engine, summary))
+        self.reported.append((engine, summary))
 
 
 class Reachable(Programs):
@@ -80,7 +80,7 @@ def test_an_unreachable_live_engine_ends_the_program(
     assert outcome.replies.keys() == {0}
     assert "could not be reached" in outcome.died[1]
     assert "%distnb restart 1 " in outcome.died[1]
-    assert supervisor.told == [(1, outcome.died[1])]
+    assert supervisor.reported == [(1, outcome.died[1])]
 
 
 def test_the_end_of_an_engine_that_just_died_is_reported(made: tuple[Dispatch, Reachable, Supervisor]) -> None:
@@ -94,4 +94,4 @@ def test_the_end_of_an_engine_that_just_died_is_reported(made: tuple[Dispatch, R
     outcome = one.post(1, (0, 1), 1)
     one.wait(outcome)
     assert outcome.died == {1: "was killed by SIGKILL"}
-    assert supervisor.told == []
+    assert supervisor.reported == []

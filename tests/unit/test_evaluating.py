@@ -135,7 +135,7 @@ def test_numbers_of_every_kind_are_logged(tmp_path: Path):
 
 def test_invalid_arguments_are_errors(tmp_path: Path):
     save(tmp_path, "1", "1", 1)
-    for arguments, told in [
+    for arguments, message in [
         ({"evaluate": 5}, "evaluate=5"),
         ({"last": 5}, "last=5"),
         ({"timeout_s": 0}, "timeout_s=0"),
@@ -145,7 +145,7 @@ def test_invalid_arguments_are_errors(tmp_path: Path):
         ({"evaluate": lambda path: torch.ones(2)}, "Return a number"),
         ({"evaluate": lambda path: None}, "Return a number"),
     ]:
-        with pytest.raises(errors.OptionError, match=told):
+        with pytest.raises(errors.OptionError, match=message):
             distnb.evaluate_checkpoints(tmp_path, **{"evaluate": number, **arguments})  # type: ignore[arg-type]
     for directory in (5, tmp_path / "1"):
         with pytest.raises(errors.OptionError, match="give the path of the directory where the chief saves"):

@@ -35,8 +35,8 @@ def test_a_class_that_cannot_be_loaded_is_reported_with_the_reason() -> None:
     error = raised_for(report)
     assert isinstance(error, RemoteError)
     assert str(error) == "no_such_module.Mine: text"
-    told = "\n".join(error._render_traceback_())  # type: ignore[attr-defined]
-    for text in (told, "\n".join(error.__notes__)):
+    shown = "\n".join(error._render_traceback_())  # type: ignore[attr-defined]
+    for text in (shown, "\n".join(error.__notes__)):
         assert "ModuleNotFoundError: No module named 'no_such_module'" in text
         assert "replica 1 finished" in text
 
@@ -71,7 +71,7 @@ def test_a_replica_that_ended_by_sys_exit_is_named() -> None:
 
 
 def test_two_replicas_that_raise_different_errors_are_both_shown() -> None:
-    def told(second: ErrorReport) -> str:
+    def shown(second: ErrorReport) -> str:
         outcome = Outcome(1, (0, 1))
         first = ErrorReport(
             pickled=pickle.dumps(KeyError("k")),
@@ -86,7 +86,7 @@ def test_two_replicas_that_raise_different_errors_are_both_shown() -> None:
             raise_failure(outcome, TEAM)
         return "\n".join(raised.value._render_traceback_())  # type: ignore[attr-defined]
 
-    text = told(
+    text = shown(
         ErrorReport(
             pickled=pickle.dumps(ValueError("v")),
             type_name="ValueError",
@@ -96,7 +96,7 @@ def test_two_replicas_that_raise_different_errors_are_both_shown() -> None:
         )
     )
     assert text.index("Replica 0 of 2 (cpu:0) raised:\nline 1") < text.index("Replica 1 of 2 (cpu:0) raised:\nline 2")
-    assert "line 2" not in told(
+    assert "line 2" not in shown(
         ErrorReport(
             pickled=None,
             type_name="distnb.errors.CollectiveError",
@@ -163,9 +163,9 @@ def test_the_call_in_an_ordinary_cell_is_shown_above() -> None:
                 Team(engines=(0,), devices=(Device("cpu"),), generation=1, store_host="", store_port=0),
                 callers_lines=(lambda error: ["here"]) if called else None,
             )
-        told = raised.value._render_traceback_()  # type: ignore[attr-defined]
-        assert told[:-1] == ["here"] * called + ["Replica 0 of 1 (cpu:0) raised:", "there"]
-        assert told[-1].startswith("(%debug opens a debugger there")
+        shown = raised.value._render_traceback_()  # type: ignore[attr-defined]
+        assert shown[:-1] == ["here"] * called + ["Replica 0 of 1 (cpu:0) raised:", "there"]
+        assert shown[-1].startswith("(%debug opens a debugger there")
 
 
 @pytest.mark.parametrize("name", ["CollectiveError", "CollectiveMismatchError"])

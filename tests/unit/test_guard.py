@@ -175,12 +175,12 @@ def test_an_idle_engine_survives_an_order(guard: Guard) -> None:
 
 
 @pytest.fixture
-def told(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def reported(guard: Guard, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Return the reports of exceptions dropped by a destructor or callback."""
-    told: list[object] = []
-    monkeypatch.setattr(guard, "_report_unraisable", told.append)
+    reported: list[object] = []
+    monkeypatch.setattr(guard, "_report_unraisable", reported.append)
     monkeypatch.setattr(sys, "unraisablehook", guard._unraisable)
-    return told
+    return reported
 
 
 class Callback:
@@ -318,7 +318,7 @@ class Endless:
 
 @pytest.mark.timeout(30)
 def test_an_order_dropped_in_a_destructor_is_repeated_and_not_reported(
-    guard: Guard, pressing: Callable[..., None], told: list[object]
+    guard: Guard, pressing: Callable[..., None], reported: list[object]
 ) -> None:
     def drop() -> None:
         Endless()
@@ -327,13 +327,13 @@ def test_an_order_dropped_in_a_destructor_is_repeated_and_not_reported(
     pressing(1)
     with pytest.raises(ProgramAborted):
         guard.call(1, drop)
-    assert told == []
+    assert reported == []
 
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("by", ["destructor", "callback"])
 def test_a_destructor_of_an_earlier_program_is_ended_by_a_later_order(
-    guard: Guard, pressing: Callable[..., None], told: list[object], by: str
+    guard: Guard, pressing: Callable[..., None], reported: list[object], by: str
 ) -> None:
     guard.call(1, int)
     held: list[Any] = [Held() if by == "callback" else Endless()]
@@ -343,7 +343,7 @@ def test_a_destructor_of_an_earlier_program_is_ended_by_a_later_order(
     assert finalizer is None or finalizer() is None
     with pytest.raises(ProgramAborted):
         guard.call(2, spin)
-    assert told == []
+    assert reported == []
 
 
 class Held:
@@ -361,13 +361,13 @@ def test_an_order_between_programs_affects_only_destructors(guard: Guard) -> Non
         guard.call(2, spin)
 
 
-def test_other_dropped_exceptions_are_reported(guard: Guard, told: list[object]) -> None:
+def test_other_dropped_exceptions_are_reported(guard: Guard, reported: list[object]) -> None:
     class Bad:
         def __del__(self) -> None:
             raise ValueError("mine")
 
     guard.call(1, Bad)
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 SLOW_TO_LOAD = """

@@ -91,8 +91,8 @@ def test_an_allocation_names_machines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_srun_does_not_inherit_the_variables_of_the_notebooks_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JOB_ID", "NTASKS", "CPU_BIND", "PROCID", "CONF"):
         monkeypatch.setenv(f"SLURM_{name}", "1")
-    told = {name for name in Slurm().environment() if name.startswith("SLURM_")}
-    assert told == {"SLURM_JOB_ID", "SLURM_CONF"}
+    names = {name for name in Slurm().environment() if name.startswith("SLURM_")}
+    assert names == {"SLURM_JOB_ID", "SLURM_CONF"}
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("TF_CONFIG", "{}")
     left = without_task_variables(os.environ)
@@ -113,7 +113,7 @@ def test_a_host_list_is_recognised_as_the_workers(monkeypatch: pytest.MonkeyPatc
 def test_engines_are_distributed_over_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     room = Capacity(cores=16, memory_nbytes=2**40)
     found = {"a": (4, room), "b": (0, Capacity(cores=1, memory_nbytes=2**40))}
-    monkeypatch.setattr("distnb.cluster.remote.hosts.probe", lambda names, way, tell: found)
+    monkeypatch.setattr("distnb.cluster.remote.hosts.probe", lambda names, way, on_progress: found)
     monkeypatch.setattr("distnb.cluster.remote.hosts.listening_address", lambda names, interface: "10.0.0.1")
 
     notices: list[str] = []
@@ -187,11 +187,11 @@ def test_a_notebook_listens_on_the_address_of_its_launcher() -> None:
 
 
 def test_an_assignment_is_one_line() -> None:
-    told = Assignment(
+    assignment = Assignment(
         connection=CONNECTION, notebook="10.0.0.1", engine=2, device="cpu:0", engines=4, agent="agent", hash_seed="0"
     )
-    assert told.encode().count(b"\n") == 1
-    assert Assignment.decode(told.encode()) == told
+    assert assignment.encode().count(b"\n") == 1
+    assert Assignment.decode(assignment.encode()) == assignment
 
 
 def test_the_heartbeat_detects_the_end_of_the_notebook() -> None:
@@ -247,7 +247,7 @@ _LOST = "was lost: its machine"
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
+    ("program", "message"),
     [
         ("echo distnb-beat; echo distnb-status 137; exit 1", "was killed by SIGKILL"),
         ("echo distnb-beat; echo disk full >&2; echo distnb-status 1", "exited with code 1 (it is full)"),
@@ -262,7 +262,7 @@ _LOST = "was lost: its machine"
     ],
 )
 def test_the_end_of_an_engine_is_reported_with_its_cause(
-    program: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distnb.cluster.remote.base.LOST_AFTER_S", 0.5)
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -275,7 +275,7 @@ def test_the_end_of_an_engine_is_reported_with_its_cause(
             lambda engine, pid, words, expected: ends.put(words),
         )
         assert ends.get(timeout=60).replace(program, "a") == (
-            f"{told} a cannot be reached" if told == _LOST else f"(on a) {told}"
+            f"{message} a cannot be reached" if message == _LOST else f"(on a) {message}"
         )
     finally:
         processes.close()

@@ -46,7 +46,7 @@ def components(dataset: Any, replica_id: int) -> list[Any]:
 def eventually(true: Callable[[], bool], within_s: float = 60.0) -> bool:
     until = time.monotonic() + within_s
     while True:
-        late = time.monotonic() > until  # before looking: this process may itself stand still in between
+        late = time.monotonic() > until  # before checking: this process may be suspended in between
         if true():
             return True
         if late:

@@ -26,21 +26,27 @@ from distnb.wire.value_facts import BINS, Holding
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_statistics_match_the_tensor(dtype: torch.dtype) -> None:
     tensor = (torch.randn(30, 70) * 3).clamp(0 if dtype is torch.bool else -99).to(dtype)
-    told, exact = statistics_of(tensor), tensor.double().numpy()
-    assert told is not None
-    assert (told.elements, told.sampled) == (2100, 2100)
-    assert (told.low, told.high) == (exact.min(), exact.max())
-    assert told.mean == pytest.approx(exact.mean(), abs=1e-6)
-    assert told.norm == pytest.approx(np.linalg.norm(exact), rel=1e-6)
-    assert told.histogram == tuple(np.histogram(exact, BINS)[0]) or dtype not in (torch.float64, torch.float32)
-    assert sum(told.histogram) == 2100
+    described, exact = statistics_of(tensor), tensor.double().numpy()
+    assert described is not None
+    assert (described.elements, described.sampled) == (2100, 2100)
+    assert (described.low, described.high) == (exact.min(), exact.max())
+    assert described.mean == pytest.approx(exact.mean(), abs=1e-6)
+    assert described.norm == pytest.approx(np.linalg.norm(exact), rel=1e-6)
+    assert described.histogram == tuple(np.histogram(exact, BINS)[0]) or dtype not in (torch.float64, torch.float32)
+    assert sum(described.histogram) == 2100
 
 
 def test_non_finite_values_are_counted_and_the_rest_is_described() -> None:
-    told = statistics_of(torch.tensor([1.0, math.nan, 3.0, math.inf, -math.inf]))
-    assert told is not None
-    assert (told.nans, told.infinities, told.low, told.high, told.mean) == (1, 2, 1.0, 3.0, 2.0)
-    assert math.isnan(told.norm)
+    described = statistics_of(torch.tensor([1.0, math.nan, 3.0, math.inf, -math.inf]))
+    assert described is not None
+    assert (described.nans, described.infinities, described.low, described.high, described.mean) == (
+        1,
+        2,
+        1.0,
+        3.0,
+        2.0,
+    )
+    assert math.isnan(described.norm)
     nothing = statistics_of(torch.tensor([math.nan]))
     assert nothing is not None
     assert math.isnan(nothing.low)
@@ -49,9 +55,9 @@ def test_non_finite_values_are_counted_and_the_rest_is_described() -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_norms_neither_overflow_nor_vanish(scale: float) -> None:
-    told = statistics_of(torch.full((4,), scale))
-    assert told is not None
-    assert told.norm == pytest.approx(2 * scale)
+    described = statistics_of(torch.full((4,), scale))
+    assert described is not None
+    assert described.norm == pytest.approx(2 * scale)
 
 
 @pytest.mark.parametrize("laid_out", ["plain", "turned", "window"])
@@ -62,12 +68,12 @@ def test_a_large_tensor_is_sampled(laid_out: str, monkeypatch: pytest.MonkeyPatc
         "turned": torch.randn(200, 300).t(),
         "window": torch.randn(400, 300)[50:350, 20:220],
     }[laid_out]
-    told = statistics_of(tensor)
-    assert told is not None
-    assert told.elements == 60_000
-    assert 2_000 <= told.sampled <= 5_000
-    assert told.norm == pytest.approx(tensor.norm().item(), rel=0.1)
-    assert -0.2 < told.mean < 0.2
+    described = statistics_of(tensor)
+    assert described is not None
+    assert described.elements == 60_000
+    assert 2_000 <= described.sampled <= 5_000
+    assert described.norm == pytest.approx(tensor.norm().item(), rel=0.1)
+    assert -0.2 < described.mean < 0.2
 
 
 def test_norms_are_computed_for_each_tensor() -> None:
@@ -95,8 +101,8 @@ def test_norms_are_computed_for_each_tensor() -> None:
     ids=str,
 )
 def test_values_of_every_kind_can_be_inspected(value: object) -> None:
-    told = inspect(value)
-    assert told.type == type(value).__name__
+    described = inspect(value)
+    assert described.type == type(value).__name__
     holdings_of(value)
 
 
@@ -112,18 +118,18 @@ def test_a_module_is_described_by_its_layers() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     module[0].bias.requires_grad_(False)
     module(torch.randn(4, 3)).square().sum().backward()
-    told = inspect(module)
-    linear, norm = (dict(told.items)[name] for name in "01")
+    described = inspect(module)
+    linear, norm = (dict(described.items)[name] for name in "01")
     weight = dict(linear.items)["weight"]
-    assert (told.parameters, linear.parameters, norm.parameters) == (12, 8, 4)
+    assert (described.parameters, linear.parameters, norm.parameters) == (12, 8, 4)
     assert weight.norm == pytest.approx(module[0].weight.norm().item())
     assert weight.gradient_norm == pytest.approx(module[0].weight.grad.norm().item())  # type: ignore[union-attr]
     total = torch.cat([each.flatten() for each in module.parameters()]).norm().item()
-    assert told.norm == pytest.approx(total)
+    assert described.norm == pytest.approx(total)
     assert dict(linear.items)["bias"].note == "frozen"
     assert dict(norm.items)["running_mean"].note == "buffer"
-    assert told.note == "training mode"
-    before = told.content
+    assert described.note == "training mode"
+    before = described.content
     with torch.no_grad():
         module[1].weight[0] = math.nan
     assert math.isnan(inspect(module).norm or 0)
@@ -136,8 +142,8 @@ def test_optimizers_and_metrics_are_described_by_their_state() -> None:
     assert inspect(optimizer).items == ()
     parameter.grad = torch.ones(2)
     optimizer.step()
-    told = inspect(optimizer)
-    assert told.text == "lr 0.5"
+    described = inspect(optimizer)
+    assert described.text == "lr 0.5"
     assert [each.name for each in holdings_of(optimizer)] == ["[0]['momentum_buffer']"]
     metric = distnb.metrics.MeanMetric()
     metric.update(3.0)
@@ -147,9 +153,9 @@ def test_optimizers_and_metrics_are_described_by_their_state() -> None:
 
 
 def test_long_and_deep_structures_are_truncated() -> None:
-    told = inspect([torch.ones(1)] * 1000)
-    assert len(told.items) + told.left_out == 1000
-    assert sum(each.statistics is not None for _, each in told.items) < 100
+    described = inspect([torch.ones(1)] * 1000)
+    assert len(described.items) + described.left_out == 1000
+    assert sum(each.statistics is not None for _, each in described.items) < 100
     read = 0
 
     class Long(list[int]):
@@ -198,7 +204,7 @@ def test_a_replica_reports_its_rows_of_a_batch() -> None:
         48,
     )
     (unlike,) = holdings_of(PerReplica.own(0, torch.zeros(5), 2, 7))
-    assert (unlike.bounds, unlike.note) == (None, "5 rows"), "another slice than is usual: nobody knows where it lies"
+    assert (unlike.bounds, unlike.note) == (None, "5 rows"), "an unusual slice: its position is unknown"
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

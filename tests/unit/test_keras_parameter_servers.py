@@ -438,12 +438,12 @@ def test_a_backup_of_another_model_or_optimizer_is_refused(strategy: Any, tmp_pa
 
     path = distnb.Checkpoint(model=trained(keras.optimizers.SGD(0.1, momentum=0.9))).write(tmp_path / "one")
     # Both keep as many variables of the same shapes.
-    for other, told in (
+    for other, message in (
         (trained(keras.optimizers.Adagrad(0.1)), "has the state of SGD, and the object is Adagrad"),
         (trained(keras.optimizers.SGD(0.1, momentum=0.9), units=4), "has variables of shapes"),
     ):
         kept, before = torch.zeros(1), [each.numpy().copy() for each in other.weights]
-        with pytest.raises(distnb.errors.CheckpointMismatchError, match=told):
+        with pytest.raises(distnb.errors.CheckpointMismatchError, match=message):
             distnb.Checkpoint(model=other, kept=kept).restore(path)
         assert all(np.array_equal(each.numpy(), was) for each, was in zip(other.weights, before, strict=True))
 
@@ -488,16 +488,16 @@ def test_a_checkpoint_holds_model_and_optimizer(strategy: Any, tmp_path: Any) ->
 def test_the_view_receives_the_progress_of_training(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_process, "live_sink", lambda values, place, run: None)
     _, model = pair(strategy, small, lambda: {"optimizer": "adam", "loss": "mse"})
-    told = []
+    progress = []
 
     class See(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            told.append(tuple(Coordinator.latest.reading))
+            progress.append(tuple(Coordinator.latest.reading))
 
     model.fit(
         lambda: batches(40), epochs=2, steps_per_epoch=3, validation_data=batches(2)[0], verbose=0, callbacks=[See()]
     )
-    assert told == [(epoch, batch, 3, 2) for epoch in range(2) for batch in (1, 2, 3)]
+    assert progress == [(epoch, batch, 3, 2) for epoch in range(2) for batch in (1, 2, 3)]
 
 
 def test_training_ends_when_its_data_runs_out(strategy: Any) -> None:
@@ -550,7 +550,7 @@ def test_workers_draw_different_noise(strategy: Any) -> None:
     assert torch.equal(one, plain(ones, training=True).detach())
     assert not torch.equal(one, other)
     assert not torch.equal(other, plain(ones, training=True)), "at the same place the second worker draws other noise"
-    assert torch.equal(third, plain(ones, training=True)), "each drew what nobody had drawn"
+    assert torch.equal(third, plain(ones, training=True)), "each drew new numbers"
 
 
 def test_a_deep_model_fitted_in_the_scope(strategy: Any) -> None:

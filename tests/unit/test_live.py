@@ -119,9 +119,9 @@ def test_a_script_prints_the_latest_values_regularly_and_at_the_end(stream: io.S
         progress({"loss": 1 / (step + 1)}, (step + 1, 0))
     progress.finish()
     progress.finish()
-    told = stream.getvalue().splitlines()
-    assert len(told) == lines
-    assert told[-1] == "step 100 · loss 0.01"
+    written = stream.getvalue().splitlines()
+    assert len(written) == lines
+    assert written[-1] == "step 100 · loss 0.01"
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ def test_a_cell_without_curves_leaves_one_line() -> None:
     assert "<table" not in html
 
 
-# -- where values stand ----------------------------------------------------------------------------------------------
+# -- steps of values -------------------------------------------------------------------------------------------------
 
 
 def points_of(model: LiveModel, name: str, replica: int = 0) -> list[tuple[float, float]]:
@@ -402,11 +402,11 @@ def points_of(model: LiveModel, name: str, replica: int = 0) -> list[tuple[float
 def test_values_reported_in_a_training_step_have_that_step() -> None:
     model = started()
     for replica in (0, 1):
-        told = [(0, 0, {"accuracy": 0.1})]  # evaluation, before the first step
+        points = [(0, 0, {"accuracy": 0.1})]  # evaluation, before the first step
         for step in range(1, 5):
-            told += [(step, step, {"loss": 1 / step}), (step, step, {"loss": 2 / step}), (step, 0, {"rate": 0.1})]
-        told.append((4, 0, {"accuracy": 0.9}))
-        model.feed(Live(engine=replica, program=1, replica=replica, points=tuple(told)), 0.1)
+            points += [(step, step, {"loss": 1 / step}), (step, step, {"loss": 2 / step}), (step, 0, {"rate": 0.1})]
+        points.append((4, 0, {"accuracy": 0.9}))
+        model.feed(Live(engine=replica, program=1, replica=replica, points=tuple(points)), 0.1)
     assert [step for step, _ in points_of(model, "loss")] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert [step for step, _ in points_of(model, "rate")] == [1, 2, 3, 4]
     assert points_of(model, "accuracy") == [(0, 0.1), (4, 0.9)]
@@ -415,8 +415,8 @@ def test_values_reported_in_a_training_step_have_that_step() -> None:
 
 def test_values_without_training_are_numbered_by_call() -> None:
     model = started(1)
-    told = [(0, 0, {name: float(i)}) for i in range(3) for name in ("a", "b")]
-    model.feed(Live(engine=0, program=1, replica=0, points=tuple(told)), 0.1)
+    points = [(0, 0, {name: float(i)}) for i in range(3) for name in ("a", "b")]
+    model.feed(Live(engine=0, program=1, replica=0, points=tuple(points)), 0.1)
     model.feed(
         Live(engine=1, program=1, replica=1, points=tuple((1, call, {"in run": float(call)}) for call in (1, 1, 2, 3))),
         0.1,
@@ -427,8 +427,8 @@ def test_values_without_training_are_numbered_by_call() -> None:
 
 def test_manual_updates_are_not_steps_and_are_aligned() -> None:
     model = started(1)
-    told = [each for call in (1, 2, 3) for each in ((1, call, {"inner": 1.0}), (0, 0, {"outer": 1.0}))]
-    model.feed(Live(engine=0, program=1, replica=0, points=tuple(told)), 0.1)
+    points = [each for call in (1, 2, 3) for each in ((1, call, {"inner": 1.0}), (0, 0, {"outer": 1.0}))]
+    model.feed(Live(engine=0, program=1, replica=0, points=tuple(points)), 0.1)
     assert [step for step, _ in points_of(model, "inner")] == [1, 2, 3]
     assert [step for step, _ in points_of(model, "outer")] == [1, 2, 3]
 

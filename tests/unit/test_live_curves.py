@@ -30,7 +30,7 @@ from distnb.widgets.widget_view import WidgetView
 from distnb.wire.messages import Live, Status, TelemetrySample
 
 
-def told(model: LiveModel, *, run: str = "", replica: int = 0, first: int = 1, **curves: list[float]) -> None:
+def feed_curves(model: LiveModel, *, run: str = "", replica: int = 0, first: int = 1, **curves: list[float]) -> None:
     """Return steps from `first` on, each with a value for each curve."""
     points = tuple(
         (first + i, 0, dict(zip(curves, values, strict=True)))
@@ -105,13 +105,13 @@ def test_ordinary_growth_is_not_reported_as_exploding(values: list[float]) -> No
 def test_troubles_are_described_with_their_replica() -> None:
     model = started()
     norm = [math.nan, 1.0, math.nan, 1.0, 1.0]
-    told(model, loss=[1.0, math.nan, 2.0, math.inf, math.inf], norm=norm, replica=0)
-    told(model, loss=[1.0, 2.0, 3.0, 4.0, 5.0], norm=norm, replica=1)
+    feed_curves(model, loss=[1.0, math.nan, 2.0, math.inf, math.inf], norm=norm, replica=0)
+    feed_curves(model, loss=[1.0, 2.0, 3.0, 4.0, 5.0], norm=norm, replica=1)
     assert model.troubles() == [
         "loss is inf since step 4 (replica 0)",
         "norm was nan at step 3 (2 such values in all)",
     ]
-    told(model, big=[1.0] * 50 + [1e6], first=6)
+    feed_curves(model, big=[1.0] * 50 + [1e6], first=6)
     assert "big exploded: 1e+06 at step 56, where it had been 1 at most" in model.troubles()
     for text in (picture_bundle(model, 2.0)["text/html"], plain_summary(model, 2.0)):
         assert "big exploded" in text
@@ -122,7 +122,7 @@ def test_many_replicas_are_drawn_as_a_band_with_outliers_named() -> None:
     model = started(16)
     for replica in range(16):
         level = 5.0 if replica == 11 else replica * 0.01
-        told(model, own=[level + step for step in range(40)], replica=replica)
+        feed_curves(model, own=[level + step for step in range(40)], replica=replica)
     (chart,) = charts(model)
     assert [series.label for series in chart.series] == ["mean of 16", "[11]"]
     mean = mean_points(model.curves["own"].lines)
@@ -133,7 +133,7 @@ def test_many_replicas_are_drawn_as_a_band_with_outliers_named() -> None:
 
 def test_facts_list_the_latest_least_greatest_and_best_value() -> None:
     model = LiveModel()
-    told(model, loss=[2.0, 0.5, 1.0], accuracy=[0.1, 0.9, 0.8], rate=[0.1, 0.1, 0.1])
+    feed_curves(model, loss=[2.0, 0.5, 1.0], accuracy=[0.1, 0.9, 0.8], rate=[0.1, 0.1, 0.1])
     assert [chart.facts for chart in charts(model)] == [
         "last 1 · min 0.5 at step 2 (best) · max 2 at step 1",
         "last 0.8 · min 0.1 at step 1 · max 0.9 at step 2 (best)",
@@ -152,8 +152,8 @@ def steps_of(curve: Curve) -> list[float]:
 
 def test_runs_of_a_cell_begin_at_step_one_and_are_overlaid() -> None:
     model = LiveModel(name="In[3]")
-    told(model, loss=[3.0, 2.0, 1.0], run="lr=0.1")
-    told(model, loss=[3.0, 2.5], run="lr=0.2", first=4)
+    feed_curves(model, loss=[3.0, 2.0, 1.0], run="lr=0.1")
+    feed_curves(model, loss=[3.0, 2.5], run="lr=0.2", first=4)
     assert [steps_of(run.curves["loss"]) for run in model.runs.values()] == [[1, 2, 3], [1, 2]]
     (chart,) = charts(model)
     assert [series.label for series in chart.series] == ["lr=0.1", "lr=0.2"]
@@ -165,12 +165,12 @@ def test_named_runs_of_earlier_cells_are_compared_and_others_are_not() -> None:
     kept = History()
     for number, run in enumerate(["a", "", "b", "a"]):
         model = LiveModel(name=f"In[{number}]", history=kept)
-        told(model, run=run, **{"loss": [float(number)], f"only {number}": [1.0]})
+        feed_curves(model, run=run, **{"loss": [float(number)], f"only {number}": [1.0]})
     assert list(kept.runs) == ["In[1]", "b", "a"], "a name that is used again is the later cell's"
     assert [series.label for series in charts(model)[0].series] == ["b", "a"]
     assert [chart.name for chart in charts(model)] == ["loss", "only 3"]
     plain = LiveModel(name="In[9]", history=kept)
-    told(plain, loss=[1.0])
+    feed_curves(plain, loss=[1.0])
     assert [series.label for series in charts(plain)[0].series] == [""]
 
 
@@ -179,10 +179,10 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> History:
     drawn = History()
     monkeypatch.setattr(compose, "_front", FrontEnd(history=drawn))
     model = started(name="In[1]", history=drawn)
-    told(model, loss=[2.0, 1.0], replica=0)
-    told(model, loss=[2.0, 1.5], replica=1)
+    feed_curves(model, loss=[2.0, 1.0], replica=0)
+    feed_curves(model, loss=[2.0, 1.5], replica=1)
     model = LiveModel(name="In[2]", history=drawn)
-    told(model, loss=[3.0, math.nan], run="fast")
+    feed_curves(model, loss=[3.0, math.nan], run="fast")
     return drawn
 
 
@@ -230,7 +230,7 @@ def test_old_runs_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distnb.notebook.views.runs.MOST_VALUES", 5)
     drawn = History()
     for number in range(4):
-        told(LiveModel(name=f"In[{number}]", history=drawn), loss=[1.0, 2.0, 3.0])
+        feed_curves(LiveModel(name=f"In[{number}]", history=drawn), loss=[1.0, 2.0, 3.0])
     assert list(drawn.runs) == ["In[2]", "In[3]"]
 
 
@@ -253,7 +253,7 @@ def test_event_files_hold_each_value_once_and_replicas_only_if_they_differ(tmp_p
     for first in (1, 3):
         for replica in (0, 1):
             own = [1.0 + replica, 2.0 + replica]
-            told(model, loss=[1.0, 2.0], own=own, run="lr=0.1/a", replica=replica, first=first)
+            feed_curves(model, loss=[1.0, 2.0], own=own, run="lr=0.1/a", replica=replica, first=first)
         files.write(model.runs.values())
     files.close()
     found = {}
@@ -335,7 +335,7 @@ def test_remaining_time_is_not_shown_if_it_is_unknown() -> None:
 def test_epochs_are_marked_in_pictures() -> None:
     model = LiveModel(counted_before={0: (100, 0)})
     model.feed(*sampled(130, 1.0, epochs=((100, 0), (110, 1), (120, 2))))
-    told(model, loss=[1.0] * 30, first=101)
+    feed_curves(model, loss=[1.0] * 30, first=101)
     (chart,) = charts(model)
     assert chart.epochs == {0: 0, 10: 1, 20: 2}
     svg = pictures(model)["loss"]
@@ -387,7 +387,7 @@ def test_a_page_that_receives_updates_equals_the_model(monkeypatch: pytest.Monke
         for _ in range(1 + update % 37):  # past several halvings, in the middle of points that are not full
             step += 1
             for replica in (0, 1):
-                told(model, loss=[math.sin(step) + replica], replica=replica, first=step)
+                feed_curves(model, loss=[math.sin(step) + replica], replica=replica, first=step)
         view._repeat_some()
         message = view.message(charts(model), view._sent)
         page.take(*message)

@@ -105,10 +105,10 @@ def test_the_warning_names_the_operation_and_the_line() -> None:
 
 def test_a_line_is_checked_once_per_kind_of_loss() -> None:
     check = MeanLossCheck()
-    looked = []
+    results = []
     for loss in (out().sum(), F.mse_loss(out(), ZEROS), out().sum(), F.mse_loss(out(), ZEROS)):
-        looked.append(check.check((loss,), REPLICAS, None, None) is not None)
-    assert looked == [False, True, False, True]
+        results.append(check.check((loss,), REPLICAS, None, None) is not None)
+    assert results == [False, True, False, True]
 
 
 def test_a_freed_graph_is_allowed() -> None:

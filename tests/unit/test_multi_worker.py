@@ -47,7 +47,7 @@ def test_communication_options_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"bytes_per_pack": -1}, "bytes_per_pack=-1"),
         ({"bytes_per_pack": 1.5}, "bytes_per_pack=1.5"),
@@ -58,8 +58,8 @@ def test_communication_options_are_kept():
         ({"implementation": None}, "None is not a CommunicationImplementation"),
     ],
 )
-def test_invalid_communication_options_are_refused(arguments: dict[str, Any], told: str):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_communication_options_are_refused(arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
         CommunicationOptions(**arguments)
 
 
@@ -108,7 +108,7 @@ def test_equal_arguments_give_the_same_strategy():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"communication_options": "nccl"}, "implementation='NCCL' needs a GPU .* they are on cpu:0"),
         ({"communication_options": "mpi"}, "'mpi' is not a CommunicationImplementation"),
@@ -120,8 +120,8 @@ def test_equal_arguments_give_the_same_strategy():
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
-def test_unsupported_arguments_are_refused(arguments: dict[str, Any], told: str):
-    with pytest.raises(ValueError, match=told):
+def test_unsupported_arguments_are_refused(arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
         distnb.MultiWorkerMirroredStrategy(**arguments)
 
 
@@ -139,7 +139,7 @@ def test_ranks_follow_the_task_order_with_the_chief_first():
 
 
 @pytest.mark.parametrize(
-    ("cluster", "told"),
+    ("cluster", "message"),
     [
         ({"chief": ["a:1", "b:1"], "worker": ["c:1"]}, "has 2 chiefs"),
         ({"worker": ["a:1", "a:1"]}, "several tasks the same address, a:1"),
@@ -151,8 +151,8 @@ def test_ranks_follow_the_task_order_with_the_chief_first():
         ({"ps": ["a:1"], "evaluator": ["b:1"]}, "no chief and no worker, so no process trains"),
     ],
 )
-def test_invalid_clusters_are_refused(cluster: Any, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_clusters_are_refused(cluster: Any, message: str):
+    with pytest.raises(ValueError, match=message):
         place(cluster)
 
 

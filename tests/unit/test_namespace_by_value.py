@@ -315,7 +315,7 @@ def test_an_exception_of_the_users_class_has_the_notebooks_class(world: DoubleWo
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("b'\\xff'.decode()", "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
         ("open('/nowhere')", "[Errno 2] No such file or directory: '/nowhere'"),
@@ -324,8 +324,8 @@ def test_an_exception_of_the_users_class_has_the_notebooks_class(world: DoubleWo
         ("raise StopIteration(3)", "3"),
     ],
 )
-def test_builtin_exceptions_are_complete(world: DoubleWorld, text: str, told: str) -> None:
+def test_builtin_exceptions_are_complete(world: DoubleWorld, text: str, message: str) -> None:
     error = raised_in(world, text)
-    assert str(error) == told
+    assert str(error) == message
     assert getattr(error, "value", 3) == 3
     assert getattr(error, "errno", 2) == 2

@@ -208,7 +208,7 @@ def test_handles_refuse_operations_on_different_components(world: DoubleWorld) -
         with pytest.raises(DistributedValueError, match=r"local_results|reduce"):
             wrong()
     assert "(3,) float32 cpu" in repr(t)
-    assert same._repr_html_().count(">float64</td>") == 1, "one row stands for all replicas"
+    assert same._repr_html_().count(">float64</td>") == 1, "one row represents all replicas"
     assert t._repr_html_().count(">float32</td>") == 2
     assert same.numpy().tolist() == [1, 1]
     assert torch.tensor(same.numpy()).dtype == torch.float64
@@ -723,10 +723,16 @@ def test_a_local_module_is_reloaded(world: DoubleWorld, tmp_path: Path, monkeypa
     assert snapshot.modules["distnb_local_module"] == (1, False)
     known = dict(snapshot.modules)  # sent once
     # %autoreload changes a module in place, so only its file's version shows it. None: a reload failed.
-    told: list[int | None] = [7]
-    module_watch.versions.append(lambda name: told[0] if name == "distnb_local_module" else None)
+    version: list[int | None] = [7]
+    module_watch.versions.append(lambda name: version[0] if name == "distnb_local_module" else None)
     try:
-        for told[0], expected in ((7, (1, False)), (8, (2, True)), (None, (2, True)), (8, (2, True)), (9, (3, True))):
+        for version[0], expected in (
+            (7, (1, False)),
+            (8, (2, True)),
+            (None, (2, True)),
+            (8, (2, True)),
+            (9, (3, True)),
+        ):
             snapshot = world.namespace.outgoing("local.value", world.team)
             known |= snapshot.modules
             assert known["distnb_local_module"] == expected
@@ -786,10 +792,10 @@ def test_names_of_an_unfinished_scope_are_removed(world: DoubleWorld) -> None:
         namespace.open(world._send(snapshot), replica)
         mark = namespace.begin(before + scope)
         world.engines[replica].run(before, 1)
-        take_back = namespace.note_names()
+        undo = namespace.note_names()
         with pytest.raises(ZeroDivisionError):
             world.engines[replica].run(scope, 2)
-        take_back()
+        undo()
         results[replica] = world._send(namespace.finish(mark))
     world.namespace.incoming(world.team, results)
     ns = world.notebook.user_ns

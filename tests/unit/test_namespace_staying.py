@@ -11,7 +11,7 @@ from tests.worlds import Cell, DoubleWorld, PlainWorld, compare, distributed, or
 
 THREAD = """
 import queue, threading, time
-asked, told = queue.Queue(), queue.Queue()
+asked, answers = queue.Queue(), queue.Queue()
 factor, helper = 2, lambda x: x + 1
 def look():
     try:
@@ -20,11 +20,11 @@ def look():
         return str(error)
 def work():
     while asked.get(timeout=60):
-        told.put(look())
+        answers.put(look())
 thread = threading.Thread(target=work, daemon=True)
 thread.start()
 """
-ASK = "asked.put(1)\nfound = told.get(timeout=60)"
+ASK = "asked.put(1)\nfound = answers.get(timeout=60)"
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def _nothing_stays() -> Iterator[None]:
 
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of this process's log, at level debug."""
+    """Return the file of this process's log, at level debug."""
     monkeypatch.setenv("DISTNB_LOG", "debug")
     directory = tmp_path / "distnb-1"
     directory.mkdir()
@@ -132,7 +132,7 @@ def test_configuring_logging_does_not_end_the_log(log: Path) -> None:
 def test_a_record_that_cannot_be_written_is_dropped(log: Path) -> None:
     log.unlink()
     log.parent.rmdir()
-    _logger.error("nobody reads this")
+    _logger.error("not read")
 
 
 def test_a_long_log_keeps_its_latest_part(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,5 +140,5 @@ def test_leaks_and_hangs_of_a_test_are_detected(tmp_path):
     assert {("ERROR", "test_process"), ("ERROR", "test_port"), ("ERROR", "test_file")} <= set(outcomes), done.stdout
     assert ("FAILED", "test_hang") in outcomes, done.stdout
     assert ("ERROR", "test_clean") not in outcomes, done.stdout
-    for told in ("sleep 600", "listening port 127.0.0.1:", "forgotten", "test_hang (test_leaky.py"):
-        assert told in done.stdout, done.stdout
+    for text in ("sleep 600", "listening port 127.0.0.1:", "forgotten", "test_hang (test_leaky.py"):
+        assert text in done.stdout, done.stdout

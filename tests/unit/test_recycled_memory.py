@@ -64,7 +64,7 @@ def test_memory_in_use_is_not_overwritten(pair: tuple[UnixSocket, UnixSocket]) -
     kept = [there(pair, message(fill)) for fill in range(5)]
     for fill, frames in enumerate(kept):
         assert [bytes(frame) for frame in frames] == [bytes(frame) for frame in message(fill)]
-        memoryview(frames[2])[:3] = b"own"  # it can be written to, and nobody else sees it
+        memoryview(frames[2])[:3] = b"own"  # it is writable, and private
     assert bytes(kept[0][2][:4]) == b"own\0"
     part = kept[0][3]  # a part is as good as the whole
     del kept

@@ -210,12 +210,12 @@ class Notebook:
     """Prompts whose front end answers with a function."""
 
     def __init__(self, answer: Callable[[Asks], str]) -> None:
-        self.told: list[tuple[int | None, Any]] = []
+        self.sent: list[tuple[int | None, Any]] = []
         self.events = EventHub()
         supervisor: Any = SimpleNamespace(
             events=self.events,
-            send=lambda engine, message: self.told.append((engine, message)),
-            send_to_all=lambda message: self.told.append((None, message)),
+            send=lambda engine, message: self.sent.append((engine, message)),
+            send_to_all=lambda message: self.sent.append((None, message)),
         )
         self.interrupts = Interrupts()
         self.prompts = Prompts(supervisor, self.interrupts)
@@ -255,15 +255,15 @@ def test_a_replica_keeps_the_prompt_until_it_continues(notebook: Callable[..., N
     publish(asks(1))
     publish(asks(0))
     here.serve()
-    assert here.told == [(None, Prompting(True)), (1, Answer(5, "to 1"))]
+    assert here.sent == [(None, Prompting(True)), (1, Answer(5, "to 1"))]
     publish(asks(1))
     here.serve()  # though the other has waited for longer
-    assert here.told[2:] == [(1, Answer(5, "to 1"))]
+    assert here.sent[2:] == [(1, Answer(5, "to 1"))]
     publish(GoesOn(1, 5, 1))
     here.serve()
-    assert here.told[3:] == [(0, Answer(5, "to 0"))]
+    assert here.sent[3:] == [(0, Answer(5, "to 0"))]
     publish(ProgramEnded(engine=0, program=5, status="ok"))
-    assert here.told[4:] == [(None, Prompting(False))]
+    assert here.sent[4:] == [(None, Prompting(False))]
 
 
 @pytest.mark.parametrize("end", [Died(1, 1, "ended"), ProgramEnded(engine=1, program=5, status="aborted")])
@@ -280,15 +280,15 @@ def test_a_prompt_is_closed_with_its_program(notebook: Callable[..., Notebook], 
     here = notebook(wait)
     here.events.publish(asks(1))
 
-    def take_away() -> None:
+    def close_prompt() -> None:
         asked.wait()
         here.events.publish(end)
 
-    thread = threading.Thread(target=take_away)
+    thread = threading.Thread(target=close_prompt)
     thread.start()
     here.serve()  # ends, and raises nothing
     thread.join()
-    assert [message for _, message in here.told] == [Prompting(True), Prompting(False)]
+    assert [message for _, message in here.sent] == [Prompting(True), Prompting(False)]
 
 
 def test_no_further_prompt_opens_once_the_program_is_ended(notebook: Callable[..., Notebook]) -> None:
@@ -312,9 +312,9 @@ def test_an_interrupt_at_the_prompt_is_recorded(notebook: Callable[..., Notebook
 
     here = notebook(press)
     here.events.publish(asks(1))
-    with pytest.raises(KeyboardInterrupt):  # by `Interrupts`, since nobody has taken it
+    with pytest.raises(KeyboardInterrupt):  # by `Interrupts`, since it was not handled
         here.serve()
-    assert here.told == [(None, Prompting(True))]
+    assert here.sent == [(None, Prompting(True))]
 
 
 def test_a_refused_prompt_gives_the_reason(notebook: Callable[..., Notebook]) -> None:
@@ -324,9 +324,9 @@ def test_a_refused_prompt_gives_the_reason(notebook: Callable[..., Notebook]) ->
     here = notebook(refuse)
     here.events.publish(asks(1))
     here.serve()
-    assert "the user cannot be asked here (no stdin)" in here.told[-1][1].refusal
+    assert "the user cannot be asked here (no stdin)" in here.sent[-1][1].refusal
     here.events.publish(asks(1))
     thread = threading.Thread(target=here.serve)
     thread.start()
     thread.join()
-    assert "in a thread that is not its main thread" in here.told[-1][1].refusal
+    assert "in a thread that is not its main thread" in here.sent[-1][1].refusal

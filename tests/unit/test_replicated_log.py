@@ -18,7 +18,7 @@ from distnb.errors import CollectiveMismatchError
 KEY = signature.of_tensors("all_reduce", 0, None, [])
 
 
-class Told(HashStore):
+class RecordingStore(HashStore):
     """A store that records every entry."""
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ def run(source: str, name: str, **names: Any) -> dict[str, Any]:
     return names
 
 
-Pair = tuple[Told, list[Verifier]]
+Pair = tuple[RecordingStore, list[Verifier]]
 
 
 @pytest.fixture
 def pair() -> Pair:
-    store = Told()
+    store = RecordingStore()
     verifiers = [Verifier(ReplicatedLog(store, rank, 2), range(2)) for rank in range(2)]
     for verifier in verifiers:
         verifier.begin(1)

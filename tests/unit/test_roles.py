@@ -108,7 +108,7 @@ def test_tasks_are_assigned_to_machines(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def planned(monkeypatch: pytest.MonkeyPatch, options: HostOptions, gpus: int, devices: str | None = None) -> HostPlan:
     monkeypatch.setattr(
         "distnb.cluster.remote.hosts.probe",
-        lambda names, way, tell: dict.fromkeys(names, (gpus, Capacity(cores=2, memory_nbytes=2**40))),
+        lambda names, way, on_progress: dict.fromkeys(names, (gpus, Capacity(cores=2, memory_nbytes=2**40))),
     )
     monkeypatch.setattr("distnb.cluster.remote.hosts.listening_address", lambda names, interface: "10.0.0.1")
     return make_plan(StartOptions(devices=devices), options)
@@ -146,9 +146,9 @@ def test_workers_may_have_several_replicas(monkeypatch: pytest.MonkeyPatch, tmp_
     assert plan.tasks == (W0, W0, W1, W1, PS0)
     assert plan.hosts == ("a", "a", "b", "b", "a")
     assert [*map(str, plan.devices)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cpu:0"]
-    told = SimpleClusterResolver(CLUSTER, num_accelerators={"GPU": 4})
+    counted = SimpleClusterResolver(CLUSTER, num_accelerators={"GPU": 4})
     for given, replicas in (None, 4), (1, 1):
-        read = read_options(launcher="ssh", cluster_resolver=told, replicas_per_worker=given)
+        read = read_options(launcher="ssh", cluster_resolver=counted, replicas_per_worker=given)
         assert read is not None
         assert read.replicas == replicas
     assert read_options(launcher="ssh", cluster_resolver=SimpleClusterResolver(CLUSTER)).replicas == 1  # type: ignore[union-attr]

@@ -217,6 +217,6 @@ def test_a_missing_gpu_is_an_error() -> None:
         RuntimeError("No CUDA GPUs are available"),
     ):
         for _ in range(2):
-            told = "\n".join(report(error).traceback)
-        assert told.count("Leave out .cuda()") == 1
+            text = "\n".join(report(error).traceback)
+        assert text.count("Leave out .cuda()") == 1
     assert "cuda" not in "\n".join(report(RuntimeError("other")).traceback)

@@ -74,17 +74,17 @@ def test_started_processes_end_with_their_owner() -> None:
     assert owner.stdout is not None
     with owner.stdout:
         path, *pids = owner.stdout.readline().split()
-    told_of, forgotten, never_told_of = map(int, pids)
+    registered, forgotten, unregistered = map(int, pids)
     owner.kill()
     owner.wait()
     try:
-        processes.ends(told_of, _WITHIN_S)
+        processes.ends(registered, _WITHIN_S)
         processes.wait_until(lambda: not os.path.exists(path), _WITHIN_S, "the directory is still there")
         assert not processes.has_ended(forgotten)
-        assert not processes.has_ended(never_told_of)
+        assert not processes.has_ended(unregistered)
     finally:
         os.kill(forgotten, signal.SIGKILL)
-        os.kill(never_told_of, signal.SIGKILL)
+        os.kill(unregistered, signal.SIGKILL)
 
 
 def test_removal_succeeds_while_a_process_writes(tmp_path: Path) -> None:

@@ -297,13 +297,13 @@ def test_steps_equal_plain_torchs_exactly_also_from_a_saved_state(
         lr = 0.1 / (number + 1)  # as a schedule does
         for group in reference.param_groups:
             group["lr"] = lr
-        told = tuple({k: v for k, v in group.items() if k != "params"} for group in reference.param_groups)
+        settings = tuple({k: v for k, v in group.items() if k != "params"} for group in reference.param_groups)
         gradients = {W: torch.randn(5, 3)}
         if number % 2:
             gradients[B] = torch.randn(3)
         plain[0].grad, plain[1].grad = gradients[W].clone(), gradients[B].clone() if B in gradients else None
         reference.step()
-        ask(store, StepOptimizer(optimizer=0, gradients=gradients, options=told, seen={}))
+        ask(store, StepOptimizer(optimizer=0, gradients=gradients, options=settings, seen={}))
         assert torch.equal(value(store, W), plain[0])
         assert torch.equal(value(store, B), plain[1])
     state = ask(store, GetOptimizer(0))

@@ -21,7 +21,7 @@ class Pair:
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=30)
-        self._told: list[Any] = [None, None]
+        self._values: list[Any] = [None, None]
 
     def replica(self, rank: int) -> Any:
         pair = self
@@ -32,9 +32,9 @@ class Pair:
 
             def all_gather_object(self, value: object) -> list[object]:
                 pair._barrier.wait()
-                pair._told[rank] = value
+                pair._values[rank] = value
                 pair._barrier.wait()
-                return list(pair._told)
+                return list(pair._values)
 
         return Group()
 
@@ -68,7 +68,7 @@ def test_writes_to_a_private_view_remain_until_it_is_forgotten() -> None:
     assert second.changed() == []
     assert (views[1][PAGE].item(), common[PAGE].item()) == (7, 7)
 
-    common.fill_(9)  # seen wherever nobody has a copy
+    common.fill_(9)  # visible to every view without a copy
     assert views[1][PAGE].item() == 9
     assert (views[0][0].item(), views[0][PAGE].item(), views[0][PAGE + 1].item()) == (9, 1, 7)
     first.forget([1, 3])

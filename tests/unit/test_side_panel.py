@@ -45,8 +45,8 @@ def running_model() -> LiveModel:
     return model
 
 
-def kinds(told: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(engine["kind"], engine["state"]) for engine in told["engines"]]
+def kinds(state: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(engine["kind"], engine["state"]) for engine in state["engines"]]
 
 
 def test_states_of_engines_follow_replicas_and_processes() -> None:
@@ -55,9 +55,9 @@ def test_states_of_engines_follow_replicas_and_processes() -> None:
     assert kinds(snapshot(idle, None, {}, 0.0)) == [("idle", "idle")] * 2
     assert kinds(snapshot(idle, model, {}, 0.0)) == [("running", "running")] * 2
     model.feed(ProgramEnded(engine=1, program=1, status="error", summary="ValueError", where="cell 1, line 3"), 1.0)
-    told = snapshot(session("busy with program 1, which was ended", "idle"), model, {}, 1.0)
-    assert kinds(told) == [("busy", "busy with program 1, which was ended"), ("error", "failed")]
-    assert told["engines"][1]["at"] == "cell 1, line 3"
+    state = snapshot(session("busy with program 1, which was ended", "idle"), model, {}, 1.0)
+    assert kinds(state) == [("busy", "busy with program 1, which was ended"), ("error", "failed")]
+    assert state["engines"][1]["at"] == "cell 1, line 3"
     assert kinds(snapshot(session("idle", "was killed by SIGKILL"), model, {}, 1.0))[1] == (
         "error",
         "was killed by SIGKILL",
@@ -79,7 +79,7 @@ def test_a_stopping_cluster_is_not_listed() -> None:
 
 
 def test_machines_are_named_if_there_are_several() -> None:
-    told = snapshot(
+    state = snapshot(
         session("idle", "idle", hosts=("a", "b")),
         None,
         {
@@ -97,8 +97,8 @@ def test_machines_are_named_if_there_are_several() -> None:
         },
         0.0,
     )
-    assert [engine["place"] for engine in told["engines"]] == ["cpu:0 of a", "cpu:1 of b"]
-    assert [engine["memory"] for engine in told["engines"]] == [
+    assert [engine["place"] for engine in state["engines"]] == ["cpu:0 of a", "cpu:1 of b"]
+    assert [engine["memory"] for engine in state["engines"]] == [
         [],
         [{"what": "memory", "taken": 5, "all": 9}, {"what": "on device", "taken": 7, "all": None}],
     ]
@@ -109,8 +109,8 @@ def test_curves_are_thinned_to_their_latest_point_and_are_json() -> None:
     for step in range(1, 501):
         value = math.nan if step == 500 else float(step)
         model.feed(Live(engine=0, program=1, replica=0, points=((step, 0, {"loss": value}),)), 0.0)
-    told = json.loads(json.dumps(snapshot(None, model, {}, 0.0), allow_nan=False))
-    (line,) = told["curves"][0]["lines"]
+    state = json.loads(json.dumps(snapshot(None, model, {}, 0.0), allow_nan=False))
+    (line,) = state["curves"][0]["lines"]
     assert len(line["points"]) <= 60
     assert line["points"][-1] == [500, None]
     assert line["last"] == "nan"

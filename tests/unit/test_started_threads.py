@@ -89,7 +89,7 @@ def test_a_slow_thread_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
     with threads_awaited():
         threading.Thread(target=work, name="the-saver").start()
-    told = capsys.readouterr().err
-    assert "the-saver" in told
-    assert "in work" in told
-    assert "daemon=True" in told
+    notice = capsys.readouterr().err
+    assert "the-saver" in notice
+    assert "in work" in notice
+    assert "daemon=True" in notice

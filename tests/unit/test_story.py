@@ -86,7 +86,7 @@ def test_a_program_may_be_sent_to_an_engine_that_just_died() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (lambda queue: queue._waiting.append(1), "several places"),
         (lambda queue: queue._unfinished.discard(1), "either placed or unfinished"),
@@ -99,12 +99,12 @@ def test_a_program_may_be_sent_to_an_engine_that_just_died() -> None:
         (lambda queue: queue._workers[0].stuck_in.add(1), "given up on"),
     ],
 )
-def test_a_violation_of_the_queue_is_reported_with_the_story(spoil: object, told: str) -> None:
+def test_a_violation_of_the_queue_is_reported_with_the_story(spoil: object, message: str) -> None:
     queue = ClosureQueue(depth=2)
     queue.worker_up(0, 0.0)
     queue.scheduled(1, 1.0)
     spoil(queue)  # type: ignore[operator]
-    with pytest.raises(InvariantError, match=f"{told}(?s:.*)scheduled"):
+    with pytest.raises(InvariantError, match=f"{message}(?s:.*)scheduled"):
         queue.scheduled(2, 2.0)
 
 

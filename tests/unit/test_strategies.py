@@ -149,10 +149,10 @@ def test_errors_of_invalid_calls_name_the_received_value_and_the_cure(strategy: 
         return batch
 
     batch = (torch.ones(2), 3)
-    told = (
+    message = (
         r"called step\(Tensor, 3\): .*takes 1 positional argument but 2 were given.*strategy.run\(step, args=\(batch,"
     )
-    with pytest.raises(errors.DistributedValueError, match=told):
+    with pytest.raises(errors.DistributedValueError, match=message):
         strategy.run(step, batch)
     with pytest.raises(TypeError, match=r"called step\(\): .*missing 1 required.*'batch'"):
         strategy.run(step)

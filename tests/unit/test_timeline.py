@@ -217,7 +217,7 @@ def test_steps_of_earlier_cells_are_ignored() -> None:
 
 
 def test_shared_processors_are_reported_only_if_replicas_waited_for_them() -> None:
-    told = []
+    sentences = []
     for queued in (0.0, 0.3):
         model = TimelineModel()
         for replica, own in enumerate(trained([0.010] * 4, 30)):
@@ -227,11 +227,11 @@ def test_shared_processors_are_reported_only_if_replicas_waited_for_them() -> No
             model.feed(sample(replica, rest, queued_s=1.0 + queued * 0.29 * (replica < 2)))
         spent = model.spent()
         assert spent is not None
-        told.append(sentence(spent))
-    assert "processor" not in told[0]
+        sentences.append(sentence(spent))
+    assert "processor" not in sentences[0]
     assert (
         "2 of 4 replicas were ready to compute, but had no processor, for 25% of their time: 4 replicas of a machine "
-        "share 2 processors." in told[1]
+        "share 2 processors." in sentences[1]
     )
 
 

@@ -115,8 +115,8 @@ def test_a_tpu_strategy_uses_engines_on_chips() -> None:
 
 def test_each_process_gets_its_chip() -> None:
     launch = {"TORCH_TPU_TOPOLOGY": "2,1,1"}
-    told = tpu_chips.chip_environment(CHIPS[1], CHIPS[:2], launch)
-    assert told == launch | {
+    environment = tpu_chips.chip_environment(CHIPS[1], CHIPS[:2], launch)
+    assert environment == launch | {
         "RANK": "1",
         "LOCAL_RANK": "1",
         "GROUP_RANK": "0",

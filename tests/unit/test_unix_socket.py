@@ -153,7 +153,7 @@ def test_memory_that_cannot_be_mapped_is_read(pair: Pair, monkeypatch: pytest.Mo
     assert same(receive(pair[1]), frames)
 
 
-# -- nobody is made to wait ----------------------------------------------------------------------------------------------
+# -- sends do not block --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["small", "large"])
@@ -162,7 +162,7 @@ def test_messages_beyond_the_kernels_buffer_are_sent_later(pair: Pair, kind: str
     fill: Frame = b"-" if kind == "small" else bytes(MIDDLE)
     count = 5000 if kind == "small" else 600  # the buffer of a UNIX socket takes some hundred packets
     for number in range(count):
-        assert sender.send_packets(pack([b"%d" % number, fill]))  # nobody receives meanwhile
+        assert sender.send_packets(pack([b"%d" % number, fill]))  # while the receiver does not read
     for number in range(count):
         assert bytes(receive(receiver)[0]) == b"%d" % number
     wait_until(lambda: sender._sender is None, 60)

@@ -51,8 +51,8 @@ def test_equal_components_share_a_row() -> None:
 
 
 def test_devices_do_not_count_as_a_difference() -> None:
-    told = inspect(torch.ones(2))
-    devices = {replica: told._replace(device=f"cuda:{replica}") for replica in range(2)}
+    described = inspect(torch.ones(2))
+    devices = {replica: described._replace(device=f"cuda:{replica}") for replica in range(2)}
     page = value_html(ValueModel(kind="Mirrored", size=2, components=devices))
     assert rows_of(page) == 1
     assert "cuda:0, cuda:1" in page
@@ -120,8 +120,8 @@ def test_pictures_are_shown_next_to_each_other() -> None:
 
 
 def test_a_sample_is_marked_as_a_sample() -> None:
-    told = inspect(torch.ones(2_200, 2_200))
-    assert "a sample of " in value_html(ValueModel(kind="PerReplica", size=1, components={0: told}))
+    described = inspect(torch.ones(2_200, 2_200))
+    assert "a sample of " in value_html(ValueModel(kind="PerReplica", size=1, components={0: described}))
 
 
 def test_values_of_this_process_are_drawn() -> None:
@@ -135,8 +135,8 @@ def test_values_of_this_process_are_drawn() -> None:
 
 
 def display(replica: int, site: bytes, value: float, size: int = 2) -> Display:
-    told = {"kind": "PerReplica", "size": size, "replicas": {replica: inspect(value)}, "site": site}
-    return Display(engine=replica, program=1, replica=replica, data={VALUE: told, "text/plain": "…"})
+    described = {"kind": "PerReplica", "size": size, "replicas": {replica: inspect(value)}, "site": site}
+    return Display(engine=replica, program=1, replica=replica, data={VALUE: described, "text/plain": "…"})
 
 
 def shown(merger: OutputMerger, now: float) -> list[dict[int, Inspected]]:
@@ -176,13 +176,13 @@ def test_reports_become_pages_and_texts() -> None:
     data = drawn(display(0, b"", 1.5).data)
     assert sorted(data) == ["text/html", "text/plain"]
     assert "1.5" in data["text/plain"]
-    told = {
+    described = {
         "kind": "Linear",
         "size": 1,
         "replicas": {0: (Holding(name="w", whole=(2,), bounds=((0, 2),), kind="copy"),)},
         "site": b"",
     }
-    assert "mirrored copy" in drawn({PLACEMENT: told})["text/html"]
+    assert "mirrored copy" in drawn({PLACEMENT: described})["text/html"]
     assert drawn({"text/plain": "x"}) == {"text/plain": "x"}
 
 
@@ -267,10 +267,10 @@ def test_a_replica_without_rows_is_reported() -> None:
 def test_memory_is_divided_into_engines_others_and_free() -> None:
     rows = [SimpleNamespace(engine=i, device=f"cuda:{i}", host="here", task="", state="idle") for i in range(2)]
     rows[1].state = "was killed"
-    told = {
+    described = {
         0: MemoryUse(engine=0, rss=100, host_free=500, host_total=1000, allocated=30, device_free=20, device_total=90)
     }
-    model = DevicesModel.of(rows, told, {0: {"model": 2_000, "x": 5}}, idle=["cuda:1", "cuda:2"])  # type: ignore[arg-type]
+    model = DevicesModel.of(rows, described, {0: {"model": 2_000, "x": 5}}, idle=["cuda:1", "cuda:2"])  # type: ignore[arg-type]
     host, device = model.memories
     assert (host.used, host.others, host.free) == ({"engine 0": 100}, 400, 500)
     assert (device.name, device.others) == ("cuda:0", 40)

@@ -346,7 +346,7 @@ def test_an_error_that_leaves_others_waiting_is_reported_at_its_origin():
     its.enter()
     error = ValueError("mine")
     run(others, error)
-    assert second.error_left() is None  # nobody waits yet
+    assert second.error_left() is None  # no replica waits yet
     first.post(record("a"))
     left = second.error_left()
     assert left is not None

@@ -34,7 +34,7 @@ def waits(seconds: float, kind: Any = "collective", number: int = 17, what: str 
     )
 
 
-def told(*samples: TelemetrySample, at: float = 6.0, who: str = "replica") -> list[str]:
+def reports(*samples: TelemetrySample, at: float = 6.0, who: str = "replica") -> list[str]:
     model = WaitsModel(who)
     for each in samples:
         model.feed(each, each.seconds)
@@ -43,26 +43,26 @@ def told(*samples: TelemetrySample, at: float = 6.0, who: str = "replica") -> li
 
 def test_waiting_and_missing_replicas_are_named_with_their_collective() -> None:
     sleeping = [sample(0, moment, call="time.sleep") for moment in (0.0, 3.0, 6.0)]
-    assert told(*sleeping, sample(1, 6.0, waiting=waits(6.0))) == [
+    assert reports(*sleeping, sample(1, 6.0, waiting=waits(6.0))) == [
         "replica 1 waits in all_reduce (cell 3, line 4; number 17) since 6 s; "
         "replica 0 is not there: it is in cell 3, line 3, in time.sleep, since 6 s."
     ]
 
 
 def test_a_short_wait_is_not_reported() -> None:
-    assert told(sample(0, 6.0), sample(1, 6.0, waiting=waits(2.9))) == []
-    assert told(sample(0, 6.0), sample(1, 6.0)) == []
+    assert reports(sample(0, 6.0), sample(1, 6.0, waiting=waits(2.9))) == []
+    assert reports(sample(0, 6.0), sample(1, 6.0)) == []
 
 
 def test_several_waiting_replicas_are_combined() -> None:
     several = [sample(replica, 6.0, waiting=waits(5.0 + replica / 2)) for replica in (0, 1, 3)]
-    (line,) = told(*several, sample(2, 6.0))
+    (line,) = reports(*several, sample(2, 6.0))
     assert line.startswith("replicas 0-1, 3 wait in all_reduce (cell 3, line 4; number 17) since 6 s; replica 2 is not")
 
 
 def test_a_replica_that_waits_for_input_is_named() -> None:
     reading = sample(0, 6.0, waiting=waits(4.0, "input", 0, "", ""))
-    lines = told(reading, sample(1, 6.0, waiting=waits(4.0)))
+    lines = reports(reading, sample(1, 6.0, waiting=waits(4.0)))
     assert lines == [
         "replica 0 waits for its next batch (cell 3, line 3) since 4 s.",
         "replica 1 waits in all_reduce (cell 3, line 4; number 17) since 4 s; "
@@ -71,7 +71,7 @@ def test_a_replica_that_waits_for_input_is_named() -> None:
 
 
 def test_replicas_in_different_collectives_are_named() -> None:
-    (first, second) = told(
+    (first, second) = reports(
         sample(0, 6.0, waiting=waits(4.0, number=17)),
         sample(1, 6.0, waiting=waits(4.0, number=3, what="barrier()", group="part")),
     )
@@ -80,28 +80,28 @@ def test_replicas_in_different_collectives_are_named() -> None:
 
 
 def test_all_replicas_may_be_in_the_collective() -> None:
-    (line,) = told(*[sample(replica, 6.0, waiting=waits(4.0)) for replica in (0, 1)])
+    (line,) = reports(*[sample(replica, 6.0, waiting=waits(4.0)) for replica in (0, 1)])
     assert line == "replicas 0-1 wait in all_reduce (cell 3, line 4; number 17) since 4 s; all are there."
 
 
 def test_a_replica_with_a_blocked_interpreter_is_reported_as_silent() -> None:
-    (line,) = told(sample(0, 1.0), sample(1, 6.0, waiting=waits(5.0)))
+    (line,) = reports(sample(0, 1.0), sample(1, 6.0, waiting=waits(5.0)))
     assert line.endswith(
         "replica 0 is not there, and has reported nothing for 5 s; it was last seen in cell 3, line 3."
     )
 
 
 def test_outdated_samples_are_not_reported() -> None:
-    assert told(sample(0, 0.0, waiting=waits(2.0)), at=30.0) == []
+    assert reports(sample(0, 0.0, waiting=waits(2.0)), at=30.0) == []
 
 
 def test_a_worker_that_waits_for_a_parameter_server_is_named() -> None:
     asking = sample(1, 6.0, waiting=waits(3.2, "servers", 0, "parameter server 0", ""))
-    assert told(asking, who="worker") == ["worker 1 waits for parameter server 0 (cell 3, line 3) since 3 s."]
+    assert reports(asking, who="worker") == ["worker 1 waits for parameter server 0 (cell 3, line 3) since 3 s."]
 
 
 def test_background_operations_are_not_reported_as_waits() -> None:
-    (line,) = told(sample(0, 6.0), sample(1, 6.0, waiting=waits(4.0, "background")))
+    (line,) = reports(sample(0, 6.0), sample(1, 6.0, waiting=waits(4.0, "background")))
     assert line.startswith("replica 1 has all_reduce (cell 3, line 3; number 17) under way since 4 s; replica 0")
 
 
