@@ -1,4 +1,4 @@
-"""The environment in which a process finds the stand-in for a TPU's package, with two chips."""
+"""The environment in which a process finds a fake TPU package, with two chips."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["CHIPS"]
 
 _ROOT = Path(__file__).parents[1]
 CHIPS = {
-    "PYTHONPATH": os.pathsep.join(map(str, (_ROOT, _ROOT / "tests" / "stand_in_tpu"))),
-    "STAND_IN_TPU_CHIPS": "2",
+    "PYTHONPATH": os.pathsep.join(map(str, (_ROOT, _ROOT / "tests" / "fake_tpu"))),
+    "FAKE_TPU_CHIPS": "2",
     "CUDA_VISIBLE_DEVICES": "",
 }

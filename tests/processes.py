@@ -130,13 +130,13 @@ def describe(process: psutil.Process) -> str:
 def stacks(pids: list[int]) -> str:
     """Return the Python stacks of processes, read from outside by py-spy, without their help."""
     deadline = time.monotonic() + _STACKS_S
-    told: dict[int, str] = {}
+    texts: dict[int, str] = {}
     # py-spy does not stop a process to read it, so a running one may show no thread. It is asked again then.
-    while time.monotonic() < deadline and (left := [pid for pid in pids if "Thread" not in told.get(pid, "")]):
-        told.update(_asked(left, deadline))
-        if not any("Python v" in told[pid] for pid in left if "Thread" not in told[pid]):
+    while time.monotonic() < deadline and (left := [pid for pid in pids if "Thread" not in texts.get(pid, "")]):
+        texts.update(_asked(left, deadline))
+        if not any("Python v" in texts[pid] for pid in left if "Thread" not in texts[pid]):
             break
-    return "\n".join(told[pid] for pid in pids)
+    return "\n".join(texts[pid] for pid in pids)
 
 
 def _asked(pids: list[int], deadline: float) -> dict[int, str]:
@@ -146,16 +146,16 @@ def _asked(pids: list[int], deadline: float) -> dict[int, str]:
         pid: subprocess.Popen([*command, str(pid)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for pid in pids
     }
-    told = {}
+    texts = {}
     for pid, process in asked.items():
         try:
             shown, trouble = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-            told[pid] = shown or f"pid {pid}: {trouble.strip()}"
+            texts[pid] = shown or f"pid {pid}: {trouble.strip()}"
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            told[pid] = f"pid {pid}: no stack within {_STACKS_S:.0f} s"
-    return told
+            texts[pid] = f"pid {pid}: no stack within {_STACKS_S:.0f} s"
+    return texts
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str = "") -> None:

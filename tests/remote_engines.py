@@ -71,7 +71,7 @@ dataset = strategy.distribute_dataset(data, batch_size=8)
 losses = []
 for batch in dataset:
     losses.append(strategy.reduce("sum", strategy.run(step, args=(batch,)), axis=None).item())
-taken = strategy.num_replicas_in_sync, len(losses)
+trained = strategy.num_replicas_in_sync, len(losses)
 """
 
 
@@ -84,19 +84,19 @@ def check_recovery(notebook: Notebook, replicas: int) -> None:
     """
     notebook.run(_MAKE)
     notebook.run(_TRAIN)
-    assert notebook.value("taken") == (replicas, 2)
+    assert notebook.value("trained") == (replicas, 2)
     os.kill(notebook.value("cluster.status()[-1].pid"), signal.SIGKILL)
     failed = notebook.try_run(_TRAIN)  # the notebook may know already, and continue at once
     assert failed.error_name in ("", "EngineDied", "CollectiveError", "StructureError"), failed.traceback
     notebook.run(_TRAIN)
-    assert notebook.value("taken") == (replicas - 1, 2)
+    assert notebook.value("trained") == (replicas - 1, 2)
     before = notebook.value(f"({_STATE})")
     notebook.run("%distnb restart --missing", timeout_s=120)
     assert notebook.value(f"({_STATE})") == before
     notebook.run("%%distribute mirrored\nstate = " + _STATE)
     assert notebook.value("state") == before  # equal on all replicas, so it is a plain value
     notebook.run(_TRAIN)
-    assert notebook.value("taken") == (replicas, 2)
+    assert notebook.value("trained") == (replicas, 2)
 
 
 def check_cut_off(notebook: Notebook, network: Machines, lost: str, survivor: str, folder: Path) -> None:
@@ -175,7 +175,7 @@ def check_secrets(notebook: Notebook, at_least: int) -> None:
         at_least: The least number of processes.
     """
     secrets = notebook.value("[getattr(cluster._engines._keys, name) for name in ('client_secret', 'server_secret')]")
-    looked_at = 0
+    checked = 0
     for pid in processes.children_of_this_run():
         for name in ("cmdline", "environ"):
             try:
@@ -183,8 +183,8 @@ def check_secrets(notebook: Notebook, at_least: int) -> None:
             except OSError:
                 continue
             assert not any(secret.encode() in text for secret in secrets)
-            looked_at += 1
-    assert looked_at >= 2 * at_least
+            checked += 1
+    assert checked >= 2 * at_least
 
 
 def left() -> list[str]:

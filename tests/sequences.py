@@ -151,7 +151,7 @@ SEQUENCES: dict[str, list[Cell]] = {
         ordinary("q = Point(5).double().x"),
         distributed("r = Point(q).double().x\nsame = type(p) is Point"),
     ],
-    "attributes of a class made there, beside one changed there": [
+    "attributes of a class made there, next to one changed there": [
         ordinary("class Base:\n    n = 1\nd = [7]"),
         distributed("globals()\nBase.more = 38"),
         ordinary("a = Base()\na.base = Base"),

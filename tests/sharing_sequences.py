@@ -85,7 +85,7 @@ SHARING: dict[str, list[Cell]] = {
         distributed("w[0].append(1)\nh = w is x"),
         ordinary("o = w is x"),
     ],
-    "tuples that Python's collector lets go of": [
+    "tuples that Python's collector untracks": [
         ordinary(
             f"{_IMPORTS}\nimport gc\nt = (np.zeros(3), 1)\nu = t\n"
             "def outer(n):\n    def inner():\n        return n\n    return inner\nf = outer(1)"

@@ -93,7 +93,7 @@ class SimulatedWorker:
         self.inbox: deque[bytes] = deque()
         self.to_end: set[int] = set()  # the programs to end
         self.given_up: set[int] = set()
-        self.taken_back: set[int] = set()
+        self.withdrawn: set[int] = set()
         self.program: int | None = None
         self.stopped = self.killed = False
         self.waiting: dict[int, int] = {}  # by server, the request whose answer is awaited
@@ -166,7 +166,7 @@ class SimulatedWorker:
         self._definitions += message.definitions
         fresh = self._access.take_fresh()
         try:
-            if message.program in self.to_end | self.taken_back:
+            if message.program in self.to_end | self.withdrawn:
                 raise _Aborted
             result = self._runner.run(message._replace(definitions=self._definitions), fresh)
             self._definitions = ()
@@ -236,7 +236,7 @@ class SimulatedCluster:
             if worker.ready:
                 happenings += [worker.resume] * 2
         if self.news:
-            happenings += [self._tell] * 2
+            happenings += [self._deliver_news] * 2
         if not happenings:
             return False
         self.rng.choice(happenings)()
@@ -273,7 +273,7 @@ class SimulatedCluster:
         if waiting.get(server) == answer.number:
             answers[server] = answer
 
-    def _tell(self) -> None:
+    def _deliver_news(self) -> None:
         worker, event = self.news.popleft()
         if self.workers.get(worker.index) is worker:
             program = event.reply.program if isinstance(event, ClosureEnded) else event.program
@@ -435,7 +435,7 @@ class _Link(SimpleNamespace):
     def take_back(self, worker: int, program: int) -> None:
         found = self._world.workers[worker]
         if any(pickle.loads(data).program == program for data in found.inbox):
-            found.taken_back.add(program)
+            found.withdrawn.add(program)
             self._world.news.append((found, ClosureGivenBack(worker, program)))
 
     def interrupt(self, program: int) -> None:

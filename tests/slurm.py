@@ -138,10 +138,10 @@ def _allocate(stack: contextlib.ExitStack, environment: dict[str, str], words: l
     stack.callback(_end, held)
     stack.callback(held.stdout.close)
     stack.callback(held.stdin.close)
-    told = held.stdout.readline()
-    while not told.endswith(b"\0\n"):
-        told += held.stdout.readline()
-    return dict(entry.split("=", 1) for entry in told[:-2].decode().split("\0"))
+    entries = held.stdout.readline()
+    while not entries.endswith(b"\0\n"):
+        entries += held.stdout.readline()
+    return dict(entry.split("=", 1) for entry in entries[:-2].decode().split("\0"))
 
 
 def _end_steps() -> None:

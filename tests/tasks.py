@@ -31,7 +31,7 @@ ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 import torch
 torch.set_num_threads(1)
 import distnb
-def tell(**values):
+def report(**values):
     print(json.dumps(values), flush=True)
 """
 
@@ -51,8 +51,8 @@ class Task:
         return self
 
     @property
-    def told(self) -> dict[str, Any]:
-        """The values that the program passed to `tell`, from all lines together."""
+    def reported(self) -> dict[str, Any]:
+        """The values that the program passed to `report`, from all lines together."""
         values: dict[str, Any] = {}
         for line in self.stdout.splitlines():
             text = re.sub(r"^\[\d+\] ", "", line)
@@ -65,10 +65,10 @@ class Tasks:
     """The processes of one cluster on this machine.
 
     Args:
-        program: The source text, dedented here. `torch`, `distnb`, `os` and `sys` are imported, and `tell(**values)` is
+        program: The source text, dedented here. `torch`, `distnb`, `os` and `sys` are imported, and `report(**values)` is
             defined.
         names: The tasks, such as "worker 0", in any order. Evaluators are not in the cluster.
-        told: A function that returns a task's TF_CONFIG cluster, from its name and the actual cluster.
+        cluster_for: A function that returns a task's TF_CONFIG cluster, from its name and the actual cluster.
         command: The command that runs the program. `SCRIPT` in it is replaced by its file.
         env: Variables to add to each task's environment.
     """
@@ -78,12 +78,12 @@ class Tasks:
         program: str,
         names: list[str],
         *,
-        told: Callable[[str, dict[str, list[str]]], Any] = lambda name, cluster: cluster,
+        cluster_for: Callable[[str, dict[str, list[str]]], Any] = lambda name, cluster: cluster,
         command: Mapping[str, list[str]] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.names = names
-        self._told = told
+        self._cluster_for = cluster_for
         self._command = dict(command or {})
         self._env = dict(env or {})
         self._folder = tempfile.TemporaryDirectory(prefix="tasks-")
@@ -106,7 +106,7 @@ class Tasks:
 
     def _start(self, name: str) -> None:
         kind, index = name.split()
-        config = {"cluster": self._told(name, self.cluster), "task": {"type": kind, "index": int(index)}}
+        config = {"cluster": self._cluster_for(name, self.cluster), "task": {"type": kind, "index": int(index)}}
         root = str(Path(__file__).parents[1])
         environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"} | self._env
         environment["TF_CONFIG"] = json.dumps(config)
@@ -167,8 +167,8 @@ class Tasks:
                 break
             if late:
                 alive = [each.pid for each in self.processes.values() if each.poll() is None]
-                told = "\n".join(f"{each}: {self.output(each)}" for each in self.names)
-                raise AssertionError(f"{name} not done in {timeout_s} s\n{told}\n{processes.stacks(alive)}")
+                outputs = "\n".join(f"{each}: {self.output(each)}" for each in self.names)
+                raise AssertionError(f"{name} not done in {timeout_s} s\n{outputs}\n{processes.stacks(alive)}")
             time.sleep(0.01)
         err = (self.folder / f"{name}.err").read_text(errors="replace")
         return Task(name, process.returncode, self.output(name), err)

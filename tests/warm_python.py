@@ -34,15 +34,15 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 class Forked:
     """A process that runs a script, with the parts of `subprocess.Popen` that the tests need."""
 
-    def __init__(self, pid: int, told: Path) -> None:
+    def __init__(self, pid: int, status_file: Path) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._told = told
+        self._status_file = status_file
 
     def poll(self) -> int | None:
         """Return its exit status, or None while it runs."""
-        if self.returncode is None and self._told.exists():
-            self.returncode = os.waitstatus_to_exitcode(int(self._told.read_text()))
+        if self.returncode is None and self._status_file.exists():
+            self.returncode = os.waitstatus_to_exitcode(int(self._status_file.read_text()))
         return self.returncode
 
     def wait(self) -> int:
@@ -77,11 +77,11 @@ def start(
         out, err: Files for its output. Further files appear next to the first one.
         cwd: The working directory; by default, the caller's.
     """
-    told = out.with_name(out.name + ".ended")
+    status_file = out.with_name(out.name + ".ended")
     for file in (out, err):
         file.touch()  # before the process has begun, its output is empty
-    asked = {"script": str(script), "env": dict(env), "out": str(out), "err": str(err), "told": str(told)}
-    return Forked(_server(number % 2).fork({**asked, "cwd": str(cwd or Path.cwd())}), told)
+    asked = {"script": str(script), "env": dict(env), "out": str(out), "err": str(err), "status_file": str(status_file)}
+    return Forked(_server(number % 2).fork({**asked, "cwd": str(cwd or Path.cwd())}), status_file)
 
 
 # -- the process to be forked, as it is seen from here ----------------------------------------------------------------
@@ -148,7 +148,7 @@ def next_script() -> Any:
     gc.freeze()  # at its end Python visits all objects, and would copy these in each process
     answers = os.dup(1)
     os.dup2(2, 1)
-    signal.signal(signal.SIGCHLD, _tell_ends)
+    signal.signal(signal.SIGCHLD, _write_statuses)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -156,7 +156,7 @@ def next_script() -> Any:
         if pid == 0:
             os.close(answers)
             return _become(**request)
-        _ended[pid] = request["told"]
+        _ended[pid] = request["status_file"]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         os.write(answers, f"{pid}\n".encode())
     os._exit(0)
@@ -169,7 +169,7 @@ def _be(name: str) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _tell_ends(number: int, frame: Any) -> None:
+def _write_statuses(number: int, frame: Any) -> None:
     while _ended:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -182,7 +182,7 @@ def _tell_ends(number: int, frame: Any) -> None:
         os.rename(path + ".part", path)
 
 
-def _become(script: str, env: dict[str, str], out: str, err: str, told: str, cwd: str) -> Any:
+def _become(script: str, env: dict[str, str], out: str, err: str, status_file: str, cwd: str) -> Any:
     """Give this process the state of one that has just started."""
     os.setsid()
     _be("python")

@@ -229,8 +229,8 @@ class DoubleWorld:
                     errors.append(error)
                     answers[engine] = self._send(self.namespaces[engine].give_up_call())
         if errors:
-            told = {engines.index(engine): answer for engine, answer in answers.items() if answer is not None}
-            give_up(told if len(told) == len(answers) else {})
+            answered = {engines.index(engine): answer for engine, answer in answers.items() if answer is not None}
+            give_up(answered if len(answered) == len(answers) else {})
             raise errors[0]
         return answers
 

@@ -23,7 +23,7 @@ _clusters: dict[str, Cluster] = {}
 def _listener() -> str:
     """Return the abstract socket through which replacement agents report their cluster and engine."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    name = f"stand-in-agents-{uuid.uuid4().hex}"
+    name = f"plain-agents-{uuid.uuid4().hex}"
     listener.bind(f"\0{name}")
 
     def receive() -> None:
@@ -38,7 +38,7 @@ def _listener() -> str:
 def make_cluster(n: int, **options: Any) -> Cluster:
     keys, name = make_keys(), str(len(_clusters))
     connection = Connection(
-        program_url=f"unix://{_listener()}/{name}",  # for the stand-in only
+        program_url=f"unix://{_listener()}/{name}",  # for the plain agent only
         control_url="tcp://127.0.0.1:1",
         server_public=keys.server_public,
         client_public=keys.client_public,

@@ -420,7 +420,7 @@ def fewer_calls_late(group: Group) -> None:
 
 
 @case
-def nobody_waits(group: Group) -> Any:
+def never_waited(group: Group) -> Any:
     """Start a collective on one replica, and end its program without waiting for it."""
     if group.rank == 0:
         dist.all_reduce(torch.ones(3), async_op=True)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import distnb
-from tests.multiprocess.keras_cases import LOGITS, X, Y, mlp, told
+from tests.multiprocess.keras_cases import LOGITS, X, Y, mlp, summary
 
 VALIDATION = {"validation_data": (X[:20], Y[:20])}
 
@@ -54,7 +54,7 @@ def model_checkpoint(strategy: Any, folder: Path) -> Any:
     with strategy.scope():
         loaded = keras.models.load_model(folder / "best.keras")
     evaluated = loaded.evaluate(X, Y, batch_size=16, verbose=0)
-    return told(model, history), evaluated, told(loaded, fit(loaded, [], epochs=1)), names(folder)
+    return summary(model, history), evaluated, summary(loaded, fit(loaded, [], epochs=1)), names(folder)
 
 
 class Breaks(keras.callbacks.Callback):
@@ -79,7 +79,7 @@ def backup_and_restore(strategy: Any, folder: Path) -> Any:
         (folder / "backup" / "training_metadata.json").write_text('{"epo')
     model = made(strategy)
     went_on = fit(model, [keras.callbacks.BackupAndRestore(folder / "backup")], shuffle=False).history
-    return unbroken["loss"][2:], went_on["loss"], told(model), names(folder)
+    return unbroken["loss"][2:], went_on["loss"], summary(model), names(folder)
 
 
 class OwnError(Exception):
@@ -112,7 +112,7 @@ def errors(strategy: Any, folder: Path) -> Any:
     saves = keras.callbacks.ModelCheckpoint("/proc/nowhere/a.weights.h5", save_weights_only=True, save_freq=2)
     with pytest.raises(OSError, match="nowhere"):
         fit(model, [saves])
-    return caught, told(model, fit(model, [], epochs=1, shuffle=False))
+    return caught, summary(model, fit(model, [], epochs=1, shuffle=False))
 
 
 def early_stopping(strategy: Any, folder: Path) -> Any:
@@ -120,7 +120,7 @@ def early_stopping(strategy: Any, folder: Path) -> Any:
     for patience in (0, 1):
         model = made(strategy, rate=0.8)
         stop = keras.callbacks.EarlyStopping("val_loss", patience=patience, restore_best_weights=True)
-        results.append((told(model, fit(model, [stop], epochs=12)), model.stop_training))
+        results.append((summary(model, fit(model, [stop], epochs=12)), model.stop_training))
     assert len(results[0][0]["history"]["loss"]) < 12
     return results
 
@@ -131,7 +131,7 @@ def rates(strategy: Any, folder: Path) -> Any:
     history = fit(model, [plateau], epochs=5)
     other = made(strategy)
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * (0.5 if epoch else 1.0))
-    return told(model, history), float(model.optimizer.learning_rate), told(other, fit(other, [schedule]))
+    return summary(model, history), float(model.optimizer.learning_rate), summary(other, fit(other, [schedule]))
 
 
 class Lowers(keras.callbacks.Callback):
@@ -145,7 +145,7 @@ class Lowers(keras.callbacks.Callback):
 
 def after_batches(strategy: Any, folder: Path) -> Any:
     model = made(strategy)
-    return told(model, fit(model, [Lowers()])), float(model.optimizer.learning_rate)
+    return summary(model, fit(model, [Lowers()])), float(model.optimizer.learning_rate)
 
 
 def not_a_number(strategy: Any, folder: Path) -> Any:
@@ -194,11 +194,11 @@ def tensorboard(strategy: Any, folder: Path) -> Any:
     for where, name in (("train", "loss"), ("validation", "val_loss")):
         losses = [point.value for point in written[where].Scalars("epoch_loss")]
         assert np.allclose(losses, history[name], atol=1e-6), where
-    told = {each: (read.Tags()["scalars"], len(read.Tags()["histograms"])) for each, read in written.items()}
-    return told, len(written["train"].Scalars("batch_loss")), [Path(name).parent.name for name in names(folder)]
+    counts = {each: (read.Tags()["scalars"], len(read.Tags()["histograms"])) for each, read in written.items()}
+    return counts, len(written["train"].Scalars("batch_loss")), [Path(name).parent.name for name in names(folder)]
 
 
-class Looks(keras.callbacks.Callback):
+class CallsModel(keras.callbacks.Callback):
     """A callback that calls the model, as for a confusion matrix, on the chief alone."""
 
     def __init__(self, path: Path) -> None:
@@ -216,10 +216,10 @@ def own_callbacks(strategy: Any, folder: Path) -> Any:
     model = made(strategy)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        history = fit(model, [distnb.keras.EpochDots(report_every=2), Looks(folder / "looks")])
+        history = fit(model, [distnb.keras.EpochDots(report_every=2), CallsModel(folder / "calls")])
     lines = printed.getvalue().splitlines()
     assert [line[:7] for line in lines] == (["epoch 1", "..", "epoch 3", ".."] if distnb.is_chief() else [])
-    return told(model, history), (folder / "looks").read_text()
+    return summary(model, history), (folder / "calls").read_text()
 
 
 def saved_and_loaded(strategy: Any, folder: Path) -> Any:
@@ -233,7 +233,7 @@ def saved_and_loaded(strategy: Any, folder: Path) -> Any:
     distnb.on_chief(model.save)(folder / "model.keras")
     with strategy.scope():
         loaded = keras.models.load_model(folder / "model.keras")
-    return told(loaded, fit(loaded, [], epochs=2)), loaded.predict(X[:5], verbose=0).tolist(), names(folder)
+    return summary(loaded, fit(loaded, [], epochs=2)), loaded.predict(X[:5], verbose=0).tolist(), names(folder)
 
 
 def checkpoint(strategy: Any, folder: Path) -> Any:
@@ -249,7 +249,7 @@ def checkpoint(strategy: Any, folder: Path) -> Any:
     assert np.allclose(rest.history["loss"], again.history["loss"], atol=1e-6)
     with pytest.raises(distnb.errors.OptionError, match="first batch"):
         distnb.Checkpoint(model=made(strategy)).write(folder / "two")
-    return told(other, again), Path(path).name
+    return summary(other, again), Path(path).name
 
 
 class Statistics(keras.Model):

@@ -21,7 +21,7 @@ WEIGHTS = rng.uniform(0.1, 2.0, size=50).astype("float32")
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def told(model: Any, history: Any = None) -> dict[str, Any]:
+def summary(model: Any, history: Any = None) -> dict[str, Any]:
     shown = {"weights": [each.tolist() for each in model.get_weights()]}
     return shown | ({"history": history.history} if history is not None else {})
 
@@ -38,7 +38,7 @@ def built_when_it_fits(strategy: Any) -> Any:
     data = {"sample_weight": WEIGHTS, "validation_split": 0.2, "validation_freq": 2, "shuffle": True}
     history = model.fit(X, Y, batch_size=16, epochs=4, initial_epoch=1, verbose=0, **data)
     evaluated = model.evaluate(X, Y, batch_size=7, verbose=0, sample_weight=WEIGHTS, return_dict=True)
-    return told(model, history), evaluated, model.predict(X[:11], batch_size=4, verbose=0).tolist()
+    return summary(model, history), evaluated, model.predict(X[:11], batch_size=4, verbose=0).tolist()
 
 
 def compiled_outside(strategy: Any) -> Any:
@@ -48,7 +48,7 @@ def compiled_outside(strategy: Any) -> Any:
     metrics = [keras.metrics.AUC(), keras.metrics.Precision(), keras.metrics.BinaryAccuracy()]
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.5), "binary_crossentropy", metrics=metrics)
     history = model.fit(X, Y[:, None], batch_size=20, epochs=3, class_weight={0: 0.3, 1: 2.0}, verbose=0)
-    return told(model, history)
+    return summary(model, history)
 
 
 def reductions(strategy: Any) -> Any:
@@ -59,7 +59,7 @@ def reductions(strategy: Any) -> Any:
             model.compile(
                 keras.optimizers.SGD(0.01), keras.losses.SparseCategoricalCrossentropy(True, reduction=reduction)
             )
-        results.append(told(model, model.fit(X, Y, sample_weight=WEIGHTS, batch_size=16, epochs=2, verbose=0)))
+        results.append(summary(model, model.fit(X, Y, sample_weight=WEIGHTS, batch_size=16, epochs=2, verbose=0)))
     return results
 
 
@@ -98,7 +98,7 @@ def own_step(strategy: Any) -> Any:
         model = OwnStep()
         model.compile(keras.optimizers.Adam(0.01))
     model.build((None, 6))
-    return told(model, model.fit(X, batch_size=16, epochs=2, shuffle=False, verbose=0))
+    return summary(model, model.fit(X, batch_size=16, epochs=2, shuffle=False, verbose=0))
 
 
 def averaged_gradients(strategy: Any) -> Any:
@@ -119,7 +119,7 @@ def added_loss(strategy: Any) -> Any:
         model = AddsLoss()
         model.compile("adam", "mse", metrics=["mae"])
     history = model.fit(X, X, batch_size=16, epochs=2, verbose=0)
-    return told(model, history), model.evaluate(X, X, batch_size=9, verbose=0)
+    return summary(model, history), model.evaluate(X, X, batch_size=9, verbose=0)
 
 
 def masks(strategy: Any) -> Any:
@@ -130,7 +130,7 @@ def masks(strategy: Any) -> Any:
         )
         model.compile("adam", LOGITS, metrics=["accuracy"])
     history = model.fit(words, words, batch_size=8, epochs=2, verbose=0)
-    return told(model, history), model.evaluate(words, words, batch_size=5, verbose=0)
+    return summary(model, history), model.evaluate(words, words, batch_size=5, verbose=0)
 
 
 def rng_words() -> Any:
@@ -151,7 +151,7 @@ def several_inputs_and_outputs(strategy: Any) -> Any:
     x, y = {"a": X, "b": X[:, :3]}, {"kind": Y, "size": X.sum(axis=1, keepdims=True)}
     history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
     predicted = model.predict(x, batch_size=9, verbose=0)
-    return told(model, history), {name: each.tolist() for name, each in predicted.items()}
+    return summary(model, history), {name: each.tolist() for name, each in predicted.items()}
 
 
 def several_steps_at_once(strategy: Any) -> Any:
@@ -163,7 +163,7 @@ def several_steps_at_once(strategy: Any) -> Any:
         with pytest.raises(ValueError, match="steps_per_execution"):
             model.fit(X, Y, batch_size=10, verbose=0)
         return "refused"
-    return {"steps": int(model.fit(X, Y, batch_size=10, verbose=0).params["steps"])} | told(model)
+    return {"steps": int(model.fit(X, Y, batch_size=10, verbose=0).params["steps"])} | summary(model)
 
 
 def torch_module(strategy: Any) -> Any:
@@ -172,7 +172,7 @@ def torch_module(strategy: Any) -> Any:
         model = keras.Sequential([keras.layers.TorchModuleWrapper(inner), layers.Dense(2)])
         model.compile("sgd", LOGITS)
     history = model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
-    return told(model, history)["history"], [each.tolist() for each in inner.parameters()]
+    return summary(model, history)["history"], [each.tolist() for each in inner.parameters()]
 
 
 class Pieces(keras.utils.PyDataset):
@@ -204,7 +204,7 @@ def kinds_of_data(strategy: Any) -> Any:
         with strategy.scope():
             model = mlp()
             model.compile("adam", LOGITS, metrics=["accuracy"])
-        results[name] = told(model, model.fit(*data, epochs=2, verbose=0, **more))
+        results[name] = summary(model, model.fit(*data, epochs=2, verbose=0, **more))
     return results
 
 
@@ -223,7 +223,7 @@ def batch_by_batch(strategy: Any) -> Any:
     results = [model.train_on_batch(X[:9], Y[:9], return_dict=True) for _ in range(2)]
     results += [model.test_on_batch(X[:4], Y[:4]), model.predict_on_batch(X[:5]).tolist()]
     results += [model.train_on_batch(X[:1], Y[:1])]  # fewer rows than replicas
-    return results, told(model)
+    return results, summary(model)
 
 
 def predicted_before_it_is_built(strategy: Any) -> Any:
@@ -232,7 +232,7 @@ def predicted_before_it_is_built(strategy: Any) -> Any:
     first = model.predict(X[:7], batch_size=3, verbose=0).tolist()
     model.compile("sgd", LOGITS)
     model.fit(X, Y, batch_size=16, verbose=0)
-    return first, told(model)
+    return first, summary(model)
 
 
 def scope_in_a_function(strategy: Any) -> Any:
@@ -246,7 +246,7 @@ def scope_in_a_function(strategy: Any) -> Any:
     model.fit(X, Y, batch_size=16, verbose=0)
     copied = keras.models.clone_model(model)
     copied.set_weights(model.get_weights())
-    return told(model), np.asarray(copied(X[:3]).detach()).tolist()
+    return summary(model), np.asarray(copied(X[:3]).detach()).tolist()
 
 
 def fitted_in_the_scope(strategy: Any) -> Any:
@@ -267,7 +267,7 @@ def fitted_in_the_scope(strategy: Any) -> Any:
     n = strategy.num_replicas_in_sync
     strategy.assert_in_sync(model)
     assert 16 // n <= max(rows[-4:]) <= math.ceil(16 / n)
-    return told(model, history), evaluated, told(model, model.fit(X, Y, batch_size=16, verbose=0))
+    return summary(model, history), evaluated, summary(model, model.fit(X, Y, batch_size=16, verbose=0))
 
 
 class OfWeights(OwnStep):
@@ -304,7 +304,7 @@ def refused(strategy: Any) -> Any:
                 strategy.run(method, args=(X, Y))
         with pytest.raises(distnb.errors.ContextError, match="predict_on_batch outside"):
             strategy.run(model.predict_on_batch, args=(X,))
-    return told(model, model.fit(X, Y, batch_size=16, shuffle=False, verbose=0))
+    return summary(model, model.fit(X, Y, batch_size=16, shuffle=False, verbose=0))
 
 
 def loaded(shuffle: bool = False) -> Any:
@@ -328,7 +328,7 @@ def distributed_data(strategy: Any) -> Any:
             model = mlp()
             model.compile("sgd", LOGITS, metrics=["accuracy"])
         history = model.fit(data, epochs=2, verbose=0, validation_data=data)
-        results += [told(model, history), model.evaluate(data, verbose=0), model.predict(data, verbose=0).tolist()]
+        results += [summary(model, history), model.evaluate(data, verbose=0), model.predict(data, verbose=0).tolist()]
     once = ((X[first : first + 16], Y[first : first + 16]) for first in range(0, 50, 16))
     results.append(model.fit(strategy.distribute_dataset(once), verbose=0).history)
     creators = [

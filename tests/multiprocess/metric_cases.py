@@ -279,7 +279,7 @@ def walk(strategy: Any, rank: int) -> dict[str, str]:
             cases[name] = case
         elif name not in LEFT_OUT and not issubclass(cls, classification.base._ClassificationTaskWrapper):
             wrong[name] = "no case"
-    for told, sizes in SIZES.items():
+    for label, sizes in SIZES.items():
         with strategy.scope():  # only once, with one call of run, because communication takes time
             metrics = {name: make() for name, (make, _, _) in cases.items()}
         alone = {name: make() for name, (make, _, _) in cases.items()}
@@ -290,7 +290,7 @@ def walk(strategy: Any, rank: int) -> dict[str, str]:
             try:
                 _compare(metrics[name], alone[name])
             except Exception as error:
-                wrong[name] = f"{told}: {type(error).__name__}: {error}"
+                wrong[name] = f"{label}: {type(error).__name__}: {error}"
     return wrong
 
 

@@ -373,9 +373,9 @@ def test_central_storage_survives_failures_and_a_replaced_engine(session: Sessio
     one = "def one():\n    model(torch.rand(3, 2)).sum().backward()\n    if distnb.is_chief():\n        optimizer.step()\n"
     with pytest.raises(distnb.errors.CollectiveMismatchError) as caught:
         run_cell(session, one + "strategy.run(one)", "cell-a")
-    told = str(caught.value).lower()
-    assert "replica 0 called adam.step()" in told
-    assert "taken by all replicas together" in told
+    text = str(caught.value).lower()
+    assert "replica 0 called adam.step()" in text
+    assert "taken by all replicas together" in text
 
     # A step that fails half-way still leaves the replicas equal, and is reported.
     with pytest.raises(ValueError, match="half-way"):
@@ -386,11 +386,11 @@ def test_central_storage_survives_failures_and_a_replaced_engine(session: Sessio
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
         "    strategy.run(lambda: None)\n"
-        "told = [str(each.message) for each in caught] if distnb.is_chief() else None\n"
+        "warned = [str(each.message) for each in caught] if distnb.is_chief() else None\n"
         "strategy.assert_in_sync([model, optimizer])\n",
         "cell-6",
     )
-    assert "ended within HalfWay.step()" in str(names["told"].values[0])
+    assert "ended within HalfWay.step()" in str(names["warned"].values[0])
 
     lose(session, 1)
     assert session.restart(missing=True) == (1,)

@@ -1,6 +1,6 @@
 """Central storage with replicas on accelerators: one copy of variables on the host, whichever device computes.
 
-The accelerators are the stand-in of `tests/stand_in_tpu`.
+The accelerators are the fake TPUs of `tests/fake_tpu`.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def test_one_accelerator_holds_everything() -> None:
     strategy.run(step)
     """
     text = f"{PRELUDE}{_TRAIN}\n{textwrap.dedent(start)}{textwrap.dedent(program)}"
-    (rank,) = run_ranks(text, 1, env={**CHIPS, "STAND_IN_TPU_CHIPS": "1"}, timeout_s=120)
+    (rank,) = run_ranks(text, 1, env={**CHIPS, "FAKE_TPU_CHIPS": "1"}, timeout_s=120)
     result = rank.check().result
     assert result["placed"] == ("tpu:0", {"tpu:0"}, {"tpu:0"}, (0, 0))
     close(result["trained"], alone("adam"))

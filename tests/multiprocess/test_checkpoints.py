@@ -39,7 +39,7 @@ class Training:
             self.first = distnb.Variable(-1.0, aggregation="only_first_replica", **on_read)
             self.mean = distnb.metrics.Mean()
         loader = DataLoader(TensorDataset(X, Y), batch_size=6, shuffle=True)
-        # The default strategy leaves a DataLoader as it is, which does not tell how far it has been read.
+        # The default strategy leaves a DataLoader unchanged, which does not report its position.
         reader = distnb.OneDeviceStrategy("cpu:0") if strategy is distnb.get_strategy() else strategy
         self.dataset = reader.distribute_dataset(loader)
         self.checkpoint = distnb.Checkpoint(
@@ -121,8 +121,8 @@ def trained(way: str, folder: Path, others: list[str]) -> list[dict[str, Any]]:
     text = f"import distnb\nstrategy = {made.made}\n" + TRAINING.format(folder=str(folder), way=way, others=others)
     if not made.workers:
         return [each.check().result for each in run_ranks(text, made.replicas, timeout_s=LIMIT_S)]
-    with Tasks(text + "\ntell(**result)\n", [f"worker {index}" for index in range(made.replicas)]) as tasks:
-        return [task.check().told for task in tasks.wait(LIMIT_S)]
+    with Tasks(text + "\nreport(**result)\n", [f"worker {index}" for index in range(made.replicas)]) as tasks:
+        return [task.check().reported for task in tasks.wait(LIMIT_S)]
 
 
 def close(one: Any, other: Any) -> bool:
@@ -175,14 +175,14 @@ path = distnb.Checkpoint(data=dataset).write({path!r})
 rest = read(iterator)
 again = strategy.distribute_datasets_from_function(make)
 distnb.Checkpoint(data=again).restore(path)
-tell(first=first, rest=rest, again=read(again))
+report(first=first, rest=rest, again=read(again))
 """
 
 
 def test_each_worker_resumes_its_own_data(tmp_path: Path) -> None:
     with Tasks(PIPELINES.replace("{path!r}", repr(str(tmp_path / "one"))), ["worker 0", "worker 1"]) as tasks:
-        told = [task.check().told for task in tasks.wait(LIMIT_S)]
-    for number, worker in enumerate(told):
+        reported = [task.check().reported for task in tasks.wait(LIMIT_S)]
+    for number, worker in enumerate(reported):
         assert worker["again"] == worker["rest"]
         assert len(worker["rest"]) == 3
         read = [each for batch in worker["first"] + worker["rest"] for each in batch]

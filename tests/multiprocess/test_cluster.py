@@ -152,14 +152,14 @@ def test_engines_that_cannot_be_adopted_are_an_error_at_once(monkeypatch: pytest
 
 
 def test_progress_is_reported_while_engines_start() -> None:
-    told: list[str] = []
+    progress: list[str] = []
     cluster = make_cluster(2)
-    cluster.start(on_progress=told.append)
+    cluster.start(on_progress=progress.append)
     cluster.stop()
-    assert told[0] == "starting 2 engines on cpu:0, cpu:1"
-    assert told[-1] == "2 of 2 engines ready"
+    assert progress[0] == "starting 2 engines on cpu:0, cpu:1"
+    assert progress[-1] == "2 of 2 engines ready"
     counts = ["0 of 2 engines ready", "1 of 2 engines ready", "2 of 2 engines ready"]
-    assert told[1:] == [each for each in counts if each in told], "some may come up at once"
+    assert progress[1:] == [each for each in counts if each in progress], "some may come up at once"
 
 
 @pytest.mark.parametrize("behaviour", ["gil", "workers"])

@@ -21,7 +21,7 @@ from jupyter_client.session import Session
 from distnb.cluster.lifecycle import Cluster
 from tests import processes
 from tests.conftest import needs
-from tests.multiprocess import asked
+from tests.multiprocess import engine_functions
 from tests.multiprocess.clusters import running_cluster
 
 pytestmark = pytest.mark.timeout(170)
@@ -59,19 +59,19 @@ def test_every_engine_is_ready_on_its_device(cluster: Cluster) -> None:
 def test_ipyparallels_own_channel_still_works(cluster: Cluster, client: Any) -> None:
     pids = client[:].apply_sync(os.getpid)
     assert pids == [process.pid for process in cluster.engines.values()]
-    assert client[:].apply_sync(asked.who, 7) == [(0, "cpu:0", 7), (1, "cpu:1", 7)]
+    assert client[:].apply_sync(engine_functions.identity, 7) == [(0, "cpu:0", 7), (1, "cpu:1", 7)]
     printed = client[:].execute("print('hello from', engine)", block=True)
     assert printed.stdout == ["hello from 0\n", "hello from 1\n"]
 
 
 def test_engines_share_the_cores(client: Any) -> None:
     share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert client[:].apply_sync(asked.threads) == [(share, str(share), "lo")] * 2
+    assert client[:].apply_sync(engine_functions.threads) == [(share, str(share), "lo")] * 2
 
 
 def test_engines_load_no_debugger_by_default(client: Any) -> None:
     # Its import goes through sys.modules while another thread of a starting engine adds torch's modules: a race.
-    assert client[:].apply_sync(asked.debuggers) == [[], []]
+    assert client[:].apply_sync(engine_functions.debuggers) == [[], []]
 
 
 def test_each_engine_leads_a_session_of_its_own(cluster: Cluster) -> None:
@@ -117,7 +117,7 @@ def test_a_client_without_the_key_cannot_run_code(cluster: Cluster, client: Any,
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.connect(f"{info['interface']}:{info['mux']}")
         code = f"open({str(tmp_path / 'was-here')!r}, 'w')"
-        for engine in client[:].apply_sync(asked.ident):
+        for engine in client[:].apply_sync(engine_functions.ident):
             message = forger.msg("execute_request", {"code": code, "silent": False, "user_expressions": {}})
             with contextlib.suppress(zmq.Again):  # the connection may have been refused already
                 forger.send(socket, message, ident=[engine.encode()])

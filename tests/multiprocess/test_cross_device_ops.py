@@ -192,7 +192,7 @@ def test_second_order_and_sparse_gradients_are_correct() -> None:
         for got, want in zip(grads(ops), expected, strict=True):
             assert torch.allclose(got, want, rtol=1e-12), name
 
-    # One that rounds: what distnb sends beside the tensors must not suffer.
+    # An algorithm that rounds: messages of distnb other than the tensors must not be affected.
     class InHalfPrecision(distnb.CrossDeviceOps):
         def reduce_implementation(self, op, tensor, replicas):
             return replicas.all_reduce(tensor.half(), op).to(tensor.dtype)
@@ -389,12 +389,12 @@ def test_tensors_are_packed_into_few_messages() -> None:
     }
     """
     for rank in run_ranks(_START + dedent(program), 2, env={"TF_CONFIG": ""}):
-        told = rank.check().result
-        assert told["default"] == [1, 1]
+        counts = rank.check().result
+        assert counts["default"] == [1, 1]
         # 300 tensors of 10 numbers are sent as float64 in reduce, and as float32 as gradients: over 1000 bytes each.
-        assert told["1000 bytes"] == [-(-300 // 13), -(-300 // 26)]
-        assert told["1 byte"] == [300, 300]
-        assert told["4 packs"] == [[750] * 4, 2 * 4]
+        assert counts["1000 bytes"] == [-(-300 // 13), -(-300 // 26)]
+        assert counts["1 byte"] == [300, 300]
+        assert counts["4 packs"] == [[750] * 4, 2 * 4]
 
 
 @pytest.mark.timeout(150)

@@ -144,14 +144,14 @@ try:
     Estimator(model_fn, "other", per_replica).train(input_fn)
 except distnb.errors.OptionError as error:
     refused = str(error)
-tell(results=results, own=own, refused=refused)
+report(results=results, own=own, refused=refused)
 """
 )
 
 
 def test_workers_train_and_an_evaluator_evaluates() -> None:
     with Tasks(TASKS, ["worker 0", "worker 1", "evaluator 0"]) as tasks:
-        chief, worker, evaluator = (task.check().told for task in tasks.wait(120))
+        chief, worker, evaluator = (task.check().reported for task in tasks.wait(120))
     assert chief["results"] is worker["results"] is None
     assert chief["own"] == worker["own"]
     assert evaluator["results"] == evaluator["own"]

@@ -66,14 +66,14 @@ def test_teams_coexist_and_switching_between_them_is_cheap():
     result["sum"] = sum_of(1)
     if group.rank < 2:
         tensor = torch.ones(1)
-        dist.all_reduce(tensor, group=subgroups["abc"])  # it belongs to this team, and connects anew
+        dist.all_reduce(tensor, group=subgroups["abc"])  # it belongs to this team, and connects again
         result["part"] = tensor.item()
     """
     found = results(program, 3)
     assert [each["sum"] for each in found] == [3, 3, 3]
     assert [each.get("part") for each in found] == [2, 2, None]
     assert [each["formed"] for each in found] == [4, 6, 3], "each team, and the part of it that this replica is in"
-    assert [each["formed in the end"] for each in found] == [4, 6, 3], "who switches connects with nobody"
+    assert [each["formed in the end"] for each in found] == [4, 6, 3], "a switch makes no connection"
 
 
 def test_ddp_and_subgroups_made_before_an_abort_remain_usable():
@@ -408,29 +408,29 @@ def test_an_interrupted_formation_does_not_affect_later_ones():
     from distnb.topology import Device
     from tests.multiprocess.group_cases import Meeting, team
 
-    class Told(Exception):
+    class Interrupted(Exception):
         pass
 
-    def told(*anything):
-        raise Told
+    def interrupted(*anything):
+        raise Interrupted
 
-    def tell_when_it_waits(before):
+    def interrupt_when_it_waits(before):
         while not any(thread.name == "distnb-form" for thread in set(threading.enumerate()) - before):
             time.sleep(0.001)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
 
     meeting, result = Meeting(), []
-    signal.signal(signal.SIGALRM, told)
+    signal.signal(signal.SIGALRM, interrupted)
     make = Forming._make_backends
     for generation in (1, 3):
         if meeting.rank == 1:
-            Forming._make_backends = told
+            Forming._make_backends = interrupted
         else:
-            threading.Thread(target=tell_when_it_waits, args=(set(threading.enumerate()),)).start()
+            threading.Thread(target=interrupt_when_it_waits, args=(set(threading.enumerate()),)).start()
         try:
             groups.join(team(generation), meeting.rank, Device("cpu"))
-        except Told:
-            result.append("told")
+        except Interrupted:
+            result.append("interrupted")
         Forming._make_backends = make
         meeting.meet(str(generation))
         groups.join(team(generation + 1), meeting.rank, Device("cpu"))
@@ -439,7 +439,7 @@ def test_an_interrupted_formation_does_not_affect_later_ones():
         result.append(total.item())
     """
     for rank in run_ranks(program, 2):
-        assert rank.check().result == ["told", 2.0, "told", 2.0]
+        assert rank.check().result == ["interrupted", 2.0, "interrupted", 2.0]
 
 
 def test_an_interrupt_at_the_start_of_an_operation_does_no_harm():

@@ -76,9 +76,9 @@ def test_variables_that_differ_at_the_end_of_a_cell_are_named(session):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_cell(session, "for _ in range(2):\n    strategy.run(step)\n", "<as usual>")
-    with pytest.warns(UserWarning, match=r"differ between replicas.*parameter 0 of Linear.*all_reduce") as told:
+    with pytest.warns(UserWarning, match=r"differ between replicas.*parameter 0 of Linear.*all_reduce") as warned:
         run_cell(session, _HAND_MADE, "<by hand>")
-    assert "Linear 2" not in str(told[0].message)
+    assert "Linear 2" not in str(warned[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_cell(session, "net.load_state_dict(strategy.broadcast(net.state_dict()))", "<the cure>")

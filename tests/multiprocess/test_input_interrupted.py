@@ -78,7 +78,7 @@ def test_interrupted_workers_are_not_waited_for(notebook: Notebook, tmp_path: Pa
     notebook.run(f"""
 import os
 
-class Told(torch.utils.data.Dataset):
+class Interrupted(torch.utils.data.Dataset):
     def __len__(self):
         return 8
     def __getitem__(self, index):
@@ -87,15 +87,17 @@ class Told(torch.utils.data.Dataset):
             open(mark + " begins", "w").close()  # from here on the interrupt may come
             time.sleep(600)
         except KeyboardInterrupt:
-            open(mark + " is told", "w").close()
+            open(mark + " interrupted", "w").close()
             raise
 """)
-    source = "%%distribute mirrored\nfor batch in torch.utils.data.DataLoader(Told(), num_workers=1):\n    pass"
+    source = "%%distribute mirrored\nfor batch in torch.utils.data.DataLoader(Interrupted(), num_workers=1):\n    pass"
     message = notebook.start(source)
     processes.wait_until(lambda: len(list(tmp_path.glob("* begins"))) == 2, LIMIT_S, "the workers do not begin")
     notebook.interrupt()
     assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
-    processes.wait_until(lambda: len(list(tmp_path.glob("* is told"))) == 2, LIMIT_S, "the workers were not told")
+    processes.wait_until(
+        lambda: len(list(tmp_path.glob("* interrupted"))) == 2, LIMIT_S, "the workers were not interrupted"
+    )
 
 
 def test_a_worker_killed_between_cells_ends_no_engine(notebook: Notebook) -> None:

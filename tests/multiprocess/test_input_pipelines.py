@@ -42,7 +42,7 @@ def make(context):
     data = TensorDataset(torch.arange(14))
     return DataLoader(data, batch_size=2, shuffle=True, num_workers=int(kind == "workers"))
 
-def tell(batch):
+def describe(batch):
     leaf = batch[0] if isinstance(batch, list) else batch
     return leaf.component(rank).tolist(), leaf.global_batch_size
 
@@ -50,10 +50,10 @@ seen, result = [], {}
 torch.manual_seed(5)
 for kind in ("loader", "workers", "stream"):
     dataset = strategy.distribute_datasets_from_function(make)
-    result[kind] = [[tell(batch) for batch in dataset] for _ in range(2)]
+    result[kind] = [[describe(batch) for batch in dataset] for _ in range(2)]
 kind = "own"
 options = distnb.InputOptions(experimental_replication_mode="per_replica")
-result["own"] = [tell(batch) for batch in strategy.distribute_datasets_from_function(make, options)]
+result["own"] = [describe(batch) for batch in strategy.distribute_datasets_from_function(make, options)]
 result["contexts"] = seen
 result["shared"] = torch.rand(()).item()
 spec = strategy.distribute_dataset(DataLoader(TensorDataset(torch.zeros(4, 3)), batch_size=4)).element_spec
@@ -163,7 +163,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import json
 strategy = distnb.MultiWorkerMirroredStrategy()
 rank, n = distnb.replica_id(), strategy.num_replicas_in_sync
-told = {}
+found = {}
 
 class Filed(IterableDataset):
     files = [0, 10, 20]
@@ -193,28 +193,28 @@ def distributed(data, policy):
 
 torch.manual_seed(1)
 loader = DataLoader(range(16), batch_size=8)
-told["data"] = seen(distributed(loader, "data"))
-told["off"] = seen(distributed(loader, "off"))
+found["data"] = seen(distributed(loader, "data"))
+found["off"] = seen(distributed(loader, "off"))
 shuffled = distributed(DataLoader(range(16), batch_size=8, shuffle=True), "off")
-told["shuffled"] = [seen(shuffled) for _ in range(2)]
-told["file"] = seen(distributed(DataLoader(Filed(), batch_size=4), "file"))
-told["hint"] = seen(distributed(DataLoader(Sharded(list(range(9))), batch_size=4), "hint"))
+found["shuffled"] = [seen(shuffled) for _ in range(2)]
+found["file"] = seen(distributed(DataLoader(Filed(), batch_size=4), "file"))
+found["hint"] = seen(distributed(DataLoader(Sharded(list(range(9))), batch_size=4), "hint"))
 one_file = Filed()
 one_file.files = [7]
 try:
     distributed(DataLoader(one_file, batch_size=4), "file")
 except ValueError as error:
-    told["refused"] = str(error)
+    found["refused"] = str(error)
 
 def make(context):
     if context.input_pipeline_id == 0:
         return [torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])]
     return []
 dataset = strategy.distribute_datasets_from_function(make)
-told["function"] = seen(dataset)
+found["function"] = seen(dataset)
 def average(batch):
     return distnb.nn.compute_average_loss(batch)
-told["losses"] = [
+found["losses"] = [
     strategy.reduce("sum", strategy.run(average, args=(batch,)), axis=None).item() for batch in dataset
 ]
 iterator = iter(shuffled)
@@ -222,7 +222,7 @@ next(iterator)
 state = shuffled.state_dict()
 rest = seen(iterator)
 shuffled.load_state_dict(state)
-told["resumed"] = seen(shuffled) == rest
+found["resumed"] = seen(shuffled) == rest
 
 def bad(context):
     def batches():
@@ -237,10 +237,10 @@ def read_on():
             pass
     except Exception as error:
         return type(error).__name__ + ": " + str(error)
-told["error"] = read_on()
-told["after"] = strategy.reduce("sum", strategy.run(lambda: torch.ones(())), axis=None).item()
-with open(f"told{rank}.json", "w") as file:
-    json.dump(told, file)
+found["error"] = read_on()
+found["after"] = strategy.reduce("sum", strategy.run(lambda: torch.ones(())), axis=None).item()
+with open(f"found{rank}.json", "w") as file:
+    json.dump(found, file)
 """
 
 
@@ -250,12 +250,12 @@ def test_two_workers_of_two_replicas_read_their_own_pipelines() -> None:
     with Tasks(TWO_WORKERS, names, command=dict.fromkeys(names, run)) as tasks:
         for task in tasks.wait(150):
             task.check()
-        told = [json.loads((tasks.folder / f"told{rank}.json").read_text()) for rank in range(4)]
+        results = [json.loads((tasks.folder / f"found{rank}.json").read_text()) for rank in range(4)]
 
     def steps(name: str) -> list[list[list[Any]]]:
         """Return the replicas' parts of each step. All know the total number of examples."""
         found = []
-        for step in zip(*(each[name] for each in told), strict=True):
+        for step in zip(*(each[name] for each in results), strict=True):
             parts = [part for part, _ in step]
             assert [size for _, size in step] == [sum(map(len, parts))] * 4
             found.append(parts)
@@ -274,13 +274,13 @@ def test_two_workers_of_two_replicas_read_their_own_pipelines() -> None:
     assert steps("function") == [[[1.0], [2.0], [], []], [[3.0], [], [], []]]
     for epoch in range(2):
         mine, other = (
-            [flat(told[rank]["shuffled"][epoch][step][0] for rank in ranks) for step in range(4)]
+            [flat(results[rank]["shuffled"][epoch][step][0] for rank in ranks) for step in range(4)]
             for ranks in ((0, 1), (2, 3))
         )
         assert sorted(flat(mine)) == sorted(flat(other)) == list(range(16))
         assert mine != other
-    assert told[0]["shuffled"][0] != told[0]["shuffled"][1]
-    for rank, each in enumerate(told):
+    assert results[0]["shuffled"][0] != results[0]["shuffled"][1]
+    for rank, each in enumerate(results):
         assert each["losses"] == [1.5, 3.0]
         assert each["resumed"]
         assert each["after"] == 4.0

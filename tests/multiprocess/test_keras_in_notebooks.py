@@ -65,7 +65,7 @@ def generate():
 def own(context):
     size = context.get_per_replica_batch_size(16)
     return [(X[first : first + size], Y[first : first + size]) for first in range(0, 50, size)]
-def anew():
+def fresh():
     model.set_weights(start)
     return model
 with strategy.scope():
@@ -83,7 +83,7 @@ def test_ordinary_cells_fit_models_from_functions_and_strategies(cells: Notebook
     data = ["loader", "distnb.keras.DatasetCreator(own)", "distnb.keras.DatasetCreator(generate)"]
     data += ["strategy.distribute_dataset(loader)", "strategy.distribute_datasets_from_function(own)"]
     more = "epochs=1, steps_per_epoch=4, verbose=0"
-    losses = [cells.value(f"float(anew().fit({each}, {more}).history['loss'][0])") for each in data]
+    losses = [cells.value(f"float(fresh().fit({each}, {more}).history['loss'][0])") for each in data]
     assert losses == pytest.approx([losses[0]] * 5, abs=1e-5)
     ran = cells.try_run(f"model.fit(generate(), {more})", timeout_s=60)
     assert ran.error_name == "CannotTravelError"
@@ -256,7 +256,7 @@ def test_training_continues_after_an_engine_is_killed(cells: Notebook, tmp_path:
     )
     assert cells.value("isinstance(moments, tuple)") is True, "the same on both"
     ran = cells.run(f"%%distribute mirrored\ncallbacks = [{backup}]" + training, timeout_s=90)
-    assert "differ between replicas" not in ran.stderr, "what was made good is not told as changed"
+    assert "differ between replicas" not in ran.stderr, "a repaired difference is not reported"
     assert cells.value("len(losses)") == 1, "it went on with the third epoch"
     assert cells.value("np.allclose(losses, whole[2:], atol=1e-6)") is True
 

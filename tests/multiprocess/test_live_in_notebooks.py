@@ -58,10 +58,10 @@ def test_drawn_values_are_available_after_the_cells(made: Notebook, tmp_path: Pa
     table = "[(row.step, row.replica, row.name, row.run) for row in distnb.history('cell').itertuples()]"
     assert [tuple(row) for row in made.value(table) if row[1] == 0] == [(6 * i, 0, "loss", "cell") for i in (1, 2, 3)]
     assert {"cell", "ordinary"} <= set(made.value("list(distnb.history()['run'].unique())"))  # other tests drew, too
-    told = made.run(
+    output = made.run(
         f"%distnb curves loss --runs cell --save {tmp_path}/loss.csv\n%distnb curves --save {tmp_path}/loss.png"
     )
-    assert "values written to" in told.stdout
+    assert "values written to" in output.stdout
     assert (tmp_path / "loss.csv").read_text().startswith("step,replica,name,value,run,time\n6,0,loss,")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "image/png" in made.run("%distnb curves --log --smoothing 0.5").displays[-1]
@@ -70,7 +70,7 @@ def test_drawn_values_are_available_after_the_cells(made: Notebook, tmp_path: Pa
 def test_tensorboard_shows_the_drawn_values(made: Notebook, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     made.run(f"%distnb live --tensorboard {tmp_path}/logs")
-    made.run("for i in range(3):\n    distnb.live(run='told', value=i)")
+    made.run("for i in range(3):\n    distnb.live(run='named', value=i)")
     made.run("%distnb live --tensorboard off")
-    (folder,) = (tmp_path / "logs" / "told").iterdir()
+    (folder,) = (tmp_path / "logs" / "named").iterdir()
     assert len(list(folder.glob("events.*"))) == 1

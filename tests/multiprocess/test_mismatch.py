@@ -34,7 +34,7 @@ MISSING = {
     "subgroup_unused": ["finished its program without using that group"],
 }
 # Found by only one replica, or as another error.
-OTHERS = ["nobody_waits", "backward_against_all_reduce", "refused_arguments", "splits_apart", "other_error"]
+OTHERS = ["never_waited", "backward_against_all_reduce", "refused_arguments", "splits_apart", "other_error"]
 NAMES = [name for each in [*MISMATCHES, *MISSING, *OTHERS] for name in (each, "sum_after_all")]
 LIMIT_S = 15.0  # far above the promised second, far below "for ever"; machines may be slow
 
@@ -85,7 +85,7 @@ def test_a_waiting_replica_names_the_one_that_left(ended, name):
 
 
 def test_a_collective_without_a_wait_is_missed_too(ended):
-    found = [rank["nobody_waits"] for rank in ended]
+    found = [rank["never_waited"] for rank in ended]
     assert any(each.error == "CollectiveMismatchError" and "without calling it" in each.text for each in found), found
 
 

@@ -59,29 +59,29 @@ strategy = distnb.MultiWorkerMirroredStrategy()
 numbers = train(strategy)
 task = strategy.cluster_resolver
 listening = {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}
-tell(numbers=numbers, task=[task.task_type, task.task_id], rank=distnb.replica_id(), chief=distnb.is_chief(),
+report(numbers=numbers, task=[task.task_type, task.task_id], rank=distnb.replica_id(), chief=distnb.is_chief(),
      size=strategy.num_replicas_in_sync, devices=strategy.worker_devices, listening=sorted(listening),
      torchrun=[os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")])
 try:
     del os.environ["TF_CONFIG"]
     distnb.MultiWorkerMirroredStrategy()
 except RuntimeError as error:
-    tell(moved=str(error))
+    report(moved=str(error))
 """
     )
-    alone = TRAIN + "tell(numbers=train(distnb.MultiWorkerMirroredStrategy()))\n"
+    alone = TRAIN + "report(numbers=train(distnb.MultiWorkerMirroredStrategy()))\n"
     with Tasks(alone, ["evaluator 0"]) as tasks:
-        expected = tasks.end_of("evaluator 0").check().told["numbers"]
+        expected = tasks.end_of("evaluator 0").check().reported["numbers"]
     with Tasks(program, ["worker 0", "worker 1"]) as tasks:
-        ended = [task.check().told for task in tasks.wait()]
-    for rank, told in enumerate(ended):
-        assert told["numbers"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
-        assert told["task"] == ["worker", rank]
-        assert (told["rank"], told["chief"], told["size"]) == (rank, rank == 0, 2)
-        assert told["devices"] == ["cpu:0", "cpu:0"]
-        assert set(told["listening"]) <= {"127.0.0.1"}
-        assert told["torchrun"] == [str(rank), "2", "0", "1"]
-        assert f"has joined its cluster as worker {rank}" in told["moved"]
+        ended = [task.check().reported for task in tasks.wait()]
+    for rank, reported in enumerate(ended):
+        assert reported["numbers"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert reported["task"] == ["worker", rank]
+        assert (reported["rank"], reported["chief"], reported["size"]) == (rank, rank == 0, 2)
+        assert reported["devices"] == ["cpu:0", "cpu:0"]
+        assert set(reported["listening"]) <= {"127.0.0.1"}
+        assert reported["torchrun"] == [str(rank), "2", "0", "1"]
+        assert f"has joined its cluster as worker {rank}" in reported["moved"]
 
 
 def test_workers_without_shared_memory_train_with_a_chief_and_options():
@@ -96,11 +96,11 @@ first = train(strategy)
 packed = calls[:]
 calls.clear()
 second = train(distnb.MultiWorkerMirroredStrategy())
-tell(numbers=first, again=second, packed=packed, default=calls, rank=distnb.replica_id(), chief=distnb.is_chief())
+report(numbers=first, again=second, packed=packed, default=calls, rank=distnb.replica_id(), chief=distnb.is_chief())
 """
     )
     with Tasks(program, ["worker 0", "chief 0"]) as tasks:
-        worker, chief = (task.check().told for task in tasks.wait())
+        worker, chief = (task.check().reported for task in tasks.wait())
     assert worker["numbers"] == chief["numbers"] == pytest.approx(worker["again"], rel=1e-5, abs=1e-6)
     assert (chief["rank"], chief["chief"], worker["rank"], worker["chief"]) == (0, True, 1, False)
     # Four parameters: one pack each, or one for all.
@@ -114,17 +114,17 @@ def test_each_worker_runs_several_replicas():
 strategy = distnb.MultiWorkerMirroredStrategy()
 numbers = train(strategy)
 rank = distnb.replica_id()
-tell(**{f"numbers {rank}": numbers, f"local {rank}": os.environ["LOCAL_RANK"]})
-tell(size=strategy.num_replicas_in_sync)
+report(**{f"numbers {rank}": numbers, f"local {rank}": os.environ["LOCAL_RANK"]})
+report(size=strategy.num_replicas_in_sync)
 """
     )
     words = [sys.executable, "-m", "distnb", "run", "SCRIPT", "-n", "2"]
     with Tasks(program, ["worker 0", "worker 1"], command={"worker 0": words, "worker 1": words}) as tasks:
         first, second = (task.check() for task in tasks.wait())
-    assert first.told["size"] == second.told["size"] == 4
-    assert [second.told["local 2"], second.told["local 3"]] == ["0", "1"]
+    assert first.reported["size"] == second.reported["size"] == 4
+    assert [second.reported["local 2"], second.reported["local 3"]] == ["0", "1"]
     assert "[3] {" in second.stdout
-    assert first.told["numbers 0"] == pytest.approx(second.told["numbers 3"], rel=1e-6)
+    assert first.reported["numbers 0"] == pytest.approx(second.reported["numbers 3"], rel=1e-6)
 
 
 def test_tasks_of_a_slurm_step_form_a_cluster():
@@ -136,11 +136,11 @@ step = {"STEP_NODELIST": "localhost", "STEP_TASKS_PER_NODE": "2", "PROCID": str(
 os.environ.update({f"SLURM_{name}": value for name, value in step.items()})
 strategy = distnb.MultiWorkerMirroredStrategy(SlurmClusterResolver({"chief": 1, "worker": 1}, port_base=port))
 total = strategy.reduce("sum", strategy.run(lambda: torch.tensor(distnb.replica_id() + 1.0)), axis=None).item()
-tell(total=total, task=[strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id])
+report(total=total, task=[strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id])
 """
     with Tasks(program, ["worker 0", "worker 1"]) as tasks:
-        told = [task.check().told for task in tasks.wait()]
-    assert told == [{"total": 3.0, "task": ["chief", 0]}, {"total": 3.0, "task": ["worker", 0]}]
+        reported = [task.check().reported for task in tasks.wait()]
+    assert reported == [{"total": 3.0, "task": ["chief", 0]}, {"total": 3.0, "task": ["worker", 0]}]
 
 
 STEPS = """
@@ -233,10 +233,10 @@ limited.run(lambda: distnb.get_replica_context().all_reduce("sum", torch.ones(3)
 
 
 def test_workers_with_different_clusters_report_it():
-    def told(name: str, cluster: dict[str, list[str]]) -> dict[str, list[str]]:
+    def cluster_for(name: str, cluster: dict[str, list[str]]) -> dict[str, list[str]]:
         return cluster if name == "worker 0" else {"worker": [*cluster["worker"], "localhost:9"]}
 
-    with Tasks("distnb.MultiWorkerMirroredStrategy()", ["worker 0", "worker 1"], told=told) as tasks:
+    with Tasks("distnb.MultiWorkerMirroredStrategy()", ["worker 0", "worker 1"], cluster_for=cluster_for) as tasks:
         for task in tasks.wait(60):
             assert task.returncode == 1, task
             assert "OptionError: worker 1" in task.stderr
@@ -280,7 +280,7 @@ if strategy.cluster_resolver.task_type == "evaluator":
         model.load_state_dict(torch.load(path))
         return {"sum": strategy.run(lambda: model(data).sum())}
     lines = distnb.evaluate_checkpoints(saved, evaluate, last="final.pt", pattern="*.pt", poll_s=0.05, timeout_s=60)
-    tell(sums=[line["results"]["sum"] for line in lines], size=strategy.num_replicas_in_sync, chief=distnb.is_chief())
+    report(sums=[line["results"]["sum"] for line in lines], size=strategy.num_replicas_in_sync, chief=distnb.is_chief())
 else:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     def step():
@@ -296,12 +296,12 @@ else:
     try:
         distnb.evaluate_checkpoints(saved, print)
     except RuntimeError as error:
-        tell(refused=str(error))
-    tell(sum=model(data).sum().item(), size=strategy.num_replicas_in_sync)
+        report(refused=str(error))
+    report(sum=model(data).sum().item(), size=strategy.num_replicas_in_sync)
 """
     )
     with Tasks(program, ["worker 0", "worker 1", "evaluator 0"]) as tasks:
-        chief, other, evaluator = (task.check().told for task in tasks.wait())
+        chief, other, evaluator = (task.check().reported for task in tasks.wait())
     assert (chief["size"], other["size"], evaluator["size"], evaluator["chief"]) == (2, 2, 1, True)
     assert evaluator["sums"][-1] == pytest.approx(chief["sum"], rel=1e-6)
     assert "An evaluator is a separate process" in other["refused"]

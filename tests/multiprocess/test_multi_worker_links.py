@@ -73,7 +73,7 @@ def on_both(machines: Machines, program: str) -> Tasks:
     names = ["worker 0", "worker 1"]
     commands = {name: machines.command(number) for number, name in enumerate(names)}
     cluster = {"worker": ["10.77.0.1:2222", "10.77.0.2:2222"]}
-    return Tasks(program, names, told=lambda name, made: cluster, command=commands)
+    return Tasks(program, names, cluster_for=lambda name, made: cluster, command=commands)
 
 
 @pytest.mark.parametrize("numbers", [3, pytest.param(5_000_000, marks=pytest.mark.soak)])
@@ -84,7 +84,7 @@ def step():
     return distnb.get_replica_context().all_reduce("sum", torch.ones({numbers}))
 assert strategy.local_results(strategy.run(step))[0].sum().item() == 2 * {numbers}
 import psutil
-tell(listening=sorted({{c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}}))
+report(listening=sorted({{c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}}))
 while True:
     strategy.run(step)
 """
@@ -96,7 +96,7 @@ while True:
             tasks.end_of(name, timeout_s=40) for name in tasks.names
         ]  # without the product they would end in a quarter of an hour
     for number, task in enumerate(ended):
-        assert set(task.told["listening"]) <= {f"10.77.0.{number + 1}"}
+        assert set(task.reported["listening"]) <= {f"10.77.0.{number + 1}"}
         assert "CollectiveError: The connection to another replica was lost" in task.stderr
 
 

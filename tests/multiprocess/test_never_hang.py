@@ -41,7 +41,7 @@ class Slow(torch.utils.data.Dataset):
 
 
 def meet(folder, name):
-    # Tells the others that this replica is about to wait, or (for the one called "fails") waits until all have told.
+    # Report that this replica is about to wait, or (under the name "fails") wait for all reports.
     n = dist.get_world_size()
     open(os.path.join(folder, f"{name}{dist.get_rank()}"), "w").close()
     if name == "fails":
@@ -151,8 +151,8 @@ def wait_until_idle(notebook: Notebook) -> None:
 
 def summed_up(ran: Ran) -> set[int]:
     """Return the replicas whose end a traceback summarises, usually the same ones: "replicas 0, 2-3 ended"."""
-    told = " ".join(re.findall(r"\breplicas? ([\d, -]+) ", ran.traceback))
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", told)
+    replicas = " ".join(re.findall(r"\breplicas? ([\d, -]+) ", ran.traceback))
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", replicas)
     return {replica for first, last in ranges for replica in range(int(first), int(last or first) + 1)}
 
 
@@ -301,9 +301,9 @@ MISMATCHES = {
 
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_collectives_that_do_not_match_are_an_error(notebook: Notebook, what: str) -> None:
-    body, told = MISMATCHES[what]
+    body, texts = MISMATCHES[what]
     ran = failed(notebook, f"%%distribute mirrored\n{body}\nprint('went on')", "CollectiveMismatchError")
-    for text in told:
+    for text in texts:
         assert text in ran.traceback
     assert "went on" not in ran.stdout or what == "one calls more", "no replica went on with a wrong sum"
 
@@ -576,8 +576,8 @@ def come_late():
     from distnb.engine.agent import Agent
     def late(agent, *team, join=Agent.join, **options):
         Agent.join = join
-        looks = map(os.access, itertools.repeat({str(go_on)!r}), itertools.repeat(os.F_OK))
-        deaf({str(tmp_path)!r}, map(operator.not_, looks))
+        checks = map(os.access, itertools.repeat({str(go_on)!r}), itertools.repeat(os.F_OK))
+        deaf({str(tmp_path)!r}, map(operator.not_, checks))
         join(agent, *team, **options)
     if dist.get_rank() == 1:
         Agent.join = late
@@ -597,8 +597,8 @@ come_late()
 def test_a_slow_replica_is_waited_for(notebook: Notebook, tmp_path: Path) -> None:
     go_on = tmp_path / "go on"
     source = f"""%%distribute mirrored
-looks = map(os.access, itertools.repeat({str(go_on)!r}), itertools.repeat(os.F_OK))
-deaf({str(tmp_path)!r}, map(operator.not_, looks))
+checks = map(os.access, itertools.repeat({str(go_on)!r}), itertools.repeat(os.F_OK))
+deaf({str(tmp_path)!r}, map(operator.not_, checks))
 """
     stop_when_ready(notebook, source)
     # The replica continues at the first poll of the thread that waits for it, and not before.

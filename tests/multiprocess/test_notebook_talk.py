@@ -98,7 +98,7 @@ def test_a_captured_cell_shows_no_output_and_no_error(notebook: Notebook) -> Non
 
 
 @pytest.mark.parametrize(
-    ("statement", "told"),
+    ("statement", "message"),
     [
         # The first to fail ends the other, unless that was about to raise the same error.
         ("sys.exit(3)", r"SystemExit: 3\n.*replica (0 of 2 \(cpu:0\)|1 of 2 \(cpu:1\)) ended by it; replica [01] "),
@@ -106,12 +106,12 @@ def test_a_captured_cell_shows_no_output_and_no_error(notebook: Notebook) -> Non
     ],
 )
 def test_a_failing_exit_status_is_reported_and_a_plain_exit_ends_the_cell(
-    notebook: Notebook, statement: str, told: str
+    notebook: Notebook, statement: str, message: str
 ) -> None:
     notebook.run("import sys")
     failed = notebook.try_run(f"%%distribute mirrored\n{statement}")
     assert failed.error_name == "SystemExit"
-    assert re.search(told, failed.traceback)
+    assert re.search(message, failed.traceback)
     notebook.run("%%distribute mirrored\nbefore = 2\nexit()\nnever = 1")
     assert notebook.value("(before, 'never' in globals())") == (2, False)
 

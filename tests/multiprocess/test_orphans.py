@@ -48,8 +48,8 @@ def started_notebook(
     )
     assert notebook.stdout is not None
     with notebook.stdout:
-        told = json.loads(notebook.stdout.readline() or "{}")
-    return notebook, told["engines"], Path(told["directory"])
+        state = json.loads(notebook.stdout.readline() or "{}")
+    return notebook, state["engines"], Path(state["directory"])
 
 
 def assert_all_gone(directory: Path) -> None:

@@ -76,9 +76,9 @@ def talk(where: tuple[str, int]) -> list[bytes]:
     return answers
 
 
-def fuzz(asked: int, told: int) -> None:
+def fuzz(asked: int, replies: int) -> None:
     """Connect to the addresses that arrive as lines of JSON, and report the number reached and their answers."""
-    with os.fdopen(asked) as lines, os.fdopen(told, "w") as file:
+    with os.fdopen(asked) as lines, os.fdopen(replies, "w") as file:
         for line in lines:
             addresses = json.loads(line)
             answers = [each for host, port in addresses for each in talk((host, port))]
@@ -218,12 +218,12 @@ def test_a_store_of_the_program_finds_its_port_free(session: Session) -> None:
 address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 store = dist.TCPStore(address, port, 2, dist.get_rank() == 0)
 store.set(f"from/{dist.get_rank()}", "here")
-heard = store.get(f"from/{1 - dist.get_rank()}").decode()
+received = store.get(f"from/{1 - dist.get_rank()}").decode()
 dist.barrier()
 del store
 """
     run_cell(session, text, "store")
-    assert session.user_ns["heard"] == "here"
+    assert session.user_ns["received"] == "here"
 
 
 # -- one who comes in the place of a replica -------------------------------------------------------------------------

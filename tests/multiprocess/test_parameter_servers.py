@@ -46,12 +46,12 @@ SERVER = """
 import json, os, sys
 from distnb.runtime.servers.service import Service
 
-told = json.loads(os.environ["TOLD"])
-service = Service(told["directory"], client_public=told["public"], host=told["host"])
+settings = json.loads(os.environ["SETTINGS"])
+service = Service(settings["directory"], client_public=settings["public"], host=settings["host"])
 service.start()
-with open(told["file"] + "~", "w") as file:
+with open(settings["file"] + "~", "w") as file:
     json.dump(service.address, file)
-os.rename(told["file"] + "~", told["file"])
+os.rename(settings["file"] + "~", settings["file"])
 service._thread.join()
 """
 
@@ -62,11 +62,11 @@ from distnb.cluster.connection import Keys
 from distnb.runtime.servers.client import Servers
 from distnb.runtime.servers.server_messages import Address, StepOptimizer, WriteShard
 
-told = json.loads(os.environ["TOLD"])
-servers = Servers({0: Address(*told["address"])}, told["number"], Keys(*told["keys"]))
-gradient = torch.full((told["size"],), -1.0)
-for n in range(told["count"]):
-    token = (told["number"], 2 * n)
+settings = json.loads(os.environ["SETTINGS"])
+servers = Servers({0: Address(*settings["address"])}, settings["number"], Keys(*settings["keys"]))
+gradient = torch.full((settings["size"],), -1.0)
+for n in range(settings["count"]):
+    token = (settings["number"], 2 * n)
     servers.exchange({0: [WriteShard((0, 0), "assign_add", 1.0, token=token)]})
     servers.exchange({0: [StepOptimizer(0, {(0, 0): gradient}, ({},), {}, (token[0], token[1] + 1))]})
 """
@@ -87,11 +87,11 @@ class Cluster:
         self._directory = tempfile.TemporaryDirectory()  # pytest's own is too deep for a socket's path
         self.processes: list[warm_python.Forked] = []
 
-    def run(self, text: str, **told: Any) -> warm_python.Forked:
+    def run(self, text: str, **settings: Any) -> warm_python.Forked:
         name = f"process{len(self.processes)}"
         script = self._folder / f"{name}.py"
         script.write_text(text)
-        environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "TOLD": json.dumps(told)}
+        environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", "SETTINGS": json.dumps(settings)}
         out, err = self._folder / f"{name}.out", self._folder / f"{name}.err"
         self.processes.append(warm_python.start(script, 0, env=environment, out=out, err=err))
         return self.processes[-1]
@@ -99,8 +99,8 @@ class Cluster:
     def serve(self) -> tuple[Address, warm_python.Forked]:
         """Start a server, and return its address and process."""
         file = self._folder / f"address{len(self.processes)}"
-        told = {"public": self.keys.client_public, "host": self.host, "directory": self._directory.name}
-        process = self.run(SERVER, **told, file=str(file))
+        settings = {"public": self.keys.client_public, "host": self.host, "directory": self._directory.name}
+        process = self.run(SERVER, **settings, file=str(file))
         wait_until(file.exists, _WITHIN_S)
         address = Address(*json.loads(file.read_text()))
         assert (address.url == "") is (self.host is None)

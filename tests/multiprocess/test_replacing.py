@@ -37,13 +37,13 @@ def replicas() -> list[int]:
 
 
 def test_an_engine_may_die_while_it_is_replaced(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    late, told = threading.Event(), session.namespace.engine_died
+    late, handle_end = threading.Event(), session.namespace.engine_died
 
-    def tell(engine: int) -> None:
+    def handle_late(engine: int) -> None:
         late.wait(2.0)  # the thread that handles an end is late on a busy machine
-        told(engine)
+        handle_end(engine)
 
-    monkeypatch.setattr(session.namespace, "engine_died", tell)
+    monkeypatch.setattr(session.namespace, "engine_died", handle_late)
     lose(session, 1)
     assert session.flush_events(timeout_s=30), "one that has ended was waited for"
     session.restart([1])

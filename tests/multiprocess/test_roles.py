@@ -30,7 +30,7 @@ from distnb.cluster_resolver import SimpleClusterResolver, TFConfigClusterResolv
 from distnb.notebook import compose
 from distnb.runtime.servers.here import servers_here
 
-def tell():
+def report():
     print(json.dumps([[row.task, row.pid, row.state] for row in compose.require().status()]), flush=True)
 
 def total():
@@ -148,7 +148,7 @@ def running(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def told(process: subprocess.Popen[str]) -> Any:
+def read_report(process: subprocess.Popen[str]) -> Any:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
@@ -174,10 +174,10 @@ def test_a_chief_under_tf_config_waits_for_its_servers_and_replaces_one() -> Non
 
     script = f"""{_COORDINATOR}
 servers_here.require(TFConfigClusterResolver())
-tell()
+report()
 while sys.stdin.readline():
     print(json.dumps([total(), compose.require().restart(missing=True)]), flush=True)
-    tell()
+    report()
 """
     with contextlib.ExitStack() as stack:
         stack.enter_context(server("worker", 0))
@@ -187,15 +187,15 @@ while sys.stdin.readline():
         assert "distnb: waiting for" in chief.stderr.readline()
         stack.enter_context(server("worker", 1))
         lost = stack.enter_context(server("ps", 0))
-        rows = told(chief)
+        rows = read_report(chief)
         assert [each[0] for each in rows] == ["worker 0", "worker 1", "ps 0"]
         lost.kill()  # and its engine with it
         gone([rows[2][1]])
         stack.enter_context(server("ps", 0))
         chief.stdin.write("\n")
         chief.stdin.flush()
-        assert told(chief) == [3.0, [2]]
-        rows = told(chief)
+        assert read_report(chief) == [3.0, [2]]
+        rows = read_report(chief)
         assert [(task, state) for task, _, state in rows] == [
             ("worker 0", "idle"),
             ("worker 1", "idle"),
@@ -219,7 +219,7 @@ try:
     servers_here.require(SimpleClusterResolver({{"worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}}))
 except ValueError as error:
     print(json.dumps([total(), str(error)]), flush=True)
-tell()
+report()
 if child := os.fork():
     print(json.dumps(child), flush=True)
 sys.stdin.readline()
@@ -230,11 +230,11 @@ for server in servers:
 print(json.dumps("ended"), flush=True)
 """
     with running("-c", script) as coordinator:
-        value, error = told(coordinator)
+        value, error = read_report(coordinator)
         assert value == 3.0
         assert "tells of worker 0, ps 0, and the cluster that is running has worker 0, worker 1, ps 0" in error
-        engines = [pid for _, pid, _ in told(coordinator)]
-        child = told(coordinator)
+        engines = [pid for _, pid, _ in read_report(coordinator)]
+        child = read_report(coordinator)
         try:
             if ending == "kill":
                 coordinator.kill()
@@ -245,7 +245,7 @@ print(json.dumps("ended"), flush=True)
             assert coordinator.stdin is not None
             coordinator.stdin.write("\n")
             coordinator.stdin.flush()
-            assert told(coordinator) == "ended"
+            assert read_report(coordinator) == "ended"
             gone(engines)
             assert coordinator.wait(20) == 0
 

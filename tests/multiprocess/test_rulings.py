@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(150)
 
 _PROGRAM = """
 import warnings
-def told(call):
+def error_of(call):
     try:
         return call()
     except Exception as raised:
@@ -25,10 +25,10 @@ unlike = [run(lambda c: [torch.ones(2), None, "text", 3][c], ids) for _ in range
 result["unlike"] = unlike[0]
 result["every time"] = [type(mine(one)).__name__ for one in unlike]
 result["passed on"] = mine(run(lambda x: type(x).__name__, unlike[0]))
-result["refused"] = [told(lambda: strategy.reduce("sum", unlike[0], None)), told(lambda: strategy.gather(unlike[0], 0))]
+result["refused"] = [error_of(lambda: strategy.reduce("sum", unlike[0], None)), error_of(lambda: strategy.gather(unlike[0], 0))]
 made = strategy.distribute_values_from_function(lambda c: None if c.replica_id_in_sync_group else torch.ones(1))
-result["made"] = told(lambda: strategy.reduce("sum", made, axis=0))
-result["structures"] = told(
+result["made"] = error_of(lambda: strategy.reduce("sum", made, axis=0))
+result["structures"] = error_of(
     lambda: strategy.distribute_values_from_function(lambda c: [1] if c.replica_id_in_sync_group else (1, 2)))
 result["afterwards"] = float(strategy.reduce("sum", run(lambda: torch.ones(())), axis=None))
 
@@ -62,16 +62,16 @@ def change(method, how):
     def both():
         run(lambda c: getattr(rows[how], method)([0, 1 + c], float(c + 1)), ids)
         return rows[how].tolist()
-    return told(both)
+    return error_of(both)
 result["rows"] = {how: change("scatter_add", how) for how in ("sum", "mean", "only_first_replica", "none")}
 result["update"] = [change("scatter_update", how) for how in ("only_first_replica", "sum")]
 result["times"] = [change("scatter_mul", how) for how in ("sum", "mean")]
 run(lambda c: own.scatter_add([c], [2.0]), ids)
-result["own"] = [own.tolist(), told(lambda: own.scatter_add([0], [1.0]))]
+result["own"] = [own.tolist(), error_of(lambda: own.scatter_add([0], [1.0]))]
 result["from outside"] = rows["none"].scatter_max([2], 5.0).tolist()
 strategy.assert_in_sync(list(rows.values()))
 
-# Batches of a loader that nobody distributed
+# Batches of a loader that was not distributed
 from torch.utils.data import DataLoader, TensorDataset
 x = torch.arange(8.0)
 def notices(fn, loader, given=lambda batch: batch):
@@ -94,9 +94,9 @@ for ops in (distnb.ReductionToOneDevice(), distnb.HierarchicalCopyAllReduce(num_
         ops.reduce("sum", value, destinations=value).tolist(),
         [one.tolist() for one in ops.batch_reduce(distnb.ReduceOp.MEAN, [(value, "cpu:0"), (ids, value)])],
         ops.broadcast(value).tolist(),
-        told(lambda: ops.reduce("sum", value, destinations="cuda:3")),
-        told(lambda: ops.reduce("max", value)),
-        told(lambda: ops.reduce("sum", unlike[0])),
+        error_of(lambda: ops.reduce("sum", value, destinations="cuda:3")),
+        error_of(lambda: ops.reduce("max", value)),
+        error_of(lambda: ops.reduce("sum", unlike[0])),
     ]
 
 # A strategy that is set

@@ -22,7 +22,7 @@ x = torch.ones(1, 2)
 result = {}
 
 
-def told(call):
+def error_of(call):
     try:
         call()
     except Exception as error:
@@ -75,7 +75,7 @@ def test_an_object_of_a_scope_is_synchronised_by_the_first_call_that_uses_it() -
         fourth(x).sum().backward()  # all replicas do the same: nothing is summed
         result["backward"] = weights(fourth), fourth.weight.grad.tolist()
         fifth = made(5.0)
-        result["unlike"] = told(lambda: ((me + 1) * fifth(x)).sum().backward())
+        result["unlike"] = error_of(lambda: ((me + 1) * fifth(x)).sum().backward())
         result["a collection for each"] = len(collections) - before
         for _ in range(3):  # nothing of it has parameters
             criterion = torch.nn.Sequential(torch.nn.Softmax(1))
@@ -136,7 +136,7 @@ def test_later_parts_of_a_model_belong_to_its_strategy() -> None:
     result["outside"] = weights(headed)
 
     if me:
-        twin(x)  # a copy of a layer without values is nobody's: this communicates with nobody
+        twin(x)  # a copy of a layer without values belongs to no strategy, so this does not communicate
     strategy.run(by_hand, args=(lazy,))
     strategy.assert_in_sync([model, headed, lazy])
 
@@ -146,7 +146,7 @@ def test_later_parts_of_a_model_belong_to_its_strategy() -> None:
         if me == 0:
             alone(x)
         distnb.get_replica_context().all_reduce("sum", torch.ones(1))
-    result["on one"] = told(lambda: strategy.run(on_one))
+    result["on one"] = error_of(lambda: strategy.run(on_one))
     """
     for found in ranks(program):
         assert found["in run"] == pytest.approx([9.7, 0.7, 0.7])  # a module's own parameters come first
@@ -165,7 +165,7 @@ def test_objects_made_outside_a_scope_are_refused_at_any_time() -> None:
         global net
         net = net or torch.nn.LazyLinear(1)
         by_hand(net)
-    result["made in run"] = told(lambda: strategy.run(makes_its_own))
+    result["made in run"] = error_of(lambda: strategy.run(makes_its_own))
 
     with strategy.scope():
         net = torch.nn.Linear(2, 1)
@@ -173,7 +173,7 @@ def test_objects_made_outside_a_scope_are_refused_at_any_time() -> None:
         return net(x).sum().item()
     strategy.run(uses)
     net = torch.nn.Linear(2, 1)
-    result["put in its place"] = told(lambda: strategy.run(uses))
+    result["put in its place"] = error_of(lambda: strategy.run(uses))
 
     try:
         with strategy.scope():
@@ -185,7 +185,7 @@ def test_objects_made_outside_a_scope_are_refused_at_any_time() -> None:
         pass
     strategy.assert_in_sync(taken)
     strategy.run(by_hand, args=(taken,))
-    result["of a scope that failed"] = told(lambda: strategy.run(by_hand, args=(untaken[0],)))
+    result["of a scope that failed"] = error_of(lambda: strategy.run(by_hand, args=(untaken[0],)))
     """
     for found in ranks(program):
         for name, text in found.values():

@@ -229,7 +229,7 @@ def test_reduce_refuses_wrong_arguments() -> None:
             reduce("mean", 3, None), reduce("mean", torch.ones(2), 0).tolist(), reduce("mean", {"a": 2}, None)]
         result["text"] = error(lambda: reduce("sum", value(lambda r: "ab"), None), TypeError)
         result["after"] = reduce("sum", vector, 0)
-        # The same number of elements: nothing in the message tells that these do not belong together.
+        # The same number of elements: nothing in the message shows that these do not belong together.
         turned = value(lambda r: torch.ones(2 + r, 3 - r))
         result["unlike"] = error(lambda: reduce("sum", [turned, vector], None), RuntimeError)
         """,

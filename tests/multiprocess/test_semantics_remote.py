@@ -242,7 +242,7 @@ def test_a_change_by_one_replica_alone_is_not_a_failure(strategy: Any) -> None:
             several[0].best = 3.0
         return 7
 
-    assert strategy.run(change, args=([Own()],)) == 7, "nobody has a name for it"
+    assert strategy.run(change, args=([Own()],)) == 7, "it has no name"
     holder = strategy.run(lambda: types.SimpleNamespace(change=change))
     assert holder.change([Own()]) == 7
     assert strategy.run(change, args=([Own()],)) == 7

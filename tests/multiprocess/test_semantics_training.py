@@ -189,8 +189,8 @@ def test_a_scope_that_differs_or_fails_is_an_error() -> None:
             kept.append(torch.nn.Linear(2, 2 + distnb.replica_id()))
     except Exception as error:
         result = type(error).__name__, str(error)
-    told = [{"check_mean_loss": False}, {"gradient_reduction": "mean"}]
-    mine = distnb.MirroredStrategy(**told[distnb.replica_id()])
+    options = [{"check_mean_loss": False}, {"gradient_reduction": "mean"}]
+    mine = distnb.MirroredStrategy(**options[distnb.replica_id()])
     try:
         with mine.scope():
             kept.append(torch.nn.Linear(2, 2))

@@ -107,13 +107,13 @@ def test_a_table_larger_than_a_processs_memory_limit_trains(tmp_path: Path) -> N
         [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=150, check=False
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    told = json.loads(run.stdout.splitlines()[-1])
-    assert told["shards"] == [[1 << 18, 64]] * 4
-    assert told["servers"] == 4
-    assert told["changed"] is True
-    assert told["iterations"] == [80, 80]
-    assert all(each[-1] < each[0] / 2 for each in told["losses"])
-    assert told["refused"] == [True, True], "the limits are there: nobody gets the whole table"
-    for name, grown in told["grown"].items():
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["shards"] == [[1 << 18, 64]] * 4
+    assert result["servers"] == 4
+    assert result["changed"] is True
+    assert result["iterations"] == [80, 80]
+    assert all(each[-1] < each[0] / 2 for each in result["losses"])
+    assert result["refused"] == [True, True], "the limits are in force: no process gets the whole table"
+    for name, grown in result["grown"].items():
         # A server has its quarter with Adagrad's state; the others have only pieces and rows.
-        assert grown < told["table"] * (3 if name.startswith("ps") else 1) // 4, told["grown"]
+        assert grown < result["table"] * (3 if name.startswith("ps") else 1) // 4, result["grown"]

@@ -64,7 +64,7 @@ def test_many_simultaneous_random_reductions_are_correct(n: int) -> None:
             work.wait()
             assert (done == value).all(), (number, done, value)
         if choose.random() < 0.02 and waiting:
-            waiting.pop()  # nobody waits for it
+            waiting.pop()  # without a wait
     for work, done, value in waiting:
         work.wait()
         assert (done == value).all()

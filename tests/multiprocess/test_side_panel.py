@@ -50,7 +50,7 @@ class Page:
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             yield self._client.get_iopub_msg(timeout=LIMIT_S)
-        raise AssertionError(f"not heard in {LIMIT_S} s")
+        raise AssertionError(f"not received in {LIMIT_S} s")
 
     def snapshots(self) -> Iterator[dict[str, Any]]:
         """Yield the snapshots that the kernel sends unasked."""
@@ -94,16 +94,16 @@ def test_a_page_and_a_terminal_show_and_end_a_hanging_cell(notebook: Notebook) -
     cell = notebook.start(HANG)
     notebook.wait_for_output(cell, "begun")
     with new_page(notebook) as page:  # it requests nothing, but receives all that it needs
-        told = page.wait_for(["running", "running"])
+        state = page.wait_for(["running", "running"])
         while not (
-            told["curves"] and len(told["curves"][0]["lines"][0]["points"]) > 1 and told["engines"][0]["memory"]
+            state["curves"] and len(state["curves"][0]["lines"][0]["points"]) > 1 and state["engines"][0]["memory"]
         ):
-            told = next(page.snapshots())
-        assert told["running"]
-        head = told["head"]
+            state = next(page.snapshots())
+        assert state["running"]
+        head = state["head"]
         assert (head["title"], head["count"], head["state"]) == ("mirrored", "2 replicas", "running")
-        assert [engine["place"] for engine in told["engines"]] == ["cpu:0", "cpu:1"]
-        (loss,) = told["curves"]
+        assert [engine["place"] for engine in state["engines"]] == ["cpu:0", "cpu:1"]
+        (loss,) = state["curves"]
         assert (loss["name"], [line["mark"] for line in loss["lines"]]) == ("loss", ["[0-1]"])
         assert len(loss["lines"][0]["points"]) <= 60
 
@@ -124,9 +124,9 @@ def test_a_page_and_a_terminal_show_and_end_a_hanging_cell(notebook: Notebook) -
 
         assert page.order("interrupt") == {"interrupted": True}
         assert notebook.finish(cell, HANG).error_name == "KeyboardInterrupt"
-        told = page.order("look")["snapshot"]
-        assert not told["running"]
-        assert told["head"]["state"] == "interrupted"
+        state = page.order("look")["snapshot"]
+        assert not state["running"]
+        assert state["head"]["state"] == "interrupted"
         assert page.order("interrupt") == {"interrupted": False}
     assert "idle" in terminal(notebook, "stacks").stdout
 
@@ -138,8 +138,8 @@ def test_engines_can_be_ended_and_started_from_a_page_while_cells_run() -> None:
         assert "No cluster is running" in page.order("stacks")["error"]
         waits = notebook.start("while distnb.notebook.compose.current() is None:\n    time.sleep(0.01)")
         assert page.order("start", n=2) == {}
-        told = next(each for each in page.snapshots() if each["doing"])
-        assert told["doing"].startswith("starting")
+        state = next(each for each in page.snapshots() if each["doing"])
+        assert state["doing"].startswith("starting")
         page.wait_for(["idle", "idle"])
         notebook.finish(waits).check()
         assert page.order("start", n=2) == {}

@@ -127,8 +127,8 @@ def test_sparse_tensors_are_summed_and_options_of_a_call_are_applied() -> None:
         context = distnb.get_replica_context()
         for nbytes in (0, 1000):
             context.all_reduce("sum", [torch.ones(100) for _ in range(4)], CommunicationOptions(bytes_per_pack=nbytes))
-        told = CommunicationOptions(implementation="ring")
-        return error(lambda: context.all_reduce("sum", torch.ones(1), told))
+        given = CommunicationOptions(implementation="ring")
+        return error(lambda: context.all_reduce("sum", torch.ones(1), given))
 
     strategy, own = distnb.MirroredStrategy(), distnb.MirroredStrategy(cross_device_ops=Seen())
     result = strategy.local_results(strategy.run(here))[0]
@@ -156,8 +156,8 @@ def test_different_options_and_a_missing_replica_are_errors(tmp_path: Path) -> N
     import distnb
     def step():
         context = distnb.get_replica_context()
-        told = distnb.CommunicationOptions(implementation=["auto", "ring"][context.replica_id_in_sync_group])
-        context.all_reduce("sum", torch.ones(1), told)
+        given = distnb.CommunicationOptions(implementation=["auto", "ring"][context.replica_id_in_sync_group])
+        context.all_reduce("sum", torch.ones(1), given)
     distnb.MirroredStrategy().run(step)
     """
     for rank in run_ranks(mixed, 2):

@@ -20,14 +20,14 @@ def reduced(tensor):
     return tensor
 def add(tensor):
     return reduced(tensor)
-told = []
-warnings.showwarning = lambda message, category, file, line, *rest: told.append((str(message), line))
+warned = []
+warnings.showwarning = lambda message, category, file, line, *rest: warned.append((str(message), line))
 try:
     run()
     groups.program_completed()
-    result = ("", "", told)
+    result = ("", "", warned)
 except Exception as error:
-    result = (type(error).__name__, str(error), told)
+    result = (type(error).__name__, str(error), warned)
     groups.program_failed()
 """
 SWAPPED = {
@@ -103,7 +103,7 @@ FINE = """
 
 @functools.cache
 def ranks(body: str, size: int) -> list[Rank]:
-    program = PROLOGUE.replace("told = []", f"def run():{body}\ntold = []")
+    program = PROLOGUE.replace("warned = []", f"def run():{body}\nwarned = []")
     return [rank.check() for rank in run_ranks(program, size)]
 
 
@@ -120,9 +120,9 @@ def test_a_different_order_ends_every_replica(how, size):
 def test_a_doubtful_order_is_reported_once_by_one_replica(size):
     first, *others = ranks(DOUBTFUL, size)
     assert not any(each.result[0] or each.result[2] for each in others), others
-    name, _, told = first.result
+    name, _, warned = first.result
     assert not name
-    [(text, line)] = told
+    [(text, line)] = warned
     assert f"at program.py, line {line} on replica 0" in text
     assert "on replica" in text.partition(" and at program.py, line ")[2]
 

@@ -23,22 +23,22 @@ def sum_of(group=None):
     return total.item()
 def late(call):
     # Replica 0 calls alone; the other comes when that has ended.
-    told = ""
+    message = ""
     if rank == 0:
         try:
             call()
         except RuntimeError as error:
-            told = f"{type(error).__name__}: {error}"
-        store.set("told", told)
+            message = f"{type(error).__name__}: {error}"
+        store.set("message", message)
     else:
-        store.wait(["told"])
-    return told
+        store.wait(["message"])
+    return message
 result = None
 """
 MISSES = "Not there yet: replica 1"
 
 
-def told(body: str) -> str:
+def result_of(body: str) -> str:
     first, second = run_ranks(PROLOGUE + body, 2)
     second.check()
     return first.check().result
@@ -54,7 +54,7 @@ def told(body: str) -> str:
     ],
 )
 def test_a_limit_of_the_whole_group_is_kept(call, what):
-    text = told(f"dist.init_process_group('gloo', timeout=short)\nresult = late(lambda: {call})\n")
+    text = result_of(f"dist.init_process_group('gloo', timeout=short)\nresult = late(lambda: {call})\n")
     assert "within the time limit of 0.4 s" in text
     assert what in text
     assert MISSES in text
@@ -67,7 +67,7 @@ loss = model(torch.ones(1, 2)).sum()
 dist.distributed_c10d._set_pg_timeout(short)
 result = late(loss.backward)
 """
-    assert "within the time limit of 0.4 s" in told(body)
+    assert "within the time limit of 0.4 s" in result_of(body)
 
 
 def test_a_limit_of_a_subgroup_is_kept():
@@ -79,7 +79,7 @@ if rank == 1:
 assert sum_of() == 2
 result = late(lambda: sum_of(part))
 """
-    text = told(body)
+    text = result_of(body)
     assert "CollectiveError" in text
     assert MISSES in text
 
@@ -92,14 +92,14 @@ no_limit = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's barrie
 )
 def test_a_late_replica_raises_too_after_a_barrier_with_a_limit(call):
     body = f"""
-told = late(lambda: {call})
+message = late(lambda: {call})
 if rank == 1:
     try:
         {call}
     except RuntimeError as error:
         assert "within the time limit of 0.4 s" in str(error), error
     else:
-        raise AssertionError("nobody met it there")
+        raise AssertionError("the limit was not met there")
 from distnb.errors import ProgramAborted
 try:
     sum_of()
@@ -107,15 +107,15 @@ except ProgramAborted as error:
     assert "within the time limit of 0.4 s" in str(error.__cause__), error
 else:
     raise AssertionError("the program went on")
-result = told
+result = message
 """
-    text = told(body)
+    text = result_of(body)
     assert "within the time limit of 0.4 s" in text
     assert MISSES in text
 
 
 def test_a_missing_message_reaches_the_limit():
-    text = told("dist.init_process_group(timeout=short)\nresult = late(lambda: dist.recv(torch.zeros(1), 1))\n")
+    text = result_of("dist.init_process_group(timeout=short)\nresult = late(lambda: dist.recv(torch.zeros(1), 1))\n")
     assert "The operation did not end within the time limit of 0.4 s" in text
 
 
@@ -138,7 +138,7 @@ dist.init_process_group()
 assert sum_of() == 2
 result = "all"
 """
-    assert told(body) == "all"
+    assert result_of(body) == "all"
 
 
 def test_a_group_that_the_program_initialised_keeps_its_limit():
@@ -164,7 +164,7 @@ for timeout in (timedelta(0), 3):
     except (ValueError, TypeError) as error:
         result.append(str(error))
 """
-    zero, number = told(body)
+    zero, number = result_of(body)
     assert "must be positive" in zero
     assert "timedelta" in number
 

@@ -65,8 +65,8 @@ import json, sys
 import distnb, torch
 strategy = distnb.TPUStrategy()
 {TRAIN}
-told = {{name: os.environ[name] for name in ("LOCAL_RANK", "TORCH_TPU_TOPOLOGY")}}
-print(json.dumps([history, where, backend, gathered, same, apart, told, strategy.worker_devices, variables]))
+environment = {{name: os.environ[name] for name in ("LOCAL_RANK", "TORCH_TPU_TOPOLOGY")}}
+print(json.dumps([history, where, backend, gathered, same, apart, environment, strategy.worker_devices, variables]))
 
 def on_the_way_back_to_python(done):
     import time
@@ -104,20 +104,20 @@ def test_a_script_on_chips_computes_the_same_as_one_cpu(own_backend: bool, tmp_p
     import json
 
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, **CHIPS} | ({"STAND_IN_TPU_C10D": "1"} if own_backend else {})
+    environment = {**os.environ, **CHIPS} | ({"FAKE_TPU_C10D": "1"} if own_backend else {})
     command = [sys.executable, "-m", "distnb", "run", "--devices", "tpu", "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     lines = dict(line[1:].split("] ", 1) for line in done.stdout.splitlines() if line.startswith("["))
     replicas = [json.loads(lines[str(rank)]) for rank in range(2)]
     expected = on_one_cpu()
-    for rank, (history, where, backend, gathered, same, apart, told, names, variables) in enumerate(replicas):
+    for rank, (history, where, backend, gathered, same, apart, launch, names, variables) in enumerate(replicas):
         assert history == pytest.approx(expected["history"], rel=1e-5)
         assert (where, backend) == ("tpu:0", "tpu_dist" if own_backend else "gloo")
         assert gathered == [1.0, 1.0, 2.0, 2.0]
         assert same == replicas[0][4]
         assert apart[:2] != apart[2:]
-        assert told == {"LOCAL_RANK": str(rank), "TORCH_TPU_TOPOLOGY": "2,1,1"}
+        assert launch == {"LOCAL_RANK": str(rank), "TORCH_TPU_TOPOLOGY": "2,1,1"}
         assert names == ["tpu:0", "tpu:1"]
         assert variables == [pytest.approx(expected["scale"].item(), rel=1e-5), 6, 48, "tpu:0"]
 

@@ -63,8 +63,8 @@ def test_a_module_is_shown_as_its_layers_with_norms(made: Notebook) -> None:
 
 def test_drawing_transfers_no_values(made: Notebook) -> None:
     made.run("%%distribute mirrored\nlarge = strategy.run(lambda: torch.randn(3000, 1000))")
-    told = made.value("len(large._repr_html_())")
-    assert told < 200_000, "of 24 MB"
+    length = made.value("len(large._repr_html_())")
+    assert length < 200_000, "of 24 MB"
     assert "histogram from" in page(made.run("large"))
 
 

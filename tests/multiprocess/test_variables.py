@@ -127,12 +127,12 @@ def test_variables_work_across_replicas_and_outside_the_scope() -> None:
         result["mixed"] = [error(lambda: strategy.run(step)) for step in (lambda: other + 1, lambda: other.assign(1))]
         result["default"] = error(lambda: strategy.run(lambda: default.assign_add(1)))
 
-        # A strategy trains beside another one, whose variables have gradients that were not used yet.
-        beside = distnb.CentralStorageStrategy()
-        with beside.scope():
+        # A strategy trains central another one, whose variables have gradients that were not used yet.
+        central = distnb.CentralStorageStrategy()
+        with central.scope():
             model = torch.nn.Linear(2, 1)
         strategy.run(lambda: write.sum().backward())
-        result["beside"] = error(lambda: beside.run(lambda: model(torch.ones(2)).backward()))
+        result["central"] = error(lambda: central.run(lambda: model(torch.ones(2)).backward()))
         result["gradients"] = write.grad.tolist(), model.weight.grad.tolist()
         """
     )
@@ -160,7 +160,7 @@ def test_variables_work_across_replicas_and_outside_the_scope() -> None:
         assert one["facts"] == (([2], "torch.float32", None, True), 2.0)
         assert one["used after"] == ([6.0, 6.0], [6.0, 6.0], "Tensor")
         assert "with strategy.scope()" in one["default"]
-        assert one["beside"] is None
+        assert one["central"] is None
         assert one["gradients"] == ([2.0, 2.0], [[2.0, 2.0]])
 
 
@@ -353,12 +353,12 @@ def test_batch_norms_trained_on_one_replica_only_are_named() -> None:
             model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.BatchNorm1d(2))
         if me == 1:
             model.eval()
-        result["told"] = error(lambda: strategy.run(lambda: model(torch.ones(2, 1)).sum().backward()))
+        result["message"] = error(lambda: strategy.run(lambda: model(torch.ones(2, 1)).sum().backward()))
         """,
         2,
     )
-    for told in (first["told"], second["told"]):
-        assert "replica 0 called BatchNorm's running statistics(float32[2], float32[2])" in told
+    for message in (first["message"], second["message"]):
+        assert "replica 0 called BatchNorm's running statistics(float32[2], float32[2])" in message
 
 
 def test_the_program_in_the_documentation_runs() -> None:
@@ -377,11 +377,11 @@ if me == 0:
     try:
         int(total)
     except distnb.errors.CollectiveMismatchError as error:
-        result["told"] = str(error) + "".join(getattr(error, "__notes__", []))
+        result["message"] = str(error) + "".join(getattr(error, "__notes__", []))
 """,
         2,
     )
-    assert "before `if distnb.is_chief():`" in first.check().result["told"]
+    assert "before `if distnb.is_chief():`" in first.check().result["message"]
 
 
 def test_saving_on_one_replica_works_as_in_ddp_scripts() -> None:

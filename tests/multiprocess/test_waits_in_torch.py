@@ -67,7 +67,7 @@ finally:
     "wait",
     [
         "dist.distributed_c10d._get_default_store().get('missing')",
-        "dist.TCPStore('127.0.0.1', nobody.getsockname()[1])",
+        "dist.TCPStore('127.0.0.1', silent.getsockname()[1])",
         "dist.TCPStore('127.0.0.1', 0, world_size=2, is_master=True)",
         "dist.HashStore().wait(['missing'])",
     ],
@@ -75,8 +75,8 @@ finally:
 def test_stores_are_not_waited_for_in_c(notebook: Notebook, wait: str) -> None:
     source = f"""%%distribute mirrored
 import socket, torch.distributed as dist
-with socket.socket() as nobody:
-    nobody.bind(("127.0.0.1", 0))
+with socket.socket() as silent:
+    silent.bind(("127.0.0.1", 0))
     print("ready", flush=True)
     {wait}
 """

@@ -48,7 +48,7 @@ WAYS = {
     "multi_worker_2": Way("distnb.MultiWorkerMirroredStrategy()", 2, workers=True),
     "tpu_2": Way("distnb.TPUStrategy()", 2, env=CHIPS),
 }
-# tpu_2 is the stand-in of `tests/stand_in_tpu`, which is written in Python: programs of many steps leave it out.
+# tpu_2 is the fake device of `tests/fake_tpu`, which is written in Python: programs of many steps leave it out.
 ALL = ("default", "one_device", "mirrored_2", "mirrored_3", "central_2", "multi_worker_2", "tpu_2")
 
 # Starting Python and loading torch costs more than a program: those of one strategy share their processes.
@@ -107,7 +107,7 @@ def launcher(selected: Iterable[tuple[str, str]], folder: Path) -> Callable[[str
                 rank.check().result for rank in run_ranks(text, made.replicas, timeout_s=TIME_LIMIT_S, env=made.env)
             ]
         workers = [f"worker {index}" for index in range(made.replicas)]
-        with Tasks(text + "tell(ended=result)\n", workers) as tasks:
-            return [task.check().told["ended"] for task in tasks.wait(TIME_LIMIT_S)]
+        with Tasks(text + "report(ended=result)\n", workers) as tasks:
+            return [task.check().reported["ended"] for task in tasks.wait(TIME_LIMIT_S)]
 
     return launch

@@ -98,16 +98,16 @@ if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "worker":
     strategy = distnb.MultiWorkerMirroredStrategy()
     own = shared if distnb.is_chief() else Path(f"local-{strategy.cluster_resolver.task_id}")
     path, accuracies = train(strategy, own)
-    tell(chief=distnb.is_chief(), accuracies=accuracies, path=path, own=own.exists())
+    report(chief=distnb.is_chief(), accuracies=accuracies, path=path, own=own.exists())
 else:
-    strategy = distnb.MirroredStrategy()  # on one machine, with nobody to communicate with
+    strategy = distnb.MirroredStrategy()  # on one machine, without communication
     lines = []
     for pattern, last in SAVED.items():
         lines += distnb.evaluate_checkpoints(
             shared, lambda path: evaluate(strategy, make_or_restore(strategy, path)), last=last, pattern=pattern,
             timeout_s=120, poll_s=0.05,
         )
-    tell(lines=lines, log=(shared / "evaluations.jsonl").read_text(), lasts=list(SAVED.values()))
+    report(lines=lines, log=(shared / "evaluations.jsonl").read_text(), lasts=list(SAVED.values()))
 """
 
 
@@ -117,7 +117,7 @@ else:
 def test_an_evaluator_evaluates_checkpoints_of_the_chief(program: str) -> None:
     words = {"evaluator 0": [sys.executable, "-m", "distnb", "run", "SCRIPT", "-n", "1"]}
     with Tasks(DATA + program + ROLES, ["worker 0", "worker 1", "evaluator 0"], command=words) as tasks:
-        chief, worker, evaluator = (task.check().told for task in tasks.wait(120))
+        chief, worker, evaluator = (task.check().reported for task in tasks.wait(120))
     assert (chief["chief"], worker["chief"]) == (True, False)
     assert chief["path"] == worker["path"], "each gives a path of its own: the chief's counts"
     assert (chief["own"], worker["own"]) == (True, False)

@@ -85,20 +85,20 @@ for epoch in range(initial_epoch, EPOCHS):
     accuracy.reset()
     manager.save()
 last_loss = float(sum(coordinator.fetch(losses)[-10:]) / 10)
-told = dict(history=history, initial_epoch=initial_epoch, iterations=optimizer.iterations, seen=int(seen),
+found = dict(history=history, initial_epoch=initial_epoch, iterations=optimizer.iterations, seen=int(seen),
             evaluated=evaluate(model), last_loss=last_loss, shards=len(model[0].weight.variables))
 """
 
 
-def check(told: dict[str, Any], begins: int, epochs: int) -> None:
-    assert told["initial_epoch"] == begins
-    assert told["iterations"] == epochs * 60
-    assert told["seen"] == (epochs - begins) * 60 * 50
-    assert len(told["history"]) == epochs - begins
-    assert told["history"][-1] > 0.85
-    assert told["evaluated"] > 0.7
-    assert told["last_loss"] < 0.6
-    assert told["shards"] == 2
+def check(found: dict[str, Any], begins: int, epochs: int) -> None:
+    assert found["initial_epoch"] == begins
+    assert found["iterations"] == epochs * 60
+    assert found["seen"] == (epochs - begins) * 60 * 50
+    assert len(found["history"]) == epochs - begins
+    assert found["history"][-1] > 0.85
+    assert found["evaluated"] > 0.7
+    assert found["last_loss"] < 0.6
+    assert found["shards"] == 2
 
 
 # -- the custom loop ---------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def train():
     coordinator = distnb.coordinator.ClusterCoordinator(strategy)
     names = globals() | dict(strategy=strategy, coordinator=coordinator)
     exec(PREPARE + LOOP, names)
-    tell(**names["told"])
+    report(**names["found"])
 
 def evaluated(path):
     model, *_ = make()
@@ -133,7 +133,7 @@ if resolver.task_type == "chief":
     train()
 elif resolver.task_type == "evaluator":
     lines = distnb.evaluate_checkpoints(FOLDER, evaluated, last=f"ckpt-{EPOCHS}", timeout_s=100, poll_s=0.05)
-    tell(lines=lines)
+    report(lines=lines)
 else:
     server = distnb.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id)
     server.join()
@@ -147,13 +147,13 @@ def test_a_program_trains_with_servers_in_the_coordinators_process(tmp_path: Pat
     program = f"""{DATA + MODEL + EVALUATION + IN_PROCESS}
 FOLDER, EPOCHS = {str(tmp_path / "saved")!r}, 2
 {PREPARE + LOOP}
-first, EPOCHS = told, 3
+first, EPOCHS = found, 3
 {PREPARE + LOOP}
 distnb.stop()
 for server in servers:
     server.stop()
     server.join()
-print(json.dumps([first, told]))
+print(json.dumps([first, found]))
 """
     script = tmp_path / "program.py"
     script.write_text(program)
@@ -176,7 +176,7 @@ def test_one_program_runs_as_every_task(tmp_path: Path) -> None:
     names = ["chief 0", "worker 0", "worker 1", "ps 0", "ps 1", "evaluator 0"]
     program = DATA + MODEL + EVALUATION + f"PREPARE, LOOP = {PREPARE!r}, {LOOP!r}\n" + BY_ROLE
     with Tasks(program, names, env={"XDG_CACHE_HOME": str(tmp_path)}) as tasks:
-        chief, evaluator = (tasks.end_of(name, 120).check().told for name in ("chief 0", "evaluator 0"))
+        chief, evaluator = (tasks.end_of(name, 120).check().reported for name in ("chief 0", "evaluator 0"))
     check(chief, 0, 3)
     assert evaluator["lines"][-1]["checkpoint"] == "ckpt-3"
     assert evaluator["lines"][-1]["results"]["accuracy"] == chief["evaluated"]
@@ -199,16 +199,16 @@ def test_a_program_trains_in_cells_of_a_notebook(cells: Notebook) -> None:
     )
     cells.run(PREPARE)
     cells.run(LOOP)
-    check(cells.value("told"), 0, 2)
+    check(cells.value("found"), 0, 2)
     # A distributed cell of the same strategy goes on.
     cells.run("%%distribute strategy\nEPOCHS = 3\n" + PREPARE + LOOP)
-    check(cells.value("told"), 2, 3)
+    check(cells.value("found"), 2, 3)
 
 
 def test_a_distributed_cell_has_a_strategy_and_a_coordinator(cells: Notebook) -> None:
     cells.run("%%distribute parameter_server\nEPOCHS, FOLDER = 2, FOLDER + '/cell'\npartitioner = None\n" + PREPARE)
     cells.run("%%distribute parameter_server\n" + LOOP)
-    check(cells.value("told") | {"shards": 2}, 0, 2)
+    check(cells.value("found") | {"shards": 2}, 0, 2)
 
 
 # -- its snippets ------------------------------------------------------------------------------------------------------
@@ -246,8 +246,8 @@ table = embedding.weight
     assert cells.value("[tuple(each.shape) for each in table.variables]") == [(512, 1024)] * 2
     assert cells.value("all(isinstance(each, distnb.Variable) for each in table.variables)") is True
     assert cells.value("torch.equal(torch.ones(1024) * table, table.read_value())") is True
-    looked = "distnb.nn.embedding_lookup(table, torch.tensor([[1, 1023], [512, 1]]))"
-    assert cells.value(f"torch.equal({looked}, table.read_value()[torch.tensor([[1, 1023], [512, 1]])])") is True
+    rows = "distnb.nn.embedding_lookup(table, torch.tensor([[1, 1023], [512, 1]]))"
+    assert cells.value(f"torch.equal({rows}, table.read_value()[torch.tensor([[1, 1023], [512, 1]])])") is True
     assert cells.value("type(small).__name__") == "ServerVariable", "small variables stay whole"
     cells.run("""
 five = distnb.ParameterServerStrategy(variable_partitioner=distnb.partitioners.FixedShardsPartitioner(5))

@@ -129,7 +129,7 @@ def wrapping_is_refused(r: Replica) -> None:
 
 
 @case
-def a_new_generation_agrees_anew(r: Replica) -> None:
+def a_new_generation_agrees_again(r: Replica) -> None:
     model, plain = r.make(mlp)
     loss_of(model, r.batch(5)[1], 5).backward()
     r.group.generation += 1

@@ -1,6 +1,6 @@
 """Seed 002: a compiled model on MNIST with validation; then training that resumes from the chief's newest file.
 
-The scope stands in a function, the model is made or loaded in it, and ModelCheckpoint saves each epoch.
+The scope is in a function, the model is created or loaded in it, and ModelCheckpoint saves each epoch.
 """
 
 import gzip

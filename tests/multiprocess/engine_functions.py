@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def who(x: int) -> tuple[int, str, int]:
+def identity(x: int) -> tuple[int, str, int]:
     from IPython import get_ipython
 
     names = get_ipython().user_ns

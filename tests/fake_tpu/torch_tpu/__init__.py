@@ -2,7 +2,7 @@
 
 Put its folder on PYTHONPATH: torch loads it by its entry point, as it loads the real one. It registers a PrivateUse1
 backend under torch's own rules: tensors whose device is `tpu:0`, which no CPU code can touch, with a generator and
-(where STAND_IN_TPU_C10D is set) a c10d backend of their own. STAND_IN_TPU_CHIPS says how many chips there are.
+(where FAKE_TPU_C10D is set) a c10d backend of their own. FAKE_TPU_CHIPS says how many chips there are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree, backend_registration
 
-_CHIPS = int(os.environ.get("STAND_IN_TPU_CHIPS", "0"))
+_CHIPS = int(os.environ.get("FAKE_TPU_CHIPS", "0"))
 _HOST = torch.device("cpu")
 _generator = torch.Generator()
 _kept: list[Any] = []
@@ -217,5 +217,5 @@ def load() -> None:
         lambda source, target, wait=False: _run(torch.ops.aten.copy_.default, (target, source), {}),
         "PrivateUse1",
     )
-    if "STAND_IN_TPU_C10D" in os.environ:
+    if "FAKE_TPU_C10D" in os.environ:
         torch.distributed.Backend.register_backend("tpu_dist", _Backend, devices=["tpu"])
