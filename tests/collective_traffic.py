@@ -1,4 +1,4 @@
-"""All ways to communicate from a cell, each as a line that the replicas repeat until they are ended."""
+"""Every way to communicate from a cell, each as a line that the replicas repeat until they are ended."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Checks of the prose in docstrings and comments: `python -m tests.style`, part of `make check`.
+"""Checks of the prose in docstrings and comments, and of names: `python -m tests.style`, part of `make check`.
 
 ruff's D401 finds functions whose docstring begins with a noun phrase. These checks find what D401 does not know:
 
 - first words that begin a relative clause or a fragment ("What", "Whether", "Where", "It", …),
 - classes, modules and properties that do not begin with a noun phrase,
-- words that have a better one in this field.
+- words that have a better one in this field, also as a part of a name that a file defines.
 
 Rooms that are not rewritten yet are skipped: those whose `per-file-ignores` in pyproject.toml contain D401.
 """
@@ -22,7 +22,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("distnb", "benchmarks")
+CHECKED = ("distnb", "benchmarks", "tests")
+NAMES_CHECKED = ("benchmarks", "tests")
 
 # No docstring begins with these. "Have the replicas agree …" is an imperative, so "have" is missing.
 FRAGMENTS = (
@@ -59,6 +60,12 @@ WORDS = {
     r"so that nobody": "an active sentence that names the reader or the code",
 }
 FORBIDDEN = re.compile("|".join(rf"(?P<w{n}>\b(?:{word})\b)" for n, word in enumerate(WORDS)), re.IGNORECASE)
+# Prose may use this word; a name may not, because it once had several meanings in names.
+NAME_ONLY = re.compile(r"\b(stands?|stood|standing)\b")
+ALLOWED_NAMES: dict[str, str] = {}
+"""Names that contain a forbidden word, each with its reason."""
+
+WORD_OF_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 QUOTED = re.compile(r"``.*?``|`[^`]*`|\"[^\"\n]*\"|^\s*(>>>|\.\.\.).*$", re.MULTILINE)
 
 Fault = tuple[int, str, str]
@@ -83,6 +90,32 @@ def faults_in(source: str) -> list[Fault]:
     """Return the faults in the docstrings and comments of a module's source, by line."""
     tree = ast.parse(source)
     return sorted([*_first_words(tree), *_forbidden_words(tree, source)])
+
+
+def name_faults_in(source: str) -> list[Fault]:
+    """Return the names that a module's source defines and that contain a forbidden word, by line."""
+    return sorted({fault for line, name in _names(ast.parse(source)) if (fault := _name_fault(line, name))})
+
+
+def _name_fault(line: int, name: str) -> Fault | None:
+    words = " ".join(WORD_OF_NAME.findall(name)).lower()
+    found = FORBIDDEN.search(words)
+    if name in ALLOWED_NAMES or not (found or NAME_ONLY.search(words)):
+        return None
+    better = _better(found) if found else "be, remain or represent"
+    return line, name, f"Instead of '{found.group() if found else 'stand'}' name it with the field's word: {better}."
+
+
+def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the names that a module defines: functions, classes, parameters, variables, attributes and aliases."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case ast.alias(asname=str(name)):
+                yield node.lineno, name
 
 
 def _first_words(tree: ast.Module) -> Iterator[Fault]:
@@ -122,8 +155,11 @@ def _forbidden_words(tree: ast.Module, source: str) -> Iterator[Fault]:
         prose = QUOTED.sub(lambda found: re.sub(r"[^\n]", " ", found.group()), text)
         for found in FORBIDDEN.finditer(prose):
             line = first + prose.count("\n", 0, found.start())
-            better = list(WORDS.values())[int((found.lastgroup or "w0")[1:])]
-            yield line, lines[line - 1].strip(), f"Instead of '{found.group()}' use the field's word: {better}."
+            yield line, lines[line - 1].strip(), f"Instead of '{found.group()}' use the field's word: {_better(found)}."
+
+
+def _better(found: re.Match[str]) -> str:
+    return list(WORDS.values())[int((found.lastgroup or "w0")[1:])]
 
 
 def _docstrings(tree: ast.Module, lines: list[str]) -> Iterator[tuple[int, str]]:
@@ -143,11 +179,15 @@ def main() -> int:
     """Print each fault as file:line, the text and the cure, and return the exit status."""
     number = 0
     for path in files_to_check():
-        for line, text, cure in faults_in(path.read_text(encoding="utf-8")):
-            print(f"{path.relative_to(ROOT)}:{line}: {text}\n    {cure}")
-            number += 1
+        source, shown = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+        faults = faults_in(source)
+        if shown.parts[0] in NAMES_CHECKED:
+            faults += [fault for fault in [_name_fault(1, path.stem)] if fault] + name_faults_in(source)
+        for line, text, cure in faults:
+            print(f"{shown}:{line}: {text}\n    {cure}")
+        number += len(faults)
     if number:
-        print(f"{number} faults of style in docstrings and comments.", file=sys.stderr)
+        print(f"{number} faults of style in docstrings, comments and names.", file=sys.stderr)
     return 1 if number else 0
 
 

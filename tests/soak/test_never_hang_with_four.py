@@ -1,4 +1,4 @@
-"""All never-hang tests for two engines, with four."""
+"""The never-hang tests, which use two engines elsewhere, with four."""
 
 import pytest
 

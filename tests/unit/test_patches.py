@@ -1,4 +1,4 @@
-"""The table of replaced functions of other libraries, and no replacement beside it."""
+"""The table of replaced functions of other libraries, and no replacement outside it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_target_that_is_not_in_the_table_is_refused() -> None:
 
 
 def test_all_patches_are_installed_and_removed_together() -> None:
-    """In a process of its own: patches are installed once in a process."""
+    """Use a separate process, because patches are installed once per process."""
     program = """
 import importlib, multiprocessing.reduction
 import torchmetrics

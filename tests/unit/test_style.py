@@ -1,4 +1,4 @@
-"""The checks of docstrings and comments find what they are for, and the finished rooms pass them."""
+"""The checks of docstrings, comments and names: each detects its faults, and the repository passes them."""
 
 from __future__ import annotations
 
@@ -44,6 +44,31 @@ def test_a_fault_names_its_line_and_a_cure() -> None:
 )
 def test_plain_sentences_pass(source: str) -> None:
     assert style.faults_in(source) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def tell(): ...",
+        "class ToldOfBatch: ...",
+        "def f(beside): ...",
+        "was_told = 1",
+        "self.let_go = 1",
+        "import numpy as kin",
+        "for each_heard in []: ...",
+        "async def take_in(): ...",
+        "class StandIn: ...",
+    ],
+)
+def test_a_forbidden_word_in_a_name_is_detected(source: str) -> None:
+    assert style.name_faults_in(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["standard = shear = retold = 1", "def tell_apart(): ...", "file.tell()", "f(told=1)"]
+)
+def test_other_names_pass(source: str) -> None:
+    assert style.name_faults_in(source) == []
 
 
 def test_finished_rooms_pass(capsys: pytest.CaptureFixture[str]) -> None:
