@@ -161,7 +161,7 @@ def _step(group: Any, kind: str, models: dict[str, Any]) -> Callable[[], None]:
     return lambda: dist.all_reduce(tensor.fill_(1.0))
 
 
-# -- all of them ------------------------------------------------------------------------------------------------------
+# -- all replicas -----------------------------------------------------------------------------------------------------
 
 
 def stress(

@@ -40,7 +40,7 @@ def be_rank(contender: str) -> int:
         seconds = made[model](count) / count
         if name != "memory":
             return float(seconds)
-        torch.distributed.barrier()  # all replicas have their memory, which they may share
+        torch.distributed.barrier()  # all replicas hold their memory, which they may share
         total = torch.tensor(_memory() - before)
         torch.distributed.all_reduce(total)
         return float(total.item())

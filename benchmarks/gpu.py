@@ -131,7 +131,7 @@ def _cells(given: Any) -> Iterator[Row]:
             began = time.perf_counter()
             with contextlib.suppress(ValueError):
                 cells.run(_RAISE)
-                failed += 1  # no error at all
+                failed += 1  # no error was raised
             seconds.append(time.perf_counter() - began)
             cells.run(_SUM)
             failed += cells.value("total") != 2
@@ -166,7 +166,7 @@ def _timing(what: str, comparison: Comparison, peer: str, called: str) -> Row:
     )
 
 
-# -- what a contender's process does -----------------------------------------------------------------------------------
+# -- the process of a contender ----------------------------------------------------------------------------------------
 
 
 def _be_rank(contender: str) -> int:

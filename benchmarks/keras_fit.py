@@ -62,7 +62,7 @@ def _own_rows(features: int) -> Any:
     return torch.utils.data.DataLoader(pairs, batch_size=_BATCH // REPLICAS, shuffle=True)
 
 
-# -- the contenders: each gives a function that trains for some epochs -------------------------------------------------
+# -- the contenders: each returns a function that trains for some epochs -----------------------------------------------
 
 
 def _by_hand(features: int, units: int) -> Callable[[int], object]:

@@ -56,7 +56,7 @@ class Ranks:
         for rank in range(replicas):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local)}
             command = [python, "-m", module, "--rank", contender]
-            if machines:  # with its own host name, so that only the network is shared
+            if machines:  # with a separate host name, so that only the network is shared
                 named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', machines[rank]]
                 command = ["ip", "netns", "exec", machines[rank], *named, *command]
             pipe = subprocess.PIPE

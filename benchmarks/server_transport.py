@@ -109,7 +109,7 @@ class Ours(Client):
         self._servers = Servers({0: address}, 1, keys)
         self._own: dict[Shard, torch.Tensor] = {(number, 1): each for number, each in enumerate(own)}
         self._gradients = dict(zip(self._own, gradients, strict=True))
-        module, sgd.__module__ = sgd.__module__, "__main__"  # by value
+        module, sgd.__module__ = sgd.__module__, "__main__"  # sent by value
         factory = cloudpickle.dumps(sgd)
         sgd.__module__ = module
         creates = [Create(shard=shard, name="w", value=tensor) for shard, tensor in self._own.items()]

@@ -31,7 +31,7 @@ import pytest
 from tests import processes, warm_python
 from tests.kernel import Notebook, Shared
 
-# -- a place of its own for all that a run writes ---------------------------------------------------------------------
+# -- a separate folder for the files of a run -------------------------------------------------------------------------
 
 # Set before tempfile's cached directory, jupyter_core or IPython is imported. The path is short, because it contains UNIX
 # sockets. So a worker's directory is not inside that of the process that started it.
@@ -188,7 +188,7 @@ def _test_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     before.check(request.node.nodeid, ignore_offspring=True)
 
 
-# -- what is shared ---------------------------------------------------------------------------------------------------
+# -- shared fixtures --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")

@@ -269,7 +269,7 @@ class Walk:
         self.cluster.come_to_rest()  # workers that were given up on come to an end
         self.check()
 
-    # The user's moves -----------------------------------------------------------------------------------------------
+    # Moves of the user ----------------------------------------------------------------------------------------------
 
     def schedule(self, fails: bool = False) -> None:
         changes = self.program.changes()

@@ -12,11 +12,8 @@ def _shared(made: str, *names: str, apart: bool = False) -> list[Cell]:
 
     Args:
         made: The statements that make the names, each with at least two elements.
+        names: The names.
         apart: Send the names one by one.
-
-    Args:
-        made: Makes them; each has at least two elements.
-        apart: They are sent one by one.
     """
     total = " + ".join(f"float(sum({name}))" for name in names)
     cells = [ordinary(f"{_IMPORTS}\n{made}")]

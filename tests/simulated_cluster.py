@@ -156,7 +156,7 @@ class SimulatedWorker:
                     self._go.acquire()
         except _Killed:
             pass
-        except BaseException:  # an error of the test
+        except BaseException:  # an error in the test
             self.error = traceback.format_exc()
         finally:
             self._paused.release()

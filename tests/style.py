@@ -62,9 +62,6 @@ WORDS = {
 FORBIDDEN = re.compile("|".join(rf"(?P<w{n}>\b(?:{word})\b)" for n, word in enumerate(WORDS)), re.IGNORECASE)
 # Prose may use this word; a name may not, because it once had several meanings in names.
 NAME_ONLY = re.compile(r"\b(stands?|stood|standing)\b")
-ALLOWED_NAMES: dict[str, str] = {}
-"""Names that contain a forbidden word, each with its reason."""
-
 WORD_OF_NAME = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 QUOTED = re.compile(r"``.*?``|`[^`]*`|\"[^\"\n]*\"|^\s*(>>>|\.\.\.).*$", re.MULTILINE)
 
@@ -100,7 +97,7 @@ def name_faults_in(source: str) -> list[Fault]:
 def _name_fault(line: int, name: str) -> Fault | None:
     words = " ".join(WORD_OF_NAME.findall(name)).lower()
     found = FORBIDDEN.search(words)
-    if name in ALLOWED_NAMES or not (found or NAME_ONLY.search(words)):
+    if not (found or NAME_ONLY.search(words)):
         return None
     better = _better(found) if found else "be, remain or represent"
     return line, name, f"Instead of '{found.group() if found else 'stand'}' name it with the field's word: {better}."

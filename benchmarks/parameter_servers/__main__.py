@@ -84,7 +84,7 @@ def _measure(work: str, cluster: Cluster, names: Sequence[str], rounds: int, sec
     with contextlib.ExitStack() as stack:
         measures = {}
         for name, ranks in _started(stack, names, cluster).items():
-            ranks.step(work, 20 * cluster.workers)  # building, tracing
+            ranks.step(work, 20 * cluster.workers)  # the first steps build and trace
             count = max(2 * cluster.workers, int(seconds / ranks.step(work, 20 * cluster.workers)))
             measures[name] = functools.partial(ranks.step, work, count)
         steps = compare(measures, rounds=rounds)

@@ -119,7 +119,7 @@ def test_the_stop_button_ends_a_cell_and_the_next_cell_works(chrome: Any, front_
         for index in (1, 2):
             notebook.start(index)
             output = notebook.output(index)
-            for replica in (0, 1):  # together, or one after the other
+            for replica in (0, 1):  # in one message or in two
                 output.get_by_text(re.compile(rf"\[({replica}|0-1)\] begun")).first.wait_for(timeout=60_000)
             output.locator(".distnb-live").wait_for(timeout=60_000)
             panel.get_by_role("button", name="Stacks").click()

@@ -68,7 +68,7 @@ def test_curves_grow_and_remain_after_the_cell(chrome: Any, lab: Server) -> None
         subprocess.run(command, check=True, timeout=60, capture_output=True)
         assert "data:image/svg+xml;base64," in html.read_text()
 
-    with OpenNotebook(chrome, lab, "live.ipynb") as again:  # without having run anything, and untrusted
+    with OpenNotebook(chrome, lab, "live.ipynb") as again:  # reopened: not run, and untrusted
         assert again.picture(1) > 100
         badge = again.page.locator(".jp-Notebook .jp-Cell").nth(1).locator(".distnb-mark")
         again.see(lambda: badge.inner_text() == "mirrored · ended")

@@ -32,7 +32,7 @@ def test_values_are_drawn_and_survive_a_reload(chrome: Any, lab: Server) -> None
         area = notebook.output(0).locator(".jp-OutputArea-output").first
         notebook.see(lambda: bool(area.evaluate("area => area.clientWidth <= 480")))
         notebook.saved()
-    with OpenNotebook(chrome, lab, "values.ipynb") as again:  # without having run anything, and untrusted
+    with OpenNotebook(chrome, lab, "values.ipynb") as again:  # reopened: not run, and untrusted
         check(again)
 
 

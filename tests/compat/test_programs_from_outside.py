@@ -58,7 +58,7 @@ def test_keras_data_parallelism_works_and_a_scope_works_after_it() -> None:
 def runs_alike(notebook: Notebook, program: str) -> None:
     """Run a program twice in a cell, and compare it with torchrun."""
     under_torchrun = [rank.check().result for rank in run_ranks(KEEP_GROUPS + program, REPLICAS, timeout_s=90)]
-    for _ in range(2):  # a user runs a cell again: it must not mind what its first run left behind
+    for _ in range(2):  # users run cells again: leftovers of the first run must not matter
         notebook.run(f"%%distribute mirrored\n{program}", timeout_s=90)
         printed = notebook.run(
             "import json, distnb\nprint(json.dumps(distnb.MirroredStrategy().local_results(result)))"

@@ -48,7 +48,7 @@ def test_batches_arrive_unchanged_on_the_device(kind: str, prefetch: int | None)
                     wanted = split_batch(batch, 2)[replica_id]
                     parts = [leaf.component(replica_id) for leaf in mine]
                     assert all(part.device == torch.device("cuda", 0) for part in parts)
-                    busy = busy @ busy / 4000  # the device is behind when the next batch is copied
+                    busy = busy @ busy / 4000  # the device is still busy when the next batch is copied
                     sums.append((parts[0].double().sum(), wanted[0].double().sum(), parts[1].sum(), wanted[1].sum()))
                     del mine, parts  # their memory may be reused
             for found_x, wanted_x, found_y, wanted_y in sums:

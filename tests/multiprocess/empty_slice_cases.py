@@ -26,7 +26,7 @@ with warnings.catch_warnings():
 
 ACCURACY = torchmetrics.classification.MulticlassAccuracy
 LOGITS = 2 * torch.eye(3)[[0, 1, 2, 0]] + torch.tensor([0.0, 0.2, 0.1])
-LABELS = torch.tensor([1, 1, 2, 0])  # three of four are right
+LABELS = torch.tensor([1, 1, 2, 0])  # three of four are correct
 BATCHES = list(
     strategy.distribute_dataset([(LOGITS[:2], LABELS[:2]), (LOGITS[2:3], LABELS[2:3]), (LOGITS[3:], LABELS[3:])])
 )
@@ -41,7 +41,7 @@ class Boxes(torchmetrics.Metric):
 
     def update(self, preds: list[dict[str, torch.Tensor]]) -> None:
         """Count images."""
-        preds[0]  # as many do: an empty list is an error
+        preds[0]  # like many metrics, it refuses an empty list
         self.seen += [(each["boxes"].shape[0], "text") for each in preds]
 
     def compute(self) -> int:

@@ -71,11 +71,11 @@ def backup_and_restore(strategy: Any, folder: Path) -> Any:
     unbroken = fit(made(strategy), [], shuffle=False).history
     backup = keras.callbacks.BackupAndRestore(folder / "backup")
     fit(made(strategy), [backup], epochs=2, shuffle=False)
-    assert not names(folder), "it is gone after a training that ended well"
+    assert not names(folder), "it is deleted after a successful training"
     with pytest.raises(InterruptedError):
         fit(made(strategy), [backup, Breaks(2)], shuffle=False)
     assert names(folder)
-    if distnb.is_chief() and strategy.num_replicas_in_sync > 1:  # killed while Keras wrote it
+    if distnb.is_chief() and strategy.num_replicas_in_sync > 1:  # as if killed while Keras wrote it
         (folder / "backup" / "training_metadata.json").write_text('{"epo')
     model = made(strategy)
     went_on = fit(model, [keras.callbacks.BackupAndRestore(folder / "backup")], shuffle=False).history
@@ -225,7 +225,7 @@ def own_callbacks(strategy: Any, folder: Path) -> Any:
 def saved_and_loaded(strategy: Any, folder: Path) -> Any:
     model = made(strategy)
     fit(model, [], epochs=1)
-    model.save(folder / "model.keras")  # all call it, and wait for the chief
+    model.save(folder / "model.keras")  # all replicas call it and wait for the chief
     keras.models.load_model(folder / "model.keras")
     model.save_weights(folder / f"own{distnb.replica_id()}.weights.h5")
     if distnb.is_chief():

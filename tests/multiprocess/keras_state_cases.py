@@ -33,7 +33,7 @@ def made() -> dict[str, Any]:
         "sum": keras.metrics.Sum(),
         "accuracy": keras.metrics.CategoricalAccuracy(),
         "top": keras.metrics.TopKCategoricalAccuracy(2),
-        "f1": keras.metrics.F1Score(),  # its variables are made when it sees the first rows
+        "f1": keras.metrics.F1Score(),  # its variables are created by the first rows
         "auc": keras.metrics.AUC(multi_label=True, num_labels=3),
         "iou": keras.metrics.OneHotMeanIoU(num_classes=3),
         "r2": keras.metrics.R2Score(),
@@ -130,7 +130,7 @@ def made_elsewhere(strategy: Any, folder: Path) -> Any:
         strategy.run(lambda: number.assign_add(1.0))
     mean.update_state([3.0])
     number.assign_add(1.0)
-    assert (float(mean.result()), float(number)) == (3.0, 2.0), "outside replicas they are what they ever were"
+    assert (float(mean.result()), float(number)) == (3.0, 2.0), "outside replicas they are unchanged"
     return "refused"
 
 

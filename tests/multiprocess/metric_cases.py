@@ -230,7 +230,7 @@ def case_of(name: str, cls: Any) -> _Case | None:
     if package == "classification":
         if name.startswith(_KINDS):
             return _of_classification(cls, name)
-        # A front for other classes. Its constructor returns one of those.
+        # A factory class, whose constructor returns an object of another class.
         return None
     if package == "aggregation":
         return cls, (_random(ROWS),), {}
@@ -280,7 +280,7 @@ def walk(strategy: Any, rank: int) -> dict[str, str]:
         elif name not in LEFT_OUT and not issubclass(cls, classification.base._ClassificationTaskWrapper):
             wrong[name] = "no case"
     for label, sizes in SIZES.items():
-        with strategy.scope():  # only once, with one call of run, because communication takes time
+        with strategy.scope():  # in one call of run, because communication takes time
             metrics = {name: make() for name, (make, _, _) in cases.items()}
         alone = {name: make() for name, (make, _, _) in cases.items()}
         for each in (part for metric in alone.values() for part in metric.modules()):

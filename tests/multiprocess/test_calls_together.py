@@ -195,9 +195,9 @@ def test_a_killed_engine_ends_pending_calls(strategy: Any) -> None:
             os.kill(pid, signal.SIGKILL)
         return number
 
-    with pytest.raises(EngineDied):  # from a result, or from the next call if the engine has died by then
+    with pytest.raises(EngineDied):  # from a result, or from the next call if the engine is already dead
         [resolve(one) for one in call_often(strategy, dies, "killed", pid, calls=40)]
-    with contextlib.suppress(EngineDied):  # from calls that were sent before its end was known, if any
+    with contextlib.suppress(EngineDied):  # from calls sent before its end was known
         session.finish_calls()
     session.restart(missing=True)
     assert [int(one) for one in call_often(strategy, make_counter(), "afterwards", calls=9)] == list(range(1, 10))

@@ -181,7 +181,7 @@ _MISMATCHES = {
         pass
     """,
 }
-# Nothing is missed, and the program goes on.
+# No collective is missed, and the program continues.
 _GOES_ON = {
     "on all replicas": """
     def f():

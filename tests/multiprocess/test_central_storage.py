@@ -300,7 +300,7 @@ def test_changes_outside_an_optimizer_reach_the_stored_copy() -> None:
         assert (result["parts"], result["components"]) == (10 + 3 * 3, 19.0)
         assert torch.equal(result["saved"], found[0]["saved"]), "averaged by the backward pass"
         assert "modified by an inplace operation" in result["outdated"]
-        assert len(result["calls"]) > 1, "LBFGS calls it as often as it likes"
+        assert len(result["calls"]) > 1, "LBFGS calls it any number of times"
         assert result["calls once"] == 1
         assert all(result["restored"])
         assert result["state"] == 2
@@ -406,5 +406,5 @@ def test_central_storage_survives_failures_and_a_replaced_engine(session: Sessio
         "moved = bool((model[0].weight != before).all())\n",
         "cell-7",
     )
-    assert names["counts"] == repr([2] * 6), "what the lost replica's optimizer kept was everyone's"
+    assert names["counts"] == repr([2] * 6), "the lost replica's optimizer state was shared by all"
     assert (names["common"], names["moved"]) == (6 + 6 * 3, True)

@@ -156,7 +156,7 @@ def test_every_strategy_restores_checkpoints_of_any_other(tmp_path: Path) -> Non
         for name in json.loads((tmp_path / "default/checkpoint.json").read_text())["holds"]["tree"]
     ]
     assert {"model", "optimizer", "schedule", "data", "mean", "variables"} == set(names)
-    assert not list(tmp_path.glob("*in-a-replica")), "what is refused leaves nothing"
+    assert not list(tmp_path.glob("*in-a-replica")), "a refused save leaves no file"
 
 
 PIPELINES = """
@@ -226,7 +226,7 @@ def test_ordinary_cells_save_and_restore_objects_on_the_replicas(cells: Notebook
         "print(again == saved, after == changed)"
     )
     assert "[0-1] True True" in said.stdout
-    # It also does without a strategy.
+    # It also works without a strategy.
     cells.run(
         "%%distribute default\nmodel = torch.nn.Linear(2, 1)\noptimizer = torch.optim.Adam(model.parameters(), lr=0.1)\n"
         "count = distnb.Variable(0.0, synchronization='on_read', aggregation='sum')\n"
@@ -246,7 +246,7 @@ def test_replicas_save_together_and_fail_together(cells: Notebook) -> None:
     assert ran.error_name == "CheckpointError"
     assert "not a checkpoint of distnb" in ran.error_text
     ran = cells.try_run("%%distribute mirrored\nif distnb.is_chief():\n    checkpoint.write(where + 'x')", timeout_s=60)
-    assert ran.status == "error", "the others did not call it"
+    assert ran.status == "error", "the other replicas did not call it"
     ran = cells.try_run("%%distribute mirrored\nstrategy.run(lambda: checkpoint.write(where + 'y'))")
     assert ran.error_name == "ContextError"
     ran = cells.try_run("%%distribute mirrored\ndistnb.Checkpoint(lr=0.1)")

@@ -78,7 +78,7 @@ def test_a_closure_waits_for_results_among_its_arguments(coordinator: ClusterCoo
     second = coordinator.schedule(lambda values: values["x"][0] * 3, args=({"x": [first]},))
     third = coordinator.schedule(lambda a, b: (a + b).sum().item(), args=(first, second))
     assert third.fetch() == 32.0
-    assert coordinator.schedule(lambda x: x, args=(third,)).fetch() == 32.0  # a resource that is there already
+    assert coordinator.schedule(lambda x: x, args=(third,)).fetch() == 32.0  # an existing resource
 
 
 def test_a_large_argument_and_result_are_transferred_exactly(coordinator: ClusterCoordinator) -> None:
@@ -184,7 +184,7 @@ def test_an_exception_keeps_its_type_and_attributes(coordinator: ClusterCoordina
     assert caught.value.number == 5
 
 
-# -- what each worker has of its own -----------------------------------------------------------------------------------
+# -- per-worker values and datasets ------------------------------------------------------------------------------------
 
 
 def test_a_per_worker_value_is_made_once_on_each_worker(coordinator: ClusterCoordinator) -> None:
@@ -255,7 +255,7 @@ def test_shuffles_differ_between_workers_and_follow_the_seed(coordinator: Cluste
     assert coordinator._seed_of(0) == coordinator._seed_of(0)
 
 
-# -- many, and busy ----------------------------------------------------------------------------------------------------
+# -- many closures -----------------------------------------------------------------------------------------------------
 
 
 def test_thousands_of_closures_wait_within_bounded_memory(coordinator: ClusterCoordinator) -> None:
@@ -416,7 +416,7 @@ def test_both_spellings_of_metric_methods_work_on_workers(coordinator: ClusterCo
     for number in range(10):
         coordinator.schedule(step, args=(number,))
     coordinator.join()
-    assert float(accuracy.result()) == pytest.approx(0.8), "of the second ones, those from 6 on are wrong"
+    assert float(accuracy.result()) == pytest.approx(0.8), "in the second batch, predictions from 6 on are wrong"
     assert float(largest.compute()) == 9
     accuracy.reset_state()
     coordinator.fetch(coordinator.schedule(step, args=(9,)))

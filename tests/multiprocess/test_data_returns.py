@@ -50,14 +50,14 @@ def test_data_of_every_kind_becomes_a_value_of_the_notebook(notebook: Notebook) 
     check("as it came")
     notebook.run(_changed("v") + "\n" + _changed("w"))
     notebook.run(f"%%distribute mirrored\nseen = {_seen('v')}\n{_changed('v')}")
-    assert notebook.value(f"wrong_ones(seen, {_seen('w')})") == {}, "changed here, seen there"
+    assert notebook.value(f"wrong_ones(seen, {_seen('w')})") == {}, "changed in the notebook, seen on the replicas"
     notebook.run(_changed("w"))
     check("changed there, seen here")
     notebook.run(f"%%distribute default\nseen = {_seen('v')}\n{_changed('v')}")
     assert notebook.value(f"wrong_ones(seen, {_seen('w')})") == {}, "seen in a default cell"
     notebook.run(_changed("w"))
     notebook.run(f"%%distribute mirrored\nseen = {_seen('v')}")
-    assert notebook.value(f"wrong_ones(seen, {_seen('w')})") == {}, "changed in a default cell, seen there"
+    assert notebook.value(f"wrong_ones(seen, {_seen('w')})") == {}, "changed in a default cell, seen on the replicas"
     check("at last")
 
 
@@ -84,4 +84,4 @@ def test_data_that_differs_or_is_on_one_replica_only_becomes_a_handle(notebook: 
     lines = "\n".join(f"v{n} = d{n}[0]" for n in range(count))
     notebook.run(f"%%distribute mirrored\n{lines}\n{_changed('v')}")
     notebook.run(_changed("w"))
-    assert notebook.value(f"wrong_ones({_seen('v')}, {_seen('w')})") == {}, "equal parts of what differs"
+    assert notebook.value(f"wrong_ones({_seen('v')}, {_seen('w')})") == {}, "equal parts of different values"

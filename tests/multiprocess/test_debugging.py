@@ -223,7 +223,7 @@ def test_no_time_limit_applies_while_a_replica_waits_for_the_user(notebook: Note
     notebook.run("%%distribute mirrored\ndist.init_process_group()")
 
 
-# -- questions ---------------------------------------------------------------------------------------------------------
+# -- prompts -----------------------------------------------------------------------------------------------------------
 
 
 def test_every_replica_can_call_input(notebook: Notebook) -> None:
@@ -254,7 +254,7 @@ def test_a_front_end_without_prompts_is_an_error(notebook: Notebook, question: s
     assert question in failed.traceback
 
 
-# -- what ends them ----------------------------------------------------------------------------------------------------
+# -- ends of prompts ---------------------------------------------------------------------------------------------------
 
 
 def at_the_prompt(notebook: Notebook, source: str) -> str:
@@ -270,7 +270,7 @@ def test_the_stop_button_ends_the_prompt_on_all_replicas(notebook: Notebook, sou
     message = at_the_prompt(notebook, source)
     notebook.interrupt()
     assert notebook.finish(message).error_name == "KeyboardInterrupt"
-    assert notebook.converse("%debug", "q")[1] == [ONE], "where the user was"
+    assert notebook.converse("%debug", "q")[1] == [ONE], "the user's position"
     works(notebook)
 
 

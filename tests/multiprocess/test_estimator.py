@@ -60,7 +60,7 @@ def test_a_killed_script_resumes_when_it_is_started_again(tmp_path: Path) -> Non
 
     first = run_ranks(run("dies", "whole"), 2, timeout_s=100)
     assert first[0].returncode == -signal.SIGKILL
-    assert first[1].returncode != 0, "it does not wait for ever"
+    assert first[1].returncode != 0, "it does not wait forever"
     for rank in run_ranks(run("input_fn", "again"), 2, timeout_s=100):
         (fresh, whole), (before, went_on) = rank.check().result
         assert fresh is None
@@ -159,7 +159,7 @@ def test_workers_train_and_an_evaluator_evaluates() -> None:
     assert evaluator["results"]["loss"] == pytest.approx(chief["own"]["loss"], rel=1e-5)
     assert "input_context" in chief["refused"]
     assert "input_context" in worker["refused"]
-    assert evaluator["refused"] == "", "it is alone"
+    assert evaluator["refused"] == "", "it has one replica"
 
 
 def test_an_estimator_trains_in_cells_of_both_kinds(notebook: Notebook, tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_teams_coexist_and_switching_between_them_is_cheap():
     assert [each["sum"] for each in found] == [3, 3, 3]
     assert [each.get("part") for each in found] == [2, 2, None]
     assert [each["formed"] for each in found] == [4, 6, 3], "each team, and the part of it that this replica is in"
-    assert [each["formed in the end"] for each in found] == [4, 6, 3], "a switch makes no connection"
+    assert [each["formed in the end"] for each in found] == [4, 6, 3], "a switch opens no connection"
 
 
 def test_ddp_and_subgroups_made_before_an_abort_remain_usable():

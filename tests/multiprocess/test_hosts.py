@@ -46,7 +46,7 @@ def notebook(network: Machines) -> Iterator[Notebook]:
 
 
 def test_engines_run_on_the_requested_machines(network: Machines, notebook: Notebook) -> None:
-    notebook.run("big = torch.ones(1 << 20)")  # outside the channel, if there is shared memory
+    notebook.run("big = torch.ones(1 << 20)")  # outside the channel if memory is shared
     notebook.run("""%%distribute mirrored
 import os, socket, psutil
 big = big + 1
@@ -84,7 +84,7 @@ def test_a_machine_that_is_cut_off_ends_the_program(network: Machines, notebook:
     lost = notebook.value("[row.pid for row in cluster.status() if row.host == 'blue']")
     check_cut_off(notebook, network, "blue", "red", tmp_path)
     assert notebook.value("sum('machine blue cannot be reached' in row.state for row in cluster.status())") == 2
-    for pid in lost:  # they cannot be notified: they notice by themselves
+    for pid in lost:  # they cannot be notified, and detect it themselves
         processes.ends(pid, 40)
 
 

@@ -54,7 +54,7 @@ def test_ordinary_cells_train_models_on_the_replicas(cells: Notebook) -> None:
     ran = cells.run("again = model.fit(X, Y, epochs=5, verbose=0, callbacks=[stop])\nprint(len(again.history['loss']))")
     assert ran.stdout == "2\n", "and no notice that the replicas changed the callback differently"
     assert cells.value("abs(float(stop.best) - float(again.history['loss'][0])) < 1e-9") is True, (
-        "the notebook's own has learnt"
+        "the notebook's own model was trained"
     )
 
 
@@ -226,7 +226,7 @@ def test_replicas_may_number_their_layers_differently(cells: Notebook) -> None:
     assert cells.value("first[0][-15:] != second[0][-15:]") is True, "the counts differ"
     cells.run("kernel, optimizer = model.layers[0].kernel, model.optimizer")
     kinds = cells.value("[isinstance(each, distnb.Mirrored) for each in (kernel, optimizer)]")
-    assert kinds == [True, True], "their names differ, and no more"
+    assert kinds == [True, True], "only their names differ"
 
 
 def test_training_continues_after_an_engine_is_killed(cells: Notebook, tmp_path: Path) -> None:
@@ -254,10 +254,10 @@ def test_training_continues_after_an_engine_is_killed(cells: Notebook, tmp_path:
         "strategy.run(lambda: linear(torch.ones(1, 6)).sum().backward())",
         timeout_s=60,
     )
-    assert cells.value("isinstance(moments, tuple)") is True, "the same on both"
+    assert cells.value("isinstance(moments, tuple)") is True, "the same on both replicas"
     ran = cells.run(f"%%distribute mirrored\ncallbacks = [{backup}]" + training, timeout_s=90)
     assert "differ between replicas" not in ran.stderr, "a repaired difference is not reported"
-    assert cells.value("len(losses)") == 1, "it went on with the third epoch"
+    assert cells.value("len(losses)") == 1, "it resumed with the third epoch"
     assert cells.value("np.allclose(losses, whole[2:], atol=1e-6)") is True
 
 

@@ -130,10 +130,10 @@ def test_a_killed_script_resumes_when_it_is_started_again(tmp_path: Path, save_f
 
     first = run_ranks(program((2, 4)), 2, timeout_s=100, env=ENVIRONMENT)
     assert first[0].returncode == -signal.SIGKILL
-    assert first[1].returncode != 0, "it does not wait for ever"
+    assert first[1].returncode != 0, "it does not wait forever"
     for rank in run_ranks(program(None), 2, timeout_s=100, env=ENVIRONMENT):
         (history, weights), (went_on, its_weights) = rank.check().result
         for name, values in history.items():
             assert went_on[name] == pytest.approx(values[resumed:], abs=1e-6), name
         assert not differences(weights, its_weights, 1e-6)
-    assert not folder.exists(), "a training that ended well leaves no backup"
+    assert not folder.exists(), "a successful training leaves no backup"

@@ -116,8 +116,8 @@ def test_another_worker_takes_over_the_steps_of_a_killed_one(strategy: Any, tmp_
     assert not (tmp_path / "doomed").exists(), "a worker was killed"
     assert int(model.optimizer.iterations) == 120, "each step was taken once"
     assert len(seen) == 120
-    assert 0.0 not in losses, "which nothing has updated yet"
-    assert [counted for batch, counted in seen if batch == 39] == [40 * 32] * 3, "and counted once"
+    assert 0.0 not in losses, "not updated yet"
+    assert [counted for batch, counted in seen if batch == 39] == [40 * 32] * 3, "counted once"
     assert history["loss"][-1] < history["loss"][0]
 
 

@@ -33,10 +33,10 @@ MISSING = {
     "fewer_calls_late": ["barrier()", "replica 1 finished its program after 0 collectives"],
     "subgroup_unused": ["finished its program without using that group"],
 }
-# Found by only one replica, or as another error.
+# Detected by one replica only, or as another error.
 OTHERS = ["never_waited", "backward_against_all_reduce", "refused_arguments", "splits_apart", "other_error"]
 NAMES = [name for each in [*MISMATCHES, *MISSING, *OTHERS] for name in (each, "sum_after_all")]
-LIMIT_S = 15.0  # far above the promised second, far below "for ever"; machines may be slow
+LIMIT_S = 15.0  # far above the promised second, because machines may be slow
 
 
 @functools.cache

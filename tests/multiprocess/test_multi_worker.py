@@ -310,12 +310,12 @@ else:
 def test_the_program_in_the_documentation_runs():
     page = (Path(__file__).parents[2] / "docs" / "machines.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(import os\n.*?)```", page, flags=re.DOTALL)
-    names = ["worker 0", "worker 1", "evaluator 0"]  # the last one trains alone
+    names = ["worker 0", "worker 1", "evaluator 0"]  # the last task trains alone
     words = [sys.executable, "-c", f"import os; os.makedirs('alone'); os.chdir('alone')\n{program}"]
     with Tasks(program, names, command={"evaluator 0": words}) as tasks:
         chief, other, alone = (task.check() for task in tasks.wait())
         assert (tasks.folder / "model.pt").exists()
     loss = re.fullmatch(r"loss (.*) on 1 replicas\n", alone.stdout)
     assert loss is not None
-    assert 0 < float(loss[1]) < 0.9  # it learns, from ln 3 on
+    assert 0 < float(loss[1]) < 0.9  # the loss falls from ln 3
     assert (chief.stdout, other.stdout) == (f"loss {loss[1]} on 2 replicas\n", "")

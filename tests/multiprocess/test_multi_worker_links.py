@@ -94,7 +94,7 @@ while True:
         machines.cut()
         ended = [
             tasks.end_of(name, timeout_s=40) for name in tasks.names
-        ]  # without the product they would end in a quarter of an hour
+        ]  # without distnb they would end after a quarter of an hour
     for number, task in enumerate(ended):
         assert set(task.reported["listening"]) <= {f"10.77.0.{number + 1}"}
         assert "CollectiveError: The connection to another replica was lost" in task.stderr

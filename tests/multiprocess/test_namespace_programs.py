@@ -182,9 +182,9 @@ def test_classes_that_a_smaller_team_received_keep_their_identity(world: World) 
     for spec in (SPEC, StrategySpec(kind="mirrored", num_replicas=1), SPEC):
         world.session.run_cell("right = Sub().of_the_base", spec, filename="<cell>")
         assert world.ns["right"] is True
-        assert world.ns["Sub"] is made, "no handle of classes that differ"
+        assert world.ns["Sub"] is made, "not a handle of different classes"
     world.session.run_cell("import distnb\nif distnb.replica_id():\n    Sub.__annotations__", SPEC, filename="<cell>")
-    assert world.ns["Sub"] is made, "whoever reads the annotations changes nothing"
+    assert world.ns["Sub"] is made, "reading the annotations changes nothing"
 
 
 def test_an_error_of_the_users_own_class_is_raised(world: World) -> None:

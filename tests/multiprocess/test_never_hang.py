@@ -305,7 +305,7 @@ def test_collectives_that_do_not_match_are_an_error(notebook: Notebook, what: st
     ran = failed(notebook, f"%%distribute mirrored\n{body}\nprint('went on')", "CollectiveMismatchError")
     for text in texts:
         assert text in ran.traceback
-    assert "went on" not in ran.stdout or what == "one calls more", "no replica went on with a wrong sum"
+    assert "went on" not in ran.stdout or what == "one calls more", "no replica continued with a wrong sum"
 
 
 # -- (c) the user interrupts ------------------------------------------------------------------------------------------
@@ -793,7 +793,7 @@ def test_replicas_that_ended_at_different_steps_are_reported(notebook: Notebook,
     assert "the replicas ended at different steps" in failed.stderr
     assert "(4 on replica 0, 2 on replica 1)" in failed.stderr
     after = notebook.run(f"{first}\nstrategy.run(step, args=(False,))\nstrategy.assert_in_sync(stepped)")
-    assert "drifted" not in after.stderr + after.stdout, "an innocent cell is not warned"
+    assert "drifted" not in after.stderr + after.stdout, "a cell without a cause gets no warning"
 
 
 _TRAINED = """\

@@ -220,7 +220,7 @@ def test_a_function_with_a_scope_shows_its_own_lines_each_time(
         assert "_made_" not in failed.traceback
 
 
-# -- modules that change under way -------------------------------------------------------------------------------------
+# -- modules that change meanwhile -------------------------------------------------------------------------------------
 
 
 def test_a_submodule_imported_on_one_side_is_available_on_the_other(notebook: Notebook) -> None:
@@ -260,7 +260,7 @@ def test_modules_changed_by_autoreload_change_on_the_replicas(notebook: Notebook
         cell, call = "%%distribute mirrored\nfound = f()", "found = strategy.run(step)"
         for size, expected in ((1, 2), (100, 101), (10_000, 10_001)):
             inner.write_text(f"def add(x):\n    return x + {size}\n")
-            os.utime(inner, (size, time.time() + size))  # a version of its own, even if the test is fast
+            os.utime(inner, (size, time.time() + size))  # a different modification time, even if the test is fast
             for source in (cell, call):
                 notebook.run(source)
                 assert notebook.value("found") == expected, (source, size)
@@ -332,7 +332,7 @@ sums = [strategy.run(lambda batch: float((batch[0] * batch[1]).sum()), args=(bat
         assert "strategy.scope()" in refused.error_text
     assert "was given `model`, which is a handle" in refused.error_text
     refused = notebook.try_run("', '.join([model])")
-    assert "RemoteMirrored is a handle" in refused.traceback, "an error that is not ours says so, too"
+    assert "RemoteMirrored is a handle" in refused.traceback, "an error of another library says so, too"
 
 
 # -- what the live view shows -------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def in_child(act: Callable[[], None], user: int = _NOBODY) -> int:
     return child
 
 
-# -- one who tries everything ---------------------------------------------------------------------------------------
+# -- a hostile user -------------------------------------------------------------------------------------------------
 
 
 def words() -> list[bytes]:
@@ -226,7 +226,7 @@ del store
     assert session.user_ns["received"] == "here"
 
 
-# -- one who comes in the place of a replica -------------------------------------------------------------------------
+# -- a connection in the place of a replica --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])

@@ -47,7 +47,7 @@ wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     notebook.run("%%distribute mirrored\nfound = kept.sum().item(), tuple(p.shape[0] for p in model.parameters())")
     assert notebook.value("found") == (6.0, (2, 2)), restarted
     failed = notebook.try_run("%%distribute mirrored\nwrapped(torch.ones(1, 2))")
-    assert failed.error_name, "wrapped is nowhere but on replica 0"
+    assert failed.error_name, "`wrapped` exists on replica 0 only"
     assert "wrapped" in failed.error_text
 
 

@@ -45,7 +45,7 @@ def test_an_engine_may_die_while_it_is_replaced(session: Session, monkeypatch: p
 
     monkeypatch.setattr(session.namespace, "engine_died", handle_late)
     lose(session, 1)
-    assert session.flush_events(timeout_s=30), "one that has ended was waited for"
+    assert session.flush_events(timeout_s=30), "an ended engine was waited for"
     session.restart([1])
     assert [row.state for row in session.status()] == ["idle", "idle"]
     assert replicas() == [0, 1]
@@ -87,7 +87,7 @@ def test_a_cluster_can_be_stopped_by_its_own_method(session: Session) -> None:
         assert sessions.current() is None
         with pytest.raises(NoClusterError, match="No cluster is running"):
             sessions.require()
-        with pytest.raises(OptionError, match="-1"):  # and not that a cluster is running already
+        with pytest.raises(OptionError, match="-1"):  # and not the error for a running cluster
             distnb.start(-1)
         assert received == [session, None]
     finally:

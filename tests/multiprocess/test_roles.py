@@ -88,7 +88,7 @@ def test_a_server_and_a_worker_can_be_replaced(notebook: Notebook) -> None:
     processes.wait_until(lambda: notebook.value("cluster.status()[1].state") != "idle", 20)
     restarted = notebook.run("%distnb restart --missing", timeout_s=90)
     assert restarted.stdout == "2 engines replaced: 1, 2.\n"
-    assert [data["text/plain"] for data in restarted.displays][-1:] == [""], "how far it was is shown no more"
+    assert [data["text/plain"] for data in restarted.displays][-1:] == [""], "its progress is not shown any more"
     after = notebook.value("[(row.task, row.state, row.pid) for row in cluster.status()]")
     assert [each[:2] for each in after] == [("worker 0", "idle"), ("worker 1", "idle"), ("ps 0", "idle")]
     assert [new == old for (*_, new), old in zip(after, pids, strict=True)] == [True, False, False]

@@ -514,7 +514,7 @@ def test_local_results_can_be_combined_and_broadcast() -> None:
         assert "reduce" in found["bool"]
         assert "local_results" in found["bool"]
         assert len(found["devices"]) == 3
-        assert found["task"] == ("worker", rank, {}), "TensorFlow's test for the chief is true of one"
+        assert found["task"] == ("worker", rank, {}), "TensorFlow's test for the chief is true on one replica"
         assert found.get("chief", False) is (rank == 0)
         assert found["written"] == (5 if rank == 0 else None, "whole")
         assert "File exists" in found["twice"]
@@ -524,5 +524,5 @@ def test_local_results_can_be_combined_and_broadcast() -> None:
             rank > 0
         )
     in_the_scope = [one.result["in the scope"] for one in ended if "in the scope" in one.result]
-    assert len(in_the_scope) == 2, "one made it"
+    assert len(in_the_scope) == 2, "one replica created it"
     assert all("All 3 replicas run this code" in notes[0] for notes in in_the_scope)

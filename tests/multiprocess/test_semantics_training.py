@@ -275,7 +275,9 @@ def test_replicas_have_a_shared_and_a_separate_random_stream() -> None:
     for replica in range(3):
         assert [draws[0] for draws in own[replica][:4]] == [draws[0] for draws in own[replica][4:]]  # seeded alike
         assert len({draws[0] for draws in own[replica]}) == 4
-        assert [draws[1:] for draws in own[replica]] == [draws[1:] for draws in own[0]]  # torch's alone are folded
+        assert [draws[1:] for draws in own[replica]] == [
+            draws[1:] for draws in own[0]
+        ]  # only torch's streams are folded
         for other in range(replica):
             assert all(mine[0] != theirs[0] for mine, theirs in zip(own[replica], own[other], strict=True))
     # The shared stream equals that of a program without replicas.

@@ -195,7 +195,7 @@ def hold_chaos(training: Training, seconds: float, every_s: float, at_once: int,
             training.coordinator.join()
             found += training.coordinator.fetch(values)
             training.check(len(numbers))
-            assert counted(training.losses) == 100, "what a lost worker had counted counts once"
+            assert counted(training.losses) == 100, "counts of a lost worker count once"
     finally:
         ended.set()
         thread.join()

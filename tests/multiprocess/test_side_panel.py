@@ -56,7 +56,7 @@ class Page:
         """Yield the snapshots that the kernel sends unasked."""
         for message in self.received():
             if message["msg_type"] == "comm_msg" and message["content"]["comm_id"] == "distnb":
-                assert message["parent_header"] == {}, "who waits for a cell's output is not bothered"
+                assert message["parent_header"] == {}, "no message reaches the waiting cell's output"
                 yield message["content"]["data"]["distnb"]
 
     def wait_for(self, kinds: list[str]) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def test_a_page_and_a_terminal_show_and_end_a_hanging_cell(notebook: Notebook) -
     notebook.run("import distnb")
     cell = notebook.start(HANG)
     notebook.wait_for_output(cell, "begun")
-    with new_page(notebook) as page:  # it requests nothing, but receives all that it needs
+    with new_page(notebook) as page:  # it requests nothing, and receives everything it needs
         state = page.wait_for(["running", "running"])
         while not (
             state["curves"] and len(state["curves"][0]["lines"][0]["points"]) > 1 and state["engines"][0]["memory"]
@@ -111,7 +111,7 @@ def test_a_page_and_a_terminal_show_and_end_a_hanging_cell(notebook: Notebook) -
         assert text.count("time.sleep(0.01)") == 2, text
         states = (m["content"]["execution_state"] for m in page.received() if m["msg_type"] == "status")
         assert (next(states), next(states), next(states)) == ("busy", "idle", "busy"), (
-            "the cell runs on, and is shown so"
+            "the cell continues, and is shown as running"
         )
         assert page.order("nonsense")["error"] == "distnb has no order 'nonsense'."
 

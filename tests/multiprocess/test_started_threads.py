@@ -59,5 +59,5 @@ threading.Thread(target=endless, name="monitor").start()
     notebook.interrupt()
     assert notebook.finish(message, source, timeout_s=LIMIT_S).error_name == "KeyboardInterrupt"
     processes.wait_until(lambda: "busy" not in notebook.run("%distnb status").text, LIMIT_S)
-    notebook.run("%%distribute mirrored\nprint('next')")  # it does not wait again
+    notebook.run("%%distribute mirrored\nprint('next')")  # the wait is not repeated
     end.touch()

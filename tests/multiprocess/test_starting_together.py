@@ -58,7 +58,9 @@ def test_engines_are_children_of_the_notebook_and_share_memory_but_no_secret() -
         one, other = on_each(cluster, chosen_at_random)
         assert [name for name in one if one[name] == other[name]] == []
         left = processes.children_of_this_run()
-        assert {pid for pid in left if "distnb.engine" in left[pid].cmdline()} == pids, "what loaded them is gone"
+        assert {pid for pid in left if "distnb.engine" in left[pid].cmdline()} == pids, (
+            "the process that loaded them is gone"
+        )
         assert [child for child in ours.values() if child.status() == psutil.STATUS_ZOMBIE] == []
         for each in (psutil.Process(pid).memory_full_info() for pid in pids):
             assert each.uss < each.rss / 2

@@ -54,7 +54,7 @@ def test_a_module_is_shown_as_its_layers_with_norms(made: Notebook) -> None:
     assert drawn.count("<details") == 3
     assert "21 parameters" in drawn
     assert "grad norm" in drawn
-    assert "DRIFT" not in drawn, "running statistics of each replica's own are no drift"
+    assert "DRIFT" not in drawn, "each replica's own running statistics are not drift"
     norm = made.value("round(torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item(), 3)")
     shown = re.search(r"21 parameters · \d+ B · norm ([\d.]+)", drawn)
     assert shown is not None
@@ -105,7 +105,7 @@ strategy.run(lambda: {"x": 5})"""
     assert any("each of 2 replicas" in each and "mirrored copy" in each for each in shown)
     chiefs = [each for each in shown if ">7<" in each]
     assert chiefs
-    assert all("replica 1" not in each for each in chiefs), "what the chief alone shows is not put to another value"
+    assert all("replica 1" not in each for each in chiefs), "a value shown by the chief alone is separate"
     assert "vnd.distnb" not in str(ran.displays)
 
 
@@ -125,7 +125,9 @@ def test_visualize_shows_the_parts_of_each_replica(made: Notebook) -> None:
     text = made.run("distnb.visualize(model)").text
     assert text.splitlines()[0] == "Sequential on 2 replicas · each of 2 replicas: 116 B"
     assert re.search(r"0\.weight +\(3, 4\) +float32 +all +replicas 0–1 +cpu +48 B +mirrored copy", text)
-    assert re.search(r"1\.running_mean .* replicas 0–1 +cpu +12 B\n", text), "each replica's own, no mirrored copy"
+    assert re.search(r"1\.running_mean .* replicas 0–1 +cpu +12 B\n", text), (
+        "one value per replica, not a mirrored copy"
+    )
     assert "['exp_avg']" in made.run("distnb.visualize(optimizer)").text
     ran = made.try_run("distnb.visualize('text')")
     assert (ran.error_name, "without any tensor" in ran.error_text) == ("OptionError", True)
@@ -206,4 +208,4 @@ def test_a_default_cell_gets_the_combined_value_of_the_replicas(notebook: Notebo
         "mean.update(3.0)\ncount.assign_add(1.0)\nprint(float(mean.compute()), float(count))"
     )
     assert "1.5 2.0 2.0\n2.0 3.0\n" in said.stdout
-    assert notebook.value("(float(mean.compute()), float(count))") == (1.5, 2.0), "the replicas' own is as it was"
+    assert notebook.value("(float(mean.compute()), float(count))") == (1.5, 2.0), "the replicas' objects are unchanged"

@@ -94,7 +94,7 @@ def test_drift_is_reported(names: dict[str, Any]) -> None:
     assert "at most 1 apart" in text
     with pytest.raises(distnb.errors.OutOfSyncError, match="replica 1"):
         strategy.assert_in_sync(model)
-    assert "model.load_state_dict(strategy.broadcast(model.state_dict()))" in text  # the cure, which works
+    assert "model.load_state_dict(strategy.broadcast(model.state_dict()))" in text  # the cure from the error works
     model.load_state_dict(strategy.broadcast(model.state_dict()))
     strategy.assert_in_sync(model)
     with pytest.raises(distnb.errors.OptionError, match="no variable"):

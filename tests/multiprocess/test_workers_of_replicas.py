@@ -51,7 +51,7 @@ def test_each_worker_is_a_team_of_replicas(cluster: Any, strategy: Any, coordina
 
     results = [coordinator.schedule(who) for _ in range(8)]
     for size, both, first in coordinator.fetch(results):
-        assert (size, both.values, first) == (2, (0, 1), [0]), "a result has all components, and is replica 0's"
+        assert (size, both.values, first) == (2, (0, 1), [0]), "a result has all components; its value is replica 0's"
     assert {each.done > 0 for each in coordinator.status().workers} == {True}
     assert distnb.MirroredStrategy().run(lambda: strategy.num_replicas_in_sync) == 4
     assert coordinator.schedule(lambda: strategy.num_replicas_in_sync).fetch() == 2

@@ -82,7 +82,7 @@ def test_all_pages_and_notebooks_are_built(site: dict[Path, Page]) -> None:
         page = folder / source.relative_to(ROOT).with_suffix(".html")
         assert page in first  # its list of all pages
     quickstart = site[folder / "notebooks" / "quickstart.html"]
-    assert any(each.startswith("data:image/") for each in quickstart.fetched)  # it was saved with its pictures
+    assert any(each.startswith("data:image/") for each in quickstart.fetched)  # it was saved with pictures
 
 
 def test_solutions_are_folded(site: dict[Path, Page]) -> None:
@@ -97,7 +97,7 @@ def test_solutions_are_folded(site: dict[Path, Page]) -> None:
 
 def test_every_public_name_is_in_the_reference(site: dict[Path, Page]) -> None:
     ids = {each for path, page in site.items() if path.parent.name == "reference" for each in page.ids}
-    names = {*distnb.__all__} - {"experimental", "__version__"}  # other names of what is there
+    names = {*distnb.__all__} - {"experimental", "__version__"}  # aliases
     # A name that is missing belongs on the page of docs/reference that it fits.
     assert {name for name in names if f"distnb.{name}" not in ids and f"module-distnb.{name}" not in ids} == set()
 

@@ -119,7 +119,7 @@ def test_an_evaluator_evaluates_checkpoints_of_the_chief(program: str) -> None:
     with Tasks(DATA + program + ROLES, ["worker 0", "worker 1", "evaluator 0"], command=words) as tasks:
         chief, worker, evaluator = (task.check().reported for task in tasks.wait(120))
     assert (chief["chief"], worker["chief"]) == (True, False)
-    assert chief["path"] == worker["path"], "each gives a path of its own: the chief's counts"
+    assert chief["path"] == worker["path"], "each passes a different path, and the chief's is used"
     assert (chief["own"], worker["own"]) == (True, False)
     assert chief["accuracies"] == worker["accuracies"]
     assert chief["accuracies"][evaluator["lasts"][-1]] > 0.7

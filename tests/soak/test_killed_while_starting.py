@@ -15,7 +15,7 @@ from tests import processes
 pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 
 _ROUNDS = 40
-_WITHIN_S = 15.0  # 10 s are promised; this machine has no time
+_WITHIN_S = 15.0  # 10 s are promised, but this machine is busy
 
 
 def _notebook() -> subprocess.Popen[str]:

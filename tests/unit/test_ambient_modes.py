@@ -107,10 +107,10 @@ def test_state_per_cell_is_sent_once_per_cell(world: DoubleWorld) -> None:
             np.random.seed(precision)
             found = [_as_one(world.call(function)) for _ in range(2)]
             assert found[0] == outside
-            assert found[1][:2] != outside[:2]  # the replicas' streams go on
+            assert found[1][:2] != outside[:2]  # the replicas' streams continue
             random.seed(0)
             np.set_printoptions(precision=1)
-            assert _as_one(world.call(function))[2] == outside[2]  # not around each call
+            assert _as_one(world.call(function))[2] == outside[2]  # and not around each call
 
 
 def test_draws_of_a_call_advance_the_state_for_the_next_cell(world: DoubleWorld) -> None:
@@ -169,7 +169,7 @@ def test_seeding_torch_seeds_the_devices_of_the_other_side(monkeypatch: pytest.M
             later.append(capture_environment())
         torch.default_generator.manual_seed(2)
         apply_environment(later[0])  # with another seed
-        apply_environment(later[1])  # it was drawn from
+        apply_environment(later[1])  # after a draw
         apply_environment(seeded)  # again with the same
         assert seeds == [1, 1]
         assert capture_environment(seeded) is seeded

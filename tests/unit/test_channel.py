@@ -103,7 +103,7 @@ def test_messages_travel_both_ways_in_order_by_engine_id(switchboard: Switchboar
                 array = take(end)["array"]
                 assert np.array_equal(array, np.arange(size))
                 end.send({"back": array})
-                array += 1  # sent is sent, and it can be written to
+                array += 1  # after sending, it may be changed
                 ((sender, message),) = read(switchboard)
                 assert sender == engine
                 assert np.array_equal(message["back"], np.arange(size))

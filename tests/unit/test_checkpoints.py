@@ -102,7 +102,7 @@ def test_slices_are_joined_into_one_tensor_by_any_reader(tmp_path: Path) -> None
     alone = {"table": torch.empty(13, 3)}
     with pytest.warns(UserWarning, match="single process"):
         state_dict_loader.load(alone, storage_reader=HuggingFaceStorageReader(str(tmp_path / "one")))
-    assert torch.equal(alone["table"], table), "torch's own reader reads them, too"
+    assert torch.equal(alone["table"], table), "torch.load reads them, too"
 
 
 def flip(path: Path, place: int) -> None:
@@ -157,7 +157,7 @@ def test_damaged_and_foreign_files_are_reported_and_the_newest_complete_checkpoi
     torch.nn.init.zeros_(model.weight)
     with pytest.raises(CheckpointError, match=message):
         manager.checkpoint.restore(newest)
-    assert model.weight.item() == 0, "nothing of it was taken"
+    assert model.weight.item() == 0, "no part of it was restored"
     with pytest.warns(UserWarning, match="distnb uses an older checkpoint"):
         assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
     assert model.weight.item() == 1
@@ -463,7 +463,7 @@ def test_a_complete_checkpoint_exists_after_a_kill_at_any_point(tmp_path: Path) 
         assert path is not None
         number = int(path.rpartition("-")[2])
         assert value.tolist() == [0.0 if number == 1 else float(number)] * 1000
-        assert all(each.startswith("ckpt-") for each in os.listdir(folder)), "what it left is tidied up"
+        assert all(each.startswith("ckpt-") for each in os.listdir(folder)), "its leftovers are removed"
         manager.save()
         folder_locks.release_kept()  # as at a program's end
         assert os.listdir(folder) == [f"ckpt-{number + 1}"]
@@ -490,7 +490,7 @@ def test_a_second_program_cannot_save_into_the_same_folder(tmp_path: Path, monke
     try:
         wait_until(lambda: (tmp_path / ".ckpt-2.unfinished-01234567").exists(), 30.0)
         manager = distnb.CheckpointManager(checkpoint, tmp_path)
-        assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1"), "reading is free"
+        assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1"), "reading is not blocked"
         for save in (
             manager.save,
             lambda: checkpoint.save(tmp_path / "ckpt"),

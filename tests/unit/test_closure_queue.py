@@ -28,7 +28,7 @@ def test_closures_of_a_lost_worker_come_next_and_in_order() -> None:
     assert queue.worker_lost(0, 0.0) == [ReportNoWorker()]
     assert queue.counts.retried == 2
     assert queue.worker_up(1, 0.0) == [Send(0, 1), Send(1, 1)]
-    assert queue.ended(0, 0, "done", 0.0) == []  # the lost one's word comes too late
+    assert queue.ended(0, 0, "done", 0.0) == []  # the lost worker's report arrives too late
     assert queue.counts.done == 0
 
 
@@ -106,7 +106,7 @@ def test_an_idle_worker_gets_closures_waiting_behind_a_long_one() -> None:
 def test_every_closure_ends_exactly_once_in_random_sequences(seed: int) -> None:
     draw = random.Random(seed)
     queue = ClosureQueue(depth=draw.choice([1, 2, 3]))
-    there: dict[int, list[int]] = {}  # what each worker has been sent, and has not replied to
+    there: dict[int, list[int]] = {}  # the closures sent to each worker and not answered
     asked: set[tuple[int, int]] = set()
     stuck: set[tuple[int, int]] = set()
     ended: dict[int, str] = {}
@@ -173,7 +173,7 @@ def test_every_closure_ends_exactly_once_in_random_sequences(seed: int) -> None:
         assert queue.oldest == min(set(range(number)) - ended.keys(), default=number)
 
     stuck.clear()
-    for worker in range(3):  # whatever is left can be finished
+    for worker in range(3):  # the remaining closures can end
         there[worker] = []
         carry_out(queue.worker_up(worker, now))
     while any(there.values()):

@@ -219,7 +219,7 @@ def test_the_last_picture_is_complete_also_in_plain_text() -> None:
         assert text in bundle["text/html"]
 
 
-# -- looking at it -----------------------------------------------------------------------------------------------------
+# -- updates -----------------------------------------------------------------------------------------------------------
 
 
 class Kept(Publisher):
@@ -280,7 +280,7 @@ def test_a_view_appears_while_closures_run_and_updates_now_and_then(watching: Wa
     coordinator, view, kept = watching
     for tick in range(40):
         view.tick(tick * 0.05)
-        for thread in {*threading.enumerate(), *coordinator.asking}:  # one that ends is alive and listed nowhere
+        for thread in {*threading.enumerate(), *coordinator.asking}:  # an ending thread is alive and not enumerated
             if thread.name == "distnb-placement":
                 thread.join()
         assert (not kept.shown) == (tick < 10)

@@ -223,7 +223,7 @@ def test_a_master_needs_a_task(monkeypatch: pytest.MonkeyPatch):
     assert resolver.master("worker", 0) == "a:1"
 
 
-# -- several ----------------------------------------------------------------------------------------------------------
+# -- unions -----------------------------------------------------------------------------------------------------------
 
 
 def test_several_resolvers_are_combined():

@@ -73,7 +73,7 @@ def test_a_returned_closure_runs_whichever_event_arrives_first(link: Link, first
     coordinator = ClusterCoordinator(distnb.ParameterServerStrategy())
     link.deliver(WorkerUp(0))
     values = [coordinator.schedule(lambda: 1) for _ in range(2)]
-    link.deliver(WorkerUp(1))  # it has nothing to do, and worker 0 has two
+    link.deliver(WorkerUp(1))  # it is idle, and worker 0 has two closures
     time.sleep(0.03)
     link.deliver(None)
     [program] = link.asked_back
@@ -107,7 +107,7 @@ def test_an_error_is_raised_even_if_another_replica_of_its_worker_does_not_end(l
         value.fetch()
     assert coordinator.status().workers[0].state == "stuck"
     other = coordinator.schedule(lambda: 2)
-    assert len(link.sent) == 1, "a worker that is stuck gets nothing"
+    assert len(link.sent) == 1, "a stuck worker gets nothing"
     link.deliver(ClosureEnded(0, Reply(program=program, status="aborted")))
     link.deliver(ClosureEnded(0, Reply(program=link.sent[1][1].program, status="ok", value=ClosureResult(2))))
     assert other.fetch() == 2

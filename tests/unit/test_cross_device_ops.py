@@ -95,7 +95,7 @@ def test_nccl_is_used_if_each_replica_has_a_gpu() -> None:
     )
 
 
-# -- which strategies are the same -------------------------------------------------------------------------------------
+# -- equality of strategies --------------------------------------------------------------------------------------------
 
 
 def test_equal_algorithms_make_the_same_strategy() -> None:
@@ -121,7 +121,7 @@ def test_an_unpickled_algorithm_is_the_same_object() -> None:
     ):
         assert pickle.loads(pickle.dumps(ops)) is ops
         assert copy.deepcopy(ops) is ops
-    # Where it never was: as in another process, of which the class knows nothing.
+    # As in another process, whose classes have no instances yet.
     names: dict[str, Any] = {"distnb": distnb, "__name__": "__main__"}
     exec(
         "class Cell(distnb.CrossDeviceOps):\n    def reduce_implementation(self, op, tensor, replicas): return 7", names
@@ -141,7 +141,7 @@ def test_an_unpickled_algorithm_is_the_same_object() -> None:
         pickle.dumps(unsendable)
 
 
-# -- what is asked of them ---------------------------------------------------------------------------------------------
+# -- calls -------------------------------------------------------------------------------------------------------------
 
 
 class Group:

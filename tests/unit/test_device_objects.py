@@ -65,7 +65,7 @@ def here(world: DoubleWorld, text: str) -> None:
     run_all(world, [ordinary(text)])
 
 
-# -- which objects stay ------------------------------------------------------------------------------------------------
+# -- kinds of objects --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_attributes_of_a_handle_are_data_of_its_object(world: DoubleWorld) -> No
     for _ in range(60):
         assert agent.fresh is not agent.fresh
     held = {name for fact in state_of_handle(agent).facts.values() for name in fact.holds}
-    assert len(held) < 60, "what it does not hold is forgotten"
+    assert len(held) < 60, "objects that it no longer holds are forgotten"
     history.append("still known")
     there(world, "found = agent.history[-1]")
     assert world.notebook.user_ns["found"] == "still known"
@@ -229,10 +229,10 @@ def test_large_data_stays_on_the_engines_with_a_notice(world: DoubleWorld) -> No
     )
     ns = world.notebook.user_ns
     assert type(ns["small"]) is np.ndarray
-    assert ns["text"][0] == "x" * 99, "what is one object counts once"
+    assert ns["text"][0] == "x" * 99, "a shared object counts once"
     assert isinstance(ns["large"], Mirrored)
     assert isinstance(ns["rows"], Mirrored)
-    assert ns["holder"]["mine"] is ns["mine"], "what the notebook has does not count"
+    assert ns["holder"]["mine"] is ns["mine"], "objects of the notebook do not count"
     assert ns["mine"][0] == 5
     notices = [notice for notice in world.notices if "stays on the replicas" in notice]
     assert len(notices) == 2
@@ -332,7 +332,7 @@ def test_a_default_cell_finds_plain_objects_inside_notebook_objects(world: Doubl
     assert any("changed its copy of `Mine.shared`" in notice for notice in world.notices)
 
 
-# -- handles never pass for data ---------------------------------------------------------------------------------------
+# -- handles are not data ----------------------------------------------------------------------------------------------
 
 _DATA = {
     "rows": [{"e": 1, "l": 2.0}, {"e": 2, "l": 3.0}],

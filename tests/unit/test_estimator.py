@@ -107,7 +107,7 @@ def test_the_loss_is_the_mean_over_examples_and_metrics_see_outputs_and_labels(t
         metrics = {"error": distnb.metrics.MeanAbsoluteError(), "squared": distnb.metrics.MeanSquaredError()}
         return EstimatorSpec(mode, spec.model, spec.loss, spec.optimizer, eval_metric_ops=metrics)
 
-    estimator = Estimator(model, tmp_path).train(lambda: [(X, torch.zeros(7, 1))])  # it stays zero
+    estimator = Estimator(model, tmp_path).train(lambda: [(X, torch.zeros(7, 1))])  # the weight remains zero
     results = estimator.evaluate(input_fn)  # 7 = 3 + 3 + 1
     assert results.keys() == {"loss", "error", "squared", "global_step"}
     assert results["loss"] == pytest.approx(results["squared"]) == pytest.approx(float((4 * X**2).mean()))

@@ -84,7 +84,7 @@ def test_logged_checkpoints_are_not_evaluated_again(tmp_path: Path):
     assert distnb.evaluate_checkpoints(tmp_path, number, **arguments) == []
     assert distnb.evaluate_checkpoints(tmp_path, number, last="1.pt", **{**arguments, "timeout_s": None}) == []
     with log.open("a") as file:
-        file.write('{"checkpoint": "2.pt", "sav')  # the machine failed there
+        file.write('{"checkpoint": "2.pt", "sav')  # left by a failed machine
     save(tmp_path, "2.pt", "2", 2)
     assert values(distnb.evaluate_checkpoints(tmp_path, number, **arguments)) == [("2.pt", 2.0)]
     assert json.loads(log.read_text().splitlines()[-1])["checkpoint"] == "2.pt"

@@ -80,7 +80,7 @@ def test_an_allocation_names_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read == HostOptions(hosts=("n2",), per_host=1, arguments=("--exclusive",), launcher="slurm")
     with pytest.raises(OptionError, match=r"'n3' is not a node of this Slurm allocation\. Its nodes are n1, n2"):
         read_options(hosts="n3", launcher="slurm")
-    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "3")  # asked for, and not what salloc says of its own accord
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "3")  # set by the user, unlike salloc's own variables
     tasks = {"n1": 3, "n2": 3}
     assert read_options(launcher="slurm") == HostOptions(hosts=("n1", "n2"), launcher="slurm", without_gpus=tasks)
     # The notebook is no task of a step, and its GPUs are not cut.
@@ -251,11 +251,11 @@ _LOST = "was lost: its machine"
     [
         ("echo distnb-beat; echo distnb-status 137; exit 1", "was killed by SIGKILL"),
         ("echo distnb-beat; echo disk full >&2; echo distnb-status 1", "exited with code 1 (it is full)"),
-        ("read line; echo distnb-status $((${#line} > 80 ? 3 : 4))", "exited with code 3"),  # it has its assignment
-        ("echo distnb-beat; exit 137", "was killed by SIGKILL"),  # as srun says it, for whoever rules the machine
+        ("read line; echo distnb-status $((${#line} > 80 ? 3 : 4))", "exited with code 3"),  # the assignment was read
+        ("echo distnb-beat; exit 137", "was killed by SIGKILL"),  # srun's message for an end by the administrator
         ("kill -9 $$", "was killed by SIGKILL"),
         ("echo distnb-beat; echo disk full >&2; exit 255", "was ended (it is full)"),
-        ("exit 1", _LOST),  # unheard, it was not reached
+        ("exit 1", _LOST),  # without a message it was not reached
         ("echo distnb-beat; exit 255", _LOST),
         ("echo distnb-beat; setsid sleep 600 & wait", _LOST),  # conftest looks for what is left
         ("trap '' TERM; echo distnb-beat; setsid sleep 600 & wait", _LOST),

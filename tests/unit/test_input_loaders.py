@@ -285,7 +285,7 @@ def test_augmentation_does_not_affect_shuffles() -> None:
         for step, [y] in enumerate(batches):
             assert torch.cat([seen[replica_id][epoch][step][0] for replica_id in range(3)]).tolist() == y.tolist()
     noise = [torch.cat([batch[1] for epoch in replica for batch in epoch]) for replica in seen]
-    assert torch.cat(noise).unique().numel() > 40  # every replica draws numbers of its own, new ones each epoch
+    assert torch.cat(noise).unique().numel() > 40  # each replica draws its own numbers, and new ones in each epoch
 
 
 def test_uneven_draws_inside_run_do_not_affect_shuffles() -> None:
@@ -356,7 +356,7 @@ def test_a_collate_function_that_needs_the_whole_batch_gets_it(data: Any, collat
         check_equal(make, 3)
 
 
-@pytest.mark.filterwarnings("error:The collate function")  # what others left to the collector is not meant
+@pytest.mark.filterwarnings("error:The collate function")  # garbage of other tests is ignored
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collate_function_by_example_may_get_slices(workers: int) -> None:
     data = Squares(8)
@@ -461,7 +461,7 @@ def test_order_is_kept_even_for_unordered_loaders() -> None:
             assert equal(own(batch, replica_id), split_batch(plain, 2)[replica_id])
 
 
-# -- one replica, and what is refused ----------------------------------------------------------------------------------
+# -- one replica, and refused loaders ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -286,7 +286,7 @@ def test_iterables_are_read_ahead(prefetch: int | None, ahead: int) -> None:
             return index
 
     next(iter(distribute(DataLoader(Examples(), batch_size=2, collate_fn=None), **place(2, 0))))
-    assert examples == [0]  # what may draw random numbers for each example is not
+    assert examples == [0]  # a loader that may draw random numbers per example is not
 
 
 def test_a_pipeline_may_use_torchs_distributed_sampler() -> None:
@@ -302,7 +302,7 @@ def test_a_pipeline_may_use_torchs_distributed_sampler() -> None:
     assert on_replicas([0, 1], read) == [[[0, 2], [4]], [[1, 3], [5]]]
 
 
-# -- workers that read data of their own -------------------------------------------------------------------------------
+# -- workers that read separate data -----------------------------------------------------------------------------------
 
 
 def test_unequal_pipelines_end_together() -> None:
@@ -423,7 +423,7 @@ def test_files_are_distributed() -> None:
     assert part_for_worker(loader, AutoShardPolicy.FILE, 0, 1) is loader
     with pytest.raises(OptionError, match=r"each of 4 workers.*has 3: 0, 10, 20.*at least 4 files"):
         part_for_worker(loader, AutoShardPolicy.FILE, 0, 4)
-    for workers in (1, 2):  # said at once, not on the day when there are several machines
+    for workers in (1, 2):  # raised at once, not only with several machines
         with pytest.raises(OptionError, match=r"does not list its files.*with_files"):
             part_for_worker(DataLoader(range(4)), AutoShardPolicy.FILE, 0, workers)
         with pytest.raises(OptionError, match=r"no method `shard\(num_shards, index\)`"):
@@ -446,7 +446,7 @@ def test_loaders_of_shards_shuffle_their_shards() -> None:
         part_for_worker(DataLoader(data, sampler=SubsetRandomSampler(range(3))), AutoShardPolicy.HINT, 0, 2)
 
 
-# -- what batches look like --------------------------------------------------------------------------------------------
+# -- the shape of batches ----------------------------------------------------------------------------------------------
 
 
 def test_datasets_report_their_element_spec() -> None:

@@ -151,7 +151,7 @@ def test_a_state_between_epochs_can_be_restored(generator: torch.Generator | Non
         dataset.load_state_dict(state)
         assert dataset.epoch == state["epoch"]
         assert [[first_leaf(batch, 0) for batch in dataset] for _ in expected] == expected
-    next(iter(dataset))  # broken off
+    next(iter(dataset))  # stopped half-way
     assert dataset.epoch == 2
     next(iter(dataset))
     assert dataset.epoch == 3

@@ -166,7 +166,7 @@ def test_long_and_deep_structures_are_truncated() -> None:
                 yield each
 
     assert inspect(Long(range(100_000))).text == "100000 items"
-    assert read < 1000, "what is not shown is not looked at"
+    assert read < 1000, "hidden parts are not read"
     deep: list[object] = []
     for _ in range(500):
         deep = [deep]
@@ -190,7 +190,7 @@ def test_images_and_figures_become_small_pictures() -> None:
     assert inspect(figure).picture.startswith("data:image/png;base64,")
 
 
-# -- which part is where --------------------------------------------------------------------------------------------
+# -- places of parts ------------------------------------------------------------------------------------------------
 
 
 def test_a_replica_reports_its_rows_of_a_batch() -> None:

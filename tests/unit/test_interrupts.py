@@ -67,7 +67,7 @@ def test_an_interrupt_at_the_boundary_of_a_hold_is_not_lost(
         finally:
             sys.settrace(before)
         assert raised if lasting else raised + taken == len(pressed), moment
-        # And the next time all is as ever.
+        # Afterwards interrupts work as before.
         with interrupts:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)

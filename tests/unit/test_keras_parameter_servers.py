@@ -634,7 +634,7 @@ def test_only_rows_of_embeddings_are_read_and_sent(strategy: Any, servers: InHou
     assert read == sum(len(np.unique(x)) for x, _ in data)
     steps = [each for _, each in servers.sent if type(each).__name__ == "StepOptimizer"]
     sent = [value for each in steps for value in each.gradients.values() if hasattr(value, "rows")]
-    assert bool(sent) is (clipnorm is None), "what is clipped is sent whole"
+    assert bool(sent) is (clipnorm is None), "clipped gradients are sent whole"
     same(model, plain)
     rows = data[0][0]
     np.testing.assert_allclose(model.predict(rows, verbose=0), plain.predict(rows, verbose=0), rtol=1e-5)

@@ -197,7 +197,7 @@ def test_steps_continue_across_the_programs_of_a_cell() -> None:
 
 def test_a_replaced_engine_counts_from_the_beginning() -> None:
     model = LiveModel(counted_before={0: (100, 1600)})
-    for steps in range(0, 300, 50):  # past what its predecessor had counted
+    for steps in range(0, 300, 50):  # beyond the count of its predecessor
         model.feed(
             TelemetrySample(
                 engine=0, program=1, replica=0, seconds=0.01 * steps, steps=steps, examples=16 * steps, rss_nbytes=10
@@ -309,7 +309,7 @@ def test_odd_values_are_drawn(values: list[float]) -> None:
     )
     text = pictures(model)["x"]
     ET.fromstring(text)
-    assert "nan" not in re.sub(r">nan|last nan", "", text)  # only words say nan
+    assert "nan" not in re.sub(r">nan|last nan", "", text)  # nan appears only as text
 
 
 def test_an_error_has_its_own_line_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

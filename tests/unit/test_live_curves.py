@@ -94,7 +94,7 @@ def test_exponential_growth_is_reported_as_exploding(growth: float) -> None:
         [float(step) for step in range(5_000)],  # a counter
         [step * 1e-6 for step in range(5_000)],  # a rate that is warmed up
         [step**3 for step in range(5_000)],
-        [5 * math.exp(-step / 100) + (step % 50 == 0) * 4 for step in range(5_000)],  # spikes below what there was
+        [5 * math.exp(-step / 100) + (step % 50 == 0) * 4 for step in range(5_000)],  # spikes below earlier values
         [0.0] * 50 + [1.0] * 50,
     ],
 )
@@ -166,7 +166,7 @@ def test_named_runs_of_earlier_cells_are_compared_and_others_are_not() -> None:
     for number, run in enumerate(["a", "", "b", "a"]):
         model = LiveModel(name=f"In[{number}]", history=kept)
         feed_curves(model, run=run, **{"loss": [float(number)], f"only {number}": [1.0]})
-    assert list(kept.runs) == ["In[1]", "b", "a"], "a name that is used again is the later cell's"
+    assert list(kept.runs) == ["In[1]", "b", "a"], "a name used again belongs to the later cell"
     assert [series.label for series in charts(model)[0].series] == ["b", "a"]
     assert [chart.name for chart in charts(model)] == ["loss", "only 3"]
     plain = LiveModel(name="In[9]", history=kept)
@@ -322,7 +322,7 @@ def test_data_distributed_again_for_each_epoch_has_epochs() -> None:
 
 def test_remaining_time_is_not_shown_if_it_is_unknown() -> None:
     model = LiveModel(counted_before={0: (40, 0)})
-    stale = (3, 40, 40, None)  # what an earlier cell read
+    stale = (3, 40, 40, None)  # data read by an earlier cell
     for now in range(3):
         model.feed(*sampled(40, float(now), epochs=((0, 3),), reading=stale))
     assert (model.seconds_left(), model.reading, model.epochs) == (None, None, {})
@@ -350,7 +350,7 @@ def test_a_loop_in_the_notebook_has_epochs_too() -> None:
     assert model.epochs == {0: 0, 1: 1, 2: 2}
 
 
-# -- what is sent to the page --------------------------------------------------------------------------------------------
+# -- messages to the page ------------------------------------------------------------------------------------------------
 
 
 class Page:

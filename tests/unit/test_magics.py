@@ -601,7 +601,7 @@ def test_a_cell_keeps_its_history_and_options(shell: InteractiveShell, session: 
     rows = text.splitlines()[1:]
     assert rows[0].split()[1:3] == ["mirrored", "2"]
     assert rows[0].split()[-2:] == ["ok", "print(1)"]
-    assert len(rows) == 1, "what reached no engine is none of them"
+    assert len(rows) == 1, "a cell that reached no engine is not counted"
     assert "1 + 1" not in text
 
 

@@ -258,7 +258,7 @@ def test_a_second_process_of_a_task_is_refused_and_a_restarted_one_is_not():
     meetings = Meetings()
     found = place(TWO, "worker", 1)
     assert found is not None
-    meetings.store.set("cluster/here/1", "")  # it came, and was killed
+    meetings.store.set("cluster/here/1", "")  # it connected, and was killed
     meetings.come("chief", TWO, 0)
     meetings.come("restarted", TWO, 1)
     assert meetings.all() == {"chief": None, "restarted": None}

@@ -153,7 +153,7 @@ def world() -> Iterator[DoubleWorld]:
         yield DoubleWorld(2)
 
 
-# -- what cannot be opened ---------------------------------------------------------------------------------------------
+# -- unpickling errors -------------------------------------------------------------------------------------------------
 
 _STUBBORN = (
     "class Stubborn:\n    def __setstate__(self, state):\n        raise RuntimeError('not here')\n"
@@ -248,7 +248,7 @@ def test_values_of_other_kinds_are_sent_by_value(world: DoubleWorld) -> None:
         assert world.call(lambda value: value, ns[name]).values == ns[name].values
 
 
-# -- what every process has of its own ---------------------------------------------------------------------------------
+# -- state of each process ---------------------------------------------------------------------------------------------
 
 
 def test_standard_streams_are_those_of_the_process(world: DoubleWorld) -> None:

@@ -533,7 +533,7 @@ def test_functions_can_capture_handles(world: DoubleWorld) -> None:
 def test_handles_are_stale_after_a_stop(world: DoubleWorld) -> None:
     there(world, "x = [rid()]")
     names = world.notebook.user_ns
-    x, copied = names["x"], names["x"].copy()  # what was returned has no name, until it gets one
+    x, copied = names["x"], names["x"].copy()  # the result has no name until it is assigned
     world.namespace.close()
     with pytest.raises(StaleHandleError, match="`x`"):
         x.values
@@ -565,7 +565,7 @@ def test_a_replaced_engine_gets_mirrored_objects(world: DoubleWorld) -> None:
     assert ns["total"] == 6.0
     assert ns["shared"] is True
     assert ns["kind"] is True
-    assert ns["history"] == [], "what an engine's object holds of the notebook's is its own from now on"
+    assert ns["history"] == [], "a notebook object inside an engine's object is now a separate one"
     assert "<lost" in repr(ns["mine"])
     with pytest.raises(StaleHandleError, match=r"`mine`.*replica 1"):
         ns["mine"].values
@@ -576,7 +576,7 @@ def test_a_lost_component_is_named_and_the_others_remain_readable(world: DoubleW
     there(world, "mine = [rid()]\nr = rid()\nif rid():\n    late = [5]\n    one = 7")
     ns = world.notebook.user_ns
     world.namespace.engine_died(1)
-    if between:  # a cell on the engines that are left
+    if between:  # a cell on the remaining engines
         world.run(
             distributed("n = mine[0]"),
             Team(engines=(0,), devices=(Device("cpu"),), generation=2, store_host="", store_port=0),
@@ -644,7 +644,7 @@ def test_two_teams_coexist() -> None:
         world.run(distributed("a[0]"))
 
 
-# -- what cannot travel --------------------------------------------------------------------------------------------------
+# -- pickling errors -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -808,7 +808,7 @@ def test_names_of_an_unfinished_scope_are_removed(world: DoubleWorld) -> None:
     assert not any(isinstance(value, HANDLES) for value in ns.values())
 
 
-# -- what random sequences found ---------------------------------------------------------------------------------------
+# -- cases from random sequences ---------------------------------------------------------------------------------------
 
 
 def test_an_alias_of_a_differently_changed_object_is_kept(world: DoubleWorld) -> None:

@@ -47,7 +47,7 @@ def world() -> DoubleWorld:
     [
         ("pass", (3, [1], "time")),
         ("factor = 5", (6, [1], "time")),
-        ("rows = [2]", (6, [1], "time")),  # as it was, until a cell reads it
+        ("rows = [2]", (6, [1], "time")),  # unchanged until a cell reads it
         ("del helper", "name 'helper' is not defined"),
     ],
 )

@@ -57,7 +57,7 @@ def test_an_assigned_tensor_of_any_kind_is_a_handle_and_affects_no_other_name(wo
     assert ns["n"] == 7
     assert isinstance(ns["t"], HANDLES)
     assert repr(ns["t"])
-    assert isinstance(ns["t"], Mirrored) == (kind != "fake")  # which cannot be described
+    assert isinstance(ns["t"], Mirrored) == (kind != "fake")  # because it cannot be described
     run_all(world, [distributed("m = type(t).__name__, n + 1")])
     assert ns["m"][1] == 8
 
@@ -76,7 +76,7 @@ def test_a_tensor_of_any_kind_can_be_read(world: DoubleWorld, kind: str) -> None
     run_all(world, [ordinary(f"t = {KINDS[kind]}\n{check}\nhere = seen"), distributed(check)])
     assert world.notebook.user_ns["seen"] == world.notebook.user_ns["here"]
     before = world.sent_nbytes
-    run_all(world, [distributed("t; n = 1")])  # it is known, and not sent again
+    run_all(world, [distributed("t; n = 1")])  # the engines know it, so it is not sent again
     assert world.sent_nbytes - before < 4000
 
 

@@ -75,10 +75,10 @@ def test_sizes_keep_to_their_limits(shape: tuple[int, int], nbytes: int, most: i
     fewest = MinSizePartitioner(nbytes, most)(shape, torch.float32)[0]
     assert 1 <= fewest <= min(most, shape[0])
     assert fewest == 1 or total / fewest >= nbytes
-    assert fewest == min(most, shape[0]) or total / (fewest + 1) < nbytes  # one more would be too many
+    assert fewest == min(most, shape[0]) or total / (fewest + 1) < nbytes  # one more shard would be too many
     many = MaxSizePartitioner(nbytes)(shape, torch.float32)[0]
     assert shard_sizes(shape[0], many)[0] * row <= max(nbytes, row)
-    assert many == 1 or shard_sizes(shape[0], many - 1)[0] * row > nbytes  # one less would be too few
+    assert many == 1 or shard_sizes(shape[0], many - 1)[0] * row > nbytes  # one shard less would be too few
     assert MaxSizePartitioner(nbytes, most)(shape, torch.float32)[0] == min(many, most)
 
 

@@ -100,7 +100,7 @@ def test_an_engine_that_ends_during_the_start_ends_the_others_at_once(capfd: pyt
         if parent == 0:
             if os.fork() == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            template._answered(here)  # the notebook says nothing
+            template._answered(here)  # the notebook does not reply
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == 1
     assert "was killed by SIGKILL before it had begun" in capfd.readouterr().err

@@ -186,7 +186,7 @@ def test_a_program_aborted_in_a_record_leaves_no_lock_held(log: Path) -> None:
     def program() -> None:
         while True:
             _logger.debug("of the program")
-            guard.press()  # as the control thread does, again and again
+            guard.press()  # repeatedly, as the control thread does
 
     users = Users(io.StringIO())
     logging.getLogger("distnb").addHandler(users)

@@ -57,7 +57,7 @@ def test_replicas_draw_their_own_numbers_and_repeat_them() -> None:
     first = [inside(streams, 0) for _ in range(3)]
     assert len({tuple(numbers) for numbers in first}) == 3
     torch.manual_seed(1)
-    assert [inside(streams, 0) for _ in range(3)] == first  # seeded to the very state it had before
+    assert [inside(streams, 0) for _ in range(3)] == first  # seeded to the same state as before
     torch.manual_seed(1)
     other = inside(Streams(), 1)
     assert all(a != b for a, b in zip(first[0], other, strict=True))

@@ -66,7 +66,7 @@ def test_memory_in_use_is_not_overwritten(pair: tuple[UnixSocket, UnixSocket]) -
         assert [bytes(frame) for frame in frames] == [bytes(frame) for frame in message(fill)]
         memoryview(frames[2])[:3] = b"own"  # it is writable, and private
     assert bytes(kept[0][2][:4]) == b"own\0"
-    part = kept[0][3]  # a part is as good as the whole
+    part = kept[0][3]  # a reference to a part counts, too
     del kept
     for fill in range(5, 8):
         there(pair, message(fill))
@@ -78,7 +78,7 @@ def test_memory_grows_with_messages(pair: tuple[UnixSocket, UnixSocket], monkeyp
     before = mapped()
     for factor in (1, 3, 2, 4, 6, 1):
         there(pair, message(factor, factor * LARGE))
-    assert mapped() <= before + 3 * 2  # of one block both ends', and its descriptors
+    assert mapped() <= before + 3 * 2  # the mappings of both ends, and the descriptors
 
 
 def test_memory_is_released_when_both_ends_are_gone() -> None:
@@ -92,7 +92,7 @@ def test_memory_is_released_when_both_ends_are_gone() -> None:
         for each in (*pair, listener):
             each.close()
     del pair, one, each
-    assert bytes(frames[2][:3]) == b"\3\3\3"  # what has come stays
+    assert bytes(frames[2][:3]) == b"\3\3\3"  # received messages remain valid
     del frames
     assert mapped() == before
 

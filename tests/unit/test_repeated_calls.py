@@ -67,7 +67,7 @@ def test_a_repeated_call_sees_moved_random_states(world: DoubleWorld) -> None:
         world.call(draw)
     torch.manual_seed(1234)
     assert world.call(draw) == 1234
-    np.random.normal()  # handed over when a cell begins
+    np.random.normal()  # sent when a cell begins
     world.call(draw)
     cell_began()
     world.call(draw)

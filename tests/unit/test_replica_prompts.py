@@ -170,7 +170,7 @@ def test_a_signal_after_the_order_does_not_hide_the_users_frame() -> None:
         replica.events.append(event)
         if isinstance(event, Asks):
             replica.guard.abort(PROGRAM[0], "because", free=lambda reason: replica.console.free())
-        if isinstance(event, GoesOn):  # from what handles the word
+        if isinstance(event, GoesOn):  # by the handler of the order
             replica.guard.press()
 
     replica.console._emit = emit
@@ -272,7 +272,7 @@ def test_a_prompt_is_closed_with_its_program(notebook: Callable[..., Notebook], 
 
     def wait(question: Asks) -> str:
         asked.set()
-        with contextlib.suppress(KeyboardInterrupt):  # as a destructor drops it
+        with contextlib.suppress(KeyboardInterrupt):  # as if a destructor dropped it
             signal.pause()
         while True:
             signal.pause()

@@ -210,7 +210,7 @@ def test_a_widget_without_a_copy_is_shown_as_text(emitted: list[Any], monkeypatc
     display = Display(
         engine=1, program=3, replica=1, data={VIEW: {"model_id": label.model_id}, "text/plain": "Label(value='text')"}
     )
-    for widgets in (Sent(monkeypatch, shown=False), Sent(monkeypatch)):  # in a terminal; and without the first message
+    for widgets in (Sent(monkeypatch, shown=False), Sent(monkeypatch)):  # in a terminal, and without the first message
         if not widgets._shown:
             widgets.follow(emitted)
         passed = widgets.capture(display)

@@ -103,7 +103,7 @@ def test_metrics_accept_weighted_values() -> None:
         distnb.metrics.Max().update_state([1.0], sample_weight=2.0)
 
 
-# -- names that were missing -------------------------------------------------------------------------------------------
+# -- names of TensorFlow -----------------------------------------------------------------------------------------------
 
 
 class Slices(NamedTuple):

@@ -77,7 +77,7 @@ def plain_step(model: Any, optimizer: Any, x: Any, y: Any) -> float:
 @pytest.mark.parametrize("name", [each for each in DENSE if each not in ("LBFGS", "SparseAdam")])
 def test_every_optimizer_trains_like_in_one_process(servers: InHouse, name: str) -> None:  # noqa: F811
     kind, options = getattr(torch.optim, name), OPTIONS.get(name, {})
-    matrices = name == "Muon"  # it takes no others
+    matrices = name == "Muon"  # it supports no other gradients
     _, (_, optimizer) = trained(
         servers, lambda model: kind(model.parameters(), lr=0.01, **options), plain_step, bias=not matrices
     )

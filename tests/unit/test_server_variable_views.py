@@ -110,7 +110,7 @@ def test_a_view_shows_its_own_change_and_can_be_written_back(servers: InHouse, s
     before = v[0].clone()
     v.assign(0.0)
     v[0] = before
-    v[2] = row  # what was read is a value: it counts now, whatever it was changed by
+    v[2] = row  # a read copies the value: the current value counts
     assert torch.equal(v.read_value()[[0, 2]], torch.stack([VALUE[0], VALUE[2] + 1]))
     v[2] = row.sub_(1)
     assert torch.equal(v[2], torch.zeros(4) + row)

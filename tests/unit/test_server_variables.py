@@ -368,7 +368,7 @@ def test_a_new_server_gets_the_coordinators_variables(strategy: Any, servers: In
         servers.replace(server)
         strategy.runtime.access.recreate(server)
     assert torch.equal(model.state_dict()["weight"], before)
-    assert [float(each) for each in numbers] == [0, 0, 0], "they are the checkpoint's to say"
+    assert [float(each) for each in numbers] == [0, 0, 0], "the checkpoint determines them"
     step(model, optimizer, torch.ones(1, 2), torch.ones(1, 2))
     assert optimizer.iterations == 1
 
@@ -423,7 +423,7 @@ def test_parameters_on_the_coordinator_are_current_after_a_join(strategy: Any, s
     strategy.runtime.access.fetch_changes()
     assert weight.tolist() == [0, 0]
     with torch.no_grad():
-        weight.fill_(6)  # what is changed here goes the other way
+        weight.fill_(6)  # changes made here are sent the other way
     assert states.state_of(weight, "weight").tolist() == [6, 6]
     worker.run(packer, 2, closure)
     strategy.runtime.access.fetch_changes()
@@ -530,7 +530,7 @@ def test_changes_of_both_sides_are_added(strategy: Any, servers: InHouse) -> Non
         worker.run(packer, 2 * number + 1, closure)
         assert access.read(access.stored_of(weight)).tolist() == [[12 * number] * 2] * 2
         with torch.no_grad():
-            weight.data[0] += 100  # not sent yet, and what is read now does not undo it
+            weight.data[0] += 100  # not sent yet; a read does not undo it
         access.fetch_changes()
         assert weight.tolist() == [[12 * number + 100] * 2, [12 * number] * 2]
         with torch.no_grad():
@@ -562,7 +562,7 @@ def test_a_failed_function_leaves_nothing_to_the_next_one(strategy: Any, servers
             worker.run(packer, again, closure, True)
         found = worker.run(packer, again + 1, closure, False)
         assert found[0] == first[0] + again // 2
-        assert found[1:] == first[1:], "no gradient is left of the one that raised"
+        assert found[1:] == first[1:], "the failed function leaves no gradient"
     assert model.state_dict()["num_batches_tracked"] == 3
 
 

@@ -234,8 +234,8 @@ def test_a_late_change_of_an_ended_closure_is_refused(store: ShardStore) -> None
     add = WriteShard(shard=W, method="assign_add", value=1.0, token=(5, 0))
     ask(store, add, add._replace(token=(7, 0)), add._replace(token=(8, 0)))
     ask(store, Describe(), fence=Fence(6, (8,)))
-    assert store._applied == {7: {0}}, "no more than needed is kept"
-    ask(store, Describe(), fence=Fence(2))  # of a client that knows less
+    assert store._applied == {7: {0}}, "only necessary tokens are kept"
+    ask(store, Describe(), fence=Fence(2))  # for a client with less knowledge
     ask(store, add._replace(token=(7, 0)))
     late = [
         add,
@@ -262,7 +262,7 @@ def test_a_value_is_written_if_nothing_has_changed_since_it_was_computed(store: 
     again = WriteShard(shard=W, method="assign", value=9.0, token=(1, 0), seen=FIRST)
     assert ask(store, again) is None, "its token is not used"
     again = again._replace(seen=FIRST + 1)
-    assert [ask(store, again), ask(store, again)] == [FIRST + 2, FIRST + 2], "the second time it is one that was made"
+    assert [ask(store, again), ask(store, again)] == [FIRST + 2, FIRST + 2], "the second time it is a repeated change"
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_steps_equal_plain_torchs_exactly_also_from_a_saved_state(
     ask(store, Create(shard=W, name="w", value=weight), Create(shard=B, name="b", value=bias))
     ask(store, MakeOptimizer(optimizer=0, factory=packed(make, **options), groups=((W,), (B,))))
     for number in range(6):
-        if number == 3:  # another server takes its place
+        if number == 3:  # another server replaces it
             saved = ask(store, GetOptimizer(0))
             assert saved["steps"] == 3
             store = ShardStore()

@@ -157,7 +157,7 @@ def test_a_socket_answers_until_it_is_closed(directory: Path) -> None:
     assert ask(path, "process") == "It was stopped.\n"
     assert ask(path, "else") == "There is no answer to 'else'.\n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
-        silent.connect(str(path))  # and goes
+        silent.connect(str(path))  # and is removed
     assert ask(path, "else")
     served.close()
     assert ask(path, "stacks") is None

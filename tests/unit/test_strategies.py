@@ -122,7 +122,7 @@ def test_a_registered_remote_runtime_is_used() -> None:
         strategy.experimental_local_results(4)
         with pytest.raises(TypeError):
             strategy.run(print, 1)  # type: ignore[arg-type]
-        assert ONE.run(lambda: 1) == 1  # runs here all the same
+        assert ONE.run(lambda: 1) == 1  # runs here nevertheless
     finally:
         this_process.remote = None
     assert [call[0] for call in calls] == ["worker_devices", "num_replicas", "run", "reduce", "local_results"]

@@ -245,7 +245,7 @@ def test_time_without_steps_is_analysed_as_a_whole() -> None:
     assert sentence(spent).startswith("Of the last 4")
 
 
-# -- pictures, and what is exported ----------------------------------------------------------------------------------
+# -- pictures and exports --------------------------------------------------------------------------------------------
 
 
 def fed(in_detail: bool = False) -> LiveModel:
@@ -264,7 +264,7 @@ def test_the_view_shows_it_in_pictures_and_in_words(in_detail: bool) -> None:
     assert "Replica 1 is the straggler" in html
     bundle = picture_bundle(model, 1.0)
     assert "Replica 1 is the straggler" in bundle["text/plain"]
-    assert bundle["text/html"].count("Replica 1 is the straggler") == 2, "for who sees the picture, and who does not"
+    assert bundle["text/html"].count("Replica 1 is the straggler") == 2, "for the picture and for its text"
     assert "data:image/svg+xml" in bundle["text/html"]
 
 

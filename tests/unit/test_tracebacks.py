@@ -57,7 +57,7 @@ def test_a_shell_shows_the_shortened_traceback(shell: InteractiveShell, capsys: 
     assert "is not a device" in text
     assert "topology.py" not in text
     assert shell.run_cell("%tb").success
-    assert "topology.py" in capsys.readouterr().out, "whoever asks for it sees it whole"
+    assert "topology.py" in capsys.readouterr().out, "`%tb` shows it in full"
 
 
 def test_causes_of_a_users_error_are_shortened_too(shell: InteractiveShell, capsys: pytest.CaptureFixture[str]) -> None:

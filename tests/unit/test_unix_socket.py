@@ -235,7 +235,7 @@ def test_a_closed_socket_keeps_its_descriptor_while_a_thread_waits_for_it(
         os.close(descriptor)
 
 
-# -- nothing is left ----------------------------------------------------------------------------------------------------
+# -- memory -------------------------------------------------------------------------------------------------------------
 
 
 def test_memory_is_released_with_the_objects_that_use_it(pair: Pair) -> None:
@@ -244,7 +244,7 @@ def test_memory_is_released_with_the_objects_that_use_it(pair: Pair) -> None:
     assert buffers_in_memory() == 0  # it is on its way
     kept = [np.frombuffer(frame, np.uint8) for frame in receive(pair[1]) if memoryview(frame).nbytes == LARGE]
     assert not descriptors() - before
-    assert buffers_in_memory() == 1  # of several frames one is kept
+    assert buffers_in_memory() == 1  # one of several frames is kept
     part = kept.pop()[5:10]
     assert buffers_in_memory() == 1
     del part
@@ -277,7 +277,7 @@ def test_a_lost_descriptor_is_reported_with_the_cure_and_the_next_message_arrive
 def no_more_descriptors() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
-    os.close(free)  # the lowest that is free; all above are forbidden
+    os.close(free)  # the lowest free number; higher ones are forbidden
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
     try:
         yield
@@ -299,7 +299,7 @@ def test_a_message_without_memory_is_sent_in_packets(pair: Pair, monkeypatch: py
     assert not descriptors() - before
 
 
-# -- who may ------------------------------------------------------------------------------------------------------------
+# -- access -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_client_without_a_number_is_refused(listener: Listener) -> None:

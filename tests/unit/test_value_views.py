@@ -151,7 +151,7 @@ def test_displays_of_one_line_form_one_value() -> None:
     merger.collect(5.0)
     for site in (b"line 1", b"line 2"):
         merger.feed(display(1, site, 1.0), 5.0)
-    assert [sorted(each) for each in shown(merger, 5.0)] == [[0, 1], [0, 1]], "however late the other comes"
+    assert [sorted(each) for each in shown(merger, 5.0)] == [[0, 1], [0, 1]], "even if the other display is late"
 
 
 def test_a_display_of_one_replica_alone_is_separate() -> None:
@@ -203,7 +203,7 @@ def test_copies_share_a_row_and_count_each() -> None:
     assert [part.who for part in tensor.parts] == ["replicas 0–3"]
     assert tensor.nbytes == 32
     assert placement_text(copies).splitlines()[0] == "it · each of 4 replicas: 8 B"
-    assert "<img" not in placement_html(copies), "nothing is cut"
+    assert "<img" not in placement_html(copies), "nothing is truncated"
 
 
 def test_shared_memory_is_counted_once() -> None:

@@ -305,7 +305,9 @@ def test_all_replicas_get_the_error_that_one_finds():
     verifiers[0].report_failure(CollectiveMismatchError("something is wrong"))
     with pytest.raises(CollectiveMismatchError, match="something is wrong"):
         verifiers[2].check()
-    with pytest.raises(CollectiveMismatchError, match="something is wrong"):  # also who passed it, and ends
+    with pytest.raises(
+        CollectiveMismatchError, match="something is wrong"
+    ):  # also a replica that has passed it, and ends
         verifiers[1].end(failed=False)
 
 
@@ -380,7 +382,7 @@ def test_an_error_after_which_no_collective_is_missed_ends_nothing():
         verifier.post(record("a"))
     second.check()
     assert second.error_left() is None
-    assert second.pending_error is None  # all have met since
+    assert second.pending_error is None  # all replicas have met since
     for verifier, calls in ((first, its), (second, others)):
         run(calls)
         verifier.post(record("b"))

@@ -132,7 +132,7 @@ def test_the_last_waits_of_an_ended_program_remain_in_the_picture() -> None:
     model.feed(sample(0, 6.0), 6.0)
     model.feed(sample(1, 6.0, waiting=waits(6.0)), 6.0)
     for engine in (1, 0):
-        model.feed(sample(engine, 6.4, where=""), 6.4)  # it leaves its place, and ends
+        model.feed(sample(engine, 6.4, where=""), 6.4)  # it leaves the block, and ends
     for engine in (1, 0):
         model.feed(ProgramEnded(engine=1, program=engine, status="interrupted"), 6.5)
     model.feed(Status(program=1, state="ended", team=team, text="KeyboardInterrupt"), 6.5)
@@ -172,7 +172,7 @@ def test_an_ordinary_cell_with_a_hanging_call_shows_a_view_of_the_wait() -> None
         view.feed(sample(0, moment, call="time.sleep"), moment)
         view.feed(sample(1, moment, waiting=waits(moment)), moment)
         view.tick(moment)
-    assert shown.texts == [], "so much is no news"
+    assert shown.texts == [], "this is not reported"
     view.feed(sample(0, 3.5, call="time.sleep"), 3.5)
     view.feed(sample(1, 3.5, waiting=waits(3.5)), 3.5)
     view.tick(3.5)

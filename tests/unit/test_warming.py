@@ -39,7 +39,7 @@ def test_programs_run_between_modules():
 
     asyncio.run(programs())
     assert ("warmed_first",) in seen
-    assert loaded() == ("warmed_first", "warmed_second")  # one that cannot be loaded does not keep the others
+    assert loaded() == ("warmed_first", "warmed_second")  # a module that cannot be loaded does not prevent the others
     assert {sys.modules[name].thread for name in loaded()} == {threading.get_ident()}
 
 

@@ -26,7 +26,7 @@ _kept: list[Any] = []
 class ChipTensor(torch.Tensor):
     """A tensor on the chip. Its data is `host`, which only the kernels below see."""
 
-    __slots__ = ("host",)  # so that it has no attributes of its own, as any tensor
+    __slots__ = ("host",)  # so that it has no instance attributes, like any tensor
     host: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -55,7 +55,7 @@ class ChipTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self.host = new.host  # type: ignore[attr-defined]
 
-    def tolist(self) -> Any:  # torch refuses subclasses, which this only is to be written in Python
+    def tolist(self) -> Any:  # torch refuses subclasses; this is one only because it is written in Python
         return self.host.tolist()
 
     @classmethod
@@ -82,7 +82,7 @@ def _make_subclass(cls: Any, data: torch.Tensor, requires_grad: bool = False, **
 @functools.cache
 def _on_chip(cls: Any) -> Any:
     names = {"__new__": ChipTensor.__new__, "__module__": cls.__module__}
-    becomes = getattr(cls, "cls_to_become", None)  # of a lazy module's parameter, once its shape is known
+    becomes = getattr(cls, "cls_to_become", None)  # for a lazy module's parameter, once its shape is known
     if becomes is not None:
         names["cls_to_become"] = _on_chip(becomes)
     return ChipTensor if cls is torch.Tensor else type(cls.__name__, (cls, ChipTensor), names)
@@ -183,7 +183,7 @@ def _module() -> types.ModuleType:
 
 
 def _internal(*_: Any) -> Any:
-    raise RuntimeError("internal to TorchTPU: use torch.accelerator")  # as the real one does since 0.2
+    raise RuntimeError("internal to TorchTPU: use torch.accelerator")  # like the real package since 0.2
 
 
 def _set_tpu_launch_env(*, nnodes: int | None = None, nproc_per_node: int | None = None) -> None:

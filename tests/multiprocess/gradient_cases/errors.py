@@ -100,7 +100,7 @@ def unsynced_steps_are_errors(r: Replica) -> None:
     with pytest.raises(UnsyncedGradientError):
         optimizer.step()
     with pytest.raises(UnsyncedGradientError, match="made by hand"):
-        loss_of(model, r.batch(5)[1], 5).backward()  # on top of what was never aggregated
+        loss_of(model, r.batch(5)[1], 5).backward()  # in addition to gradients that were never aggregated
     with pytest.raises(UnsyncedGradientError):
         optimizer.step()
     optimizer.zero_grad()
@@ -150,7 +150,7 @@ def a_half_done_step_is_made_equal(r: Replica) -> None:
         loss_of(m, x, 5).backward()
         o.step()
         loss_of(m, x, 5).backward()
-        if m is plain or r.rank == 0:  # the others were interrupted before it
+        if m is plain or r.rank == 0:  # the others were interrupted before this step
             o.step()
             o.zero_grad()
     with warnings.catch_warnings(record=True) as caught:

@@ -63,7 +63,7 @@ def frozen_from_the_start(r: Replica) -> None:
         loss_of(model, r.batch(5)[1], 5).backward()
         loss_of(plain, r.batch(5)[0], 5).backward()
         same(model, plain)
-    assert r.group.calls[before:] == [("all_reduce_start", 8 * 3 + 4 + 2)]  # padded, flags
+    assert r.group.calls[before:] == [("all_reduce_start", 8 * 3 + 4 + 2)]  # with padding and flags
 
 
 @case
@@ -95,7 +95,7 @@ def several_models(r: Replica) -> None:
         calls = r.group.calls[before:]
         (pd(pg(whole).detach()).square().sum() / 6).backward()
         same(discriminator, pd), same(generator, pg)
-        assert step == 0 or calls == [("all_reduce_start", 4 + 2 + 2)], calls  # only the discriminator's
+        assert step == 0 or calls == [("all_reduce_start", 4 + 2 + 2)], calls  # only the discriminator's parameters
         (discriminator(generator(part)).square().sum() / 6).backward()
         (pd(pg(whole)).square().sum() / 6).backward()
         same(discriminator, pd), same(generator, pg)

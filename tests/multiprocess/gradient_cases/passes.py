@@ -93,7 +93,7 @@ def compiled_step(r: Replica) -> None:
 
 @case
 def torch_autograd_backward(r: Replica) -> None:
-    from torch.autograd import backward  # a name taken before the sync was made works as well
+    from torch.autograd import backward  # a function imported before the synchroniser existed works as well
 
     model, plain = r.make(mlp)
     backward([loss_of(model, r.batch(5)[1], 5), model[0].weight.sum() / r.size])
