@@ -25,7 +25,7 @@ from benchmarks.training_models import MODELS, steps_with_distnb
 _CONTENDERS = {"mirrored": "MirroredStrategy", "central": "CentralStorageStrategy"}
 
 
-def be_rank(contender: str) -> int:
+def act_as_rank(contender: str) -> int:
     """Answer requests as a process of a strategy: the seconds of one step of a model, or all replicas' bytes."""
     rank, replicas = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def main() -> int:
     """Run the benchmark. Return 1 if central storage takes more memory."""
     given = options(__doc__, rounds=7, steps=20, rank="")
     if given.rank:
-        return be_rank(given.rank)
+        return act_as_rank(given.rank)
 
     with contextlib.ExitStack() as stack:
         ranks = {name: Ranks("benchmarks.central_storage", strategy) for name, strategy in _CONTENDERS.items()}

@@ -85,7 +85,7 @@ def with_distnb() -> Callable[[str, str, int], float]:
     return measure
 
 
-def be_rank(contender: str) -> int:
+def act_as_rank(contender: str) -> int:
     """Answer requests as a process of a contender."""
     torch.set_num_threads(1)
     measure = with_gloo() if contender == "gloo" else with_distnb()
@@ -101,7 +101,7 @@ def main() -> int:
     """Run the benchmark. Always return 0."""
     given = options(__doc__, replicas=2, rounds=7, sets=2, rank="")
     if given.rank:
-        return be_rank(given.rank)
+        return act_as_rank(given.rank)
 
     values: dict[str, dict[str, tuple[float, ...]]] = {case: {} for case in CASES}
     for _ in range(given.sets):

@@ -65,7 +65,7 @@ def main() -> int:
     """Print the table. Return 1 if a line reports a problem."""
     given = options(__doc__, device="cuda", rounds=7, steps=50, aborts=10, rank="")
     if given.rank:
-        return _be_rank(given.rank)
+        return _act_as_rank(given.rank)
     import torch
 
     if given.device == "cuda" and not torch.cuda.is_available():
@@ -169,7 +169,7 @@ def _timing(what: str, comparison: Comparison, peer: str, called: str) -> Row:
 # -- the process of a contender ----------------------------------------------------------------------------------------
 
 
-def _be_rank(contender: str) -> int:
+def _act_as_rank(contender: str) -> int:
     import torch
 
     kind = os.environ["DISTNB_DEVICE"].partition(":")[0]

@@ -142,7 +142,7 @@ _MAKERS = {
 }
 
 
-def be_rank(contender: str) -> int:
+def act_as_rank(contender: str) -> int:
     """Answer requests as a process of one contender: the seconds of an epoch with a model."""
     if contender != _TENSORFLOW:
         import torch
@@ -188,7 +188,7 @@ def main() -> int:
     """Run the benchmark. Return 1 if a target is missed."""
     given = options(__doc__, rounds=7, epochs=5, rank="")
     if given.rank:
-        return be_rank(given.rank)
+        return act_as_rank(given.rank)
     targets = [
         Target("distnb", "loop with DDP", at_most=1 / 0.95),
         Target("distnb, one replica", "Keras alone", at_most=1.03),

@@ -43,13 +43,13 @@ def _stepping(strategy: Any, optimizer_class: Any) -> Callable[[], object]:
     return (lambda: step(x, y)) if strategy is None else (lambda: strategy.run(step, args=(x, y)))
 
 
-def _best_of(call: Callable[[], object], calls: int) -> Measure:
+def _quickest_of(call: Callable[[], object], calls: int) -> Measure:
     """Return a measure of the quickest of some calls: the others include delays of a busy machine."""
     one = timed(call)
     return lambda: min(one() for _ in range(calls))
 
 
-def _more_us(comparison: Comparison, name: str) -> float:
+def _extra_us(comparison: Comparison, name: str) -> float:
     """Return the median over the rounds of the time that a contender takes more than the plain loop."""
     pairs = zip(comparison.values[name], comparison.values["plain"], strict=True)
     return statistics.median([own - plain for own, plain in pairs]) * 1e6
@@ -79,11 +79,11 @@ def main() -> int:
     }
     met = True
     for kind, optimizer_class in _OPTIMIZERS.items():
-        steps = {name: _best_of(_stepping(each, optimizer_class), given.steps) for name, each in strategies.items()}
+        steps = {name: _quickest_of(_stepping(each, optimizer_class), given.steps) for name, each in strategies.items()}
         comparison = compare(steps, rounds=given.rounds, warmup=5)
         print(f"a training step with {kind}, plain: {comparison.median('plain') * 1e6:.0f} µs")
         for name in list(strategies)[1:]:
-            met &= _report(name, _more_us(comparison, name), _STEP_US)
+            met &= _report(name, _extra_us(comparison, name), _STEP_US)
 
     def nothing() -> None:
         pass
@@ -92,7 +92,7 @@ def main() -> int:
         {"plain": timed(nothing, 1000), "default": timed(lambda: default.run(nothing), 1000)}, rounds=given.rounds
     )
     print("an empty function")
-    met &= _report("default strategy's run", _more_us(runs, "default"), _RUN_US)
+    met &= _report("default strategy's run", _extra_us(runs, "default"), _RUN_US)
     return 0 if met else 1
 
 

@@ -40,7 +40,7 @@ RATE = 1e-6
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 
-def be_server() -> None:
+def act_as_server() -> None:
     """Serve, in a server's process, as the line on standard input says, until the next line."""
     torch.set_num_threads(1)
     settings = json.loads(sys.stdin.readline())
@@ -51,10 +51,10 @@ def be_server() -> None:
         sys.stdin.readline()
         service.close()
     else:
-        be_bare(settings)
+        act_as_bare_server(settings)
 
 
-def be_bare(settings: dict[str, Any]) -> None:
+def act_as_bare_server(settings: dict[str, Any]) -> None:
     """Answer one client on a ZeroMQ socket."""
     context: zmq.Context[Any] = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -173,7 +173,7 @@ def main() -> int:
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.server:
-        be_server()
+        act_as_server()
         return 0
     torch.set_num_threads(1)
     nbytes = options.megabytes << 20

@@ -62,7 +62,7 @@ class Cell:
         self._cells.run("%distnb stop")
 
 
-def be_rank(contender: str) -> int:
+def act_as_rank(contender: str) -> int:
     """Answer requests as a process of a contender: all_reduces, or steps of a model."""
     import torch
 
@@ -126,7 +126,7 @@ def main() -> int:
         rank="",
     )
     if given.rank:
-        return be_rank(given.rank)
+        return act_as_rank(given.rank)
     models = [*([_ALL_REDUCE] if given.two_machines else []), *given.models.split(",")]
     values: dict[str, dict[str, tuple[float, ...]]] = {model: {} for model in models}
     # The placement of a process's memory, fixed for its life, changes a step by up to a tenth. Hence several sets.

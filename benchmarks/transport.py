@@ -102,7 +102,7 @@ async def echo(link: ProgramLink) -> None:
     await end.wait()
 
 
-def be_engine() -> None:
+def act_as_engine() -> None:
     """Run an engine's process. Its settings come by standard input."""
     settings = json.loads(sys.stdin.readline())
     if settings["kind"] == OURS:
@@ -235,7 +235,7 @@ def main() -> int:
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        be_engine()
+        act_as_engine()
         return 0
 
     message = {"program": 1, "text": "x" * 500, "args": tuple(range(100)), "data": os.urandom(250)}

@@ -170,11 +170,11 @@ def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     before = _Before()
     yield
     processes.OF_MODULE.clear()
-    _be_no_notebook()
+    _forget_the_notebook()
     before.check(request.node.nodeid, ignore_offspring=False)
 
 
-def _be_no_notebook() -> None:
+def _forget_the_notebook() -> None:
     """Undo the effects of a cluster of the module, which made a notebook of this process and has ended."""
     module = sys.modules.get("distnb.runtime.this_process")
     if module is not None:

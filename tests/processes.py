@@ -56,22 +56,22 @@ def marked(mark: str = MARK) -> dict[int, psutil.Process]:
                 process = psutil.Process(int(entry.name))
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found[process.pid] = process
-            elif environment and _is_of_others(environment, entry.path):
+            elif environment and _belongs_to_others(environment, entry.path):
                 others.add(known)
     _of_others.clear()
     _of_others.update(others)
     return found
 
 
-def _is_of_others(environment: bytes, entry: str) -> bool:
+def _belongs_to_others(environment: bytes, entry: str) -> bool:
     """Return whether a process belongs to another worker, or is older than this one: none of ours begins like that."""
     theirs = environment.partition(f"{MARK_NAME}=".encode())[2].partition(b"\0")[0].decode()
     if theirs:
         return not MARK.startswith(theirs) and not theirs.startswith(MARK)
-    return _begin_of(entry) < _begin_of("/proc/self")
+    return _start_time_of(entry) < _start_time_of("/proc/self")
 
 
-def _begin_of(entry: str) -> int:
+def _start_time_of(entry: str) -> int:
     return int(Path(entry, "stat").read_text().rpartition(")")[2].split()[19])
 
 
@@ -81,7 +81,7 @@ def _parent_of(entry: str) -> int:
 
 def children_of_this_run() -> dict[int, psutil.Process]:
     """Return `marked()` without processes that exec'd pytest and those that live as long as this process."""
-    return {pid: p for pid, p in marked().items() if pid not in _above() and not _lives_as_long(p)}
+    return {pid: p for pid, p in marked().items() if pid not in _above() and not _ends_with_this_process(p)}
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def _above() -> set[int]:
     return {parent.pid for parent in psutil.Process().parents()}
 
 
-def _lives_as_long(process: psutil.Process) -> bool:
+def _ends_with_this_process(process: psutil.Process) -> bool:
     try:
         if process.name() == WARM_PYTHON:
             return True

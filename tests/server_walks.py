@@ -28,7 +28,7 @@ class MeantToFail(Exception):
 class WalkedCluster(Protocol):
     """The actions of a walk on a cluster, simulated or real."""
 
-    def let_pass(self, draws: random.Random) -> None:
+    def advance(self, draws: random.Random) -> None:
         """Let something happen."""
 
     def kill(self, draws: random.Random) -> None:
@@ -55,7 +55,7 @@ class WalkedCluster(Protocol):
     def replace_server(self, server: int) -> None:
         """Replace a lost server by another one, which holds nothing."""
 
-    def come_to_rest(self) -> None:
+    def drain(self) -> None:
         """Let everything happen that is under way."""
 
 
@@ -236,7 +236,7 @@ class Walk:
         """Return the possible moves of the walk, with weights."""
         return [
             (10, self.schedule),
-            (8, self.let_pass),
+            (8, self.advance),
             (3, self.schedule_other),
             (4, self.read),
             (4, self.change),
@@ -266,7 +266,7 @@ class Walk:
                 self.story.append("it failed")
                 self.finish()
         self.cluster.go_on()
-        self.cluster.come_to_rest()  # workers that were given up on come to an end
+        self.cluster.drain()  # workers that were given up on come to an end
         self.check()
 
     # Moves of the user ----------------------------------------------------------------------------------------------
@@ -303,8 +303,8 @@ class Walk:
     def fail(self) -> None:
         self.schedule(fails=True)
 
-    def let_pass(self) -> None:
-        self.cluster.let_pass(self.draws)
+    def advance(self) -> None:
+        self.cluster.advance(self.draws)
 
     def change(self) -> None:
         """Change something on the coordinator."""

@@ -317,7 +317,7 @@ class SimulatedCluster:
         self._processes += 1
         self.workers[index] = SimulatedWorker(self, index, self._processes)
 
-    def let_pass(self, draws: random.Random) -> None:
+    def advance(self, draws: random.Random) -> None:
         """Let some things happen."""
         for _ in range(draws.randint(1, 40)):
             self.step()
@@ -373,7 +373,7 @@ class SimulatedCluster:
                 worker.given_up.add(program)
                 self.link.deliver(ClosureGivenUp(worker.index, program))
 
-    def come_to_rest(self) -> None:
+    def drain(self) -> None:
         """Let everything happen that is under way."""
         self.until(lambda: not self.step())
 

@@ -44,7 +44,7 @@ _WORK = {
 }
 
 
-def be_rank(rank: str) -> int:
+def act_as_rank(rank: str) -> int:
     """Answer requests as the coordinator of a contender, "NAME/WORKERS/SERVERS", with the seconds of one step."""
     contender, workers, servers = rank.split("/")
     module, _, connect = _MODULES[contender].partition(":")
@@ -101,7 +101,7 @@ def main() -> int:
     """Run the benchmark. Return 1 if a target is missed."""
     given = options(__doc__, rounds=5, seconds=1.5, only="", workers="", without="", rank="")
     if given.rank:
-        return be_rank(given.rank)
+        return act_as_rank(given.rank)
     clusters = [("closures", Cluster(2, 1))]
     clusters += [(model, Cluster(2, servers)) for model in ("mlp", "embedding") for servers in (1, 2)]
     clusters += [(work, Cluster(workers, 1)) for work in _WORK for workers in (1, 3, 4)]

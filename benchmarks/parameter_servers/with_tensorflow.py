@@ -23,7 +23,7 @@ from benchmarks.parameter_servers.work import (
 __all__ = ["connect"]
 
 
-def _be_task(addresses: dict[str, list[str]], job: str, index: int) -> Any:
+def _act_as_task(addresses: dict[str, list[str]], job: str, index: int) -> Any:
     # With fewer threads between operations, functions that wait for those of others can block each other.
     config = tf.compat.v1.ConfigProto(
         intra_op_parallelism_threads=1, inter_op_parallelism_threads=len(addresses["worker"]) + 1
@@ -38,7 +38,7 @@ def connect(cluster: Cluster) -> Callable[[str], Callable[[int], object]]:
     addresses = {"worker": ports[: cluster.workers], "ps": ports[cluster.workers :]}
     for job, urls in addresses.items():
         for index in range(len(urls)):
-            start_process(_be_task, addresses, job, index)
+            start_process(_act_as_task, addresses, job, index)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(addresses), rpc_layer="grpc")
     # A table has a shard on each server. The MLP's variables, all smaller, are assigned to servers whole.

@@ -7,7 +7,7 @@ import os
 import pytest
 
 
-def _why_not() -> str | None:
+def _reason_to_skip() -> str | None:
     try:
         import torch
     except ImportError as error:
@@ -24,5 +24,5 @@ def _why_not() -> str | None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _cuda() -> None:
-    if reason := _why_not():
+    if reason := _reason_to_skip():
         pytest.skip(reason)

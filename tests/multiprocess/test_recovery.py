@@ -26,7 +26,7 @@ def notebook() -> Iterator[Notebook]:
 
 
 @pytest.fixture(autouse=True)
-def _engines_are_the_module_s(notebook: Notebook) -> Iterator[None]:
+def _module_owns_the_engines(notebook: Notebook) -> Iterator[None]:
     yield
     processes.OF_MODULE.update(notebook.value("[row.pid for row in cluster.status()]"))
 

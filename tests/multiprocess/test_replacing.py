@@ -26,7 +26,7 @@ def session() -> Iterator[Session]:
 
 
 @pytest.fixture(autouse=True)
-def _engines_are_the_module_s(session: Session) -> Iterator[None]:
+def _module_owns_the_engines(session: Session) -> Iterator[None]:
     yield
     OF_MODULE.update(row.pid for row in (session.status() if session.alive else ()))
 

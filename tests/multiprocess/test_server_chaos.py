@@ -76,7 +76,7 @@ class Training:
 class RealCluster:
     """A walk's actions on the processes of a cluster."""
 
-    def let_pass(self, draws: random.Random) -> None:
+    def advance(self, draws: random.Random) -> None:
         time.sleep(draws.uniform(0, 0.03))
 
     def kill(self, draws: random.Random) -> None:
@@ -111,7 +111,7 @@ class RealCluster:
     def replace_server(self, server: int) -> None:
         require().restart(missing=True)
 
-    def come_to_rest(self) -> None:
+    def drain(self) -> None:
         self.go_on()
         under_way = running_coordinators()[0]._link._under_way  # type: ignore[attr-defined]
         wait_until(lambda: not under_way, _WITHIN_S)
@@ -166,7 +166,7 @@ def kill(engine: int) -> None:
     os.kill(require().status()[engine].pid, signal.SIGKILL)
 
 
-def hold_chaos(training: Training, seconds: float, every_s: float, at_once: int, least: int = 0) -> tuple[int, int]:
+def run_chaos(training: Training, seconds: float, every_s: float, at_once: int, least: int = 0) -> tuple[int, int]:
     """Train for some time, until this many workers were killed and have come back.
 
     Return the numbers of closures and of kills.
@@ -217,7 +217,7 @@ def test_counts_are_exact_in_many_random_walks(training: Training) -> None:
 
 @pytest.mark.soak
 def test_closures_of_killed_workers_run_exactly_once(training: Training) -> None:
-    count, _ = hold_chaos(training, 10, 0.5, 1, least=2)
+    count, _ = run_chaos(training, 10, 0.5, 1, least=2)
     assert training.coordinator.status().retried >= 1
     values = [training.coordinator.schedule(training.step(), args=(count + each, 0.0)) for each in range(300)]
     training.losses.reset()
@@ -230,7 +230,7 @@ def test_closures_of_killed_workers_run_exactly_once(training: Training) -> None
 @pytest.mark.parametrize(("at_once", "every_s"), [(1, 3.0), (2, 3.0), (3, 10.0)])
 def test_a_minute_of_chaos_loses_no_closure(training: Training, at_once: int, every_s: float) -> None:
     """Give new workers time to load libraries if all have been killed."""
-    count, kills = hold_chaos(training, 60, every_s, at_once)
+    count, kills = run_chaos(training, 60, every_s, at_once)
     assert kills >= 4 * at_once
     assert count >= 200
     assert float(training.losses.compute()) < 0.15

@@ -38,13 +38,13 @@ def cases() -> list[Any]:
     """Return programs under words. The way names the fixture's run for the comparison."""
     programs = [path.stem for path in sorted(PROGRAMS.glob("*.py"))]
     return [
-        pytest.param(program, REFERENCE, word, marks=[] if few_enough(program, word) else pytest.mark.soak)
+        pytest.param(program, REFERENCE, word, marks=[] if runs_by_default(program, word) else pytest.mark.soak)
         for program in programs
         for word in WORDS
     ]
 
 
-def few_enough(program: str, word: str) -> bool:
+def runs_by_default(program: str, word: str) -> bool:
     # On one machine the last word's replicas do what those of "mirrored" do.
     return word in ("default", "mirrored") or (program in EVERYWHERE and word != "multi_worker")
 

@@ -167,7 +167,7 @@ def a_half_done_step_is_made_equal(r: Replica) -> None:
 
 
 @case
-def a_replica_that_took_a_lost_ones_place(r: Replica) -> None:
+def a_replacement_of_a_lost_replica(r: Replica) -> None:
     """Give a replacement replica copies of some models in a different order, with the places that identify them."""
     pairs = [r.make(mlp, seed) for seed in range(3)]
     kept = [pairs[2], pairs[0]]
