@@ -33,7 +33,7 @@ from distnb.runtime.servers import roles
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.here import servers_here
 from distnb.runtime.servers.server_messages import ServerReply, ServerRequest
-from distnb.runtime.servers.store import ShardStore
+from distnb.runtime.servers.storage.store import ShardStore
 from distnb.wire.closure_messages import NO_FENCE, Fence, RunClosure
 from distnb.wire.messages import ErrorReport, Reply
 

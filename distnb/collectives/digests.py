@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import xxhash
 
-from distnb.objects.memory import bytes_of
+from distnb.objects.memory.blocks import bytes_of
 
 __all__ = ["digest", "digest_of_text"]
 

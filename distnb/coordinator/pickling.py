@@ -13,9 +13,9 @@ import torch
 
 from distnb.coordinator.libraries import libraries, library_of, parts_of
 from distnb.errors import CannotTravelError
-from distnb.objects.code import source_of
+from distnb.objects.code.definitions import source_of
+from distnb.objects.memory.tensor_bytes import reduce_tensor
 from distnb.objects.packing import out_of_band
-from distnb.objects.tensor_bytes import reduce_tensor
 
 if TYPE_CHECKING:
     from distnb.coordinator.packer import ClosurePacker

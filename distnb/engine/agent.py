@@ -45,7 +45,7 @@ from distnb.engine.warming import warm_up_when_idle
 from distnb.errors import CollectiveError, ProgramAborted
 from distnb.input import dataset as datasets
 from distnb.input.sources import workers
-from distnb.objects import spawned_processes
+from distnb.objects.code import spawned_processes
 from distnb.objects.packing import Packed
 from distnb.runtime import spmd, step_count
 from distnb.runtime.inspection import inspecting

@@ -15,7 +15,7 @@ from typing import Any
 
 from distnb.compat import patches
 from distnb.errors import ContextError
-from distnb.objects.code import content_of, names_of_code
+from distnb.objects.code.definitions import content_of, names_of_code
 
 __all__ = ["install"]
 

@@ -24,7 +24,7 @@ from distnb.runtime.randomness import streams
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.client import Servers
 from distnb.runtime.servers.here import servers_here
-from distnb.runtime.servers.service import Service
+from distnb.runtime.servers.storage.service import Service
 from distnb.topology import PS, Device, Team
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink

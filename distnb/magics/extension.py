@@ -22,7 +22,7 @@ from distnb.magics.stop_handler import StopHandler
 from distnb.magics.tracebacks import presented
 from distnb.notebook import compose
 from distnb.notebook.views.front_end import FrontEnd
-from distnb.objects import spawned_processes
+from distnb.objects.code import spawned_processes
 from distnb.objects.modes import cell_began
 from distnb.widgets.front import Front
 from distnb.widgets.panel.side_panel import SidePanel

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from distnb.errors import ContextError
 from distnb.magics.tracebacks import presented
-from distnb.objects.code import content_of
+from distnb.objects.code.definitions import content_of
 from distnb.options import StrategySpec
 from distnb.wire.messages import UsersFunction
 

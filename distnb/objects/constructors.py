@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from typing import Any
 
-from distnb.objects.memory import MemoryBlock
+from distnb.objects.memory.blocks import MemoryBlock
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.rng_state import generator_state, set_generator_state
 

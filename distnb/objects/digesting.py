@@ -24,11 +24,12 @@ import xxhash
 
 from distnb.compat import accelerate_internals, transformers_internals
 from distnb.errors import CannotTravelError
-from distnb.objects import code, constructors, keras_archives
+from distnb.objects import constructors, keras_archives
+from distnb.objects.code import definitions
+from distnb.objects.code.hidden_functions import functions_within, hides_parts
 from distnb.objects.constructors import ByOpener
-from distnb.objects.hidden_functions import functions_within, hides_parts
-from distnb.objects.mapped_files import file_of, window_of
-from distnb.objects.memory import MemoryBlock, bytes_of, dense_tensor, is_stored
+from distnb.objects.memory.blocks import MemoryBlock, bytes_of, dense_tensor, is_stored
+from distnb.objects.memory.mapped_files import file_of, window_of
 from distnb.objects.placeholder import Placeholder, cure_for, is_unsendable, label_of, refusal
 from distnb.objects.plain import is_importable
 from distnb.objects.world_bound import is_training_arguments, is_world_bound
@@ -73,7 +74,7 @@ class Side:
 
     user_ns: dict[str, Any]
     references: References
-    classes: code.Classes = field(default_factory=code.Classes)
+    classes: definitions.Classes = field(default_factory=definitions.Classes)
     copying: bool = False
 
 
@@ -101,11 +102,11 @@ class Digests:
 
     def into(self, function: types.FunctionType) -> None:
         """Note what a function of the namespace reads."""
-        used = code.names_of_code(function.__code__)
+        used = definitions.names_of_code(function.__code__)
         self.names |= used.names
         self.attributes |= used.attributes
         self.dynamic = self.dynamic or used.dynamic
-        found = code.source_of(function.__code__)
+        found = definitions.source_of(function.__code__)
         if found is not None:
             self.sources[found[0]] = found[1]
 
@@ -264,12 +265,12 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         if function.__globals__ is self.side.user_ns:
             self.seen.into(function)
         reference = self.reference(function)
-        return reference if reference is not None else code.reduce_function(function, self.side.user_ns)
+        return reference if reference is not None else definitions.reduce_function(function, self.side.user_ns)
 
     def a_class(self, cls: type) -> Any:
         """Reduce a class by its name, or note that it has a digest of its own."""
-        if cls is self.digested_class or not code.is_by_value(cls):
-            return code.reduce_class(cls, self.side.classes)
+        if cls is self.digested_class or not definitions.is_by_value(cls):
+            return definitions.reduce_class(cls, self.side.classes)
         identity = self.side.classes.id_of(cls)
         self.seen.classes[f"%{identity}"] = cls
         return content, ("class", identity)
@@ -285,7 +286,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         if is_importable(cached):
             return NotImplemented
         state = {key: value for key, value in cached.__dict__.items() if key != "__wrapped__"}
-        return code.make_cache, (cached.__wrapped__, cached.cache_parameters()), state
+        return definitions.make_cache, (cached.__wrapped__, cached.cache_parameters()), state
 
     def instance(self, obj: Any) -> Any:
         """Any other object: as it says itself, or a placeholder."""
@@ -473,7 +474,7 @@ _PLAIN_DTYPES = _PlainDtypes()
 
 _RULES: dict[type, Callable[[Any, Any], Any]] = {
     types.FunctionType: lambda pickler, obj: pickler.function(obj),
-    types.CellType: lambda pickler, obj: code.reduce_cell(obj),
+    types.CellType: lambda pickler, obj: definitions.reduce_cell(obj),
     types.CodeType: lambda pickler, obj: NotImplemented,
     functools._lru_cache_wrapper: lambda pickler, obj: pickler.cache(obj),
     functools.cached_property: lambda pickler, obj: (
@@ -481,7 +482,7 @@ _RULES: dict[type, Callable[[Any, Any], Any]] = {
         (obj.func,),
         {"attrname": obj.attrname, "__doc__": obj.__doc__},
     ),
-    typing.TypeVar: lambda pickler, obj: code.reduce_type_variable(obj, pickler.side.classes),
+    typing.TypeVar: lambda pickler, obj: definitions.reduce_type_variable(obj, pickler.side.classes),
     weakref.ref: lambda pickler, obj: (weakref.ref, (obj(),)),
     MemoryBlock: lambda pickler, obj: pickler.memory(obj),
     ByOpener: lambda pickler, obj: obj.name,

@@ -35,10 +35,10 @@ from typing import Any
 
 import cloudpickle
 
-from distnb.objects import code
+from distnb.objects.code import definitions
 from distnb.objects.constructors import ByOpener
-from distnb.objects.mapped_files import is_same_window
-from distnb.objects.memory import MemoryBlock, is_stored
+from distnb.objects.memory.blocks import MemoryBlock, is_stored
+from distnb.objects.memory.mapped_files import is_same_window
 from distnb.objects.placeholder import Placeholder
 
 __all__ = ["ATOMS", "Merge"]
@@ -115,8 +115,8 @@ class Merge:
 
     def classes(self, held: Iterable[tuple[type, dict[str, Any]]], made: Iterable[type]) -> None:
         """Bring classes up to date: those that were here with a state that arrived, new ones with their own."""
-        for cls, state in [*held, *((each, code.class_state(each)) for each in made)]:
-            old = code.class_state(cls)
+        for cls, state in [*held, *((each, definitions.class_state(each)) for each in made)]:
+            old = definitions.class_state(cls)
             for name in old.keys() - state.keys():
                 if not name.startswith("__"):
                     with contextlib.suppress(Exception):  # whatever the user's metaclass raises
@@ -222,15 +222,15 @@ class Merge:
         return target
 
     def _cell(self, new: Any, target: Any) -> Any:
-        content = self.merged(code.content_of(new))
-        if content is not code.EMPTY:
+        content = self.merged(definitions.content_of(new))
+        if content is not definitions.EMPTY:
             target.cell_contents = content
         return target
 
     def _function(self, new: Any, target: Any) -> Any:
         if target is not new and target.__code__ != new.__code__:
             target.__code__ = new.__code__
-        state = {name: self.merged(value) for name, value in code.function_state(new).items()}
+        state = {name: self.merged(value) for name, value in definitions.function_state(new).items()}
         attributes = state.pop("__dict__")
         for name, value in state.items():
             if getattr(target, name) is not value:
@@ -239,14 +239,14 @@ class Merge:
             target.__dict__.clear()
             target.__dict__.update(attributes)
         for cell, own in zip(new.__closure__ or (), target.__closure__ or (), strict=False):
-            content = self.merged(code.content_of(cell))
-            if content is not code.EMPTY:
+            content = self.merged(definitions.content_of(cell))
+            if content is not definitions.EMPTY:
                 own.cell_contents = content
         return target
 
     def _cache(self, new: Any, target: Any) -> Any:
         function = self.merged(new.__wrapped__)
-        return target if function is target.__wrapped__ else code.make_cache(function, new.cache_parameters())
+        return target if function is target.__wrapped__ else definitions.make_cache(function, new.cache_parameters())
 
     def _exception(self, new: Any, target: Any) -> Any:
         target.args = self.merged(new.args)

@@ -32,10 +32,10 @@ from typing import Any
 
 from distnb.compat import cloudpickle_internals
 from distnb.errors import CannotTravelError
-from distnb.objects import code
+from distnb.objects.code import definitions
 from distnb.objects.constructors import ByOpener, open_storage
 from distnb.objects.digesting import Side
-from distnb.objects.memory import MemoryBlock
+from distnb.objects.memory.blocks import MemoryBlock
 from distnb.objects.packing import OFFSET_BITS, Packed
 from distnb.objects.placeholder import Placeholder, label_of
 
@@ -222,7 +222,7 @@ class Opener:
         return found
 
 
-def _new_class(kind: str, args: tuple[Any, ...], classes: code.Classes) -> type:
+def _new_class(kind: str, args: tuple[Any, ...], classes: definitions.Classes) -> type:
     bases = args[0] if kind == "enum" else args[2]
     # A class that arrives is not a new definition: its bases are not notified, just as no instance is initialised.
     every = {each for base in bases if isinstance(base, type) for each in base.__mro__ if each in classes}

@@ -12,10 +12,10 @@ from typing import Any
 
 import xxhash
 
-from distnb.objects import code, constructors
+from distnb.objects import constructors
+from distnb.objects.code import definitions
 from distnb.objects.digesting import INLINE_NBYTES, Digester, Side, on_accelerator
-from distnb.objects.mapped_files import file_of, identity_of, open_mapped_file, open_mapped_view, window_of
-from distnb.objects.memory import (
+from distnb.objects.memory.blocks import (
     MemoryBlock,
     MemoryBlocks,
     array_window,
@@ -24,6 +24,7 @@ from distnb.objects.memory import (
     is_stored,
     tensor_window,
 )
+from distnb.objects.memory.mapped_files import file_of, identity_of, open_mapped_file, open_mapped_view, window_of
 from distnb.objects.placeholder import Placeholder, cure_for, refusal
 
 __all__ = ["OFFSET_BITS", "Packed", "Packer", "out_of_band"]
@@ -187,7 +188,7 @@ class Packer(Digester):
         return made if state == (False, None, None) else (*made, state, None, None, constructors.fill_tensor)
 
     def a_class(self, cls: type) -> Any:
-        return code.reduce_class(cls, self.side.classes)
+        return definitions.reduce_class(cls, self.side.classes)
 
     def transform(self, transform: Any) -> Any:
         return self.instance(transform)

@@ -40,9 +40,9 @@ from typing import Any
 
 import xxhash
 
-from distnb.objects.code import parts_of
+from distnb.objects.code.definitions import parts_of
 from distnb.objects.digesting import Digester, Digests, Side
-from distnb.objects.memory import MemoryBlock, MemoryBlocks
+from distnb.objects.memory.blocks import MemoryBlock, MemoryBlocks
 from distnb.objects.merging import ATOMS, Merge
 from distnb.objects.opening import Opener, is_lost, pairs_in
 from distnb.objects.packing import OFFSET_BITS, Packed, Packer

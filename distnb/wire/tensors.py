@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
+from distnb.objects.memory.tensor_bytes import reduce_tensor
 from distnb.objects.packing import out_of_band
-from distnb.objects.tensor_bytes import reduce_tensor
 from distnb.wire.codec import Frame
 
 __all__ = ["encode_tensors"]

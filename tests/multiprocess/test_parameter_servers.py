@@ -29,7 +29,7 @@ from distnb.errors import MessageError, ServerLost, StructureError
 from distnb.runtime.servers import client as clients
 from distnb.runtime.servers.client import Servers
 from distnb.runtime.servers.server_messages import Address, Create, Describe, MakeOptimizer, Pull, PullRows, WriteShard
-from distnb.runtime.servers.service import Service
+from distnb.runtime.servers.storage.service import Service
 from distnb.wire import recycled_memory, unix_socket
 from distnb.wire.codec import encode
 from tests import warm_python
@@ -44,7 +44,7 @@ _WITHIN_S = 60.0
 
 SERVER = """
 import json, os, sys
-from distnb.runtime.servers.service import Service
+from distnb.runtime.servers.storage.service import Service
 
 settings = json.loads(os.environ["SETTINGS"])
 service = Service(settings["directory"], client_public=settings["public"], host=settings["host"])

@@ -6,7 +6,7 @@ import linecache
 
 import pytest
 
-from distnb.objects.code import source_of
+from distnb.objects.code.definitions import source_of
 
 
 def test_equal_code_in_two_cells_keeps_its_own_source(monkeypatch: pytest.MonkeyPatch) -> None:

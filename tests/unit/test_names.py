@@ -1,14 +1,16 @@
-"""Every class and every module of distnb has a name of its own."""
+"""Every class and every module of distnb has a name of its own, and no folder holds too many modules."""
 
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import distnb
 
 ROOT = Path(distnb.__path__[0])
+
+MODULES_PER_FOLDER = 15
 
 SHARED_MODULE_NAMES = {
     "__main__": "Python gives it to what `python -m` runs",
@@ -54,3 +56,8 @@ def test_no_two_modules_share_a_name() -> None:
 
 def test_every_allowed_shared_name_is_shared() -> None:
     assert set(shared(modules())) == set(SHARED_MODULE_NAMES)
+
+
+def test_no_folder_holds_more_modules_than_a_reader_can_survey() -> None:
+    counts = Counter(path.parent for path in ROOT.rglob("*.py") if path.name != "__init__.py")
+    assert {str(folder) for folder, count in counts.items() if count > MODULES_PER_FOLDER} == set()

@@ -120,7 +120,7 @@ before = found()
 from distnb.collectives.group.world import TorchDistributed
 from distnb.collectives.gradients import backward_passes, parameter_groups
 from distnb.engine import launched_processes
-from distnb.objects import spawned_processes
+from distnb.objects.code import spawned_processes
 from distnb.runtime.consistency import loader_batches
 from distnb.runtime.scopes import metric_binding, sync_batch_norm
 TorchDistributed().install()

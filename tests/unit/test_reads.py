@@ -6,7 +6,7 @@ import builtins
 
 import pytest
 
-from distnb.objects.reads import names_read
+from distnb.objects.code.reads import names_read
 
 _BUILTINS = frozenset(dir(builtins)) | {"get_ipython", "__annotations__"}
 

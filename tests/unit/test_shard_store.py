@@ -27,7 +27,7 @@ from distnb.runtime.servers.server_messages import (
     StepOptimizer,
     WriteShard,
 )
-from distnb.runtime.servers.store import ShardStore
+from distnb.runtime.servers.storage.store import ShardStore
 from distnb.wire.closure_messages import NO_FENCE, Fence
 
 W, B, TABLE = (0, 0), (1, 0), (2, 3)

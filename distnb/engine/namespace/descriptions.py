@@ -14,9 +14,9 @@ import torch
 from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.engine.namespace.surveys import ContentSurveyor, DataSurveyor
 from distnb.errors import CannotTravelError
-from distnb.objects.code import is_code
+from distnb.objects.code.definitions import is_code
 from distnb.objects.digesting import Digests
-from distnb.objects.memory import dense_tensor, is_stored
+from distnb.objects.memory.blocks import dense_tensor, is_stored
 from distnb.objects.plain import SCALARS, is_importable, is_plain
 from distnb.runtime.scopes.mirrored_objects import is_apart, is_mirrored, is_read_together
 from distnb.values import DistributedValues, structure

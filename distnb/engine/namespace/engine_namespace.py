@@ -16,7 +16,7 @@ from distnb.engine.namespace.copied_objects import Origin, register_copied
 from distnb.engine.namespace.descriptions import Describer
 from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, ObjectsOfTeams
 from distnb.engine.namespace.imported_modules import ModuleReloader
-from distnb.objects.code import is_code
+from distnb.objects.code.definitions import is_code
 from distnb.objects.constructors import open_module
 from distnb.objects.modes import Environment, Moment, apply_environment, capture_environment, outside_inference
 from distnb.objects.packing import Packed

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distnb.objects.code import Classes
+from distnb.objects.code.definitions import Classes
 from distnb.objects.digesting import Side
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.tracking import Tracker

@@ -16,9 +16,9 @@ from typing import Any
 
 from distnb.engine.namespace.engine_objects import EngineObjects
 from distnb.errors import CannotTravelError
-from distnb.objects.code import is_code
+from distnb.objects.code.definitions import is_code
 from distnb.objects.digesting import Digester, Digests, content
-from distnb.objects.memory import dense_tensor
+from distnb.objects.memory.blocks import dense_tensor
 from distnb.objects.merging import ATOMS
 from distnb.wire.messages import ObjectId
 

@@ -12,9 +12,9 @@ from distnb.notebook.handles.handle import HANDLES, RemoteState, state_of_handle
 from distnb.notebook.namespace.handle_operations import HandleOperations
 from distnb.notebook.namespace.tracked_objects import MISSING
 from distnb.notebook.namespace.user_names import user_names
-from distnb.objects.code import content_of, names_of_code
+from distnb.objects.code.definitions import content_of, names_of_code
+from distnb.objects.code.reads import Reads
 from distnb.objects.placeholder import Placeholder
-from distnb.objects.reads import Reads
 from distnb.values import Mirrored
 
 __all__ = ["LocalCopies"]

@@ -23,11 +23,11 @@ from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.namespace.tracked_teams import TrackedTeams
 from distnb.notebook.namespace.user_names import user_names
 from distnb.notebook.output.wording import cell_name
-from distnb.objects.code import Classes, is_code, is_simple
+from distnb.objects.code.definitions import Classes, is_code, is_simple
+from distnb.objects.code.reads import names_read
 from distnb.objects.modes import capture_environment
 from distnb.objects.packing import Packed
 from distnb.objects.plain import is_plain
-from distnb.objects.reads import names_read
 from distnb.options import DATA_LIMIT_NBYTES
 from distnb.topology import Team
 from distnb.values import DistributedValues

@@ -11,7 +11,7 @@ from distnb.notebook.handles.handle import HANDLES, RemoteState, change_kind, ma
 from distnb.notebook.namespace.differences import differing
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.output.wording import human_bytes
-from distnb.objects.code import is_code
+from distnb.objects.code.definitions import is_code
 from distnb.objects.modes import Environment, apply_environment
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder

@@ -9,7 +9,7 @@ from typing import Any
 from distnb.errors import CannotTravelError, DistnbError
 from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.bound_names import BoundNames
-from distnb.objects.code import Classes
+from distnb.objects.code.definitions import Classes
 from distnb.objects.digesting import Side
 from distnb.objects.modes import Environment
 from distnb.objects.tracking import Tracker

@@ -13,7 +13,7 @@ import torch
 from distnb.collectives.digests import digest_of_text
 from distnb.collectives.verify import callsite
 from distnb.compat import torch_internals
-from distnb.objects.memory import dense_tensor, is_stored
+from distnb.objects.memory.blocks import dense_tensor, is_stored
 from distnb.runtime.inspection.images import picture_of, tensor_picture
 from distnb.runtime.inspection.statistics import MOST_ELEMENTS, digest_of, local_part, norms, statistics_of
 from distnb.runtime.scopes.registration import is_scope_buffer

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from distnb.collectives.gradients.parameter_groups import find_mirror
 from distnb.errors import ContextError
-from distnb.objects.code import content_of, names_of_code
+from distnb.objects.code.definitions import content_of, names_of_code
 from distnb.runtime import contexts
 from distnb.runtime.scopes.made_objects import CHANGES, own_parameters
 from distnb.variables.variable import Variable

@@ -16,7 +16,7 @@ import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from distnb.objects.code import DYNAMIC, DYNAMIC_ATTRIBUTES, names_of_code, own_names
+from distnb.objects.code.definitions import DYNAMIC, DYNAMIC_ATTRIBUTES, names_of_code, own_names
 
 __all__ = ["Reads", "names_read"]
 

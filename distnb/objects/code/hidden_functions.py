@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from distnb.objects.code import content_of
+from distnb.objects.code.definitions import content_of
 from distnb.objects.plain import ATOMS, is_importable
 
 __all__ = ["functions_within", "hides_parts"]

@@ -1,7 +1,7 @@
 """The pickled form of a single tensor: its bytes on the host, as a buffer of their own.
 
 Closures and the messages of parameter servers use it. Cells send tensors as windows on their storage instead
-(`distnb.objects.memory`), because views of one storage must share memory where they arrive.
+(`distnb.objects.memory.blocks`), because views of one storage must share memory where they arrive.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from distnb.objects.memory import bytes_of, dense_tensor
+from distnb.objects.memory.blocks import bytes_of, dense_tensor
 
 __all__ = ["open_tensor", "reduce_tensor"]
 

@@ -13,7 +13,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from distnb.errors import MessageError, RemoteError
 from distnb.runtime.servers.server_messages import Address, ServerReply, ServerRequest
-from distnb.runtime.servers.store import ShardStore
+from distnb.runtime.servers.storage.store import ShardStore
 from distnb.wire.channel import OneClientKey, Peers, bind_router
 from distnb.wire.tensors import encode_tensors
 from distnb.wire.unix_socket import Listener

@@ -10,7 +10,6 @@ import torch
 
 from distnb.errors import ClosureCancelled, OptionError, StaleHandleError
 from distnb.objects.modes import apply_environment
-from distnb.runtime.servers.optimizers import ServerOptimizer
 from distnb.runtime.servers.server_messages import (
     Create,
     Describe,
@@ -29,6 +28,7 @@ from distnb.runtime.servers.server_messages import (
     Token,
     WriteShard,
 )
+from distnb.runtime.servers.storage.optimizers import ServerOptimizer
 from distnb.variables import scattering
 from distnb.variables.settings import value_for
 from distnb.wire.closure_messages import Fence

@@ -1,0 +1,1 @@
+"""Functions and classes by value, and the names that a text reads."""
