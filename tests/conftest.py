@@ -55,16 +55,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 for _ignored in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(_ignored, signal.SIG_DFL)
 
-# Without byte code (PYTHONDONTWRITEBYTECODE), each of about a thousand processes would compile the package.
+# Without byte code (PYTHONDONTWRITEBYTECODE), each of about a thousand processes would compile the package, and each
+# worker would rewrite the assertions of all tests.
+sys.dont_write_bytecode = False
 if "PYTEST_XDIST_WORKER" not in os.environ:
     compileall.compile_dir(Path(__file__).parents[1] / "distnb", quiet=2)
 
 _KEPT = ("pytest-of-", "torchinductor_")  # pytest's tmp_path, and torch.compile's cache
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.collect()
-    gc.freeze()  # tests collect garbage again and again, and none of the objects so far is garbage
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -167,6 +164,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    gc.collect()
+    gc.freeze()  # its tests collect garbage again and again, and no object so far is garbage: most are of libraries
     before = _Before()
     yield
     processes.OF_MODULE.clear()

@@ -83,15 +83,13 @@ def files_to_check() -> list[Path]:
     return [path for path in paths if not any(fnmatch(str(path.relative_to(ROOT)), pattern) for pattern in to_do)]
 
 
-def faults_in(source: str) -> list[Fault]:
-    """Return the faults in the docstrings and comments of a module's source, by line."""
-    tree = ast.parse(source)
-    return sorted([*_first_words(tree), *_forbidden_words(tree, source)])
-
-
-def name_faults_in(source: str) -> list[Fault]:
-    """Return the names that a module's source defines and that contain a forbidden word, by line."""
-    return sorted({fault for line, name in _names(ast.parse(source)) if (fault := _name_fault(line, name))})
+def faults_in(source: str, *, names: bool = False) -> list[Fault]:
+    """Return the faults in the docstrings and comments of a module's source, and in the names it defines, by line."""
+    nodes = list(ast.walk(ast.parse(source)))
+    faults = [*_first_words(nodes), *_forbidden_words(nodes, source)]
+    if names:
+        faults += {fault for line, name in _names(nodes) if (fault := _name_fault(line, name))}
+    return sorted(faults)
 
 
 def _name_fault(line: int, name: str) -> Fault | None:
@@ -103,9 +101,9 @@ def _name_fault(line: int, name: str) -> Fault | None:
     return line, name, f"Instead of '{found.group() if found else 'stand'}' name it with the field's word: {better}."
 
 
-def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the names that a module defines: functions, classes, parameters, variables, attributes and aliases."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield node.lineno, name
@@ -115,8 +113,8 @@ def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
 
 
-def _first_words(tree: ast.Module) -> Iterator[Fault]:
-    for node in ast.walk(tree):
+def _first_words(nodes: list[ast.AST]) -> Iterator[Fault]:
+    for node in nodes:
         kind = _kind(node)
         if kind is None or (text := ast.get_docstring(node)) is None:  # type: ignore[arg-type]
             continue
@@ -145,9 +143,12 @@ def _docstring_line(node: ast.AST) -> int:
     return node.body[0].lineno  # type: ignore[attr-defined, no-any-return]
 
 
-def _forbidden_words(tree: ast.Module, source: str) -> Iterator[Fault]:
+def _forbidden_words(nodes: list[ast.AST], source: str) -> Iterator[Fault]:
     lines = source.splitlines()
-    for first, text in [*_docstrings(tree, lines), *_comments(source)]:
+    texts = list(_docstrings(nodes, lines))
+    if any(FORBIDDEN.search(line.partition("#")[2]) for line in lines):  # else no comment has one; tokenizing is slow
+        texts += _comments(source)
+    for first, text in texts:
         # Code and quotations keep their length, so that a position still says the line.
         prose = QUOTED.sub(lambda found: re.sub(r"[^\n]", " ", found.group()), text)
         for found in FORBIDDEN.finditer(prose):
@@ -159,9 +160,9 @@ def _better(found: re.Match[str]) -> str:
     return list(WORDS.values())[int((found.lastgroup or "w0")[1:])]
 
 
-def _docstrings(tree: ast.Module, lines: list[str]) -> Iterator[tuple[int, str]]:
+def _docstrings(nodes: list[ast.AST], lines: list[str]) -> Iterator[tuple[int, str]]:
     """Yield every text that is a statement by itself: docstrings of functions, classes, modules and attributes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, "\n".join(lines[node.lineno - 1 : node.end_lineno]).replace('"""', "   ")
 
@@ -177,9 +178,10 @@ def main() -> int:
     number = 0
     for path in files_to_check():
         source, shown = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
-        faults = faults_in(source)
-        if shown.parts[0] in NAMES_CHECKED:
-            faults += [fault for fault in [_name_fault(1, path.stem)] if fault] + name_faults_in(source)
+        names = shown.parts[0] in NAMES_CHECKED
+        faults = faults_in(source, names=names)
+        if names and (fault := _name_fault(1, path.stem)):
+            faults.insert(0, fault)
         for line, text, cure in faults:
             print(f"{shown}:{line}: {text}\n    {cure}")
         number += len(faults)

@@ -1,6 +1,8 @@
-"""The checks of docstrings, comments and names: each detects its faults, and the repository passes them."""
+"""The checks of docstrings, comments and names (`make style`): each detects its faults."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -61,16 +63,36 @@ def test_plain_sentences_pass(source: str) -> None:
     ],
 )
 def test_a_forbidden_word_in_a_name_is_detected(source: str) -> None:
-    assert style.name_faults_in(source)
+    assert style.faults_in(source, names=True)
+    assert not style.faults_in(source)
 
 
 @pytest.mark.parametrize(
     "source", ["standard = shear = retold = 1", "def tell_apart(): ...", "file.tell()", "f(told=1)"]
 )
 def test_other_names_pass(source: str) -> None:
-    assert style.name_faults_in(source) == []
+    assert style.faults_in(source, names=True) == []
 
 
-def test_finished_rooms_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    status = style.main()
-    assert status == 0, capsys.readouterr().out
+def test_faults_are_reported_with_their_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(style, "ROOT", tmp_path)
+    (tmp_path / "pyproject.toml").write_text('tool.ruff.lint.per-file-ignores."distnb/old/**" = ["D401"]')
+    for name in ("distnb/new.py", "distnb/old/what.py", "tests/sent.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('"""Fine."""')
+    assert style.main() == 0
+    (tmp_path / "distnb/old/what.py").write_text('"""What is not rewritten yet."""')
+    assert style.main() == 0
+    (tmp_path / "distnb/new.py").write_text('hears = 1\n"""The engines hear of it."""')
+    (tmp_path / "tests/told.py").write_text("hears = 1")
+    capsys.readouterr()
+    assert style.main() == 1
+    shown = capsys.readouterr()
+    assert [line.split(": ")[0] for line in shown.out.splitlines()[::2]] == [
+        "distnb/new.py:2",
+        "tests/told.py:1",
+        "tests/told.py:1",
+    ]
+    assert "3 faults" in shown.err
