@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from distnb.compat.versions import private_names
+from typing import TYPE_CHECKING
 
-with private_names("ipykernel"):
+from distnb.compat import patches
+
+if TYPE_CHECKING:
     from ipykernel.kernelapp import IPKernelApp
-
-    _no_instance = IPKernelApp._instance
 
 __all__ = ["set_application"]
 
 
 def set_application(application: IPKernelApp) -> None:
     """Make `IPKernelApp.instance()` return an existing application."""
-    IPKernelApp._instance = application  # type: ignore[assignment]
+    patches.replace("ipykernel.kernelapp:IPKernelApp._instance", application)

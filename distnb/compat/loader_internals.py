@@ -12,7 +12,7 @@ from distnb.compat.versions import private_names
 with private_names("torch"):
     from torch.utils.data import DataLoader, RandomSampler
     from torch.utils.data._utils.signal_handling import _set_SIGCHLD_handler as handle_ends_of_workers
-    from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _MultiProcessingDataLoaderIter
+    from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter
 
     _get_iterator = DataLoader._get_iterator
     _shutdown_workers = _MultiProcessingDataLoaderIter._shutdown_workers
@@ -26,11 +26,10 @@ __all__ = [
     "is_shut_down",
     "kept_iterator",
     "makes_plain_iterators",
-    "next_batch",
     "reads_iterable",
-    "replace_next_batch",
     "shut_down",
     "workers",
+    "wrap_next_batch",
 ]
 
 
@@ -82,14 +81,9 @@ def shut_down(iterator: Any) -> None:
     iterator._shutdown_workers()
 
 
-def next_batch() -> Callable[[Any], Any]:
-    """Return the function that returns an iteration's next batch."""
-    return _BaseDataLoaderIter.__next__
-
-
-def replace_next_batch(function: Callable[[Any], Any]) -> None:
-    """Replace that function."""
-    patches.replace("torch.utils.data.dataloader:_BaseDataLoaderIter.__next__", function)
+def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
+    """Have an iteration's next batch returned by a call of `wrapper(function, iterator)`."""
+    patches.wrap("torch.utils.data.dataloader:_BaseDataLoaderIter.__next__", wrapper)
 
 
 def draws_as_many_as_there_are(sampler: RandomSampler) -> bool:

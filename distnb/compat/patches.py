@@ -1,39 +1,121 @@
 """The table of the functions of other libraries that distnb replaces for as long as a process lives.
 
-A room passes its replacement to `replace`. The table names the target and the reason, and `versions.TESTED` the
-versions of each library. A replacement that ends with a `with` block is not in the table, and neither are the methods
-that one file replaces in a class and in its subclasses together. `tests/unit/test_patches.py` lists both kinds.
+A room passes its replacement to `wrap` or to `replace`. Not in the table are replacements that end with a `with` block,
+those in a single object, such as a model or a shell, and the hooks of `sys`. `tests/unit/test_patches.py` lists them.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Final, NamedTuple
 
 from distnb.compat.versions import TESTED, private_names
 
-__all__ = ["PATCHES", "installed", "remove", "replace"]
+__all__ = ["PATCHES", "Patch", "installed", "remove", "replace", "wrap"]
 
 _GROUPS = "Our group stands for torch's default group: a program finds it, and gives it back instead of ending it."
+_WAITS = "torch waits in C++, where no signal ends the wait."
+_HANDLES = "A handle in the notebook is not the object that it refers to: the error says so, with the cure."
+_METRICS = "Each replica updates its own copy of a metric, and reading the metric aggregates the copies."
+_NAMES = "Metrics have Keras's method names, too."
+_VARIABLES = "Keras's torch backend ignores how the values of several replicas are combined."
+_SCOPES = "Models and metrics that were made outside the scope are refused, and distributed data is resolved."
+_PROMPTS = "A replica's prompt appears in the notebook."
 
-PATCHES: Final = {
+_TABLE: Final = {
+    # torch
     "torch.autograd:_engine_run_backward": "A backward pass aggregates the gradients of mirrored parameters.",
     "torch.nn:SyncBatchNorm.forward": "torch synchronises on GPUs only; replicas on the CPU need it, too.",
+    "torch.nn:Module.add_module": _HANDLES,
     "torch.nn.parallel:DistributedDataParallel.__init__": "It would aggregate gradients a second time.",
+    "torch.optim:Optimizer.add_param_group": _HANDLES,
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__": "The number of batches read is compared and measured.",
-    "torch.distributed:init_process_group": _GROUPS,
-    "torch.distributed:destroy_process_group": _GROUPS,
-    "torch.distributed.distributed_c10d:init_process_group": _GROUPS,
-    "torch.distributed.distributed_c10d:destroy_process_group": _GROUPS,
+    # torch.distributed
+    "torch.distributed:{init_process_group,destroy_process_group}": _GROUPS,
+    "torch.distributed.distributed_c10d:{init_process_group,destroy_process_group}": _GROUPS,
     "torch.distributed.distributed_c10d:_set_pg_timeout": "torch's own limits break the backends' connections.",
     "torch.distributed.distributed_c10d:_new_process_group_helper": "Before torch 2.13, subgroups would not be ours.",
+    "torch.distributed:Store.{get,multi_get,wait,queue_pop,barrier}": _WAITS,
+    "torch.distributed:TCPStore.__init__": _WAITS,
+    # torchmetrics
+    "torchmetrics:Metric.{__init__,__call__,reset,_wrap_update,update_called}": _METRICS,
+    "torchmetrics:MetricCollection._merge_compute_groups": "An empty or small batch does not show that states differ.",
+    "torchmetrics:Metric.{update_state,result,reset_state,reset_states,name}": _NAMES,
+    "torchmetrics:MetricCollection.{update_state,result,reset_state,reset_states}": _NAMES,
+    # Keras
+    "keras:Variable.{_initialize,_direct_assign,assign_add,assign_sub,value,__repr__}": _VARIABLES,
+    "keras.metrics:Metric.__init__": _METRICS,
+    "keras:Model.__new__": _HANDLES,
+    "keras:Sequential.add": _HANDLES,
+    "keras.models:{clone_model,save_model}": _HANDLES,
+    # In the classes that define them: Keras asks whether a model's class overrides them.
+    "keras.src.trainers.trainer:Trainer.compile": f"{_SCOPES} {_HANDLES}",
+    "keras.src.backend.torch.trainer:TorchTrainer.{fit,evaluate,predict}": _SCOPES,
+    "keras.src.backend.torch.trainer:TorchTrainer.{train_on_batch,test_on_batch,predict_on_batch}": _SCOPES,
+    "keras.layers:{Discretization,IntegerLookup,Normalization,StringLookup,TextVectorization}.adapt": (
+        "Each replica would adapt the layer to its own part of the data."
+    ),
+    "keras.utils:FeatureSpace.adapt": "Each replica would adapt it to its own part of the data.",
+    # Transformers
+    "transformers.training_args:TrainingArguments.{distributed_state,_n_gpu,accelerator_config}": (
+        "Arguments from another process determine the processes again."
+    ),
+    # Jupyter
+    "ipykernel.kernelapp:IPKernelApp._instance": "Code in an engine asks for the kernel's application.",
+    "comm:create_comm": "A replica's widgets appear in the notebook.",
+    # Python
+    "builtins:input": _PROMPTS,
+    "getpass:getpass": _PROMPTS,
+    "pdb:Pdb.{set_trace,set_trace_async}": _PROMPTS,
+    "concurrent.futures:{ThreadPoolExecutor,ProcessPoolExecutor}.submit": "A program waits for the tasks of its pools.",
     "multiprocessing.process:BaseProcess.start": "A launcher in a cell would start ranks of another group.",
     "multiprocessing.reduction:ForkingPickler.reducer_override": "Spawned processes lack the notebook's definitions.",
 }
-"""The reason for each replacement, by its target: `module:attribute` or `module:class.attribute`."""
+"""The reason for each replacement, by its target. A name in braces stands for several targets."""
 
-_ADDED = {"multiprocessing.reduction:ForkingPickler.reducer_override"}  # the library calls it if somebody defines it
+_ADDED = re.compile(
+    r"multiprocessing\.reduction:.*"  # the library calls it if somebody defines it
+    r"|torchmetrics:.*\.(update_state|result|reset_state|reset_states|name)"
+    r"|transformers\.training_args:.*"
+)
+"""Targets that the library need not have."""
+
+
+class Patch(NamedTuple):
+    """The replacement of a function.
+
+    Attributes:
+        reason: What would go wrong without it.
+        versions: The first and the last tested version of the library. It is () for Python's own modules, and for
+            `comm`, which has its users set the function.
+    """
+
+    reason: str
+    versions: tuple[str, ...]
+
+
+def _targets(pattern: str) -> list[str]:
+    """Return the targets of a line of the table: `m:C.{a,b}` stands for `m:C.a` and `m:C.b`."""
+    before, brace, rest = pattern.partition("{")
+    names, _, after = rest.partition("}")
+    return [f"{before}{name}{after}" for name in names.split(",")] if brace else [pattern]
+
+
+def _library(target: str) -> str:
+    return target.partition(":")[0].partition(".")[0]
+
+
+PATCHES: Final = {
+    target: Patch(reason, TESTED.get(_library(target), ()))
+    for pattern, reason in _TABLE.items()
+    for target in _targets(pattern)
+}
+"""The replacements by their targets: `module:attribute` or `module:class.attribute`."""
 
 
 class _Replaced(NamedTuple):
@@ -41,6 +123,7 @@ class _Replaced(NamedTuple):
     attribute: str
     was_own: bool  # False: the owner inherited the attribute, or had none
     original: Any
+    wrappers: list[Callable[..., Any]]
 
 
 _replaced: dict[str, _Replaced] = {}
@@ -52,30 +135,64 @@ def replace(target: str, replacement: Any) -> None:
     Raises:
         LibraryVersionError: The library is too old, or has no such attribute.
     """
-    assert target in PATCHES, f"{target} is missing from the table of patches"
-    module, _, path = target.partition(":")
-    *names, attribute = path.split(".")
-    library = module.partition(".")[0]
-    with private_names(library) if library in TESTED else nullcontext():
-        owner: Any = importlib.import_module(module)
-        for name in names:
-            owner = getattr(owner, name)
-        if target not in _ADDED:
-            getattr(owner, attribute)
+    owner, attribute = _find(target)
     was_own = attribute in vars(owner)
-    _replaced.setdefault(target, _Replaced(owner, attribute, was_own, vars(owner).get(attribute)))
+    _replaced.setdefault(target, _Replaced(owner, attribute, was_own, vars(owner).get(attribute), []))
     setattr(owner, attribute, replacement)
 
 
-def installed() -> tuple[str, ...]:
-    """Return the targets that are replaced in this process."""
-    return tuple(_replaced)
+def wrap(target: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a function, or the getter of a property, by a call of `wrapper(function, *args, **kwargs)`.
+
+    Wrappers of one target are nested. A wrapper that is installed already is not installed again.
+
+    Raises:
+        LibraryVersionError: The library is too old, or has no such attribute.
+    """
+    if target in _replaced and wrapper in _replaced[target].wrappers:
+        return
+    owner, attribute = _find(target)
+
+    def wrapped(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        # not a callable object: torch and others read __name__ and __code__
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(plain, *args, **kwargs)
+
+        return function
+
+    found = inspect.getattr_static(owner, attribute)
+    if isinstance(found, property):
+        assert found.fget is not None
+        replace(target, property(wrapped(found.fget)))
+    else:
+        function = wrapped(getattr(owner, attribute))
+        replace(target, staticmethod(function) if isinstance(found, staticmethod) else function)
+    _replaced[target].wrappers.append(wrapper)
 
 
-def remove() -> None:
-    """Put every original back."""
-    while _replaced:
-        _, found = _replaced.popitem()
+def _find(target: str) -> tuple[Any, str]:
+    """Return the module or class that a target belongs to, and the name of the attribute."""
+    assert target in PATCHES, f"{target} is missing from the table of patches"
+    module, _, path = target.partition(":")
+    *names, attribute = path.split(".")
+    library = _library(target)
+    with private_names(library) if library in TESTED else nullcontext():
+        owner: Any = functools.reduce(getattr, names, importlib.import_module(module))
+        if not _ADDED.fullmatch(target):
+            getattr(owner, attribute)
+    return owner, attribute
+
+
+def installed(library: str | None = None) -> list[str]:
+    """Return the targets that are replaced in this process: all, or those of one library."""
+    return [target for target in _replaced if library in (None, _library(target))]
+
+
+def remove(library: str | None = None) -> None:
+    """Put the originals back: all, or those of one library."""
+    for target in installed(library):
+        found = _replaced.pop(target)
         if found.was_own:
             setattr(found.owner, found.attribute, found.original)
         else:

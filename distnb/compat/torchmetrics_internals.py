@@ -1,10 +1,11 @@
-"""Private names of torchmetrics: states of metrics, and the methods that update, combine and group them.
+"""Private names of torchmetrics: states of metrics, and the method that combines them.
 
 Importing this loads no torchmetrics: `load` does, and checks its version.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +15,15 @@ __all__ = [
     "default_states",
     "forget_result",
     "load",
-    "merge_groups",
     "reductions",
     "replace_combine",
-    "replace_merge_groups",
-    "replace_wrap_update",
     "set_updates",
     "signature_of_update",
     "updates",
-    "wrap_update",
 ]
 
 
+@functools.cache
 def load() -> Any:
     """Import torchmetrics, and return it.
 
@@ -35,8 +33,6 @@ def load() -> Any:
     with private_names("torchmetrics"):
         import torchmetrics
 
-        wrap_update()
-        merge_groups()
         torchmetrics.Metric._sync_dist  # noqa: B018  (it is there)
     return torchmetrics
 
@@ -77,31 +73,3 @@ def signature_of_update(metric: Any) -> Any:
 def replace_combine(metric: Any, function: Callable[..., None]) -> None:
     """Replace the method that combines a metric's states over processes."""
     metric._sync_dist = function
-
-
-def wrap_update() -> Callable[..., Any]:
-    """Return the function that wraps the `update` of each new metric."""
-    from torchmetrics import Metric
-
-    return Metric._wrap_update
-
-
-def replace_wrap_update(function: Callable[..., Any]) -> None:
-    """Replace that function."""
-    from torchmetrics import Metric
-
-    Metric._wrap_update = function  # type: ignore[method-assign]
-
-
-def merge_groups() -> Callable[..., Any]:
-    """Return the method with which a collection finds metrics that can share a state."""
-    from torchmetrics import MetricCollection
-
-    return MetricCollection._merge_compute_groups
-
-
-def replace_merge_groups(function: Callable[..., None]) -> None:
-    """Replace that method."""
-    from torchmetrics import MetricCollection
-
-    MetricCollection._merge_compute_groups = function  # type: ignore[method-assign]

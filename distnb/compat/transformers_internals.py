@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Final
 
+from distnb.compat import patches
 from distnb.compat.versions import private_names
 
 __all__ = ["ARGUMENTS", "BOUND", "open_arguments", "reduce_arguments"]
@@ -60,5 +61,6 @@ def open_arguments(cls: Any) -> Any:
         base._setup_devices  # noqa: B018  (it is there)
     for name in ("distributed_state", "_n_gpu", _CONFIGURATION):
         if not isinstance(vars(base).get(name), _FoundWithDevices):
-            setattr(base, name, _FoundWithDevices(name, vars(base).get(name)))
+            replacement = _FoundWithDevices(name, vars(base).get(name))
+            patches.replace(f"transformers.training_args:TrainingArguments.{name}", replacement)
     return cls.__new__(cls)

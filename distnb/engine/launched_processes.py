@@ -8,9 +8,9 @@ DataLoader's workers, a pool that prepares data) start as usual.
 from __future__ import annotations
 
 import functools
-import multiprocessing.process
 import reprlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 from distnb.compat import patches
@@ -24,17 +24,14 @@ _LIBRARIES = ("torch", "numpy", "distnb", "multiprocessing")
 _MOST_FUNCTIONS = 200
 
 
-@functools.cache
 def install() -> None:
     """Check each process that this one starts from now on. Idempotent."""
-    start = multiprocessing.process.BaseProcess.start
+    patches.wrap("multiprocessing.process:BaseProcess.start", _checked_start)
 
-    @functools.wraps(start)
-    def checked(self: Any) -> None:
-        _check(self._target, self._args)
-        start(self)
 
-    patches.replace("multiprocessing.process:BaseProcess.start", checked)
+def _checked_start(start: Callable[[Any], None], process: Any) -> None:
+    _check(process._target, process._args)
+    start(process)
 
 
 def _check(target: Any, args: tuple[Any, ...]) -> None:

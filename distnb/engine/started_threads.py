@@ -10,17 +10,17 @@ one that has just received a task. So the tasks that pools receive are recorded.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from distnb.compat import patches
 from distnb.engine.output import telemetry
 
 __all__ = ["note_work_of_pools", "threads_awaited"]
@@ -50,20 +50,17 @@ _given: dict[Future[Any], str] = {}  # the unfinished tasks of pools, with the n
 
 def note_work_of_pools() -> None:
     """Record, from now on, the tasks that this process submits to the pools of `concurrent.futures`. Idempotent."""
-    for pool in (ThreadPoolExecutor, ProcessPoolExecutor):
-        if not hasattr(pool.submit, "__wrapped__"):
-            pool.submit = _noting(pool.submit)  # type: ignore[method-assign]
+    for pool in ("ThreadPoolExecutor", "ProcessPoolExecutor"):
+        patches.wrap(f"concurrent.futures:{pool}.submit", _submit)
 
 
-def _noting(submit: Callable[..., Future[Any]]) -> Any:
-    @functools.wraps(submit)
-    def noting(pool: Executor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future = submit(pool, fn, *args, **kwargs)
-        _given[future] = getattr(fn, "__qualname__", type(fn).__name__)
-        future.add_done_callback(_forget)
-        return future
-
-    return noting
+def _submit(
+    submit: Callable[..., Future[Any]], pool: Executor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Future[Any]:
+    future = submit(pool, fn, *args, **kwargs)
+    _given[future] = getattr(fn, "__qualname__", type(fn).__name__)
+    future.add_done_callback(_forget)
+    return future
 
 
 def _forget(future: Future[Any]) -> None:

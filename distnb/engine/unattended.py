@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
-import getpass
 import os
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from distnb.compat import patches
 from distnb.engine.debugging import debugger
 from distnb.engine.debugging.console import Console
 
@@ -29,7 +28,8 @@ def install(
     """
     shell.user_ns["exit"] = shell.user_ns["quit"] = _end_cell
     shell.set_hook("show_in_pager", _show_in_cell, 0)
-    builtins.input, getpass.getpass = console.input, console.getpass
+    patches.replace("builtins:input", console.input)
+    patches.replace("getpass:getpass", console.getpass)
 
     def breakpoint_hook(*args: Any, **keywords: Any) -> Any:
         if "PYTHONBREAKPOINT" in os.environ:  # the user has chosen another debugger, or none

@@ -33,7 +33,6 @@ with private_names("keras"):
     )
 
 __all__ = [
-    "ASSIGN",
     "METRICS_RESULT",
     "SYMBOLIC_BUILD",
     "DataAdapter",
@@ -74,8 +73,7 @@ __all__ = [
 Tracked = (TrackedList, TrackedDict)
 SYMBOLIC_BUILD = "_symbolic_build"
 METRICS_RESULT = "_get_metrics_result_or_logs"
-ASSIGN = "_direct_assign"
-"""Names of methods to replace: the first two of a model, the last one of a variable."""
+"""Names of methods of a model that are replaced."""
 
 
 def check_backend() -> None:

@@ -18,6 +18,7 @@ import keras
 import torch
 
 from distnb.collectives.digests import digest
+from distnb.compat import patches
 from distnb.errors import ContextError, OptionError
 from distnb.keras import keras_internals, scope_checks
 from distnb.options import VariableAggregation, VariableSynchronization
@@ -32,27 +33,16 @@ from distnb.variables.variable import SyncOnReadVariable, Variable, component_of
 __all__ = ["bind", "install", "restore", "variable_in"]
 
 
-@functools.cache
 def install() -> None:
     """Make Keras's variables and metrics aware of replicas from now on. Idempotent."""
-    _wrap(keras.Variable, "_initialize", _initialize)
-    _wrap(keras.Variable, keras_internals.ASSIGN, _assign)
-    _wrap(keras.Variable, "assign_add", functools.partial(_add, 1))
-    _wrap(keras.Variable, "assign_sub", functools.partial(_add, -1))
-    _wrap(keras.Variable, "__repr__", _repr)
-    keras.Variable.value = property(_reading_of(keras.Variable.value.fget))
-    _wrap(keras.metrics.Metric, "__init__", _init_metric)
+    patches.wrap("keras:Variable._initialize", _initialize)
+    patches.wrap("keras:Variable._direct_assign", _assign)
+    patches.wrap("keras:Variable.assign_add", _assign_add)
+    patches.wrap("keras:Variable.assign_sub", _assign_sub)
+    patches.wrap("keras:Variable.__repr__", _repr)
+    patches.wrap("keras:Variable.value", _value_of)
+    patches.wrap("keras.metrics:Metric.__init__", _init_metric)
     scope_checks.install()
-
-
-def _wrap(cls: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    plain = getattr(cls, name)
-
-    @functools.wraps(plain)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(functools.partial(plain, self), self, *args, **kwargs)
-
-    setattr(cls, name, method)
 
 
 def _making_strategy() -> Any:
@@ -68,7 +58,7 @@ def _making_strategy() -> Any:
 
 
 def _initialize(plain: Callable[..., None], variable: Any, value: Any) -> None:
-    plain(value)
+    plain(variable, value)
     strategy = _making_strategy()
     if strategy is None or keras_internals.tensor_of(variable).is_meta:
         return
@@ -117,18 +107,12 @@ def _is_of_a_user(variable: Any) -> bool:
     return "/" not in variable.path
 
 
-def _reading_of(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a getter of a variable's value. For a variable of parts it returns a plain tensor: the whole, or this
-    replica's part.
-    """
-
-    def value(variable: Any) -> Any:
-        stored = keras_internals.tensor_of(variable)
-        if type(stored) is not SyncOnReadVariable or keras_internals.in_stateless_scope():
-            return plain(variable)
-        return keras_internals.cast_as_layers_do(variable, stored.content())
-
-    return value
+def _value_of(plain: Callable[[Any], Any], variable: Any) -> Any:
+    """Return a variable's value. For a variable of parts it is a plain tensor: the whole, or this replica's part."""
+    stored = keras_internals.tensor_of(variable)
+    if type(stored) is not SyncOnReadVariable or keras_internals.in_stateless_scope():
+        return plain(variable)
+    return keras_internals.cast_as_layers_do(variable, stored.content())
 
 
 def _assign(plain: Callable[..., None], variable: Any, value: Any) -> None:
@@ -139,15 +123,22 @@ def _assign(plain: Callable[..., None], variable: Any, value: Any) -> None:
     process, execution = this_process.replica, contexts.execution()
     if process is not None and process.size > 1 and contexts.in_replica() and execution is None:
         _check_assigned(variable, value)
-    plain(value)
+    plain(variable, value)
 
 
-def _add(sign: int, plain: Callable[..., Any], variable: Any, value: Any) -> Any:
+def _assign_add(plain: Callable[..., Any], variable: Any, value: Any) -> Any:
     stored = keras_internals.tensor_of(variable)
     if type(stored) is not Variable or keras_internals.in_stateless_scope():
-        return plain(value)
-    value = keras.ops.convert_to_tensor(value, dtype=variable.dtype)
-    (stored.assign_add if sign > 0 else stored.assign_sub)(value)
+        return plain(variable, value)
+    stored.assign_add(keras.ops.convert_to_tensor(value, dtype=variable.dtype))
+    return variable.value
+
+
+def _assign_sub(plain: Callable[..., Any], variable: Any, value: Any) -> Any:
+    stored = keras_internals.tensor_of(variable)
+    if type(stored) is not Variable or keras_internals.in_stateless_scope():
+        return plain(variable, value)
+    stored.assign_sub(keras.ops.convert_to_tensor(value, dtype=variable.dtype))
     return variable.value
 
 
@@ -175,7 +166,7 @@ def _check_assigned(variable: Any, value: Any) -> None:
 def _repr(plain: Callable[..., str], variable: Any) -> str:
     stored = keras_internals.tensor_of(variable)
     if not isinstance(stored, SyncOnReadVariable):
-        return plain()
+        return plain(variable)
     # Never communicate here: only some replicas may show the variable.
     what = "value" if stored.is_whole else "this replica's part"
     return (
@@ -188,7 +179,7 @@ def _repr(plain: Callable[..., str], variable: Any) -> str:
 
 
 def _init_metric(plain: Callable[..., None], metric: Any, *args: Any, **kwargs: Any) -> None:
-    plain(*args, **kwargs)
+    plain(metric, *args, **kwargs)
     strategy = _making_strategy()
     if strategy is not None:
         bind(metric, strategy)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 
+from distnb.compat import patches
 from distnb.errors import ContextError, OptionError
 from distnb.input.dataset import DistributedDataset
 from distnb.keras.data import resolve_data
@@ -19,35 +19,36 @@ from distnb.values.structure import has_distributed
 
 __all__ = ["install"]
 
-_METHODS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
-
-@functools.cache
 def install() -> None:
     """Install checks of `compile`, the loops, and `adapt`. Idempotent."""
-    for name in _METHODS:
-        # In the class that defines it: Keras asks whether a model's class overrides it.
-        _check_before(next(cls for cls in keras.Model.__mro__ if name in vars(cls)), name, _check_model)
-    for cls in (*vars(keras.layers).values(), *vars(keras.utils).values()):
-        if inspect.isclass(cls) and "adapt" in vars(cls):
-            _check_before(cls, "adapt", _check_adapt)
+    for target in patches.PATCHES:
+        if target.startswith("keras.src."):
+            patches.wrap(target, _model_method)
+        elif target.endswith(".adapt"):
+            patches.wrap(target, _adapt)
 
 
-def _check_before(cls: Any, name: str, check: Callable[..., None]) -> None:
-    plain = getattr(cls, name)
+def _model_method(plain: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    name = plain.__name__
+    if _has_replicas():
+        _check_model(model, name, args, kwargs)
+    elif name in ("fit", "evaluate", "predict"):
+        bound = inspect.signature(plain).bind(model, *args, **kwargs)
+        resolve_data(name, bound.arguments)
+        return plain(*bound.args, **bound.kwargs)
+    return plain(model, *args, **kwargs)
 
-    @functools.wraps(plain)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        process = this_process.replica
-        if process is not None and process.size > 1:
-            check(self, name, args, kwargs)
-        elif name in ("fit", "evaluate", "predict"):
-            bound = inspect.signature(plain).bind(self, *args, **kwargs)
-            resolve_data(name, bound.arguments)
-            return plain(*bound.args, **bound.kwargs)
-        return plain(self, *args, **kwargs)
 
-    setattr(cls, name, method)
+def _adapt(plain: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    if _has_replicas():
+        _check_adapt(layer, args, kwargs)
+    return plain(layer, *args, **kwargs)
+
+
+def _has_replicas() -> bool:
+    process = this_process.replica
+    return process is not None and process.size > 1
 
 
 def _check_model(model: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -83,7 +84,7 @@ def _metrics_in(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
                 yield leaf
 
 
-def _check_adapt(layer: Any, _name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_adapt(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise an error if each replica would adapt a layer to its own part of the data."""
     name = layer.name
     if contexts.in_replica():

@@ -14,6 +14,7 @@ from torchmetrics import MetricCollection, classification, regression, wrappers
 
 import distnb
 from distnb.checkpoint.states import object_states
+from distnb.compat import patches
 from distnb.errors import CannotTravelError
 from distnb.runtime.scopes import metric_binding
 from tests.multiprocess import metric_cases
@@ -147,15 +148,11 @@ def test_a_checkpoint_holds_counts_of_workers(counting: Counting) -> None:
     assert float(saved.compute()) == 7
 
 
-def test_both_spellings_work_if_only_the_metric_was_loaded(counting: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_spellings_work_if_only_the_metric_was_loaded(counting: Counting) -> None:
     with counting.strategy.scope():
         accuracy = classification.BinaryAccuracy()
     true, predicted = torch.tensor([1.0, 0.0]), torch.tensor([0.9, 0.8])
-    for name in ("update_state", "result", "reset_state", "reset_states"):
-        monkeypatch.delattr(torchmetrics.Metric, name)
-    for name in ("__init__", "__call__", "reset", "update_called"):
-        monkeypatch.setattr(torchmetrics.Metric, name, vars(torchmetrics.Metric)[name])  # given back at the end
-    metric_binding.install.cache_clear()
+    patches.remove("torchmetrics")
 
     def closure() -> float:
         accuracy.update_state(true, predicted)

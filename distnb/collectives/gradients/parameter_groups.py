@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from distnb.collectives.algorithms.flat_packs import Slot
@@ -80,22 +78,19 @@ def find_mirror(parameter: object) -> Mirror | None:
     return _mirrors.get(id(parameter))
 
 
-@functools.cache
 def refuse_wrapping() -> None:
     """Make wrapping mirrored parameters in DistributedDataParallel raise GradientError from now on. Idempotent."""
-    original = DistributedDataParallel.__init__
+    patches.wrap("torch.nn.parallel:DistributedDataParallel.__init__", _checked)
 
-    @functools.wraps(original)
-    def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        if isinstance(module, torch.nn.Module) and any(map(find_mirror, module.parameters())):
-            raise GradientError(
-                f"DistributedDataParallel was given a {type(module).__name__} that was made in a strategy's scope. Its "
-                "gradients are aggregated already, and would be a second time. Use the model as it is; or, to use "
-                "DistributedDataParallel, make it outside `with strategy.scope():`."
-            )
-        original(self, module, *args, **kwargs)
 
-    patches.replace("torch.nn.parallel:DistributedDataParallel.__init__", checked)
+def _checked(original: Callable[..., None], wrapper: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    if isinstance(module, torch.nn.Module) and any(map(find_mirror, module.parameters())):
+        raise GradientError(
+            f"DistributedDataParallel was given a {type(module).__name__} that was made in a strategy's scope. Its "
+            "gradients are aggregated already, and would be a second time. Use the model as it is; or, to use "
+            "DistributedDataParallel, make it outside `with strategy.scope():`."
+        )
+    original(wrapper, module, *args, **kwargs)
 
 
 class _Gone:

@@ -10,7 +10,6 @@ This module runs on the replicas.
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import threading
@@ -23,6 +22,7 @@ from typing import Any
 from torch.distributed import DistStoreError
 
 from distnb.collectives.group import exits
+from distnb.compat import patches
 from distnb.compat.c10d_internals import Store, TCPStore
 from distnb.errors import CollectiveError
 
@@ -34,24 +34,17 @@ _CONNECT_S = 2.0
 
 def install() -> None:
     """Replace the methods of torch's stores that wait. Idempotent."""
-    if hasattr(Store.get, "__wrapped__"):
-        return
-    replacements: dict[type, dict[str, Callable[..., Any]]] = {
-        Store: {"get": _get, "multi_get": _get, "wait": _wait, "queue_pop": _on_thread, "barrier": _on_thread},
-        TCPStore: {"__init__": _connect},
+    methods: dict[str, Callable[..., Any]] = {
+        "get": _get,
+        "multi_get": _get,
+        "wait": _wait,
+        "queue_pop": _on_thread,
+        "barrier": _on_thread,
     }
-    for cls, methods in replacements.items():
-        for name, replacement in methods.items():
-            if hasattr(cls, name):  # some are newer than others
-                setattr(cls, name, _replaced(getattr(cls, name), replacement))
-
-
-def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
-
-    return method
+    for name, wrapper in methods.items():
+        if hasattr(Store, name):  # some are newer than others
+            patches.wrap(f"torch.distributed:Store.{name}", wrapper)
+    patches.wrap("torch.distributed:TCPStore.__init__", _connect)
 
 
 def _get(original: Callable[..., Any], store: Any, keys: str | Sequence[str]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from IPython.core.debugger import Pdb
 
+from distnb.compat import patches
 from distnb.engine import guard
 from distnb.engine.debugging.console import Console
 from distnb.frames import OWN
@@ -159,7 +160,7 @@ def redirect(stop: Callable[[FrameType, str | None, Iterable[str]], None]) -> No
         else:
             stop(frame or sys._getframe(1), None, commands or ())
 
-    pdb.Pdb.set_trace = ours  # type: ignore[assignment, method-assign]
+    patches.replace("pdb:Pdb.set_trace", ours)
     if sys.version_info >= (3, 14):
         set_trace_async = pdb.Pdb.set_trace_async
 
@@ -171,7 +172,7 @@ def redirect(stop: Callable[[FrameType, str | None, Iterable[str]], None]) -> No
             else:
                 stop(frame or sys._getframe(1), None, commands or ())
 
-        pdb.Pdb.set_trace_async = ours_async
+        patches.replace("pdb:Pdb.set_trace_async", ours_async)
 
 
 def _forget_latest() -> None:

@@ -6,12 +6,13 @@ changes to a copy stay in the page.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import comm
 from comm.base_comm import BaseComm
 from ipykernel.jsonutil import json_clean
 
+from distnb.compat import patches
 from distnb.wire.messages import WidgetChange
 
 if TYPE_CHECKING:
@@ -72,14 +73,13 @@ def install(engine: int, control: Control, shell: Any) -> None:
 
     An `ipywidgets.Output` captures the output of the kernel's latest request, so this sets one.
     """
-    of_kernel = comm.create_comm
 
-    def create_comm(*args: Any, **keywords: Any) -> Any:
+    def create_comm(of_kernel: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         if control.running is None or keywords.get("target_name") != _TARGET:
             return of_kernel(*args, **keywords)
         return WidgetComm(engine, control, **keywords)
 
-    comm.create_comm = create_comm
+    patches.wrap("comm:create_comm", create_comm)
     shell.set_parent(shell.kernel.session.msg("execute_request"))
 
 

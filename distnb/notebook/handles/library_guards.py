@@ -5,55 +5,57 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from distnb.errors import ContextError
+from distnb.compat import patches
+from distnb.errors import ContextError, LibraryVersionError
 
 __all__ = ["install"]
 
 _GUARDED = {
-    "torch": ("nn.Module.add_module", "optim.Optimizer.add_param_group"),
-    # Not `__init__`, because Keras inspects the names of its arguments.
-    "keras": ("Model.__new__", "Sequential.add", "Model.compile", "models.clone_model", "models.save_model"),
+    "torch": {
+        "torch.nn:Module.add_module": "torch.nn.Module.add_module",
+        "torch.optim:Optimizer.add_param_group": "torch.optim.Optimizer.add_param_group",
+    },
+    "keras": {
+        "keras:Model.__new__": "keras.Model",  # not `__init__`, because Keras inspects the names of its arguments
+        "keras:Sequential.add": "keras.Sequential.add",
+        "keras.src.trainers.trainer:Trainer.compile": "keras.Model.compile",
+        "keras.models:clone_model": "keras.models.clone_model",
+        "keras.models:save_model": "keras.models.save_model",
+    },
 }
+"""The guarded functions by library: their targets in the table of patches, and the names that errors show."""
+
 _guarded: set[str] = set()
 
 
 def install() -> None:
     """Guard the libraries that are loaded, without loading any. Idempotent."""
     for library in _GUARDED.keys() - _guarded:
-        module = sys.modules.get(library)
-        if module is not None and all(_has(module, path) for path in _GUARDED[library]):
+        if library in sys.modules and all(map(_is_loaded, _GUARDED[library].values())):
             _guarded.add(library)
-            for path in _GUARDED[library]:
-                _guard(module, library, path)
+            with suppress(LibraryVersionError):  # an untested version keeps its own errors
+                for target, shown in _GUARDED[library].items():
+                    patches.wrap(target, functools.partial(_guard, shown))
 
 
-def _has(module: Any, path: str) -> bool:
+def _is_loaded(name: str) -> bool:
     """Return whether a library has been loaded up to this attribute."""
+    library, *names = name.split(".")
     try:
-        functools.reduce(getattr, path.split("."), module)
+        functools.reduce(getattr, names, sys.modules[library])
     except AttributeError:
         return False
     return True
 
 
-def _guard(module: Any, library: str, path: str) -> None:
-    *owners, name = path.split(".")
-    owner = functools.reduce(getattr, owners, module)
-    if isinstance(owner, type):  # the class that defines the method, which may be a base class
-        owner = next(cls for cls in owner.__mro__ if name in vars(cls))
-    plain: Callable[..., Any] = getattr(owner, name)
-    shown = ".".join((library, *owners[:1])) if name.startswith("__") else f"{library}.{path}"
-
-    @functools.wraps(plain)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        for handle in _handles_in((args, kwargs)):
-            raise _error(shown, handle, sys._getframe(1))
-        return plain(*args, **kwargs)
-
-    setattr(owner, name, staticmethod(guarded) if name == "__new__" else guarded)
+def _guard(shown: str, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    for handle in _handles_in((args, kwargs)):
+        raise _error(shown, handle, sys._getframe(2))
+    return plain(*args, **kwargs)
 
 
 def _handles_in(value: Any) -> Iterator[Any]:

@@ -8,9 +8,9 @@ batch, so it causes none.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,25 +28,22 @@ _SAMPLE = 4096  # elements that are compared
 _latest: deque[weakref.ref[torch.Tensor]] = deque(maxlen=_LATEST)
 
 
-@functools.cache
 def install() -> None:
     """Record the batches of torch's loaders from now on. Idempotent."""
-    plain = loader_internals.next_batch()
+    loader_internals.wrap_next_batch(_next)
 
-    @functools.wraps(plain)
-    def following(iterator: Any) -> Any:
-        try:
-            batch = plain(iterator)
-        except StopIteration:
-            activity.data_ended(loader_internals.batches_given(iterator))
-            raise
-        activity.data_goes_on()
-        for leaf in flatten(batch)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.ndim:
-                _latest.append(weakref.ref(leaf))
-        return batch
 
-    loader_internals.replace_next_batch(following)
+def _next(plain: Callable[[Any], Any], iterator: Any) -> Any:
+    try:
+        batch = plain(iterator)
+    except StopIteration:
+        activity.data_ended(loader_internals.batches_given(iterator))
+        raise
+    activity.data_goes_on()
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            _latest.append(weakref.ref(leaf))
+    return batch
 
 
 def digest_of_batch(args: Any) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from distnb.compat import torchmetrics_internals
+from distnb.compat import patches, torchmetrics_internals
 from distnb.compat.torchmetrics_internals import default_states, updates
 from distnb.errors import ContextError
 from distnb.runtime import contexts
@@ -51,58 +51,60 @@ COUNTED = "_distnb_counted"
 """The name of the attribute that holds other processes' counts of a metric; see `counted_metrics`."""
 
 
-@functools.cache
 def install() -> None:
     """Bind every metric that is made in a scope from now on to its replicas. Idempotent; loads torchmetrics."""
-    cls: Any = torchmetrics_internals.load().Metric
-    plain_init, plain_call, plain_reset = cls.__init__, cls.__call__, cls.reset
-    wrap_update = torchmetrics_internals.wrap_update()
-    merge_groups = torchmetrics_internals.merge_groups()
-
-    @functools.wraps(plain_init)
-    def init(metric: Any, *args: Any, name: str | None = None, **kwargs: Any) -> None:
-        plain_init(metric, *args, **kwargs)
-        if name is not None:
-            metric.name = name
-        process, innermost = this_process.replica, contexts.innermost()
-        if process is not None and innermost is not None and innermost[1] is None and process.runs(innermost[0]):
-            bind(metric)
-
-    @functools.wraps(wrap_update)
-    def wrap(metric: Any, update: Callable[..., Any]) -> Callable[..., Any]:
-        return _on_replicas(metric, wrap_update(metric, update))
-
-    @functools.wraps(plain_call)
-    def call(metric: Any, *args: Any, **kwargs: Any) -> Any:
-        # With dist_sync_on_step the call is a collective of all replicas, so a replica without rows must not skip it.
-        if aggregates_here() and not metric.dist_sync_on_step and without_rows(*_own(metric, args, kwargs)):
-            return torch.tensor(torch.nan, device=metric.device)
-        return plain_call(metric, *args, **kwargs)
-
-    @functools.wraps(plain_reset)
-    def reset(metric: Any) -> None:
-        vars(metric).pop(COUNTED, None)
-        plain_reset(metric)
-
-    @functools.wraps(merge_groups)
-    def merge(collection: Any) -> None:
-        # torchmetrics lets metrics share a state if their states are equal after the first batch. On replicas and in
-        # scheduled functions a batch may be empty, or too small to reveal that the states differ.
-        servers = servers_here.access
-        if not aggregates_here() and (servers is None or not servers.is_worker):
-            merge_groups(collection)
-
-    cls.__init__, cls.__call__, cls.reset = init, call, reset
-    torchmetrics_internals.replace_wrap_update(wrap)
-    torchmetrics_internals.replace_merge_groups(merge)
-    # torchmetrics warns if a metric is read before it was updated. Here another replica may have updated it.
-    cls.update_called = property(lambda metric: updates(metric) > 0 or _is_shared(metric) or COUNTED in vars(metric))
+    torchmetrics_internals.load()
+    # Private names first: if the library lacks one, nothing is replaced.
+    patches.wrap("torchmetrics:Metric._wrap_update", _wrap_update)
+    patches.wrap("torchmetrics:MetricCollection._merge_compute_groups", _merge_groups)
+    patches.wrap("torchmetrics:Metric.__init__", _init)
+    patches.wrap("torchmetrics:Metric.__call__", _call)
+    patches.wrap("torchmetrics:Metric.reset", _reset)
+    patches.wrap("torchmetrics:Metric.update_called", _update_called)
     add_names()
 
 
 def is_installed() -> bool:
     """Return whether `install` was called."""
-    return install.cache_info().currsize > 0
+    return bool(patches.installed("torchmetrics"))
+
+
+def _init(plain: Callable[..., None], metric: Any, *args: Any, name: str | None = None, **kwargs: Any) -> None:
+    plain(metric, *args, **kwargs)
+    if name is not None:
+        metric.name = name
+    process, innermost = this_process.replica, contexts.innermost()
+    if process is not None and innermost is not None and innermost[1] is None and process.runs(innermost[0]):
+        bind(metric)
+
+
+def _call(plain: Callable[..., Any], metric: Any, *args: Any, **kwargs: Any) -> Any:
+    # With dist_sync_on_step the call is a collective of all replicas, so a replica without rows must not skip it.
+    if aggregates_here() and not metric.dist_sync_on_step and without_rows(*_own(metric, args, kwargs)):
+        return torch.tensor(torch.nan, device=metric.device)
+    return plain(metric, *args, **kwargs)
+
+
+def _reset(plain: Callable[[Any], None], metric: Any) -> None:
+    vars(metric).pop(COUNTED, None)
+    plain(metric)
+
+
+def _update_called(plain: Callable[[Any], bool], metric: Any) -> bool:
+    """Return whether any process has updated a metric. If none has, torchmetrics warns when the metric is read."""
+    return plain(metric) or _is_shared(metric) or COUNTED in vars(metric)
+
+
+def _wrap_update(plain: Callable[..., Any], metric: Any, update: Callable[..., Any]) -> Callable[..., Any]:
+    return _on_replicas(metric, plain(metric, update))
+
+
+def _merge_groups(plain: Callable[[Any], None], collection: Any) -> None:
+    # torchmetrics lets metrics share a state if their states are equal after the first batch. On replicas and in
+    # scheduled functions a batch may be empty, or too small to reveal that the states differ.
+    servers = servers_here.access
+    if not aggregates_here() and (servers is None or not servers.is_worker):
+        plain(collection)
 
 
 def bind_all() -> None:

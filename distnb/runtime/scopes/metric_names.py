@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from distnb.compat import torchmetrics_internals
+from distnb.compat import patches, torchmetrics_internals
 from distnb.errors import OptionError
 from distnb.runtime.reduction.reducing import fitting_weight
 from distnb.runtime.this_process import this_process
@@ -23,12 +22,10 @@ def add_names() -> None:
     """Add Keras's method names to torchmetrics' classes, unless they define them already. Loads torchmetrics."""
     import torchmetrics
 
-    for cls in (torchmetrics.Metric, torchmetrics.MetricCollection):
-        for name, method in _KERAS.items():
-            if not hasattr(cls, name):
-                setattr(cls, name, method)
-    if not hasattr(torchmetrics.Metric, "name"):
-        setattr(torchmetrics.Metric, "name", _DefaultName())  # noqa: B010 - torchmetrics declares none
+    for cls, names in (("Metric", {**_KERAS, "name": _DefaultName()}), ("MetricCollection", _KERAS)):
+        for name, value in names.items():
+            if not hasattr(getattr(torchmetrics, cls), name):
+                patches.replace(f"torchmetrics:{cls}.{name}", value)
 
 
 def _update_state(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +59,7 @@ def _update_state(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 # The lambdas look the methods up when they are called, because a subclass may override them.
-_KERAS: dict[str, Callable[..., Any]] = {
+_KERAS: dict[str, Any] = {
     "update_state": _update_state,
     "result": lambda self: self.compute(),
     "reset_state": lambda self: self.reset(),

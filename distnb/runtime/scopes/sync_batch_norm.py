@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,25 +19,22 @@ if TYPE_CHECKING:
 __all__ = ["install"]
 
 
-@functools.cache
 def install() -> None:
     """Replace the forward pass of layers in training on CPU tensors: use statistics of all replicas. Idempotent.
 
     torch handles layers with their own process group, and tensors on other devices.
     """
-    plain = torch.nn.SyncBatchNorm.forward
-
-    @functools.wraps(plain)
-    def forward(layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
-        process = this_process.replica
-        if process is None or not layer.training or layer.process_group is not None or input.device.type != "cpu":
-            return plain(layer, input)
-        return _forward(layer, input, process.group)
-
-    patches.replace("torch.nn:SyncBatchNorm.forward", forward)
+    patches.wrap("torch.nn:SyncBatchNorm.forward", _forward)
 
 
-def _forward(layer: Any, input: torch.Tensor, group: Group) -> torch.Tensor:
+def _forward(plain: Callable[..., torch.Tensor], layer: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tensor:
+    process = this_process.replica
+    if process is None or not layer.training or layer.process_group is not None or input.device.type != "cpu":
+        return plain(layer, input)
+    return _forward_of_all(layer, input, process.group)
+
+
+def _forward_of_all(layer: Any, input: torch.Tensor, group: Group) -> torch.Tensor:
     torch_internals.check_batch(layer, input)
     values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     axes = [axis for axis in range(input.ndim) if axis != 1]
