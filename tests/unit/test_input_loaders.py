@@ -132,10 +132,10 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def epochs_of(loader: Any, between: Callable[[], None] = lambda: None) -> list[list[Any]]:
+def epochs_of(loader: Any, between: Callable[[], None] = lambda: None, *, epochs: int = EPOCHS) -> list[list[Any]]:
     seed()
     found: list[list[Any]] = []
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         found.append([])
         for batch in loader:
             found[-1].append(batch)
@@ -143,13 +143,15 @@ def epochs_of(loader: Any, between: Callable[[], None] = lambda: None) -> list[l
     return found
 
 
-def check_equal(make: Callable[[], Any], replicas: int, *, rng: bool = True, **options: Any) -> None:
+def check_equal(
+    make: Callable[[], Any], replicas: int, *, epochs: int = EPOCHS, rng: bool = True, **options: Any
+) -> None:
     """Check that all slices together are the plain batches, and that the random states end as the plain loader's."""
-    expected = epochs_of(make())
+    expected = epochs_of(make(), epochs=epochs)
     after = states()
     for replica_id in range(replicas):
         dataset = distribute(make(), **place(replicas, replica_id), **options)
-        found = epochs_of(dataset)
+        found = epochs_of(dataset, epochs=epochs)
         assert not rng or states() == after
         for plain, distributed in zip(expected, found, strict=True):
             for batch, mine in zip(plain, distributed, strict=True):
@@ -157,7 +159,7 @@ def check_equal(make: Callable[[], Any], replicas: int, *, rng: bool = True, **o
                 assert {leaf.global_batch_size for leaf in leaves(mine)} == {len(leaves(batch)[0])}
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -208,13 +210,20 @@ def test_an_empty_slice_gets_its_structure_from_one_example() -> None:
     assert leaves(batches[-1])[0].global_batch_size == 2
 
 
-@pytest.mark.parametrize("arguments", [{}, {"persistent_workers": True}, {"prefetch_factor": 3}], ids=str)
-@pytest.mark.parametrize("prefetch", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("arguments", "prefetch"),
+    [
+        *itertools.product([{}, {"persistent_workers": True}], [None, 1]),
+        ({}, 0),
+        ({"prefetch_factor": 3}, None),
+    ],
+    ids=str,
+)
 def test_loaders_with_workers_give_the_same_batches(arguments: dict[str, Any], prefetch: int | None) -> None:
     def make() -> Any:
         return DataLoader(Squares(), batch_size=5, shuffle=True, num_workers=2, **arguments)
 
-    check_equal(make, 3, options=InputOptions(prefetch=prefetch))
+    check_equal(make, 2, epochs=2, options=InputOptions(prefetch=prefetch))
 
 
 @pytest.mark.parametrize("batches", [1, 9])
@@ -239,7 +248,7 @@ def test_workers_support_a_sampler_that_draws_continuously() -> None:
 
     dataset = distribute(make(), **place(2, 0))
     assert not iter(dataset).ahead
-    check_equal(make, 2)
+    check_equal(make, 2, epochs=2)
 
 
 class SeedsOf(Dataset[Any]):
@@ -353,7 +362,7 @@ def test_a_collate_function_that_needs_the_whole_batch_gets_it(data: Any, collat
         return DataLoader(data, batch_size=4, shuffle=True, collate_fn=collate, num_workers=workers)
 
     with pytest.warns(UserWarning, match=rf"collate function {collate.__name__} may give other values.*collate=.slice"):
-        check_equal(make, 3)
+        check_equal(make, 2 if workers else 3, epochs=2)
 
 
 @pytest.mark.filterwarnings("error:The collate function")  # garbage of other tests is ignored
@@ -362,7 +371,7 @@ def test_a_collate_function_by_example_may_get_slices(workers: int) -> None:
     data = Squares(8)
     make = lambda: DataLoader(data, batch_size=4, collate_fn=stack, num_workers=workers)  # noqa: E731
     options = InputOptions(collate="slice")
-    check_equal(make, 2, options=options)
+    check_equal(make, 2, epochs=2, options=options)
     data.asked.clear()
     dataset = distribute(make(), options=options, **place(2, 1))
     list(dataset)
@@ -431,7 +440,7 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_iterable_datasets_are_cut(workers: int, drop_last: bool) -> None:
-    check_equal(lambda: DataLoader(Stream(), batch_size=3, num_workers=workers, drop_last=drop_last), 2)
+    check_equal(lambda: DataLoader(Stream(), batch_size=3, num_workers=workers, drop_last=drop_last), 2, epochs=2)
 
 
 def test_batches_made_by_the_dataset_are_cut() -> None:

@@ -175,23 +175,32 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("workers", [1, 2], ids=["one worker", "two workers"])
-@pytest.mark.parametrize("compiled", COMPILED)
-@pytest.mark.parametrize("kind", ["sequential", "functional", "subclassed"])
+# Each two values occur together.
+@pytest.mark.parametrize(
+    ("kind", "compiled", "workers"),
+    [
+        ("sequential", "sgd", 1),
+        ("sequential", "adam", 2),
+        ("functional", "sgd", 2),
+        ("functional", "adam", 1),
+        ("subclassed", "sgd", 1),
+        ("subclassed", "adam", 2),
+    ],
+)
 def test_fit_trains_like_in_one_process(strategy: Any, kind: str, compiled: str) -> None:
     plain, model = pair(strategy, lambda: model_of(kind), COMPILED[compiled])
-    data = batches(30)
-    expected = plain.fit((each for each in data), epochs=3, steps_per_epoch=10, verbose=0).history
+    data = batches(12)
+    expected = plain.fit((each for each in data), epochs=2, steps_per_epoch=6, verbose=0).history
     # Workers in turn read one sequence: the first one its first batch, and so on.
     count = len(servers_here.link().workers)
-    creator = distnb.keras.DatasetCreator(lambda context: batches(30)[context.input_pipeline_id :: count])
-    found = model.fit(creator, epochs=3, steps_per_epoch=10, verbose=0).history
+    creator = distnb.keras.DatasetCreator(lambda context: batches(12)[context.input_pipeline_id :: count])
+    found = model.fit(creator, epochs=2, steps_per_epoch=6, verbose=0).history
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-4, err_msg=name)
     same(model, plain)
-    assert int(model.optimizer.iterations) == 30
-    assert Coordinator.latest.scheduled == 30
+    assert int(model.optimizer.iterations) == 12
+    assert Coordinator.latest.scheduled == 12
     for one, other in zip(model.optimizer.variables, plain.optimizer.variables, strict=True):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-6, rtol=1e-4, err_msg=one.path)
     x = data[0][0]
@@ -557,8 +566,8 @@ def test_a_deep_model_fitted_in_the_scope(strategy: Any) -> None:
     def build() -> Any:
         keras.utils.set_random_seed(2)
         end = start = keras.Input((4,))
-        for _ in range(120):
-            end = keras.layers.add([end, keras.layers.Dense(4, kernel_initializer="zeros")(end)])
+        for _ in range(150):
+            end = keras.layers.Dense(4, kernel_initializer="identity")(end)
         return keras.Model(start, keras.layers.Dense(1)(end))
 
     plain, model = pair(strategy, build, lambda: {"optimizer": keras.optimizers.SGD(1e-3), "loss": "mse"})
