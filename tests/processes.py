@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
+import stat
 import subprocess
 import sys
 import time
@@ -50,7 +52,12 @@ def marked(mark: str = MARK) -> dict[int, psutil.Process]:
             others.add(known)
             continue
         with contextlib.suppress(OSError, psutil.Error):
-            environment = Path(entry.path, "environ").read_bytes()
+            try:
+                environment = Path(entry.path, "environ").read_bytes()
+            except OSError:  # the kernel's, another user's, or one that has just ended
+                if _start_time_of(entry.path) < _start_time_of("/proc/self"):
+                    others.add(known)
+                raise
             # The environment is empty during an exec. A child of this process belongs to the run in any case.
             if needle in environment or (not environment and _parent_of(entry.path) == os.getpid()):
                 process = psutil.Process(int(entry.name))
@@ -110,8 +117,15 @@ def ancestors(process: psutil.Process) -> set[int]:
 
 def listening_ports() -> set[tuple[str, int]]:
     """Return the addresses on which the calling process listens."""
-    found = psutil.Process().net_connections(kind="inet")
-    return {(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
+    found = set()
+    for name in os.listdir("/proc/self/fd"):  # /proc/net/tcp would list every connection of the machine
+        with contextlib.suppress(OSError):  # closed by now
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as each:
+                    internet = each.family in (socket.AF_INET, socket.AF_INET6)
+                    if internet and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.add(each.getsockname()[:2])
+    return found
 
 
 def run_directories() -> set[Path]:

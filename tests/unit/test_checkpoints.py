@@ -414,7 +414,7 @@ def test_an_error_of_the_thread_is_raised_at_the_next_call(tmp_path: Path, monke
 
 # -- killed while it saves -----------------------------------------------------------------------------------------------
 
-SAVES = 4
+SAVES = 3
 
 
 def saves(folder: Path, kill_at: int) -> int:
@@ -447,7 +447,7 @@ def saves(folder: Path, kill_at: int) -> int:
 def test_a_complete_checkpoint_exists_after_a_kill_at_any_point(tmp_path: Path) -> None:
     lines = saves(tmp_path / "whole", kill_at=-1)
     found = set()
-    for kill_at in range(1, lines, max(1, lines // 60)):
+    for kill_at in range(1, lines, max(1, lines // 40)):
         folder = tmp_path / str(kill_at)
         child = os.fork()
         if child == 0:

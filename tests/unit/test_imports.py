@@ -12,9 +12,9 @@ import distnb
 from distnb.errors import UnknownNameError
 
 
-def loaded_by(statement: str) -> set[str]:
-    """Return the modules that a statement loads."""
-    code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
+def loaded_by(*modules: str) -> set[str]:
+    """Return what importing some modules loads."""
+    code = f"import sys, {', '.join(modules)}\nprint(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     return set(done.stdout.split())
 
@@ -23,27 +23,16 @@ def test_importing_distnb_loads_neither_torch_nor_ipython_and_starts_nothing():
     code = "import distnb, sys, threading, psutil; print(threading.active_count(), len(psutil.Process().children()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["1", "0"]
-    assert not {"torch", "IPython", "ipyparallel", "zmq", "numpy", "ipywidgets"} & loaded_by("import distnb")
+    assert not {"torch", "IPython", "ipyparallel", "zmq", "numpy", "ipywidgets"} & loaded_by("distnb")
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "distnb.errors",
-        "distnb.topology",
-        "distnb.options",
-        "distnb.partitioners",
-        "distnb.values",
-        "distnb.wire.messages",
-    ],
-)
-def test_modules_always_loaded_by_the_notebook_do_not_need_torch(module: str):
-    assert "torch" not in loaded_by(f"import {module}")
+def test_modules_always_loaded_by_the_notebook_do_not_need_torch():
+    modules = "errors", "topology", "options", "partitioners", "values", "wire.messages"
+    assert "torch" not in loaded_by(*(f"distnb.{module}" for module in modules))
 
 
-@pytest.mark.parametrize("module", ["distnb.engine.agent", "distnb.engine.output.telemetry", "distnb.runtime.spmd"])
-def test_the_engine_side_loads_no_front_end(module: str):
-    loaded = loaded_by(f"import {module}")
+def test_the_engine_side_loads_no_front_end():
+    loaded = loaded_by("distnb.engine.agent", "distnb.engine.output.telemetry", "distnb.runtime.spmd")
     assert not {"ipywidgets", "anywidget", "distnb.magics", "distnb.widgets", "distnb.notebook"} & loaded
 
 

@@ -491,12 +491,10 @@ def test_objects_dropped_by_the_notebook_are_freed_everywhere(world: DoubleWorld
 
 
 @pytest.fixture
-def few_objects() -> Iterator[None]:
+def few_objects() -> None:
     """Keep the collector from visiting other tests' and torch's objects, which takes a second each time."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _instances(name: str) -> int:

@@ -184,7 +184,7 @@ def test_a_flood_is_truncated_and_reported() -> None:
     for tick in range(100):
         now = tick * 0.05
         for replica in range(2):
-            text = "".join(f"line {tick * 5_000 + i}\n" for i in range(5_000))
+            text = "".join(f"line {tick * 1_000 + i}\n" for i in range(1_000))
             merger.feed(out(replica, text), now)
         shown += merger.collect(now)
     shown += merger.collect(6.0, final=True)
@@ -192,7 +192,7 @@ def test_a_flood_is_truncated_and_reported() -> None:
     assert text.count("\n") < 3_000
     assert "… left out: " in text
     assert "%distnb output" in text
-    assert "line 499999" in text  # the last one is there
+    assert "line 99999" in text  # the last one is there
 
 
 def test_the_number_of_omitted_lines_is_exact() -> None:

@@ -68,18 +68,17 @@ def test_the_first_shards_are_the_larger_ones():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("nbytes", [1, 7, 64, 100, 4096])
-@pytest.mark.parametrize("most", [1, 3, 100])
-def test_sizes_keep_to_their_limits(shape: tuple[int, int], nbytes: int, most: int):
+def test_sizes_keep_to_their_limits(shape: tuple[int, int]):
     total, row = math.prod(shape) * 4, shape[1] * 4
-    fewest = MinSizePartitioner(nbytes, most)(shape, torch.float32)[0]
-    assert 1 <= fewest <= min(most, shape[0])
-    assert fewest == 1 or total / fewest >= nbytes
-    assert fewest == min(most, shape[0]) or total / (fewest + 1) < nbytes  # one more shard would be too many
-    many = MaxSizePartitioner(nbytes)(shape, torch.float32)[0]
-    assert shard_sizes(shape[0], many)[0] * row <= max(nbytes, row)
-    assert many == 1 or shard_sizes(shape[0], many - 1)[0] * row > nbytes  # one shard less would be too few
-    assert MaxSizePartitioner(nbytes, most)(shape, torch.float32)[0] == min(many, most)
+    for nbytes, most in itertools.product([1, 7, 64, 100, 4096], [1, 3, 100]):
+        fewest = MinSizePartitioner(nbytes, most)(shape, torch.float32)[0]
+        assert 1 <= fewest <= min(most, shape[0])
+        assert fewest == 1 or total / fewest >= nbytes
+        assert fewest == min(most, shape[0]) or total / (fewest + 1) < nbytes  # one more shard would be too many
+        many = MaxSizePartitioner(nbytes)(shape, torch.float32)[0]
+        assert shard_sizes(shape[0], many)[0] * row <= max(nbytes, row)
+        assert many == 1 or shard_sizes(shape[0], many - 1)[0] * row > nbytes  # one shard less would be too few
+        assert MaxSizePartitioner(nbytes, most)(shape, torch.float32)[0] == min(many, most)
 
 
 def test_scalars_and_single_rows_are_not_divided_and_call_no_partitioner():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from unittest import TestCase
 
 import pytest
 
@@ -51,12 +52,12 @@ def test_a_story_keeps_the_latest_transitions() -> None:
     assert state.story[-1].details == (0, 999, True, "")
 
 
-def test_each_transition_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_transition_is_logged() -> None:
     state = Supervision()
-    with caplog.at_level(logging.DEBUG, logger="distnb"):
+    with TestCase().assertLogs("distnb", logging.DEBUG) as logged:
         state.began(1, (0,), 5.0)
         state.tick(5.0)
-    assert [record.getMessage() for record in caplog.records] == ["5.000 began(1, (0,)): [idle] -> [program 1 on 0]"]
+    assert [record.getMessage() for record in logged.records] == ["5.000 began(1, (0,)): [idle] -> [program 1 on 0]"]
 
 
 def test_a_violation_of_the_supervision_is_reported_with_the_story() -> None:
