@@ -53,10 +53,8 @@ _TABLE: Final = {
     "keras:Model.__new__": _HANDLES,
     "keras:Sequential.add": _HANDLES,
     "keras.models:{clone_model,save_model}": _HANDLES,
-    # In the classes that define them: Keras asks whether a model's class overrides them.
-    "keras.src.trainers.trainer:Trainer.compile": f"{_SCOPES} {_HANDLES}",
-    "keras.src.backend.torch.trainer:TorchTrainer.{fit,evaluate,predict}": _SCOPES,
-    "keras.src.backend.torch.trainer:TorchTrainer.{train_on_batch,test_on_batch,predict_on_batch}": _SCOPES,
+    "keras:Model.compile": f"{_SCOPES} {_HANDLES}",
+    "keras:Model.{fit,evaluate,predict,train_on_batch,test_on_batch,predict_on_batch}": _SCOPES,
     "keras.layers:{Discretization,IntegerLookup,Normalization,StringLookup,TextVectorization}.adapt": (
         "Each replica would adapt the layer to its own part of the data."
     ),
@@ -84,6 +82,9 @@ _ADDED = re.compile(
     r"|transformers\.training_args:.*"
 )
 """Targets that the library need not have."""
+
+_INHERITED = "keras:Model."
+"""Targets that are replaced in the base class that defines them: Keras asks whether a model's class overrides them."""
 
 
 class Patch(NamedTuple):
@@ -181,6 +182,8 @@ def _find(target: str) -> tuple[Any, str]:
         owner: Any = functools.reduce(getattr, names, importlib.import_module(module))
         if not _ADDED.fullmatch(target):
             getattr(owner, attribute)
+        if target.startswith(_INHERITED):
+            owner = next(cls for cls in owner.__mro__ if attribute in vars(cls))
     return owner, attribute
 
 

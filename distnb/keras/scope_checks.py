@@ -19,13 +19,15 @@ from distnb.values.structure import has_distributed
 
 __all__ = ["install"]
 
+_METHODS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
 
 def install() -> None:
     """Install checks of `compile`, the loops, and `adapt`. Idempotent."""
+    for name in _METHODS:
+        patches.wrap(f"keras:Model.{name}", _model_method)
     for target in patches.PATCHES:
-        if target.startswith("keras.src."):
-            patches.wrap(target, _model_method)
-        elif target.endswith(".adapt"):
+        if target.endswith(".adapt"):
             patches.wrap(target, _adapt)
 
 

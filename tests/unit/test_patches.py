@@ -164,7 +164,8 @@ def found():
         module, _, path = target.partition(":")
         *names, attribute = path.split(".")
         owner = functools.reduce(getattr, names, importlib.import_module(module))
-        result[target] = attribute in vars(owner), vars(owner).get(attribute)
+        classes = getattr(owner, "__mro__", [owner])
+        result[target] = [(attribute in vars(cls), vars(cls).get(attribute)) for cls in classes]
     return result
 
 before = found()

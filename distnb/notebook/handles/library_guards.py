@@ -22,7 +22,7 @@ _GUARDED = {
     "keras": {
         "keras:Model.__new__": "keras.Model",  # not `__init__`, because Keras inspects the names of its arguments
         "keras:Sequential.add": "keras.Sequential.add",
-        "keras.src.trainers.trainer:Trainer.compile": "keras.Model.compile",
+        "keras:Model.compile": "keras.Model.compile",
         "keras.models:clone_model": "keras.models.clone_model",
         "keras.models:save_model": "keras.models.save_model",
     },
