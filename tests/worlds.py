@@ -27,7 +27,7 @@ from distnb.engine.namespace.engine_objects import ObjectsOfTeams
 from distnb.engine.namespace.object_operations import carry_out
 from distnb.notebook.handles.handle import HANDLES
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
-from distnb.objects.modes import apply_environment, capture_environment
+from distnb.objects.modes.environment import apply_environment, capture_environment
 from distnb.options import StrategySpec
 from distnb.topology import Device, Team
 from distnb.values import PerReplica, structure

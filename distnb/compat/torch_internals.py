@@ -22,8 +22,10 @@ with private_names("torch"):
     from torch._tensor_str import _tensor_str as elements_as_text
     from torch.nn.modules.batchnorm import _NormBase as NormBase
 
-    _get_benchmark = torch._C._get_cudnn_benchmark
-    _get_deterministic = torch._C._get_cudnn_deterministic
+    # The public names of cuDNN's flags are properties of a module's replacement, which take ten times as long when no
+    # code is cached.
+    cudnn_benchmark = torch._C._get_cudnn_benchmark
+    cudnn_deterministic = torch._C._get_cudnn_deterministic
     _make_subclass = torch.Tensor._make_subclass
     _run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     _patch_step_function = torch.optim.Optimizer._patch_step_function
@@ -37,7 +39,8 @@ __all__ = [
     "backward_function",
     "check_batch",
     "copy_each",
-    "cudnn_flags",
+    "cudnn_benchmark",
+    "cudnn_deterministic",
     "default_device",
     "elements_as_text",
     "has_gradient_hook",
@@ -159,14 +162,6 @@ def default_device() -> torch.device | None:
     """
     device: torch.device | None = torch.utils._device.CURRENT_DEVICE
     return device
-
-
-def cudnn_flags() -> tuple[bool, bool]:
-    """Return torch.backends.cudnn's benchmark and deterministic flags.
-
-    Their public names are properties of a module's replacement, which take ten times as long when no code is cached.
-    """
-    return _get_benchmark(), _get_deterministic()
 
 
 # -- the compiler ------------------------------------------------------------------------------------------------------

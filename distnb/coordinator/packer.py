@@ -38,7 +38,7 @@ from distnb.coordinator.references import (
 )
 from distnb.coordinator.remote_values import RemoteValue
 from distnb.errors import CannotTravelError
-from distnb.objects.modes import RANDOM, Environment, capture_environment
+from distnb.objects.modes.environment import RANDOM, Environment, capture_environment
 from distnb.runtime.servers import remote_optimizer
 from distnb.runtime.servers.access import ServerAccess
 from distnb.runtime.servers.server_variable import ServerVariable

@@ -8,7 +8,7 @@ from typing import Any
 
 from distnb.coordinator.link import ClusterLink
 from distnb.coordinator.packer import ClosurePacker, PackedClosure
-from distnb.objects.modes import Environment
+from distnb.objects.modes.environment import Environment
 from distnb.wire.closure_messages import Fence, RunClosure
 
 __all__ = ["Sent"]

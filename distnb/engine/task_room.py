@@ -18,7 +18,7 @@ from distnb.engine.closure_runner import Runner
 from distnb.engine.namespace.cell_sources import remember_source
 from distnb.engine.rooms import ProgramKind
 from distnb.engine.started_threads import threads_awaited
-from distnb.objects.modes import Environment, apply_environment
+from distnb.objects.modes.environment import Environment, apply_environment
 from distnb.objects.rng_state import RngState
 from distnb.runtime.randomness import streams
 from distnb.runtime.servers.access import ServerAccess

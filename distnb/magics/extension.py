@@ -23,7 +23,7 @@ from distnb.magics.tracebacks import presented
 from distnb.notebook import compose
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.objects.code import spawned_processes
-from distnb.objects.modes import cell_began
+from distnb.objects.modes.environment import cell_began
 from distnb.widgets.front import Front
 from distnb.widgets.panel.side_panel import SidePanel
 

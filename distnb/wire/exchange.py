@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from distnb.objects.modes import Environment
+from distnb.objects.modes.environment import Environment
 from distnb.objects.packing import Packed
 from distnb.options import ReduceOp
 from distnb.values import DistributedValues

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from distnb.objects.modes import Environment, apply_environment, capture_environment, cell_began
+from distnb.objects.modes.environment import Environment, apply_environment, capture_environment, cell_began
 from distnb.wire import codec
 from tests.worlds import DoubleWorld, distributed, modes_kept, ordinary
 

@@ -27,7 +27,7 @@ ELSEWHERE = {
     "engine/unattended.py": "sys.breakpointhook of the engine",
     "magics/extension.py": "sys.breakpointhook of the notebook",
     "magics/tracebacks.py": "sys.last_traceback, as IPython sets it",
-    "objects/modes.py": "torch's modes, which are data",
+    "objects/modes/torch_modes.py": "torch's modes, which are data",
     "runtime/scopes/made_objects.py": "within a scope only",
     "runtime/servers/server_registration.py": "within a scope only",
     "wire/recycled_memory.py": "an option of an object of our own",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from distnb.objects.modes import apply_environment, capture_environment
+from distnb.objects.modes.environment import apply_environment, capture_environment
 from distnb.runtime import randomness
 from distnb.runtime.randomness import Streams
 from distnb.topology import Device

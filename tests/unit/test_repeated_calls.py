@@ -10,7 +10,7 @@ import torch
 
 from distnb.errors import EngineDied
 from distnb.notebook.handles.pending import DeferredCall, PendingCall
-from distnb.objects.modes import cell_began
+from distnb.objects.modes.environment import cell_began
 from tests.worlds import DoubleWorld
 
 

@@ -18,7 +18,13 @@ from distnb.engine.namespace.engine_objects import NOT_THERE, EngineObjects, Obj
 from distnb.engine.namespace.imported_modules import ModuleReloader
 from distnb.objects.code.definitions import is_code
 from distnb.objects.constructors import open_module
-from distnb.objects.modes import Environment, Moment, apply_environment, capture_environment, outside_inference
+from distnb.objects.modes.environment import (
+    Environment,
+    Moment,
+    apply_environment,
+    capture_environment,
+    outside_inference,
+)
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
 from distnb.wire.exchange import (

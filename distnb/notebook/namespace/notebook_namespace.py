@@ -25,7 +25,7 @@ from distnb.notebook.namespace.user_names import user_names
 from distnb.notebook.output.wording import cell_name
 from distnb.objects.code.definitions import Classes, is_code, is_simple
 from distnb.objects.code.reads import names_read
-from distnb.objects.modes import capture_environment
+from distnb.objects.modes.environment import capture_environment
 from distnb.objects.packing import Packed
 from distnb.objects.plain import is_plain
 from distnb.options import DATA_LIMIT_NBYTES

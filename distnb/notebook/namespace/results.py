@@ -12,7 +12,7 @@ from distnb.notebook.namespace.differences import differing
 from distnb.notebook.namespace.tracked_objects import MISSING, TrackedObjects
 from distnb.notebook.output.wording import human_bytes
 from distnb.objects.code.definitions import is_code
-from distnb.objects.modes import Environment, apply_environment
+from distnb.objects.modes.environment import Environment, apply_environment
 from distnb.objects.packing import Packed
 from distnb.objects.placeholder import Placeholder
 from distnb.objects.plain import same

@@ -11,7 +11,7 @@ from distnb.notebook.handles.handle import HANDLES, state_of_handle
 from distnb.notebook.namespace.bound_names import BoundNames
 from distnb.objects.code.definitions import Classes
 from distnb.objects.digesting import Side
-from distnb.objects.modes import Environment
+from distnb.objects.modes.environment import Environment
 from distnb.objects.tracking import Tracker
 from distnb.values import DistributedValues, Mirrored, PerReplica
 from distnb.wire.exchange import Reloads, Snapshot, TeamKey, former

@@ -13,7 +13,7 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from distnb.errors import ProgramError
-from distnb.objects.modes import capture_early
+from distnb.objects.modes.environment import capture_early
 from distnb.runtime.servers.atomic_changes import change_in_place
 from distnb.runtime.servers.copies import UNKNOWN, Copy, difference
 from distnb.runtime.servers.server_messages import (

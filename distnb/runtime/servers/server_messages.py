@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distnb.objects.modes import NO_CHANGES, Environment
+from distnb.objects.modes.environment import NO_CHANGES, Environment
 from distnb.wire.closure_messages import Fence
 from distnb.wire.codec import give_codes
 

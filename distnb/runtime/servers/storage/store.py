@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distnb.errors import ClosureCancelled, OptionError, StaleHandleError
-from distnb.objects.modes import apply_environment
+from distnb.objects.modes.environment import apply_environment
 from distnb.runtime.servers.server_messages import (
     Create,
     Describe,

@@ -1,0 +1,168 @@
+"""The environment of a program: all modes of a process, which are sent to the engines, and returned, when they change.
+
+A row of a table describes each mode: how it is read and set, and when (`python_modes`, `torch_modes`, `numpy_modes`).
+The notebook sends the modes that changed since the last program. The engines return the modes that the program changed,
+so afterwards the notebook is in the state in which it would be had it run the program itself. State without a row is
+not sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distnb.objects.modes import python_modes
+from distnb.objects.modes.mode import MOMENTS, Mode, Moment
+
+__all__ = [
+    "NO_CHANGES",
+    "RANDOM",
+    "Environment",
+    "Moment",
+    "apply_environment",
+    "capture_early",
+    "capture_environment",
+    "cell_began",
+    "outside_inference",
+]
+
+RANDOM = ("torch random state", "random", "numpy.random")
+"""The modes that are random states."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Modes by name, all of them or those that changed, and the number of the cell in which they were captured."""
+
+    modes: Mapping[str, Any] = field(default_factory=dict)
+    cell: int = field(default=0, compare=False)
+
+    def since(self, earlier: Environment | None) -> Environment:
+        """Return the modes that differ from an earlier capture."""
+        known = {} if earlier is None else earlier.modes
+        changed = {name: value for name, value in self.modes.items() if name not in known or known[name] != value}
+        return Environment(changed, self.cell)
+
+    def with_changes(self, changes: Environment | None) -> Environment:
+        """Return these modes with some changes."""
+        return self if changes is None else Environment({**self.modes, **changes.modes}, self.cell)
+
+    def on(self, device: str) -> Environment:
+        """Return the modes of another process for one that computes on `device`.
+
+        Each replica's own device replaces the notebook's `cuda:0`, as it does for tensors; `cpu` and `meta` stay. A
+        process whose device is the CPU needs no GPU.
+        """
+        wanted = self.modes.get("default device")
+        if wanted is None or wanted.partition(":")[0] in ("cpu", "meta"):
+            return self
+        return Environment({**self.modes, "default device": device}, self.cell)
+
+
+NO_CHANGES = Environment()
+
+
+def capture_environment(before: Environment | None = None, moment: Moment = "beginning") -> Environment:
+    """Return the modes of this process.
+
+    Args:
+        before: An earlier capture. It is returned itself if nothing has changed.
+        moment: A cell's beginning, its end, or around a call. Modes that are not compared then are taken from
+            `before`, but not at the first call in a cell.
+    """
+    libraries = _loaded_libraries()
+    if before is None or before.cell != _cell or len(before.modes) < len(_compared("beginning", libraries)):
+        moment = "beginning"  # of the cell; or a library was loaded since
+    known = before.modes if before is not None else {}
+    changed = {}
+    for mode in _compared(moment, libraries):
+        value = mode.capture()
+        if mode.name not in known or value != known[mode.name]:
+            changed[mode.name] = value
+    if before is not None and before.cell == _cell and not changed:
+        return before
+    return Environment({**known, **changed}, _cell)
+
+
+def capture_early() -> Environment:
+    """Return the modes that a process needs before it opens an object: paths, environment variables and the like."""
+    found = {mode.name: mode.capture() for mode in _compared("beginning", _loaded_libraries()) if mode.early}
+    return Environment(found, _cell)
+
+
+_cell = 0
+
+
+def cell_began() -> None:
+    """Note that a cell of the notebook begins."""
+    global _cell
+    _cell += 1
+
+
+def apply_environment(environment: Environment, *, early: bool | None = None) -> None:
+    """Set this process's modes to those of a capture. Modes that are not in it stay.
+
+    Args:
+        early: True for the modes that are set before the objects that were sent with them are opened, False for the
+            others; None for all.
+    """
+    modes = _compared("beginning", _loaded_libraries())
+    if not environment.modes.keys() <= {mode.name for mode in modes}:
+        modes = _compared("beginning", _LIBRARIES)  # a mode of a library that this process has not loaded yet
+    for mode in modes:
+        if mode.name in environment.modes and early in (None, mode.early):
+            value = environment.modes[mode.name]
+            if mode.capture() != value:
+                mode.apply(value)
+
+
+@contextlib.contextmanager
+def outside_inference() -> Iterator[None]:
+    """Return a context in which new tensors are ordinary ones, whatever the user's mode is."""
+    if "torch" not in _loaded_libraries():
+        yield
+        return
+    import torch
+
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False):
+        yield
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+_LIBRARIES = ("torch", "numpy")
+
+
+def _loaded_libraries() -> tuple[str, ...]:
+    return tuple(filter(_is_loaded, _LIBRARIES))
+
+
+def _is_loaded(library: str) -> bool:
+    module = sys.modules.get(library)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
+
+
+@functools.cache
+def _compared(moment: Moment, libraries: tuple[str, ...]) -> tuple[Mode, ...]:
+    """Return the modes of the interpreter and of some libraries that are compared at a moment.
+
+    Load no library that the user has not loaded: torch takes seconds.
+    """
+    modes = python_modes.MODES
+    if "torch" in libraries:
+        from distnb.objects.modes import torch_modes
+
+        modes += torch_modes.MODES
+    if "numpy" in libraries:
+        from distnb.objects.modes import numpy_modes
+
+        modes += numpy_modes.MODES
+    moments = MOMENTS[: MOMENTS.index(moment) + 1]
+    return tuple(mode for mode in modes if mode.when in moments)
