@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from distnb.errors import OptionError
 
-__all__ = ["PS", "WORKER", "Device", "Task", "Team", "device_names", "parse_device"]
+__all__ = ["PS", "WORKER", "Device", "Task", "Team", "device_names", "parse_device", "unpickle_team"]
 
 _PLAIN = re.compile(r"(?P<type>[a-z]+)(?::(?P<index>\d+))?")
 
@@ -108,7 +108,7 @@ class Team:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and unpickle each team once: every program carries its team, which rarely changes."""
-        return _opened, (self._pickled,)
+        return unpickle_team, (self._pickled,)
 
     @functools.cached_property
     def _pickled(self) -> bytes:
@@ -142,5 +142,6 @@ class Team:
 
 
 @functools.lru_cache(maxsize=64)
-def _opened(pickled: bytes) -> Team:
+def unpickle_team(pickled: bytes) -> Team:
+    """Return the team of a pickle, which `Team` makes of itself."""
     return Team(*pickle.loads(pickled))

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["RngState", "generator_state", "numpy_state", "set_generator_state", "set_numpy_state"]
+__all__ = ["RngState", "content_of", "generator_state", "numpy_state", "set_generator_state", "set_numpy_state"]
 
 
 class RngState(NamedTuple):
@@ -59,7 +59,11 @@ class RngState(NamedTuple):
 
 def generator_state(generator: Any) -> bytes:
     """Return the state of a torch generator as bytes. Unlike a pickled tensor, they are equal where the state is."""
-    state = generator.get_state()
+    return content_of(generator.get_state())
+
+
+def content_of(state: Any) -> bytes:
+    """Return the bytes of the tensor that a torch generator's `get_state` returned."""
     memory: Any = (ctypes.c_char * state.nbytes).from_address(state.data_ptr())  # `numpy()` takes several times as long
     content: bytes = memory.raw
     return content

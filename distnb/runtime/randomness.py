@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distnb.accelerators import generator
-from distnb.objects.rng_state import RngState
+from distnb.objects.rng_state import RngState, content_of
 from distnb.runtime.reduction.gathering import broadcast_bytes
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ streams = Streams()
 
 
 def _bytes(states: list[torch.Tensor]) -> bytes:
-    return b"".join(state.numpy().tobytes() for state in states)
+    return b"".join(map(content_of, states))
 
 
 def _fold(states: bytes, replica_id: int) -> int:

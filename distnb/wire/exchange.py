@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from distnb.objects.modes.environment import Environment
 from distnb.objects.packing import Packed
-from distnb.options import ReduceOp
+from distnb.options import ReduceOp, StrategySpec
+from distnb.topology import unpickle_team
 from distnb.values import DistributedValues
 from distnb.wire.codec import give_codes
 from distnb.wire.messages import CallFunction, ObjectId, Reply
@@ -322,4 +323,8 @@ class Mark:
     environment: Environment
 
 
-give_codes(0, CallFunction, Snapshot, NamedArgument, HeldArgument, Reply, Result, Leaf, Described)
+give_codes(
+    0,
+    *(CallFunction, unpickle_team, StrategySpec, Snapshot, NamedArgument, HeldArgument, ReduceOp),
+    *(Reply, Result, Leaf, Described),
+)
