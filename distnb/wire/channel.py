@@ -1,11 +1,11 @@
 """The channel between the notebook and its engines: one way for programs, one for control.
 
-The notebook binds a ROUTER socket of ZeroMQ, to which every engine connects a DEALER for control. Programs go to
-engines of the notebook's host by UNIX sockets (`wire.unix_socket`), several times as fast as by ZeroMQ, and to those of
-other hosts by a second ROUTER. A cluster of one host listens in its private directory only, one of several hosts over
-TCP. CURVE encrypts in both cases: a client whose public key is not the cluster's gets no byte through.
+For control, the notebook binds a ROUTER socket of ZeroMQ, and every engine connects a DEALER to it. Programs are sent
+to engines on the notebook's host through UNIX sockets (`wire.unix_socket`), which are several times as fast as ZeroMQ,
+and to engines on other hosts through a second ROUTER. A cluster on one host listens in its private directory only; a
+cluster on several hosts listens on TCP. CURVE encrypts both: a client without the cluster's key cannot send a byte.
 
-A parameter server is reached by whoever has a number: `Peers` is what it and the notebook share.
+Parameter servers use the same channel: `Peers` is the part that they share with the notebook.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _POLLIN, _SNDMORE = int(zmq.POLLIN), int(zmq.SNDMORE)
 
 
 class OneClientKey:
-    """Lets exactly one CURVE key in: clients must prove to own it (Z85)."""
+    """The authentication of clients by one CURVE key (Z85), which each client must prove to own."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -59,19 +59,20 @@ class OneClientKey:
 
 
 class Switchboard:
-    """The notebook's end: it reaches every engine by its id. CURVE keys are in Z85.
+    """The notebook's end of the channel, which reaches every engine by its id. CURVE keys are in Z85.
 
     Args:
         directory: The cluster's private directory.
-        host: The address at which it listens for engines of other hosts; None if all are of this one.
+        host: The address to listen at for engines on other hosts; None if all engines are on this host.
 
     Attributes:
-        programs: The way of programs; belongs to whoever holds the session's turn.
-        control: The socket for control; belongs to the supervisor's thread.
-        program_url, control_url: Where engines reach them by ZeroMQ; the first is "" if they use UNIX sockets.
+        programs: The channel for programs. Only the thread that holds the session's turn uses it.
+        control: The socket for control. Only the supervisor's thread uses it.
+        program_url, control_url: The addresses of both for engines that connect with ZeroMQ. The first is "" if the
+            engines use UNIX sockets.
 
     Raises:
-        StartError: It cannot listen there.
+        StartError: This process cannot listen there.
     """
 
     def __init__(
@@ -99,11 +100,11 @@ class Switchboard:
         return kind(remote), url
 
     def open_peers(self) -> tuple[Peers, str]:
-        """Open one more way to the engines. Returns it, and its address for engines of other hosts."""
+        """Open one more channel. Return it, and its address for peers on other hosts."""
         return self._open(Peers)
 
     def close(self) -> None:
-        """Close both ways and stop the authenticator. Waiting messages are dropped."""
+        """Close both channels and stop the authenticator. Unsent messages are dropped."""
         self.programs.close()
         self.control.close()
         self._end()
@@ -116,14 +117,15 @@ class Switchboard:
 def bind_router(
     context: zmq.Context[Any], at: str | Path, *, secret: bytes, public: bytes
 ) -> tuple[zmq.Socket[bytes], str]:
-    """Make a ROUTER with these CURVE keys that listens at a host, or at the path of a UNIX socket.
+    """Bind a ROUTER with these CURVE keys to a host, or to the path of a UNIX socket. Return it and its address.
 
-    Returns it and its address. StartError: It cannot listen there.
+    Raises:
+        StartError: This process cannot listen there.
     """
     socket = context.socket(zmq.ROUTER)
     socket.curve_secretkey, socket.curve_publickey = secret, public
     socket.curve_server = True
-    # Without these a ROUTER drops silently: past the high-water mark, and to peers that it does not know.
+    # By default a ROUTER drops messages silently, beyond the high-water mark and to unknown peers.
     socket.sndhwm = socket.rcvhwm = 0
     socket.router_mandatory = True
     socket.router_handover = True
@@ -145,17 +147,17 @@ def bind_router(
 
 
 class Peers:
-    """Talks with processes that have numbers: by a UNIX socket with each of this host, by ZeroMQ with all others.
+    """Connections to numbered processes: a UNIX socket for each process on this host, and ZeroMQ for all others.
 
-    Not for several threads at once. It closes what it is given.
+    Only one thread at a time may use it.
 
     Args:
-        remote: A bound ROUTER for those of other hosts, if there are any.
-        listener: The place where those of this host connect, if they use UNIX sockets.
-        recycles: What is sent to those of this host they do not keep; see `UnixSocket`.
+        remote: A bound ROUTER for peers on other hosts, if there are any. `close` closes it.
+        listener: The listener to which peers on this host connect, if they use UNIX sockets. `close` closes it.
+        recycles: Whether peers on this host keep nothing of the messages that they receive; see `UnixSocket`.
 
     Attributes:
-        listener: The same.
+        listener: The listener for peers on this host, or None.
     """
 
     def __init__(
@@ -171,14 +173,18 @@ class Peers:
             self.watch(int(remote.fileno()))
 
     def watch(self, descriptor: int) -> None:
-        """Let `wait` return when this descriptor is readable, too."""
+        """Make `wait` also return when this descriptor is readable."""
         self._epoll.register(descriptor, select.EPOLLIN)
 
-    def let_in(self) -> None:
-        """Accept the peers of this host that have connected. OSError: this process has too many open files."""
+    def accept(self) -> None:
+        """Accept the peers on this host that have connected.
+
+        Raises:
+            OSError: This process has too many open files.
+        """
         if self.listener is None:
             return
-        for peer, connected in self.listener.let_in().items():
+        for peer, connected in self.listener.accept().items():
             self._lose(peer)
             connected.recycles = self._recycles
             _logger.info("peer %d connected", peer)
@@ -195,14 +201,14 @@ class Peers:
             connected.close()
 
     def send(self, peers: Iterable[int], message: Any) -> list[int]:
-        """Send a message to peers, copied: what it refers to may change when this returns.
+        """Send a message to peers, and return those that are not connected.
 
-        Returns those that are not connected.
+        The message is copied: its tensors may change as soon as this function returns.
         """
         return self.send_frames(peers, encode(message))
 
     def send_frames(self, peers: Iterable[int], frames: Sequence[Frame]) -> list[int]:
-        """Send an encoded message to several peers."""
+        """Send an encoded message to peers, and return those that are not connected."""
         packets: Sequence[Packet] = ()
         unreached = []
         for peer in peers:
@@ -220,19 +226,22 @@ class Peers:
         return unreached
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
-        """Wait until something has come. For so long at most, if a time is given.
+        """Wait until a message has arrived or a watched descriptor is readable, or until the timeout.
 
         Returns:
-            The descriptors that are readable, for `receive`, those that are watched among them.
+            The readable descriptors, for `receive`. They include the watched ones.
         """
         if self._remote is not None and _has_message(self._remote):
-            return []  # its descriptor reports only what arrives after it was last found empty
+            return []  # its descriptor reports only messages that arrive after the socket was last found empty
         return [descriptor for descriptor, _ in self._epoll.poll(timeout_s)]
 
     def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yield messages that have arrived: the next one of each peer of this host, and all of others. Never blocks.
+        """Yield the next message of each peer on this host, and all messages of other peers, without blocking.
 
-        `readable` is what `wait` returned. In the place of a message that cannot be read there is a MessageError.
+        A MessageError is yielded in place of a message that cannot be read.
+
+        Args:
+            readable: The result of `wait`.
         """
         for descriptor in readable:
             peer = self._peer_at.get(descriptor)
@@ -252,7 +261,7 @@ class Peers:
         return peer in self._sockets
 
     def part(self, peer: int) -> Iterator[Any]:
-        """Yield the last messages of a peer of this host that has ended, then close its connection."""
+        """Yield the last messages of a peer on this host that has ended, then close its connection."""
         while (connected := self._sockets.get(peer)) is not None:
             message = _or_error(connected.receive)
             if message is None:
@@ -261,7 +270,7 @@ class Peers:
                 yield message
 
     def close(self) -> None:
-        """Close all. What waits is dropped."""
+        """Close all connections. Unsent and unread messages are dropped."""
         if self.listener is not None:
             self.listener.close()
         for peer in list(self._sockets):
@@ -275,20 +284,28 @@ class Programs(Peers):
     """The notebook's end of the program channel: it sends programs to engines and receives replies."""
 
     def meet(self, hellos: Iterable[Hello]) -> None:
-        """Engines have come up, and said hello on the other channel. StartError: one of this host is not connected."""
+        """Accept the connections of engines that have sent their hellos on the control channel.
+
+        Raises:
+            StartError: An engine on this host is not connected.
+        """
         try:
-            self.let_in()
+            self.accept()
         except OSError as error:
             raise StartError(
                 f"The notebook cannot open a connection to its engines ({os.strerror(error.errno or 0)}). Close files, "
-                "or allow it more (ulimit -n), and start them again."
+                "or raise the limit (ulimit -n), and start the engines again."
             ) from error
         for hello in hellos:
             if self.listener is not None and hello.engine not in self._sockets:
                 raise StartError(f"Engine {hello.engine} did not connect to the notebook for programs.")
 
     def receive(self, readable: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yield messages as `Peers.receive` does. MessageError: a message cannot be read."""
+        """Yield messages as `Peers.receive` does.
+
+        Raises:
+            MessageError: A message cannot be read.
+        """
         for engine, message in super().receive(readable):
             if isinstance(message, MessageError):
                 raise message
@@ -296,7 +313,7 @@ class Programs(Peers):
 
 
 def send_frames(socket: zmq.Socket[bytes], peer: int, frames: Sequence[Frame]) -> bool:
-    """Send a message by a ROUTER, copied. False if the peer is not connected."""
+    """Send a copy of a message through a ROUTER. Return False if the peer is not connected."""
     try:
         _send(socket, [b"%d" % peer, *frames])
     except zmq.ZMQError as error:
@@ -307,10 +324,10 @@ def send_frames(socket: zmq.Socket[bytes], peer: int, frames: Sequence[Frame]) -
 
 
 def receive_from(socket: zmq.Socket[bytes]) -> Iterator[tuple[int, Any]]:
-    """Yield all messages that have arrived at a ROUTER, each with the number of its sender. Never blocks.
+    """Yield the messages that have arrived at a ROUTER, each with the number of its sender, without blocking.
 
     Raises:
-        MessageError: One cannot be read.
+        MessageError: A message cannot be read.
     """
     for peer, frames in _arrived(socket):
         yield peer, decode(frames)
@@ -320,7 +337,7 @@ def _arrived(socket: zmq.Socket[bytes]) -> Iterator[tuple[int, list[Frame]]]:
     while _has_message(socket):
         name = socket.recv()
         frames = _receive(socket)
-        if name.isdigit():  # else it was said by a process whose place another has taken, and its name
+        if name.isdigit():  # a process that was replaced, by another one of the same number, has no number as its name
             yield int(name), frames
 
 
@@ -338,12 +355,12 @@ def _send(socket: zmq.Socket[bytes], frames: Sequence[Frame]) -> None:
 
 
 def _has_message(socket: zmq.Socket[bytes]) -> bool:
-    # Trying to receive would do, but the exception that says "nothing" costs as much as a message.
+    # Not by an attempt to receive: the exception for an empty socket costs as much as a message.
     return bool(zmq.zmq_poll([(socket, _POLLIN)], 0))
 
 
 def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
-    """Return the rest of a message: its header, and its buffers without a copy."""
+    """Return the remaining frames of a message: its header, and its buffers without a copy."""
     frame = socket.recv(copy=False)
     frames: list[Frame] = [frame.bytes]
     while frame.more:
@@ -356,7 +373,7 @@ def _receive(socket: zmq.Socket[bytes]) -> list[Frame]:
 
 
 class Link:
-    """An engine's end, or another peer's: one DEALER socket, whose identity is the peer's number."""
+    """The end of an engine or of another peer: one DEALER socket, whose identity is the peer's number."""
 
     ended = False
 
@@ -385,11 +402,11 @@ class Link:
         return int(self.socket.fileno())
 
     def send(self, message: Any) -> None:
-        """Send a message, copied: a replica goes on to change its tensors in place."""
+        """Send a copy of a message: the replica may change its tensors in place afterwards."""
         self.send_frames(encode(message))
 
     def send_frames(self, frames: Sequence[Frame]) -> None:
-        """Send a message that has been encoded, copied."""
+        """Send a copy of an encoded message."""
         _send(self.socket, frames)
 
     def has_message(self) -> bool:
@@ -397,15 +414,15 @@ class Link:
         return _has_message(self.socket)
 
     def receive(self, linger_ms: int = 0) -> Any:
-        """Return the next message, or None if there is none yet. The descriptor reports when one arrives."""
+        """Return the next message, or None if none has arrived. `linger_ms` is for `UnixSocket`s."""
         return decode(_receive(self.socket)) if _has_message(self.socket) else None
 
     def close(self) -> None:
-        """Close it. What was sent goes out within a second."""
+        """Close the socket. Messages that were sent get one second to leave."""
         self.socket.close()
 
 
 _P = TypeVar("_P", bound=Peers)
 
 ProgramLink = UnixSocket | Link
-"""An engine's end of the way of programs."""
+"""An engine's end of the channel for programs."""

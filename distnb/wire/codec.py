@@ -1,7 +1,7 @@
 """Messages as frames of bytes: one small header, then raw buffers that are never copied twice.
 
-Plain pickle is enough for a message of `wire.messages`. What users made (arguments, results, namespaces) is packed by
-`distnb.objects`, and its buffers ride in the message as they are.
+Plain pickle is enough for a message of `wire.messages`. Objects of users (arguments, results, namespaces) are packed by
+`distnb.objects`, and their buffers become frames without a copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def encode(message: Any) -> list[Frame]:
 
 
 def decode(frames: Sequence[Frame]) -> Any:
-    """Return the message that `encode` was given. Call it on authenticated bytes only: pickles run code.
+    """Return the message in frames that `encode` returned. Pickles run code, so the frames must be authenticated.
 
     Raises:
         MessageError: The frames are no message.

@@ -1,11 +1,11 @@
 """Messages between two processes of one host: packets over a UNIX socket, read by the thread that waits for them.
 
-A message that ZeroMQ carries passes through a thread on either side, and on a busy machine each of them waits for the
+ZeroMQ passes each message through a thread on either side, and on a busy machine each of these threads waits for the
 processor. Here the sender writes into the kernel, and the receiver wakes up.
 
 A small message is one packet. A larger one is several packets, and the socket (SOCK_SEQPACKET) keeps their order and
-their boundaries. The first byte of a packet is its kind. Large frames travel as descriptors of memory
-(`wire.shared_memory_buffer`); all other frames are joined and cut into pieces. An example: a header of 2 KB, an array
+their boundaries. The first byte of a packet is its kind. Large frames are sent as descriptors of memory
+(`wire.shared_memory_buffer`). All other frames are joined and cut into pieces. An example: a header of 2 KB, an array
 of 200 MB, and an array of 70 KB::
 
     kind       content                                                             descriptor
@@ -44,37 +44,37 @@ from distnb.wire.shared_memory_buffer import LARGE_NBYTES, SharedMemoryBuffer, r
 __all__ = ["Listener", "Packet", "UnixSocket", "connect", "pack"]
 
 _PACKET_NBYTES: Final = 60 << 10  # several fit into a socket's buffer
-_MOST_BUFFERS: Final = 64  # of a message: only so many descriptors can be on their way
+_MOST_BUFFERS: Final = 64  # per message: the kernel limits the number of descriptors that are not yet received
 _WHOLE, _PIECE, _BUFFER, _END, _RECYCLED = range(5)  # kinds of packets: their first byte
 _WHOLE_PREFIX: Final = bytes((_WHOLE,))
 _ANCILLARY_NBYTES: Final = socket.CMSG_SPACE(struct.calcsize("i"))
 _NO_SIGNAL: Final = int(socket.MSG_NOSIGNAL)
 _CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
-_BACKLOG: Final = 4096  # of processes that have connected, until they are let in
-# The socket's buffer is full, the kernel's is, or too many descriptors are on their way.
+_BACKLOG: Final = 4096  # processes that have connected and are not accepted yet
+# The buffer of the socket or of the kernel is full, or too many descriptors are not yet received.
 _LATER: Final = frozenset((errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))
 _PATIENCE_S: Final = 0.005
 
 
 class HasDescriptor(Protocol):
-    """Memory."""
+    """Memory with a descriptor."""
 
     @property
     def descriptor(self) -> int: ...
 
 
 Packet = tuple[bytes, HasDescriptor | None]
-"""What is sent at once: bytes, and memory whose descriptor goes with them."""
+"""A unit of sending: bytes, and the memory whose descriptor is sent with them, or None."""
 
 
 def pack(frames: Sequence[Frame]) -> Sequence[Packet]:
-    """Return a message as packets, copied: the sender's own frames may change when this returns."""
+    """Return the packets of a message. They are a copy: the sender's frames may change afterwards."""
     if len(frames) == 1 and len(frames[0]) < _PACKET_NBYTES:
         return ((_WHOLE_PREFIX + frames[0], None),)
     sizes = [memoryview(frame).nbytes for frame in frames]
     largest = sorted(range(len(frames)), key=sizes.__getitem__, reverse=True)[:_MOST_BUFFERS]
     buffers: dict[int, SharedMemoryBuffer] = {}
-    with contextlib.suppress(OSError):  # no memory, or no descriptor, is to be had: the rest goes in pieces
+    with contextlib.suppress(OSError):  # no memory or no descriptor is left: send the rest in pieces
         for place in largest:
             if sizes[place] >= LARGE_NBYTES:
                 buffers[place] = SharedMemoryBuffer(frames[place])
@@ -91,7 +91,7 @@ def _packet(kind: int, data: bytes) -> bytes:
 
 
 class _Incoming:
-    """A message of which some packets have come."""
+    """A message of which some packets have arrived."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -101,8 +101,8 @@ class _Incoming:
     def add_buffer(self, data: bytes, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
         if not ancillary:
             self.error = MessageError(
-                "The shared memory of a message was lost, since this process has as many files open as it may "
-                "(ulimit -n). Close some."
+                "The shared memory of a message was lost, since this process has reached its limit of open files "
+                "(ulimit -n). Close some files, or raise the limit."
             )
             return
         (descriptor,) = struct.unpack_from("i", ancillary[0][2])
@@ -115,7 +115,11 @@ class _Incoming:
             os.close(descriptor)
 
     def end(self, data: bytes) -> list[Frame]:
-        """Return all frames. MessageError: some are lost."""
+        """Return all frames.
+
+        Raises:
+            MessageError: Some frames are lost.
+        """
         if self.error is not None:
             raise self.error
         loose, at = memoryview(b"".join(self.pieces)), 0
@@ -123,22 +127,22 @@ class _Incoming:
         for place, size in enumerate(pickle.loads(data)):
             if size is None:
                 frames.append(self.buffers[place])
-            else:  # each its own, to be written to, and free when it is not used any more
+            else:  # each a separate buffer, so it is writable, and freed with its last user
                 frames.append(bytearray(loose[at : at + size]))
                 at += size
         return frames
 
 
 class UnixSocket:
-    """An end of a UNIX socket. One thread receives, any thread sends.
+    """An end of a UNIX socket. One thread receives, and any thread may send.
 
     Args:
-        connected: The socket, of type SOCK_SEQPACKET; this object closes it.
+        connected: The socket, of type SOCK_SEQPACKET. This object closes it.
 
     Attributes:
-        recycles: Whether large messages are sent in memory that is written to again (`wire.recycled_memory`). To be set
-            where the receiver does not keep what comes, or copies it.
-        ended: Whether the other end is gone; nothing more will come.
+        recycles: Whether large messages are sent in memory that is written to again (`wire.recycled_memory`). Set it
+            if the receiver copies the messages' content, or does not keep it.
+        ended: Whether the other end is closed. No message will arrive any more.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -148,7 +152,7 @@ class UnixSocket:
         self._socket = connected
         self._poll = select.poll()
         self._poll.register(connected, select.POLLIN)
-        self._lock = threading.Lock()  # of what follows, and of the order of packets
+        self._lock = threading.Lock()  # guards the attributes below, and the order of packets
         self._late: deque[Packet] = deque()
         self._sender: threading.Thread | None = None
         self._closed = False
@@ -162,19 +166,19 @@ class UnixSocket:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def send(self, message: Any) -> None:
-        """Send a message, copied."""
+        """Send a copy of a message."""
         self.send_frames(encode(message))
 
     def send_frames(self, frames: Sequence[Frame]) -> bool:
-        """Send a message that has been encoded, copied. False if the other end is gone."""
+        """Send a copy of an encoded message. Return False if the other end is closed."""
         written = self._recycled[0].write(frames) if self.recycles else None
         if written is None:
             return self.send_packets(pack(frames))
-        told, block = written
-        return self.send_packets(((_packet(_RECYCLED, told), block),))
+        description, block = written
+        return self.send_packets(((_packet(_RECYCLED, description), block),))
 
     def send_packets(self, packets: Sequence[Packet]) -> bool:
-        """Send a message, now or as soon as the kernel has room. False if the other end is gone."""
+        """Send a message, now or as soon as the kernel has room. Return False if the other end is closed."""
         with self._lock:
             late = packets if self._late else self._send_now(packets)
             if late and not self.ended:
@@ -185,7 +189,7 @@ class UnixSocket:
         return not self.ended
 
     def _send_now(self, packets: Sequence[Packet]) -> Sequence[Packet]:
-        """Send packets; those for which there is no room are returned."""
+        """Send packets. Return those for which the kernel has no room."""
         for place, (data, buffer) in enumerate(packets):
             try:
                 if buffer is None:
@@ -215,7 +219,7 @@ class UnixSocket:
                         self._socket.close()
                     return
                 stays = len(self._late) == before
-            if stays:  # the socket has room, the kernel has not
+            if stays:  # the socket has room, but the kernel has none
                 time.sleep(_PATIENCE_S)
 
     # -- receiving ---------------------------------------------------------------------------------------------------
@@ -225,17 +229,21 @@ class UnixSocket:
         return bool(self._poll.poll(0))
 
     def receive(self, linger_ms: int = 0) -> Any:
-        """Return the next message, or None if none arrives within `linger_ms`. MessageError: it cannot be read."""
+        """Return the next message, or None if none arrives within `linger_ms`.
+
+        Raises:
+            MessageError: The message cannot be read.
+        """
         frames = self.receive_frames()
         if frames is None and linger_ms and not self.ended and self._poll.poll(linger_ms):
             frames = self.receive_frames()
         return None if frames is None else decode(frames)
 
     def receive_frames(self) -> list[Frame] | None:
-        """Return the frames of the next message, or None if it has not arrived, or never will (`ended`).
+        """Return the frames of the next message, or None if none has arrived. After the last one, set `ended`.
 
         Raises:
-            MessageError: Some of it was lost.
+            MessageError: A part of the message was lost.
         """
         packet = self._packet
         while True:
@@ -244,7 +252,7 @@ class UnixSocket:
             except BlockingIOError:
                 return None
             except ConnectionResetError:
-                continue  # it ended with messages unread; its own may still be there
+                continue  # the other end closed with unread messages; its own messages may still be here
             except OSError:
                 nbytes = 0
             if not nbytes:
@@ -272,33 +280,33 @@ class UnixSocket:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Close it. What was sent and not received is freed, if this process is the last that has it."""
+        """Close the socket. Memory that was sent and not received is freed with its last user."""
         with self._lock:
             self.ended = self._closed = True
             if self._sender is None:
                 self._socket.close()
-            else:  # it wakes up, and closes it: until then its number is not another's, for which it would wait
+            else:  # the sender wakes up and closes it: closed here, its descriptor could be reused while it waits
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
 
-# -- meeting -----------------------------------------------------------------------------------------------------------
+# -- connecting --------------------------------------------------------------------------------------------------------
 
 
 class Listener:
-    """A socket in a private directory, where processes of this host connect.
+    """A socket in a private directory, to which processes on this host connect.
 
-    The kernel lets other users neither connect nor wait in the socket's queue, which they could fill where a socket has
-    no file. So who connects is a process of this user.
+    Only processes of this user can connect. The kernel keeps other users even out of the queue of waiting connections,
+    which they could fill if the socket had no file.
 
     Args:
-        directory: Its owner alone may enter it, and removes it in the end.
+        directory: The directory, which only its owner can enter. The owner removes it.
 
     Attributes:
-        path: The socket's.
+        path: The path of the socket.
 
     Raises:
-        StartError: The directory takes no sockets.
+        StartError: No socket can be created in the directory.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -310,22 +318,25 @@ class Listener:
         except OSError as error:
             self._socket.close()
             raise StartError(
-                f"No socket could be made at {self.path}: {error}. Set TMPDIR to a directory of a local disk that you "
-                "may write."
+                f"No socket could be created at {self.path}: {error}. Set TMPDIR to a directory on a local disk that "
+                "you may write to."
             ) from error
         self._socket.listen(_BACKLOG)
-        self._silent: dict[int, socket.socket] = {}  # have connected, and did not say yet who they are
+        self._silent: dict[
+            int, socket.socket
+        ] = {}  # connected peers that have not sent their numbers yet, by descriptor
         self._epoll = select.epoll()
         self._epoll.register(self._socket, select.EPOLLIN)
 
     def fileno(self) -> int:
-        """Readable when `let_in` may find somebody."""
+        """Return a descriptor that is readable when `accept` may find a peer."""
         return self._epoll.fileno()
 
-    def let_in(self) -> dict[int, UnixSocket]:
-        """Return the peers that have connected since this was last called, by number.
+    def accept(self) -> dict[int, UnixSocket]:
+        """Return the peers that have connected since the last call, by number.
 
-        OSError: this process has as many files open as it may.
+        Raises:
+            OSError: This process has reached its limit of open files.
         """
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -336,24 +347,24 @@ class Listener:
         found: dict[int, UnixSocket] = {}
         for descriptor, connected in list(self._silent.items()):
             try:
-                said = connected.recv(256)
+                name = connected.recv(256)
             except BlockingIOError:
                 continue
             except OSError:
-                said = b""  # it is gone again
+                name = b""  # the peer has disconnected
             del self._silent[descriptor]
             self._epoll.unregister(descriptor)
-            if not said.isdigit():  # it is gone again
+            if not name.isdigit():  # the peer has disconnected
                 connected.close()
                 continue
-            peer = int(said)
+            peer = int(name)
             if peer in found:
                 found[peer].close()
             found[peer] = UnixSocket(connected)
         return found
 
     def close(self) -> None:
-        """Let nobody else in."""
+        """Accept no more peers, and remove the socket."""
         for connected in self._silent.values():
             connected.close()
         self._epoll.close()
@@ -363,7 +374,11 @@ class Listener:
 
 
 def connect(path: str, peer: int) -> UnixSocket:
-    """Connect with a listener of this host as the one of that number. OSError: nobody listens there."""
+    """Connect to a listener on this host as the peer of this number.
+
+    Raises:
+        OSError: No process listens there.
+    """
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connected.setblocking(False)

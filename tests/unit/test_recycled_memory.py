@@ -24,7 +24,7 @@ def pair() -> Iterator[tuple[UnixSocket, UnixSocket]]:
     with tempfile.TemporaryDirectory() as directory:
         listener = Listener(directory)
         one = connect(listener.path, 1)
-        other = listener.let_in()[1]
+        other = listener.accept()[1]
         one.recycles = other.recycles = True
         yield one, other
         for each in (one, other, listener):
@@ -87,7 +87,7 @@ def test_memory_is_released_when_both_ends_are_gone() -> None:
         listener = Listener(directory)
         one = connect(listener.path, 1)
         one.recycles = True
-        pair = one, listener.let_in()[1]
+        pair = one, listener.accept()[1]
         frames = there(pair, message(3))
         for each in (*pair, listener):
             each.close()

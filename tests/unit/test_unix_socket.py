@@ -43,7 +43,7 @@ def listener() -> Iterator[Listener]:
 def pairs(listener: Listener, *engines: int) -> Iterator[list[Pair]]:
     """Return both ends for each engine: the notebook's and the engine's."""
     theirs = {engine: come(listener, engine) for engine in engines}
-    ours = listener.let_in()
+    ours = listener.accept()
     yield [(ours[engine], theirs[engine]) for engine in engines]
     for one in (*ours.values(), *theirs.values()):
         one.close()
@@ -268,7 +268,7 @@ def test_a_lost_descriptor_is_reported_with_the_cure_and_the_next_message_arrive
     sender, receiver = pair
     sender.send_packets(pack(message()))
     sender.send_packets(pack([b"next", b"one"]))
-    with no_more_descriptors(), pytest.raises(MessageError, match="as many files open as it may"):
+    with no_more_descriptors(), pytest.raises(MessageError, match="its limit of open files"):
         receive(receiver)
     assert same(receive(receiver), [b"next", b"one"])
 
@@ -306,7 +306,7 @@ def test_a_client_without_a_number_is_refused(listener: Listener) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(listener.path)
         stranger.send(b"let me in")
-        assert listener.let_in() == {}
+        assert listener.accept() == {}
         assert stranger.recv(1) == b""
 
 
@@ -332,12 +332,12 @@ def test_a_silent_client_does_not_block_others(listener: Listener) -> None:
         with pairs(listener, 1) as (pair,):
             pair[0].send_packets(pack([b"hello"]))
             assert same(receive(pair[1]), [b"hello"])
-    assert listener.let_in() == {}
+    assert listener.accept() == {}
 
 
 def test_the_later_of_two_connections_of_an_engine_remains(listener: Listener) -> None:
     old, new = come(listener, 0), come(listener, 0)
-    ours = listener.let_in()
+    ours = listener.accept()
     ours[0].send_packets(pack([b"hello"]))
     assert same(receive(new), [b"hello"])
     assert old.receive_frames() is None

@@ -147,7 +147,7 @@ class ClosureChannel(SessionPart):
         """Wait until workers have sent their hello on the new channel."""
         hellos = [self._supervisor.hellos[engine] for engine in engines]
 
-        self._run(self._peers.let_in)
+        self._run(self._peers.accept)
         deadline = time.monotonic() + _MEETING_S
         while missing := [hello for hello in hellos if self._up.get(hello.engine) != hello.pid]:
             if all(hello.engine not in self._engines.left for hello in missing):

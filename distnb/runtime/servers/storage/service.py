@@ -82,7 +82,7 @@ class Service:
                 return
             if listener in readable:
                 try:
-                    self._peers.let_in()
+                    self._peers.accept()
                 except OSError:  # too many open files; the listener stays readable until some files are closed
                     time.sleep(_PATIENCE_S)
             for client, message in self._peers.receive(readable):
