@@ -44,6 +44,8 @@ tempfile.tempdir = None
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("KERAS_BACKEND", "torch")
+# Otherwise most engines would import this module themselves: the first optimizer needs it, and idle engines load it.
+os.environ.setdefault("DISTNB_PRELOAD", "torch._dynamo")
 # The state machines check their invariants after each transition, in every process that a test starts.
 os.environ.setdefault("DISTNB_VALIDATE", "1")
 

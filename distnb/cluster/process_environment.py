@@ -19,6 +19,7 @@ __all__ = [
     "AGENT_VARIABLE",
     "DEVICE_VARIABLE",
     "ENGINE_VARIABLE",
+    "PRELOAD_VARIABLE",
     "PYTHON_MODULE",
     "STORE_VARIABLE",
     "THREADS_VARIABLE",
@@ -26,6 +27,7 @@ __all__ = [
     "compute_environment",
     "cores",
     "engines_environment",
+    "forwarded_environment",
     "hash_seed",
     "import_environment",
     "keep_temporary_sockets_in",
@@ -42,6 +44,8 @@ STORE_VARIABLE = "DISTNB_STORE_FILE"
 """The variable with the path of the file by which replicas of a script on this machine meet."""
 AGENT_VARIABLE = "DISTNB_AGENT"
 """The variable with the module whose `install` makes an engine of the process. Tests use a small one."""
+PRELOAD_VARIABLE = "DISTNB_PRELOAD"
+"""The user's variable with the modules, divided by commas, that engines import before their first program."""
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")
 """The command that runs a module. With -P, a user's file such as random.py hides no module of the same name."""
@@ -116,6 +120,12 @@ def keep_temporary_sockets_in(directory: Path) -> None:
     multiprocessing.current_process()._config["tempdir"] = str(directory)  # type: ignore[attr-defined]
 
 
+def forwarded_environment() -> dict[str, str]:
+    """Return the notebook's variables that its engines get on other machines, too."""
+    preload = os.environ.get(PRELOAD_VARIABLE)
+    return log_environment() | ({PRELOAD_VARIABLE: preload} if preload else {})
+
+
 def engines_environment(engines: int, directory: Path, *, agent: str) -> dict[str, str]:
     """Return the variables that all engines of a cluster on this machine share."""
     return {
@@ -123,7 +133,7 @@ def engines_environment(engines: int, directory: Path, *, agent: str) -> dict[st
         THREADS_VARIABLE: str(threads_for(engines)),
         CONNECTION_VARIABLE: str(connection_path(directory)),
         AGENT_VARIABLE: agent,
-        **log_environment(),
+        **forwarded_environment(),
     }
 
 

@@ -26,7 +26,8 @@ from typing import Any
 
 from distnb.cluster.local.orphans import request_signal_at_parent_end
 from distnb.cluster.local.processes import describe_status
-from distnb.cluster.process_environment import AGENT_VARIABLE, DEVICE_VARIABLE, ENGINE_VARIABLE
+from distnb.cluster.process_environment import AGENT_VARIABLE, DEVICE_VARIABLE, ENGINE_VARIABLE, PRELOAD_VARIABLE
+from distnb.errors import StartError
 from distnb.topology import parse_device
 
 __all__ = ["fork_engines", "load"]
@@ -37,10 +38,21 @@ _FORKED = ("cpu", "cuda")  # the import of torch does not open such a device; it
 
 
 def load() -> None:
-    """Import the modules that every engine needs. A forked engine has them already."""
+    """Import the modules that every engine needs, and those that the user named. A forked engine has them already.
+
+    Raises:
+        StartError: A module that the user named cannot be imported.
+    """
     importlib.import_module("torch.distributed")
     importlib.import_module("distnb.engine.app")
     importlib.import_module(os.environ[AGENT_VARIABLE])
+    for name in filter(None, map(str.strip, os.environ.get(PRELOAD_VARIABLE, "").split(","))):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise StartError(
+                f"{PRELOAD_VARIABLE} names {name}, which an engine cannot import: {error}. Correct or unset the variable."
+            ) from error
 
 
 def fork_engines() -> None:

@@ -105,6 +105,14 @@ def test_the_error_for_an_engine_that_dies_at_start_quotes_its_last_output(
     assert_nothing_left(cluster)
 
 
+def test_a_module_to_preload_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTNB_PRELOAD", "colorsys, no_such_module")
+    cluster = make_cluster(1)
+    with pytest.raises(StartError, match="DISTNB_PRELOAD names no_such_module, which an engine cannot import"):
+        cluster.start()
+    assert_nothing_left(cluster)
+
+
 def test_an_engine_that_never_connects_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTNB_TEST_BEHAVIOUR", "stall:0")
     cluster = make_cluster(1)

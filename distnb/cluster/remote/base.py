@@ -35,11 +35,10 @@ from distnb.cluster.local.capacity import Capacity
 from distnb.cluster.local.launcher import EngineEnded, EngineOrder, Launched, Launcher
 from distnb.cluster.local.orphans import end_group
 from distnb.cluster.local.processes import Processes, describe_status
-from distnb.cluster.process_environment import PYTHON_MODULE, hash_seed, import_environment
+from distnb.cluster.process_environment import PYTHON_MODULE, forwarded_environment, hash_seed, import_environment
 from distnb.cluster.remote.heartbeat import LOST, LOST_AFTER_S
 from distnb.cluster.remote.node_agent import BEAT, KILLED, STATUS, Assignment
 from distnb.errors import StartError
-from distnb.process_log import log_environment
 
 __all__ = ["NODE_AGENT", "Hosts", "Transport", "probe"]
 
@@ -125,7 +124,7 @@ class Hosts(Launcher):
             engines=sharing,
             agent=order.agent,
             hash_seed=hash_seed(),
-            log=log_environment(),
+            variables=forwarded_environment(),
         )
 
         def line_ended(pid: int, words: str, expected: bool) -> None:

@@ -86,7 +86,7 @@ class Assignment:
         engines: The number of engines that share that machine.
         agent: The module whose `install` makes an engine of a process.
         hash_seed: The seed of string hashes, the same on every machine.
-        log: The environment variable for the log, if it is set.
+        variables: Environment variables of the notebook that the engine gets, too.
     """
 
     connection: Connection
@@ -96,7 +96,7 @@ class Assignment:
     engines: int
     agent: str
     hash_seed: str
-    log: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the assignment as one line."""
@@ -218,7 +218,7 @@ def _serve(server: int | None) -> int:
     threading.Thread(target=_beat, name="distnb-beats", daemon=True).start()
     if server is not None:
         threading.Thread(target=_await_end_of, args=(server, agent), name="distnb-server", daemon=True).start()
-    os.environ.update(assignment.log)
+    os.environ.update(assignment.variables)
     return agent.keep()
 
 
