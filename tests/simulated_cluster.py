@@ -19,9 +19,9 @@ from typing import Any
 
 from distnb.coordinator import ClusterCoordinator, references
 from distnb.coordinator.link import (
+    ClosureAbandoned,
     ClosureEnded,
-    ClosureGivenBack,
-    ClosureGivenUp,
+    ClosureReclaimed,
     ServerGone,
     ServerUp,
     WorkerLost,
@@ -371,7 +371,7 @@ class SimulatedCluster:
         for worker in list(self.workers.values()):
             for program in sorted(worker.to_end - worker.given_up):
                 worker.given_up.add(program)
-                self.link.deliver(ClosureGivenUp(worker.index, program))
+                self.link.deliver(ClosureAbandoned(worker.index, program))
 
     def drain(self) -> None:
         """Let everything happen that is under way."""
@@ -432,11 +432,11 @@ class _Link(SimpleNamespace):
         found = self._world._by_program[message.program] = self._world.workers[worker]
         found.inbox.append(pickle.dumps(message))
 
-    def take_back(self, worker: int, program: int) -> None:
+    def reclaim(self, worker: int, program: int) -> None:
         found = self._world.workers[worker]
         if any(pickle.loads(data).program == program for data in found.inbox):
             found.withdrawn.add(program)
-            self._world.news.append((found, ClosureGivenBack(worker, program)))
+            self._world.news.append((found, ClosureReclaimed(worker, program)))
 
     def interrupt(self, program: int) -> None:
         found = self._world._by_program.get(program)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CHECKED = ("distnb", "benchmarks", "tests")
-NAMES_CHECKED = ("benchmarks", "tests")
+NAMES_CHECKED = ("benchmarks", "distnb", "tests")
 
 # No docstring begins with these. "Have the replicas agree …" is an imperative, so "have" is missing.
 FRAGMENTS = (

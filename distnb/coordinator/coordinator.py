@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from distnb.coordinator.link import (
+    ClosureAbandoned,
     ClosureEnded,
-    ClosureGivenBack,
-    ClosureGivenUp,
+    ClosureReclaimed,
     ClusterLink,
     Event,
     LinkClosed,
@@ -531,10 +531,10 @@ class ClusterCoordinator:
         match event:
             case ClosureEnded():
                 return self._ended(event, now)
-            case ClosureGivenBack(program=program):
+            case ClosureReclaimed(program=program):
                 number, worker = self._programs.pop(program, (None, 0))
-                return [] if number is None else queue.given_back(worker, number, now)
-            case ClosureGivenUp(program=program, reply=reply):
+                return [] if number is None else queue.reclaimed(worker, number, now)
+            case ClosureAbandoned(program=program, reply=reply):
                 number, worker = self._programs.get(program, (None, 0))  # its reply may still arrive
                 if number is None:
                     return []
@@ -602,7 +602,7 @@ class ClusterCoordinator:
             return self._queue.ended(worker, number, "done", now)
         if reply.status == "aborted" and self._queue.is_asked_back(worker, number):
             # the reply arrived before the report that the program was returned
-            return self._queue.given_back(worker, number, now)
+            return self._queue.reclaimed(worker, number, now)
         if reply.status != "error" or reply.error is None:
             if not self._queue.ending:
                 self._why = "its worker was ordered to end it"
@@ -651,7 +651,7 @@ class ClusterCoordinator:
             elif isinstance(order, Interrupt):
                 self._link.interrupt(self._closures[order.closure].program)
             elif isinstance(order, Reclaim):
-                self._link.take_back(order.worker, self._closures[order.closure].program)
+                self._link.reclaim(order.worker, self._closures[order.closure].program)
             elif isinstance(order, ReportNoWorker):
                 print(f"distnb: {self._no_worker_text()}", file=sys.stderr)
 

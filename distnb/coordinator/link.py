@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ClosureEnded",
-    "ClosureGivenBack",
-    "ClosureGivenUp",
+    "ClosureReclaimed",
+    "ClosureAbandoned",
     "ClusterLink",
     "Event",
     "LinkClosed",
@@ -66,15 +66,15 @@ class ClosureEnded(NamedTuple):
     others: tuple[Reply, ...] = ()
 
 
-class ClosureGivenBack(NamedTuple):
-    """A worker will not start a program that was reclaimed."""
+class ClosureReclaimed(NamedTuple):
+    """The report that a worker will not start a reclaimed program."""
 
     worker: int
     program: int
 
 
-class ClosureGivenUp(NamedTuple):
-    """A worker did not follow the order to end a program, and is still busy with it.
+class ClosureAbandoned(NamedTuple):
+    """The report that a worker did not follow the order to end a program, and is still busy with it.
 
     Attributes:
         reply: The reply of another of its replicas that failed, which is the reason for the order.
@@ -86,11 +86,11 @@ class ClosureGivenUp(NamedTuple):
 
 
 class UserInterrupted(NamedTuple):
-    """The user wants everything to end, by `%distnb interrupt`."""
+    """The user's order to end everything, by `%distnb interrupt`."""
 
 
 class LinkClosed(NamedTuple):
-    """The cluster was stopped."""
+    """The report that the cluster was stopped."""
 
 
 Event = (
@@ -99,8 +99,8 @@ Event = (
     | ServerUp
     | ServerGone
     | ClosureEnded
-    | ClosureGivenBack
-    | ClosureGivenUp
+    | ClosureReclaimed
+    | ClosureAbandoned
     | UserInterrupted
     | LinkClosed
 )
@@ -131,15 +131,15 @@ class ClusterLink(Protocol):
     def send(self, worker: int, message: RunClosure) -> None:
         """Send a closure, from any thread. Programs sent to one worker have ascending numbers."""
 
-    def take_back(self, worker: int, program: int) -> None:
-        """Reclaim a program that the worker may not have started. `ClosureGivenBack` follows, or the program runs to
+    def reclaim(self, worker: int, program: int) -> None:
+        """Reclaim a program that the worker may not have started. `ClosureReclaimed` follows, or the program runs to
         its end.
 
         Only for workers of one replica: of several replicas, some may have started.
         """
 
     def interrupt(self, program: int) -> None:
-        """End a program. Its reply follows soon, or `ClosureGivenUp`."""
+        """End a program. Its reply follows soon, or `ClosureAbandoned`."""
 
     def error(self, report: ErrorReport, worker: int, closure: str) -> BaseException:
         """Return the exception that a worker has reported, with the worker's own traceback."""

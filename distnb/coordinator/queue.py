@@ -123,7 +123,7 @@ class ClosureQueue(StateMachine):
         self._scheduled = 0
         self.done_by: Counter[int] = Counter()
         self._done = self._failed = self._cancelled = self._retried = 0
-        self._told = False
+        self._no_worker_reported = False
 
     # -- events ----------------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class ClosureQueue(StateMachine):
         """Add a worker: a new one, or a replacement of a lost one."""
         orders = self._lose(worker, now)
         self._workers[worker] = _Worker()
-        self._told = False
+        self._no_worker_reported = False
         return orders + self._assign(now)
 
     @transition
@@ -199,7 +199,7 @@ class ClosureQueue(StateMachine):
         return orders + self._assign(now)
 
     @transition
-    def given_back(self, worker: int, closure: int, now: float) -> list[Order]:
+    def reclaimed(self, worker: int, closure: int, now: float) -> list[Order]:
         """Handle the return of a closure that a worker has not started."""
         current = self._workers.get(worker)
         if current is None or closure not in current.closures:
@@ -362,8 +362,8 @@ class ClosureQueue(StateMachine):
         while self._waiting:
             free = [each for each in self._workers.items() if not each[1].stuck_in]
             if not free:
-                told, self._told = self._told, True
-                return orders if told else [*orders, ReportNoWorker()]
+                reported, self._no_worker_reported = self._no_worker_reported, True
+                return orders if reported else [*orders, ReportNoWorker()]
             worker, least = min(free, key=lambda each: len(each[1].closures))
             if len(least.closures) >= self._depth:
                 return orders

@@ -65,7 +65,7 @@ from distnb.wire.messages import (
     ProgramEnded,
     Reply,
     RunCell,
-    Unread,
+    Unreadable,
 )
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Agent:
                     try:
                         message = link.receive(_LINGER_MS if link is latest else 0)
                     except Exception as error:  # noqa: BLE001  # the notebook waits for a reply, whatever the error
-                        link.send(Unread(error_reports.report(error)))
+                        link.send(Unreadable(error_reports.report(error)))
                         break
                     if message is not None:
                         latest = link

@@ -33,7 +33,7 @@ from distnb.compat.ipykernel_internals import set_application
 
 __all__ = ["EngineApp", "PythonStream"]
 
-_LOOK_S = 0.1  # the interval at which the engine checks for the controller's connection file
+_POLL_S = 0.1  # the interval at which the engine checks for the controller's connection file
 _ANSWER_MS = 5000  # the time to wait for the controller's answer before the next request
 _GIVE_UP_S = 600.0
 
@@ -148,7 +148,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
                 if await self._register(f"{info['interface']}:{info['registration']}"):
                     self._connect(info)
                     return
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         self.log.warning("ipyparallel's controller never came; its own channel does not work in this cluster.")
 
     def _read_connection_file(self) -> dict[str, Any]:

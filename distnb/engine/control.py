@@ -39,18 +39,18 @@ from distnb.wire.messages import (
     DumpStacks,
     Flush,
     Flushed,
-    GivenBack,
     Live,
     LogTexts,
     MeasureMemory,
     MemoryUse,
     Output,
     ProgramEnded,
+    ProgramReclaimed,
     Prompting,
+    ReclaimProgram,
     SendLog,
     SetLogLevel,
     Stacks,
-    TakeBack,
     TelemetrySample,
     WidgetChange,
 )
@@ -66,7 +66,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WAITING = (threading.__file__, queue.__file__)  # the modules in whose functions distnb waits
 
 
-_Told = tuple[tuple[int, int], str, tuple[int, int], dict[str, Any], float]
+_Point = tuple[tuple[int, int], str, tuple[int, int], dict[str, Any], float]
 """A call of `distnb.live`: (program, replica), run, (training step, number of the call of `run` or 0), {name: value},
 and the time in seconds since 1970.
 
@@ -113,7 +113,7 @@ class Control:
         self._memory = memory
         self._pipes = pipes
         self._events: deque[Any] = deque()
-        self._points: deque[_Told] = deque()
+        self._points: deque[_Point] = deque()
         self._asleep = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.running: tuple[int, int] | None = None
@@ -209,9 +209,9 @@ class Control:
             self._console.answer(order)
         elif isinstance(order, Prompting):
             self._hold_limits(order.on)
-        elif isinstance(order, TakeBack):
-            if self._guard.forestall(order.program):
-                self.emit(GivenBack(self._engine, order.program))
+        elif isinstance(order, ReclaimProgram):
+            if self._guard.withdraw(order.program):
+                self.emit(ProgramReclaimed(self._engine, order.program))
         elif isinstance(order, DumpStacks):
             self.emit(Stacks(self._engine, _program_stack()))
         elif isinstance(order, DumpActivity):
@@ -249,11 +249,11 @@ class Control:
 
     def _read_points(self) -> list[Live]:
         """Return the points whose numbers have arrived from the device, or all points once the program has ended."""
-        read: list[_Told] = []
+        read: list[_Point] = []
         while self._points and (self.running != self._points[0][0] or live.is_ready(self._points[0][3])):
             read.append(self._points.popleft())
         events = []
-        for ((program, replica), run), calls in itertools.groupby(read, lambda told: told[:2]):
+        for ((program, replica), run), calls in itertools.groupby(read, lambda point: point[:2]):
             points, times = [], []
             for _, _, place, values, seconds in calls:
                 points.append((*place, {name: float(value) for name, value in values.items()}))

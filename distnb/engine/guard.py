@@ -202,7 +202,7 @@ class Guard:
                 free(reason)
         return ordered
 
-    def forestall(self, program: int) -> bool:
+    def withdraw(self, program: int) -> bool:
         """Order the end of a program before it begins, from another thread. Return False if it has begun."""
         with self._beginning:
             begun = self._run is not None and program <= self._run.program

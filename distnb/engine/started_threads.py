@@ -76,11 +76,11 @@ def threads_awaited() -> Iterator[None]:
     """
     earlier = _at_work().keys()
     yield
-    pause_s, told = _PAUSE_S, False
+    pause_s, notified = _PAUSE_S, False
     began = time.monotonic()
     while working := {each: name for each, name in _at_work().items() if each not in earlier}:
-        if not told and time.monotonic() - began > _PATIENCE_S:
-            told = True
+        if not notified and time.monotonic() - began > _PATIENCE_S:
+            notified = True
             threads = "; ".join(working.values())
             print(
                 f"distnb: waiting for threads that were started here and still work: {threads}. The stop button ends "

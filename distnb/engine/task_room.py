@@ -28,7 +28,7 @@ from distnb.runtime.servers.storage.service import Service
 from distnb.topology import PS, Device, Team
 from distnb.wire import unix_socket
 from distnb.wire.channel import Link, ProgramLink
-from distnb.wire.closure_messages import ClosureResult, RunClosure, ServersReplaced, TakeTask
+from distnb.wire.closure_messages import AssignTask, ClosureResult, RunClosure, ServersReplaced
 from distnb.wire.messages import Hello, Reply
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ class TaskRoom:
         self._agent = agent
         self._worker: WorkerTask | None = None
         self._server: ServerTask | None = None
-        agent.kinds[TakeTask] = ProgramKind(run=self._take_task, replica=agent.replica_in, measured=False)
+        agent.kinds[AssignTask] = ProgramKind(run=self._assign_task, replica=agent.replica_in, measured=False)
         agent.kinds[RunClosure] = ProgramKind(
             run=self._run_closure, replica=self._replica, drops_failure=True, keeps_failure=False, refusal=REFUSAL
         )
 
-    def _take_task(self, message: TakeTask, replica: int) -> Reply:
+    def _assign_task(self, message: AssignTask, replica: int) -> Reply:
         agent = self._agent
         if message.tasks[agent.engine].job == PS:
             self._server = self._server or ServerTask(agent.connection, spread=message.spread)
@@ -134,7 +134,7 @@ class WorkerTask:
 
     def __init__(
         self,
-        message: TakeTask,
+        message: AssignTask,
         connection: Connection,
         engine: int,
         device: Device,

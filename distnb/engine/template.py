@@ -33,7 +33,7 @@ from distnb.topology import parse_device
 __all__ = ["fork_engines", "load"]
 
 _PACKET_NBYTES = 1 << 20
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _FORKED = ("cpu", "cuda")  # the import of torch does not open such a device; it may open others
 
 
@@ -51,7 +51,7 @@ def load() -> None:
             importlib.import_module(name)
         except ImportError as error:
             raise StartError(
-                f"{PRELOAD_VARIABLE} names {name}, which an engine cannot import: {error}. Correct or unset the variable."
+                f"{PRELOAD_VARIABLE} names {name}, which an engine cannot import: {error}. Correct the variable."
             ) from error
 
 
@@ -60,10 +60,10 @@ def fork_engines() -> None:
     # A process with threads must not fork, so no thread can watch the notebook. The kernel ends this process with it.
     request_signal_at_parent_end(signal.SIGKILL)
     with socket.socket(fileno=0) as notebook:
-        told = notebook.recv(_PACKET_NBYTES)
-        if not told:
+        order_list = notebook.recv(_PACKET_NBYTES)
+        if not order_list:
             os._exit(1)
-        orders = json.loads(told)
+        orders = json.loads(order_list)
         fit = any(_may_fork(order["environment"]) for order in orders) and _load_for_forking()
         begin, let_begin = os.pipe()
         for order in orders:
@@ -79,7 +79,7 @@ def fork_engines() -> None:
 
 def _answered(notebook: socket.socket) -> bool:
     """Wait for the notebook's answer. Exit if an engine ends before it, since the notebook waits for its packet."""
-    while not select.select([notebook], [], [], _LOOK_S)[0]:
+    while not select.select([notebook], [], [], _POLL_S)[0]:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             how = describe_status(os.waitstatus_to_exitcode(status))

@@ -209,7 +209,7 @@ class ClusterMagic:
         elif session.stuck:
             engines = " ".join(map(str, session.stuck))
             print(
-                f"Engine {engines}: still busy with a program that was ended, and told again each second. "
+                f"Engine {engines}: still busy with a program that was ended, and titles again each second. "
                 f"%distnb stacks shows where it is; if it never ends, %distnb restart {engines} starts anew."
             )
         else:
@@ -286,8 +286,8 @@ class ClusterMagic:
             return
         picture = io.BytesIO()
         figure.savefig(picture, format="png")
-        told = ", ".join(axes.get_title() for axes in figure.axes)
-        text = f"Charts of {told}. --save FILE writes them where no pictures are shown."
+        titles = ", ".join(axes.get_title() for axes in figure.axes)
+        text = f"Charts of {titles}. --save FILE writes them where no pictures are shown."
         self._shell.display_pub.publish({"image/png": picture.getvalue(), "text/plain": text})
 
     # -- pieces ----------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ class DistributeMagic(ast.NodeTransformer):
                     self._run(session, source, request.spec, filename, **watched)
                 finally:
                     if request.time and session.latest_times is not None:
-                        print(_told(session.latest_times))
+                        print(_in_words(session.latest_times))
 
     def run_in_scope(self, source: str, spec: StrategySpec, filename: str, function: UsersFunction | None) -> None:
         """Run a `with strategy.scope():` block of an ordinary cell, or of a function in one, on the replicas."""
@@ -238,7 +238,7 @@ def _is_program(lines: list[str]) -> bool:
     return bool(code) and code[0].lstrip()[0] not in "%!?" and not code[-1].rstrip().endswith("?")
 
 
-def _told(times: CellTimes) -> str:
+def _in_words(times: CellTimes) -> str:
     """Return the breakdown of a cell's time in words."""
     slowest, fastest = max(times.running, default=0.0), min(times.running, default=0.0)
     ran = f"{slowest:.3f} s" if len(times.running) < 2 else f"{fastest:.3f} to {slowest:.3f} s"

@@ -239,7 +239,7 @@ class Engines:
         """
         stuck = self.supervisor.stuck
         if stuck:
-            self.dispatch.await_word([engine for engine in stuck if self.cluster.launcher.host(engine)], _WORD_S)
+            self.dispatch.await_answers([engine for engine in stuck if self.cluster.launcher.host(engine)], _WORD_S)
 
     # -- the end, and replacements ---------------------------------------------------------------------------------
 

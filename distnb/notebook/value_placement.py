@@ -35,12 +35,12 @@ def placement_of(value: Any) -> PlacementModel:
     from distnb.runtime.inspection.holdings import holdings_of, may_hold, no_tensor  # with torch
 
     value = value.handle if isinstance(value, RemoteDataset) else value
-    told: dict[int, list[Holding]] = {}
+    found_by_replica: dict[int, list[Holding]] = {}
     size, notes, kinds = 1, [], []
     for path, leaf in zip(structure.paths(value), structure.flatten(value)[0], strict=True):
         leaf = leaf.handle if isinstance(leaf, RemoteDataset) else leaf
         if not isinstance(leaf, HANDLES):
-            told.setdefault(0, []).extend(
+            found_by_replica.setdefault(0, []).extend(
                 each._replace(name=_joined(path, each.name), holder=each.holder or _HERE) for each in holdings_of(leaf)
             )
             kinds.append(type(leaf).__name__)
@@ -52,14 +52,16 @@ def placement_of(value: Any) -> PlacementModel:
         found = state.operations.holdings(leaf)
         notes += [_EARLIER] if found is None else []
         for replica, holdings in (found or {}).items():
-            told.setdefault(replica, []).extend(each._replace(name=_joined(path, each.name)) for each in holdings)
-    if not any(told.values()) and not notes:
+            found_by_replica.setdefault(replica, []).extend(
+                each._replace(name=_joined(path, each.name)) for each in holdings
+            )
+    if not any(found_by_replica.values()) and not notes:
         if not any(isinstance(leaf, HANDLES) or may_hold(leaf) for leaf in structure.flatten(value)[0]):
             raise no_tensor(value)
         notes.append("It holds no tensor now.")
     kind = kinds[0] if len(set(kinds)) == 1 and not structure.children(value) else type(value).__name__
     title = f"{kind} on {size} replica{'s' * (size != 1)}" if size > 1 else kind
-    return PlacementModel.of(title, size, told, dict.fromkeys(notes))
+    return PlacementModel.of(title, size, found_by_replica, dict.fromkeys(notes))
 
 
 def _joined(path: str, name: str) -> str:

@@ -259,11 +259,11 @@ class Merge:
             kept = attributes
             getstate: Any = type(new).__getstate__
             if getstate is not object.__getstate__:
-                told: Any = None
+                own_state: Any = None
                 with contextlib.suppress(Exception):  # whatever the user's own raises
-                    told = new.__getstate__()
-                if isinstance(told, dict):  # only the attributes that it names were sent
-                    kept = {name: attributes[name] for name in told if name in attributes}
+                    own_state = new.__getstate__()
+                if isinstance(own_state, dict):  # only the attributes that it names were sent
+                    kept = {name: attributes[name] for name in own_state if name in attributes}
             merged = {name: self.merged(value) for name, value in kept.items()}
             if kept is attributes:
                 for name in target.__dict__.keys() - merged.keys():

@@ -109,12 +109,12 @@ class Opener:
     def lost(self, name: str, error: Exception) -> Placeholder:
         """Note that a value could not be opened, and return its placeholder."""
         self.failed[name] = error
-        stands = Placeholder(
+        replacement = Placeholder(
             f"{label_of(name)} cannot be opened here: {type(error).__name__}: {error}. The cure: make it inside "
             "the distributed cell, or keep it out of what the cell reads."
         )
-        vars(stands)["why"] = error.with_traceback(None)
-        return stands
+        vars(replacement)["why"] = error.with_traceback(None)
+        return replacement
 
     def close(self) -> None:
         """End the reading, and break the cycles that would keep the values alive."""
@@ -123,7 +123,7 @@ class Opener:
             each.method = None
 
     def _go_on_after(self, start: int, root: list[Placeholder]) -> None:
-        """Read on behind a value that could not be opened. `root` stands for it, and its item for every part of it."""
+        """Read on behind a value that could not be opened. `root` replaces it, and its item each of its parts."""
         counts, sound = collections.Counter[str](), 0
         self._file.seek(0)
         while self._file.tell() <= start:
@@ -281,9 +281,9 @@ def is_lost(obj: Any) -> bool:
 
 def pairs_in(packed: Packed) -> Iterator[tuple[int, int]]:
     """Yield (place in the memo, number) of each object in a pack that the opening side has already."""
-    told, parts = array("Q"), packed.parts
-    told.frombytes(packed.pairs)
-    for place, number in zip(told[::2], told[1::2], strict=True):
+    numbers_of_places, parts = array("Q"), packed.parts
+    numbers_of_places.frombytes(packed.pairs)
+    for place, number in zip(numbers_of_places[::2], numbers_of_places[1::2], strict=True):
         part, offset = divmod(number, 1 << OFFSET_BITS)
         yield place, parts[part] << OFFSET_BITS | offset
 

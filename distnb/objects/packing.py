@@ -68,10 +68,10 @@ class Packed:
         """Return the parts of packs that known objects came in, by the names in whose values they are now."""
         import numpy
 
-        told = numpy.frombuffer(self.pairs, numpy.int64).reshape(-1, 2)
-        names = numpy.searchsorted(self.starts, told[:, 0], side="right") - 1
+        rows = numpy.frombuffer(self.pairs, numpy.int64).reshape(-1, 2)
+        names = numpy.searchsorted(self.starts, rows[:, 0], side="right") - 1
         found: dict[str, set[int]] = {}
-        for name, part in numpy.unique(numpy.stack((names, told[:, 1] >> OFFSET_BITS), axis=1), axis=0).tolist():
+        for name, part in numpy.unique(numpy.stack((names, rows[:, 1] >> OFFSET_BITS), axis=1), axis=0).tolist():
             found.setdefault(self.names[name], set()).add(self.parts[part])
         return found
 

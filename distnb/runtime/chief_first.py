@@ -55,18 +55,18 @@ def chief_first(name: str, do: Callable[[], T]) -> T | None:
         return do()
     group, key = process.group, _key(process.group.place(), name)
     if process.rank > 0:
-        _raise_told(group.await_announcement(key, 0, name))
+        _raise_reported(group.await_announcement(key, 0, name))
         return None
-    told = ""
+    outcome = ""
     _here.acting = True
     try:
         return do()
     except Exception as error:
-        told = json.dumps([type(error).__name__, str(error)])
+        outcome = json.dumps([type(error).__name__, str(error)])
         raise
     finally:
         _here.acting = False
-        group.announce(key, told)
+        group.announce(key, outcome)
 
 
 def _key(place: str, name: str) -> str:
@@ -79,11 +79,11 @@ def _key(place: str, name: str) -> str:
     return f"{place}/{name}/{_calls[name]}"
 
 
-def _raise_told(told: str) -> None:
+def _raise_reported(outcome: str) -> None:
     """Raise replica 0's error, of the same class if that is Python's or distnb's. Do nothing if there was none."""
-    if not told:
+    if not outcome:
         return
-    kind, text = json.loads(told)
+    kind, text = json.loads(outcome)
     cls = getattr(builtins, kind, getattr(errors, kind, None))
     if isinstance(cls, type) and issubclass(cls, Exception):
         try:

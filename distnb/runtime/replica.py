@@ -94,9 +94,9 @@ class Spmd:
         self.home = ReplicaHome(self.registration, self._aggregation)
         self._unmanaged = UnmanagedCheck(strategy, self.owns)
         self._open_scopes = 0
-        self._take_back: Callable[[], None] = lambda: None
+        self._unbind_names: Callable[[], None] = lambda: None
         self._generation: int | None = None
-        self._steps_told = False
+        self._steps_reported = False
 
     def _aggregation(self) -> Aggregation:
         """Return the strategy's aggregation on the current process group."""
@@ -122,11 +122,11 @@ class Spmd:
         """Return the number of writes to each model's parameters in this generation, after a program has failed.
 
         The notebook compares the numbers and reports replicas that ended at different steps. The resynchronisation need
-        not warn again (`steps_told`).
+        not warn again (`steps_reported`).
         """
         if self._shared is not None or self._generation != self._process.group.generation:
             return {}
-        self._steps_told = True
+        self._steps_reported = True
         return {group.description: writes(group) for group in self._sync.groups}
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -153,7 +153,7 @@ class Spmd:
             foreign_libraries.prepare()
             calls = self._process.group.begin_call()
             self._open_scopes += 1
-            self._take_back = this_process.note_names()
+            self._unbind_names = this_process.note_names()
             try:
                 self._resynchronise("strategy.scope")
                 self._take_made()
@@ -166,7 +166,7 @@ class Spmd:
             except BaseException as error:
                 shared_files.explain(error)
                 if self.registration.give_up_made():
-                    self._take_back()  # unbinds the names of variables that were never made equal
+                    self._unbind_names()  # unbinds the names of variables that were never made equal
                 calls.fail("strategy.scope", error)
                 raise
             finally:
@@ -180,7 +180,7 @@ class Spmd:
         if self.registration.take_made() and self._shared is not None:
             self._shared.synchronise()
         if self._open_scopes:
-            self._take_back = this_process.note_names()
+            self._unbind_names = this_process.note_names()
 
     def _before_common_pass(self) -> None:
         innermost = contexts.innermost()
@@ -197,9 +197,11 @@ class Spmd:
                 self._optimizers.end_half_steps()
             self._generation = group.generation
             if group.size > 1:
-                resynchronise(group, self._sync.groups, self.registration.buffers(), steps_told=self._steps_told)
+                resynchronise(
+                    group, self._sync.groups, self.registration.buffers(), steps_reported=self._steps_reported
+                )
                 note_versions(self._sync.groups, again=True)
-            self._steps_told = False
+            self._steps_reported = False
 
     # Computing on replicas --------------------------------------------------------------------------------------
 

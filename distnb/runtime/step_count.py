@@ -116,18 +116,18 @@ class Axis:
 
     def __init__(self) -> None:
         self._step = self._call = self._repeats = 0
-        self._told: set[str] = set()
+        self._names: set[str] = set()
 
     def put(self, place: StepPosition, names: Collection[str]) -> int:
         """Return the place of values with these names that were reported at a position. Places never decrease."""
         step, call = place
         if step > self._step:
-            self._step, self._told = step, set()
-        elif self._step <= 1 and not (call and call == self._call) and not self._told.isdisjoint(names):
+            self._step, self._names = step, set()
+        elif self._step <= 1 and not (call and call == self._call) and not self._names.isdisjoint(names):
             self._repeats += 1
-            self._told = set()
+            self._names = set()
         self._call = call
-        self._told.update(names)
+        self._names.update(names)
         return self._step + self._repeats
 
 

@@ -56,12 +56,12 @@ def set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise OptionError(f"set_strategy takes a strategy, or None, and got {strategy!r}.")
-    if has_strategy() and not contexts.has_standing():
+    if has_strategy() and not contexts.in_default_scope():
         raise ContextError(
             f"set_strategy was called while {get_strategy()!r} is in force by `with strategy.scope():` or "
             "strategy.run. Call it outside of these."
         )
-    contexts.stand_in(None if isinstance(strategy, DefaultStrategy) else strategy)
+    contexts.enter_default_scope(None if isinstance(strategy, DefaultStrategy) else strategy)
 
 
 def in_cross_replica_context() -> bool:

@@ -14,11 +14,21 @@ from distnb.notebook.views.watch import Watch
 from distnb.topology import Team
 from distnb.widgets.live_views import LiveView
 from distnb.widgets.publisher import Publisher
-from distnb.wire.messages import Asks, Died, Display, GoesOn, Live, Output, ProgramEnded, Status, TelemetrySample
+from distnb.wire.messages import (
+    Died,
+    Display,
+    InputFinished,
+    InputRequest,
+    Live,
+    Output,
+    ProgramEnded,
+    Status,
+    TelemetrySample,
+)
 
 __all__ = ["VIEW_EVENTS", "CellView"]
 
-VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Died, Asks, GoesOn)
+VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Died, InputRequest, InputFinished)
 """The events that `CellView.feed` takes."""
 
 _APPEAR_S = 0.5  # a cell that ends sooner and draws nothing gets no live view

@@ -32,7 +32,7 @@ _COLORS = {"failed": "#ef4444", "died": "#ef4444", "interrupted": "#ca8a04"}
 """The colours of the dot in a cell's status line if something went wrong."""
 
 _SHORT_S = 0.05  # a closure's running time is shown from here on
-_BESIDE = "display:inline-block;vertical-align:top;margin-right:24px"
+_SIDE_BY_SIDE = "display:inline-block;vertical-align:top;margin-right:24px"
 _WHOLE = "white-space:nowrap"
 
 
@@ -162,8 +162,8 @@ def _tables_html(model: LiveModel) -> str:
     tables = [html_table(header, rows, numeric=set(header) - {"device", "runs"})]
     if model.closures.servers():
         tables.append(_shards_html(model.closures))
-    beside = "".join(f'<div style="{_BESIDE}">{table}</div>' for table in tables)
-    return f'<div style="overflow-x:auto">{beside}</div>'
+    cells = "".join(f'<div style="{_SIDE_BY_SIDE}">{table}</div>' for table in tables)
+    return f'<div style="overflow-x:auto">{cells}</div>'
 
 
 def _shards_html(closures: ClosuresModel) -> str:

@@ -27,7 +27,16 @@ from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.live_views import LiveView, PictureView, TextView
 from distnb.widgets.publisher import NotebookPublisher, Publisher, publisher_for
 from distnb.widgets.replica_widgets import ReplicaWidgets
-from distnb.wire.messages import Asks, Died, Display, Output, ProgramEnded, Status, TelemetrySample, WidgetChange
+from distnb.wire.messages import (
+    Died,
+    Display,
+    InputRequest,
+    Output,
+    ProgramEnded,
+    Status,
+    TelemetrySample,
+    WidgetChange,
+)
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -218,7 +227,7 @@ class Front:
             session.flush_events()
         self.flush()
 
-    def ask(self, asks: Asks) -> str:
+    def ask(self, asks: InputRequest) -> str:
         """Ask the user for a line, below everything received so far for the running cell."""
         with self._lock:
             self._drain()

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from distnb.topology import Task, Team
 
-__all__ = ["NO_FENCE", "ClosureResult", "Fence", "RunClosure", "ServersReplaced", "TakeTask"]
+__all__ = ["NO_FENCE", "ClosureResult", "Fence", "RunClosure", "ServersReplaced", "AssignTask"]
 
 
-class TakeTask(NamedTuple):
+class AssignTask(NamedTuple):
     """Take part in a cluster with parameter servers: serve variables, or take closures from a channel of their own.
 
     The reply to a parameter server's gives the address of its service.

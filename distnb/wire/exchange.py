@@ -292,8 +292,8 @@ class Result(NamedTuple):
     @property
     def only_returned(self) -> bool:
         """True if the call had no effect except its result."""
-        told = self.names, self.deleted, self.changed, self.fresh, self.handles, self.imported
-        return not any(told) and self.pack is None and self.environment is None
+        effects = self.names, self.deleted, self.changed, self.fresh, self.handles, self.imported
+        return not any(effects) and self.pack is None and self.environment is None
 
 
 class Request(NamedTuple):

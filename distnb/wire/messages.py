@@ -1,8 +1,8 @@
-"""The messages that notebook and engines exchange, and nothing that computes: named tuples of what every call brings.
+"""The messages between notebook and engines. They hold data only; those of every call are named tuples, for speed.
 
-Two channels join the notebook to each engine. The *program* channel carries what is to be run, in order, and its
-replies; the engine reads it on its main thread. The *control* channel is read by a thread of its own on both
-sides, so that events flow, and programs can be ended, while the main thread computes.
+Two channels connect the notebook with each engine. The *program* channel carries programs, in order, and their replies.
+The engine's main thread reads it. The *control* channel has its own thread on both sides, so events are sent, and
+programs can be ended, while the main thread computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
     "Activity",
     "Answer",
     "Apply",
-    "Asks",
+    "InputRequest",
     "CallFunction",
     "Died",
     "Display",
@@ -29,8 +29,8 @@ __all__ = [
     "ErrorReport",
     "Flush",
     "Flushed",
-    "GivenBack",
-    "GoesOn",
+    "ProgramReclaimed",
+    "InputFinished",
     "Hello",
     "Live",
     "LogTexts",
@@ -46,16 +46,16 @@ __all__ = [
     "SetLogLevel",
     "Stacks",
     "Status",
-    "TakeBack",
+    "ReclaimProgram",
     "TelemetrySample",
-    "Unread",
+    "Unreadable",
     "UsersFunction",
     "Waiting",
     "WidgetChange",
 ]
 
 ObjectId = tuple[int, str]
-"""Names an object on the engines: (id of the program that made it, path). The same on every replica."""
+"""The id of an object on the engines: (number of the program that created it, path). It is equal on every replica."""
 
 
 # -- program channel, notebook to engine -------------------------------------------------------------------------
@@ -65,8 +65,8 @@ class UsersFunction(NamedTuple):
     """A function's name and line as tracebacks show them.
 
     Attributes:
-        name: Its qualified name.
-        line: Its first line in its file.
+        name: The qualified name.
+        line: The number of its first line in its file.
     """
 
     name: str
@@ -74,19 +74,19 @@ class UsersFunction(NamedTuple):
 
 
 class RunCell(NamedTuple):
-    """Run a cell (or the body of a top-level scope) on this replica.
+    """Order to run a cell, or the block of a top-level scope, on this replica.
 
     Attributes:
-        program: Serial number of the program; replies and events carry it.
-        team, strategy: Who runs it together, and which strategy the name `strategy` is bound to.
-        source: The text without its magic line, padded so that line numbers are the notebook cell's.
-        filename: What its code objects carry, the notebook's own name for the cell.
-        function: The user's function that the source is a block of, if it is. The source then defines a function with
-            that block, and calls it.
-        in_scope: Run inside `strategy.scope()`.
-        only: The replicas that run it, by their ids; the others do nothing. None: all.
-        snapshot: What it needs of the namespace (see `wire.exchange`).
-        detailed: Whether telemetry brings every event of the timeline, not the latest alone.
+        program: The serial number of the program, which its replies and events repeat.
+        team, strategy: The engines that run it together, and the strategy to bind to the name `strategy`.
+        source: The text without its magic line, padded with empty lines to the line numbers of the notebook's cell.
+        filename: The file name of its code objects, which is the notebook's name for the cell.
+        function: The user's function of which the source is a block, or None. The source then defines a function with
+            that block and calls it.
+        in_scope: Whether to run it inside `strategy.scope()`.
+        only: The ids of the replicas that run it, while the others do nothing; None for all.
+        snapshot: The part of the namespace that it needs (see `wire.exchange`).
+        detailed: Whether telemetry sends every event of the timeline, and not only the latest.
         profiled: Whether torch.profiler records it.
     """
 
@@ -104,11 +104,11 @@ class RunCell(NamedTuple):
 
 
 class CallFunction(NamedTuple):
-    """Call `strategy.<method>(...)` on this replica; the arguments refer to the engine's objects by id.
+    """Order to call `strategy.<method>(...)` on this replica. The arguments refer to the engine's objects by id.
 
     Attributes:
-        method: The method's name; "" calls the first argument with the others, in cross-replica context.
-        snapshot: What it needs of the namespace, with `(args, kwargs)`.
+        method: The method's name; "" to call the first argument with the others, in cross-replica context.
+        snapshot: The part of the namespace that the call needs, with its `(args, kwargs)`.
     """
 
     program: int
@@ -119,7 +119,7 @@ class CallFunction(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Apply a named operation to an object that the engines of a team hold: what is called may communicate."""
+    """Order to apply a named operation to an object on the engines of a team. The operation may communicate."""
 
     program: int
     operation: str
@@ -129,7 +129,7 @@ class Apply(NamedTuple):
 
 
 class PostMortem(NamedTuple):
-    """Open a debugger's prompt where this engine's latest cell or call failed, or was ended."""
+    """Order to open a debugger's prompt where this engine's latest cell or call failed or was ended."""
 
     program: int
     team: Team
@@ -140,13 +140,13 @@ class PostMortem(NamedTuple):
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """An exception of a replica, ready to be shown and raised again in the notebook.
+    """An exception of a replica, to be shown and raised again in the notebook.
 
     Attributes:
-        pickled: The exception itself, packed or pickled, or None where it cannot travel.
-        type_name, text: Qualified class name, and str(exception).
-        traceback: Plain lines, without distnb's own frames.
-        rendered: The same as IPython would colour it.
+        pickled: The exception itself, packed or pickled; None if it cannot be pickled.
+        type_name, text: The qualified name of its class, and its str().
+        traceback: The lines of its traceback, without distnb's own frames.
+        rendered: The same lines with IPython's colours.
     """
 
     pickled: Any
@@ -160,11 +160,11 @@ class Reply(NamedTuple):
     """The end of a program on one replica.
 
     Attributes:
-        value: What it gave.
-        seconds: The duration from the beginning of a cell to this reply; of a call that went well it is not measured.
-        changed: The mirrored parameters that it changed by hand, with numbers that are equal for equal values.
-        profile: What torch.profiler recorded: a Chrome trace, compressed by gzip.
-        steps: Training steps that a call made.
+        value: The program's effects, its result, or both.
+        seconds: The duration from the beginning of the program to this reply; 0 for a call that succeeded.
+        changed: The mirrored parameters that the program changed by hand, with numbers that are equal for equal values.
+        profile: The record of torch.profiler: a Chrome trace, compressed by gzip.
+        steps: The number of training steps that a call made.
     """
 
     program: int
@@ -178,8 +178,8 @@ class Reply(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Unread:
-    """A program came that this engine could not read. It stands for the reply, in the order of programs."""
+class Unreadable:
+    """The reply to a program that this engine could not read. Its place in the order of replies says which one."""
 
     error: ErrorReport
 
@@ -189,7 +189,7 @@ class Unread:
 
 @dataclass(frozen=True)
 class Abort:
-    """End this program now: free every blocked collective and raise in the main thread."""
+    """Order to end a program now: free every blocked collective, and raise in the main thread."""
 
     program: int
     reason: str
@@ -197,42 +197,47 @@ class Abort:
 
 
 @dataclass(frozen=True)
-class TakeBack:
-    """Do not begin with this program, unless it has begun. If it has not, the answer is `GivenBack`."""
+class ReclaimProgram:
+    """Order not to begin a program. The answer is `ProgramReclaimed`, unless the program has begun."""
 
     program: int
 
 
 @dataclass(frozen=True)
 class DumpStacks:
-    """Report the stack of the main thread in `Stacks`."""
+    """Order to report the stack of the main thread in `Stacks`."""
 
 
 @dataclass(frozen=True)
 class DumpActivity:
-    """Report how the latest programs spent their time in `Activity`."""
+    """Order to report how the latest programs spent their time in `Activity`."""
 
 
 @dataclass(frozen=True)
 class MeasureMemory:
-    """Report the memory in `MemoryUse`, also while a program runs."""
+    """Order to report the memory in `MemoryUse`, also while a program runs."""
 
 
 @dataclass(frozen=True)
 class SetLogLevel:
-    """Set the level of the engine's log; "off" ends it."""
+    """Order to set the level of the engine's log; "off" ends it."""
 
     level: str
 
 
 @dataclass(frozen=True)
 class SendLog:
-    """Send the log of the engine and of its machine's node agent, in `LogTexts`."""
+    """Order to send the logs of the engine and of its machine's node agent in `LogTexts`."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The user's answer to `Asks`: a line without its end, None for the end of input, or why no user can answer."""
+    """The user's answer to `InputRequest`.
+
+    Attributes:
+        line: The line without its end; None for the end of input.
+        refusal: The reason why no user can answer, or "".
+    """
 
     program: int
     line: str | None = None
@@ -248,7 +253,7 @@ class Prompting:
 
 @dataclass(frozen=True)
 class Flush:
-    """Send every event that waits, and then `Flushed` with the same number."""
+    """Order to send every waiting event, and then `Flushed` with the same number."""
 
     number: int
 
@@ -258,7 +263,12 @@ class Flush:
 
 @dataclass(frozen=True)
 class Hello:
-    """An engine is up. Sent on both channels; on the program channel once its main loop serves it."""
+    """The report that an engine is up, sent on both channels. On the program channel it is sent by the main loop.
+
+    Attributes:
+        pid: The id of the engine's process.
+        host: The name of its machine.
+    """
 
     engine: int
     pid: int
@@ -273,12 +283,12 @@ class ProgramEnded:
     program: int
     status: Literal["ok", "error", "aborted", "interrupted"]
     summary: str = ""
-    where: str = ""  # the user's line that was the last, unless all went well
+    where: str = ""  # the last line of the user's that ran, if the program failed
 
 
 @dataclass(frozen=True)
-class GivenBack:
-    """A program that was asked back will not begin on this engine."""
+class ProgramReclaimed:
+    """The report that a reclaimed program will not begin on this engine."""
 
     engine: int
     program: int
@@ -297,7 +307,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Display:
-    """A rich display of a replica (figure, HTML, …), as IPython's display publisher got it."""
+    """A rich display of a replica (figure, HTML, …), as IPython's display publisher received it."""
 
     engine: int
     program: int
@@ -316,8 +326,8 @@ class WidgetChange:
     Attributes:
         program, replica: 0 if the widget changed outside a program.
         widget: The id of its model, unique among all processes.
-        content: The whole state ("open"), the traits that changed ("update"), or a message for its views ("custom").
-        buffers: Of such a message. In a state, binary values are in their places.
+        content: The whole state ("open"), the changed traits ("update"), or a message for its views ("custom").
+        buffers: The binary buffers of such a message. In a state, binary values are in their places.
     """
 
     engine: int
@@ -330,12 +340,12 @@ class WidgetChange:
 
 
 @dataclass(frozen=True)
-class Asks:
-    """A replica waits for a line of the user's.
+class InputRequest:
+    """The request of a replica for a line of input from the user.
 
     Attributes:
-        text: What is shown above the prompt.
-        hidden: What is typed is not shown.
+        text: The text to show above the prompt.
+        hidden: Whether the input is hidden, as a password is.
     """
 
     engine: int
@@ -347,8 +357,8 @@ class Asks:
 
 
 @dataclass(frozen=True)
-class GoesOn:
-    """A replica that has asked computes on: it asks no more, or not soon."""
+class InputFinished:
+    """The report that a replica which has asked for input continues to compute, and does not ask again soon."""
 
     engine: int
     program: int
@@ -360,8 +370,9 @@ class Live:
     """Values of `distnb.live`, batched: (training step, number of the call of `run` or 0, {name: value}).
 
     Attributes:
-        times: When each was reported, in seconds since 1970 by the engine's clock; empty: when they arrived.
-        run: The run that they belong to; "" for the cell's.
+        times: The time at which each point was reported, in seconds since 1970 by the engine's clock; empty to use the
+            time of arrival.
+        run: The run that the points belong to; "" for the cell's own run.
     """
 
     engine: int
@@ -373,11 +384,11 @@ class Live:
 
 
 class Waiting(NamedTuple):
-    """The wait that a replica was in when it was measured.
+    """The wait of a replica at the time of a sample.
 
     Attributes:
         kind, what, where, group, number: See `distnb.activity`.
-        seconds: For how long.
+        seconds: The time since the wait began.
     """
 
     kind: Kind
@@ -393,20 +404,23 @@ class TelemetrySample:
     """The measurements of a replica's control thread.
 
     Attributes:
-        seconds: Of the engine's own steady clock.
-        steps, examples: Training steps (see `runtime.progress`) and examples since the engine began.
-        rss_nbytes: Resident memory of the engine; device_nbytes: allocated on the accelerator, or None.
-        where: The user's line that the replica is in, when known ("cell 3, line 12").
-        call: What that line calls, if it did so a sample ago, too: "time.sleep".
-        waiting: What it waits in.
-        events: The latest of `distnb.activity`, as plain tuples; their serials show whether some are left out.
-        machine: Whose clock the events' moments are of.
-        queued_s: How long its main thread has been ready and had no processor, in all; None where it is not known.
-        processors: How many processors the engine may use.
-        epochs: Of each iteration over data that training began since the last sample: the steps before it, its number.
-        reading: Of the data that is trained on: number of the iteration, batches that it gave, batches that it has (or
-            None), and how many iterations there will be (or None).
-        host_nbytes, accelerator_nbytes: All memory of its machine and of its accelerator; None where it is not known.
+        seconds: The time of the sample by the engine's own steady clock.
+        steps, examples: The numbers of training steps (see `runtime.step_count`) and of examples since the engine
+            began.
+        rss_nbytes: The resident memory of the engine.
+        device_nbytes: The memory allocated on the accelerator, or None.
+        where: The user's line that the replica runs, if it is known ("cell 3, line 12").
+        call: The function that this line calls, if it also did at the sample before: "time.sleep".
+        waiting: The wait that the replica is in, or None.
+        events: The latest events of `distnb.activity`, as plain tuples. Gaps in their serials show omitted ones.
+        machine: The machine by whose clock the events are dated.
+        queued_s: The total time that the main thread was ready to run and had no processor; None if it is unknown.
+        processors: The number of processors that the engine may use.
+        epochs: For each iteration over data that training began since the last sample, the number of steps before it
+            and its own number.
+        reading: For the data that is trained on: the number of the iteration, the number of batches read, the number of
+            all its batches (or None), and the number of iterations planned (or None).
+        host_nbytes, accelerator_nbytes: The whole memory of the machine and of the accelerator; None if it is unknown.
     """
 
     engine: int
@@ -432,7 +446,7 @@ class TelemetrySample:
 
 @dataclass(frozen=True)
 class Stacks:
-    """The answer to `DumpStacks`: lines of a traceback, innermost last; "" while no program runs."""
+    """The answer to `DumpStacks`: the lines of a traceback, innermost last; "" while no program runs."""
 
     engine: int
     text: str
@@ -451,11 +465,12 @@ class MemoryUse:
     """The answer to `MeasureMemory`, in bytes.
 
     Attributes:
-        rss: Resident memory of the engine.
-        host_free, host_total: Memory of its machine, and what of it can be used.
-        allocated: What torch holds on the engine's accelerator.
-        device_free, device_total: Memory of that accelerator, of all processes. None, as `allocated`, for the CPU, and
-            before the engine has used its accelerator: to ask would take memory there.
+        rss: The resident memory of the engine.
+        host_free, host_total: The free memory and the whole memory of its machine.
+        allocated: The memory that torch holds on the engine's accelerator.
+        device_free, device_total: The free memory and the whole memory of that accelerator, counting all processes.
+            These and `allocated` are None for the CPU, and until the engine uses its accelerator, because the question
+            itself would take memory there.
     """
 
     engine: int
@@ -477,18 +492,18 @@ class LogTexts:
 
 @dataclass(frozen=True)
 class Flushed:
-    """The answer to `Flush`, sent after all messages that the engine had until then."""
+    """The answer to `Flush`, sent after all earlier events of the engine."""
 
     engine: int
     number: int
 
 
-# -- made on the notebook side, for those who listen ----------------------------------------------------------------
+# -- events of the notebook itself, for listeners -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Died:
-    """An engine's process ended."""
+    """The end of an engine's process."""
 
     engine: int
     pid: int
@@ -497,7 +512,7 @@ class Died:
 
 @dataclass(frozen=True)
 class Status:
-    """A program began or ended, as the session sees it."""
+    """The beginning or end of a program in the session."""
 
     program: int
     state: Literal["started", "ended"]

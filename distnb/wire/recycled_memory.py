@@ -96,13 +96,13 @@ class RecycledReceiver:
     def __init__(self) -> None:
         self._blocks: dict[int, mmap.mmap] = {}
 
-    def read(self, told: bytes, descriptor: int | None) -> list[Frame]:
+    def read(self, description: bytes, descriptor: int | None) -> list[Frame]:
         """Return a message. Its frames can be written to, and their memory is the sender's again when they are gone.
 
         Raises:
             MessageError: There is no room for it.
         """
-        slot, is_new, table_nbytes = pickle.loads(told)
+        slot, is_new, table_nbytes = pickle.loads(description)
         try:
             if is_new:
                 self._blocks.pop(slot, None)

@@ -98,7 +98,7 @@ def test_an_idle_worker_gets_closures_waiting_behind_a_long_one() -> None:
     assert deadline is not None
     assert queue.tick(deadline) == [Reclaim(2, 0)]
     assert queue.next_deadline() is None
-    assert queue.given_back(0, 2, deadline) == [Send(2, 1)]
+    assert queue.reclaimed(0, 2, deadline) == [Send(2, 1)]
     assert queue.counts.retried == 0
 
 
@@ -162,7 +162,7 @@ def test_every_closure_ends_exactly_once_in_random_sequences(seed: int) -> None:
                     carry_out(queue.given_up(worker, closure, now))
                 elif there[worker].index(closure) and draw.random() < 0.5:
                     there[worker].remove(closure)
-                    carry_out(queue.given_back(worker, closure, now))
+                    carry_out(queue.reclaimed(worker, closure, now))
             for worker, closure in sorted(stuck):
                 if draw.random() < 0.3:
                     stuck.discard((worker, closure))

@@ -12,7 +12,7 @@ import torch
 
 import distnb
 from distnb.coordinator import ClusterCoordinator
-from distnb.coordinator.link import ClosureEnded, ClosureGivenBack, ClosureGivenUp, WorkerUp
+from distnb.coordinator.link import ClosureAbandoned, ClosureEnded, ClosureReclaimed, WorkerUp
 from distnb.errors import ClosureCancelled
 from distnb.runtime.servers import roles
 from distnb.runtime.servers.here import servers_here
@@ -41,7 +41,7 @@ class Link(SimpleNamespace):
     def send(self, worker: int, message: RunClosure) -> None:
         self.sent.append((worker, message))
 
-    def take_back(self, worker: int, program: int) -> None:
+    def reclaim(self, worker: int, program: int) -> None:
         self.asked_back.append(program)
 
     def watch(self, coordinator: ClusterCoordinator) -> None:
@@ -77,7 +77,7 @@ def test_a_returned_closure_runs_whichever_event_arrives_first(link: Link, first
     time.sleep(0.03)
     link.deliver(None)
     [program] = link.asked_back
-    events = [ClosureEnded(0, Reply(program=program, status="aborted")), ClosureGivenBack(0, program)]
+    events = [ClosureEnded(0, Reply(program=program, status="aborted")), ClosureReclaimed(0, program)]
     for event in events if first == "reply" else reversed(events):
         link.deliver(event)
     assert [worker for worker, _ in link.sent] == [0, 0, 1]
@@ -99,7 +99,7 @@ def test_an_error_is_raised_even_if_another_replica_of_its_worker_does_not_end(l
         error=ErrorReport(pickled=None, type_name="KeyError", text="only here", traceback=(), rendered=()),
     )
     for _ in range(2):  # reported again when a third replica replies
-        link.deliver(ClosureGivenUp(0, program, reply))
+        link.deliver(ClosureAbandoned(0, program, reply))
     with pytest.raises(KeyError, match="only here") as caught:
         coordinator.join()
     assert not hasattr(caught.value, "__notes__"), "it is one error"

@@ -27,7 +27,7 @@ from distnb.notebook.programs.prompts import Prompts
 from distnb.notebook.programs.supervisor import EventHub
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import Interrupts
-from distnb.wire.messages import Answer, Asks, Died, GoesOn, Output, ProgramEnded, Prompting
+from distnb.wire.messages import Answer, Died, InputFinished, InputRequest, Output, ProgramEnded, Prompting
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,11 +57,11 @@ class Replica:
         self.running: tuple[int, int] | None = PROGRAM
         self.console = Console(3, self.guard, lambda: self.running, self.emit)
         self.answers = list(answers)
-        self.asked: queue.SimpleQueue[Asks] = queue.SimpleQueue()
+        self.asked: queue.SimpleQueue[InputRequest] = queue.SimpleQueue()
 
     def emit(self, event: Any, *, urgent: bool = False) -> None:
         self.events.append(event)
-        if isinstance(event, Asks):
+        if isinstance(event, InputRequest):
             self.asked.put(event)
             if self.answers:
                 answer = Answer(PROGRAM[0], self.answers.pop(0))
@@ -71,13 +71,13 @@ class Replica:
         return self.guard.call(PROGRAM[0], function)
 
     def shown(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Asks | Output))
+        return "".join(event.text for event in self.events if isinstance(event, InputRequest | Output))
 
 
 def test_a_question_is_answered_and_ends() -> None:
     replica = Replica("me")
     assert replica.call(lambda: replica.console.input("who? ")) == "me"
-    assert replica.events == [Asks(3, *PROGRAM, "", "who? "), GoesOn(3, *PROGRAM)]
+    assert replica.events == [InputRequest(3, *PROGRAM, "", "who? "), InputFinished(3, *PROGRAM)]
     with pytest.raises(EOFError):
         Replica(None).console.input()
 
@@ -134,12 +134,12 @@ def test_a_breakpoint_shows_the_users_frame_and_continues() -> None:
     steps = ["n"] * (2 if sys.version_info >= (3, 13) else 1)  # since 3.13 it stops in the breakpoint's own line
     replica = Replica("p ('x', x)", *steps, "!x = 7", "w", "c")
     assert run(replica) == 7
-    prompts = [event.prompt for event in replica.events if isinstance(event, Asks)]
+    prompts = [event.prompt for event in replica.events if isinstance(event, InputRequest)]
     assert prompts == ["replica 1 (cpu:0)> "] * (4 + len(steps))
     assert "('x', 1)" in replica.shown()
     assert "-> " in replica.shown()
     assert "distnb/engine" not in replica.shown()
-    assert isinstance(replica.events[-1], GoesOn)
+    assert isinstance(replica.events[-1], InputFinished)
     assert sys.gettrace() is None
 
 
@@ -148,7 +148,7 @@ def test_quitting_ends_the_program(line: str | None) -> None:
     replica = Replica(line)
     with pytest.raises(debugger.BdbQuit, match="ended at the debugger's prompt"):
         run(replica)
-    assert isinstance(replica.events[-1], GoesOn)
+    assert isinstance(replica.events[-1], InputFinished)
 
 
 def test_an_order_to_end_passes_the_handlers_of_debuggers() -> None:
@@ -168,9 +168,9 @@ def test_a_signal_after_the_order_does_not_hide_the_users_frame() -> None:
 
     def emit(event: Any, *, urgent: bool = False) -> None:
         replica.events.append(event)
-        if isinstance(event, Asks):
+        if isinstance(event, InputRequest):
             replica.guard.abort(PROGRAM[0], "because", free=lambda reason: replica.console.free())
-        if isinstance(event, GoesOn):  # by the handler of the order
+        if isinstance(event, InputFinished):  # by the handler of the order
             replica.guard.press()
 
     replica.console._emit = emit
@@ -209,7 +209,7 @@ def test_a_kept_frame_has_its_variables_unless_memory_is_short(monkeypatch: pyte
 class Notebook:
     """Prompts whose front end answers with a function."""
 
-    def __init__(self, answer: Callable[[Asks], str]) -> None:
+    def __init__(self, answer: Callable[[InputRequest], str]) -> None:
         self.sent: list[tuple[int | None, Any]] = []
         self.events = EventHub()
         supervisor: Any = SimpleNamespace(
@@ -232,15 +232,15 @@ class Notebook:
         self.interrupts.close()
 
 
-def asks(engine: int, prompt: str = "") -> Asks:
-    return Asks(engine=engine, program=5, replica=engine, text="", prompt=prompt)
+def asks(engine: int, prompt: str = "") -> InputRequest:
+    return InputRequest(engine=engine, program=5, replica=engine, text="", prompt=prompt)
 
 
 @pytest.fixture
 def notebook() -> Iterator[Callable[..., Notebook]]:
     made: list[Notebook] = []
 
-    def make(answer: Callable[[Asks], str]) -> Notebook:
+    def make(answer: Callable[[InputRequest], str]) -> Notebook:
         made.append(Notebook(answer))
         return made[-1]
 
@@ -259,7 +259,7 @@ def test_a_replica_keeps_the_prompt_until_it_continues(notebook: Callable[..., N
     publish(asks(1))
     here.serve()  # though the other has waited for longer
     assert here.sent[2:] == [(1, Answer(5, "to 1"))]
-    publish(GoesOn(1, 5, 1))
+    publish(InputFinished(1, 5, 1))
     here.serve()
     assert here.sent[3:] == [(0, Answer(5, "to 0"))]
     publish(ProgramEnded(engine=0, program=5, status="ok"))
@@ -270,7 +270,7 @@ def test_a_replica_keeps_the_prompt_until_it_continues(notebook: Callable[..., N
 def test_a_prompt_is_closed_with_its_program(notebook: Callable[..., Notebook], end: Any) -> None:
     asked = threading.Event()
 
-    def wait(question: Asks) -> str:
+    def wait(question: InputRequest) -> str:
         asked.set()
         with contextlib.suppress(KeyboardInterrupt):  # as if a destructor dropped it
             signal.pause()
@@ -297,16 +297,16 @@ def test_no_further_prompt_opens_once_the_program_is_ended(notebook: Callable[..
     here.events.publish(ProgramEnded(engine=0, program=5, status="error"))
     here.serve()
     assert here.prompts.next() is None
-    here.events.publish(Asks(engine=1, program=6, replica=1, text="", prompt=""))
+    here.events.publish(InputRequest(engine=1, program=6, replica=1, text="", prompt=""))
     here.prompts.end([6])
     assert here.prompts.next() is None
-    here.events.publish(Asks(engine=0, program=7, replica=0, text="", prompt=""))
-    here.events.publish(GoesOn(1, 6, 1))
+    here.events.publish(InputRequest(engine=0, program=7, replica=0, text="", prompt=""))
+    here.events.publish(InputFinished(1, 6, 1))
     assert here.prompts.next() is not None
 
 
 def test_an_interrupt_at_the_prompt_is_recorded(notebook: Callable[..., Notebook]) -> None:
-    def press(question: Asks) -> str:
+    def press(question: InputRequest) -> str:
         signal.raise_signal(signal.SIGINT)
         return ""
 
@@ -318,7 +318,7 @@ def test_an_interrupt_at_the_prompt_is_recorded(notebook: Callable[..., Notebook
 
 
 def test_a_refused_prompt_gives_the_reason(notebook: Callable[..., Notebook]) -> None:
-    def refuse(question: Asks) -> str:
+    def refuse(question: InputRequest) -> str:
         raise NotImplementedError("no stdin.")
 
     here = notebook(refuse)

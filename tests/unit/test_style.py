@@ -91,6 +91,7 @@ def test_faults_are_reported_with_their_file(
     assert style.main() == 1
     shown = capsys.readouterr()
     assert [line.split(": ")[0] for line in shown.out.splitlines()[::2]] == [
+        "distnb/new.py:1",
         "distnb/new.py:2",
         "tests/told.py:1",
         "tests/told.py:1",

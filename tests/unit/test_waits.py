@@ -11,7 +11,7 @@ from distnb.widgets.cell_view import CellView
 from distnb.widgets.content import live_html, picture_bundle
 from distnb.widgets.live_views import PictureView
 from distnb.widgets.publisher import Publisher
-from distnb.wire.messages import Asks, GoesOn, ProgramEnded, Status, TelemetrySample, Waiting
+from distnb.wire.messages import InputFinished, InputRequest, ProgramEnded, Status, TelemetrySample, Waiting
 
 REDUCE = "group.all_reduce(float32[10], sum)"
 
@@ -117,9 +117,9 @@ def test_the_view_shows_waits_only_while_the_cell_runs() -> None:
         picture_bundle(model, 6.0)["text/plain"],
     ):
         assert "replica 1 waits in all_reduce (cell 3, line 4; number 17) since 6 s" in shown
-    model.feed(Asks(engine=0, program=1, replica=0, text="", prompt="> "), 6.0)
+    model.feed(InputRequest(engine=0, program=1, replica=0, text="", prompt="> "), 6.0)
     assert model.waits.lines(6.0)[0].endswith("replica 0 is not there: it asks you for a line, in cell 3, line 3.")
-    model.feed(GoesOn(0, 1, 0), 6.0)
+    model.feed(InputFinished(0, 1, 0), 6.0)
     assert "asks" not in model.waits.lines(6.0)[0]
     model.feed(ProgramEnded(engine=1, program=1, status="ok"), 6.5)
     assert model.waits.lines(6.5) == []

@@ -85,10 +85,12 @@ def _agreed(group: ParameterGroup | None, proposals: Sequence[_Proposal], identi
                 f"{_difference(first, cast('Layout', layout), rank)}. {where} Give the model the same shapes and "
                 "dtypes, and freeze the same parameters, on every replica."
             )
-    told = {rank: proposal.values[identity] for rank, proposal in enumerate(proposals) if identity in proposal.values}
-    reference = min(told, default=0)
-    for rank, values in told.items():
-        unlike = [place for place, value in values.items() if value != told[reference].get(place, value)]
+    gathered = {
+        rank: proposal.values[identity] for rank, proposal in enumerate(proposals) if identity in proposal.values
+    }
+    reference = min(gathered, default=0)
+    for rank, values in gathered.items():
+        unlike = [place for place, value in values.items() if value != gathered[reference].get(place, value)]
         if unlike:
             raise GradientError(
                 f"Parameter {unlike[0]} of {group.description} has other values on replica {rank} than on replica "
@@ -133,8 +135,8 @@ def _where(proposals: Sequence[_Proposal]) -> str:
 def check_equal(replicas: Group, groups: Sequence[ParameterGroup], place: str) -> None:
     """Raise if the replicas, which compute the same outside `strategy.run`, have new gradients that differ."""
     mine = torch.tensor([_measured(gradient) for group in groups for gradient in group.fresh()], dtype=torch.float64)
-    told = replicas.all_gather_object(mine)
-    unlike = [rank for rank, other in enumerate(told) if not _close(told[0], other)]
+    gathered = replicas.all_gather_object(mine)
+    unlike = [rank for rank, other in enumerate(gathered) if not _close(gathered[0], other)]
     if unlike:
         raise UnsyncedGradientError(
             f"A backward pass outside strategy.run ({place}) gave replica {unlike[0]} other gradients of mirrored "

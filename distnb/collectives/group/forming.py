@@ -56,8 +56,8 @@ class Forming:
             self.communicator.waited()
 
     def _share_log(self) -> CollectiveLog:
-        rank, size, beside = self._rank, self._size, shared_sum.nbytes(self._size)
-        memory, descriptor = collective_log.create_memory(size, beside) if rank == 0 else (None, -1)
+        rank, size, extra_nbytes = self._rank, self._size, shared_sum.nbytes(self._size)
+        memory, descriptor = collective_log.create_memory(size, extra_nbytes) if rank == 0 else (None, -1)
         try:
             card = Card(host=host.identity(), pid=os.getpid(), log=descriptor, device=str(self._member.device))
             what = f"the process group of replicas {list(self._group.replicas)}"
@@ -66,7 +66,7 @@ class Forming:
             self._local = len({other.host for other in cards}) == 1
             if self._local and memory is None:
                 with suppress(OSError):
-                    memory = collective_log.open_memory(cards[0].pid, cards[0].log, size, beside)
+                    memory = collective_log.open_memory(cards[0].pid, cards[0].log, size, extra_nbytes)
             # A container or a security module may forbid it to some; then nobody shares memory.
             if self._local and self._all_agree("shares", memory is not None) and memory is not None:
                 return CollectiveLog(memory, rank, size)

@@ -133,13 +133,13 @@ class Member:
 
     def set_environment(self, team: Team) -> None:
         """Set the variables that torchrun would set. Programs select their GPU by LOCAL_RANK."""
-        beside = team.on_host_of(self.rank)
-        local = beside.index(self.rank) if self.device.type == "cpu" else self.device.index
+        local_ranks = team.on_host_of(self.rank)
+        local = local_ranks.index(self.rank) if self.device.type == "cpu" else self.device.index
         self._environment = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(len(self.devices)),
             "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(len(beside)),
+            "LOCAL_WORLD_SIZE": str(len(local_ranks)),
             "MASTER_ADDR": team.store_host,
             "MASTER_PORT": str(team.store_port),
         }

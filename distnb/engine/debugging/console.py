@@ -16,7 +16,7 @@ from distnb.engine.guard import Guard
 from distnb.engine.output import telemetry
 from distnb.frames import OWN
 from distnb.runtime.this_process import this_process
-from distnb.wire.messages import Answer, Asks, GoesOn, Output
+from distnb.wire.messages import Answer, InputFinished, InputRequest, Output
 
 __all__ = ["Console"]
 
@@ -115,7 +115,9 @@ class Console(io.TextIOBase):
             program, replica = running
             self._inside = True
             self._emit(
-                Asks(engine=self._engine, program=program, replica=replica, text=text, prompt=prompt, hidden=hidden),
+                InputRequest(
+                    engine=self._engine, program=program, replica=replica, text=text, prompt=prompt, hidden=hidden
+                ),
                 urgent=True,
             )
             answer = self._answers.get()
@@ -144,7 +146,7 @@ class Console(io.TextIOBase):
             self._print(text, *running)
         if self._inside:
             self._inside = False
-            self._emit(GoesOn(self._engine, *running), urgent=True)
+            self._emit(InputFinished(self._engine, *running), urgent=True)
 
     # -- the control thread ----------------------------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ class Console(io.TextIOBase):
         name = _collective() if passed >= _BLOCKED_S else ""
         if self._inside and (name or passed >= _AWAY_S):  # others may ask meanwhile
             self._inside = False
-            self._emit(GoesOn(self._engine, *running))
+            self._emit(InputFinished(self._engine, *running))
         if name:
             self._since = None
             text = f"{name}: it ends when every replica has called it, and so this replica waits for the others.\n"

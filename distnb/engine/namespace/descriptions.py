@@ -110,8 +110,8 @@ class Describer:
             if number is not None:
                 described = Described(kind="tracked", value=number)
             error = surveyor.errors[path]
-            told = str(error) if isinstance(error, CannotTravelError) else f"{type(error).__name__}: {error}"
-            described = described._replace(why=f"it cannot be pickled ({told})")
+            reason = str(error) if isinstance(error, CannotTravelError) else f"{type(error).__name__}: {error}"
+            described = described._replace(why=f"it cannot be pickled ({reason})")
         elif own_id is not None:  # it cannot be pickled, or is an instance that holds a device object
             described = described._replace(why=surveyor.reasons.get(own_id, ""))
         elif path not in surveyor.made:

@@ -208,14 +208,14 @@ class EngineNamespace:
         """Note all bindings, and return a function that restores them (see `distnb.runtime.contexts`)."""
         before = dict(self.user_ns)
 
-        def take_back() -> None:
+        def unbind_names() -> None:
             for name in self._assigned(before):
                 if name in before:
                     self.user_ns[name] = before[name]
                 else:
                     del self.user_ns[name]
 
-        return take_back
+        return unbind_names
 
     def refuse_placeholders(self, mark: Mark) -> None:
         """Raise the error of a placeholder that the program bound to a name, such as a stale handle's.

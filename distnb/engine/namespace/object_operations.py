@@ -58,8 +58,8 @@ def carry_out(namespace: EngineNamespace, message: Apply) -> Any:
         return None if spectator else _TRANSFERS[message.operation](namespace, objects, request)
     args, kwargs = namespace.open_call(snapshot, replica)
     if message.operation in _PLACES:
-        told = _PLACES[message.operation](_owned(objects, message.target))
-        return namespace.finish_with(lambda describer: told)
+        answer = _PLACES[message.operation](_owned(objects, message.target))
+        return namespace.finish_with(lambda describer: answer)
     target = follow(_object(objects, message.target), request.path)
     if message.operation == "next":
         items = _next(target)

@@ -50,7 +50,7 @@ class Telemetry:
     detailed = False
 
     def __init__(self) -> None:
-        self._told = 0  # the serial number of the newest event that was sent in a sample
+        self._latest_sent = 0  # the serial number of the newest event that was sent in a sample
         self._place: tuple[CodeType, int] | None = None
         self._calls: dict[tuple[CodeType, int], str] = {}
         self._machine = activity.machine()
@@ -62,9 +62,9 @@ class Telemetry:
         """Measure this process, with the events since the latest sample, or with all recorded events if `whole`."""
         where, frame = self._where()
         most = activity.MOST_EVENTS if self.detailed or whole else _FEW_EVENTS
-        events = activity.latest(most, after=0 if whole else self._told)
+        events = activity.latest(most, after=0 if whole else self._latest_sent)
         if not whole:
-            self._told = max((event[0] for event in events), default=0) or self._told
+            self._latest_sent = max((event[0] for event in events), default=0) or self._latest_sent
         return TelemetrySample(
             engine=engine,
             program=program,

@@ -19,9 +19,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from distnb.coordinator.link import (
+    ClosureAbandoned,
     ClosureEnded,
-    ClosureGivenBack,
-    ClosureGivenUp,
+    ClosureReclaimed,
     Event,
     LinkClosed,
     ServerGone,
@@ -42,8 +42,8 @@ from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import drain
 from distnb.runtime.servers.here import servers_here
 from distnb.topology import PS, WORKER, Task
-from distnb.wire.closure_messages import RunClosure, ServersReplaced, TakeTask
-from distnb.wire.messages import Died, ErrorReport, GivenBack, Hello, Output, Reply, Unread
+from distnb.wire.closure_messages import AssignTask, RunClosure, ServersReplaced
+from distnb.wire.messages import Died, ErrorReport, Hello, Output, ProgramReclaimed, Reply, Unreadable
 
 if TYPE_CHECKING:
     from distnb.coordinator.coordinator import ClusterCoordinator
@@ -119,11 +119,11 @@ class ClosureChannel(SessionPart):
         for engine in servers:
             self._run(partial(self._report, ServerUp(self._tasks[engine].index)))
 
-    def _task_message(self, program: int, team: Any) -> TakeTask:
+    def _task_message(self, program: int, team: Any) -> AssignTask:
         listener = self._peers.listener
         path = listener.path if listener is not None else ""
         spread = bool(self._engines.hosts())
-        return TakeTask(
+        return AssignTask(
             program=program,
             team=team,
             tasks=self._tasks,
@@ -194,9 +194,9 @@ class ClosureChannel(SessionPart):
         else:
             self._do(partial(self._peers.send, engines, message))
 
-    def take_back(self, worker: int, program: int) -> None:
+    def reclaim(self, worker: int, program: int) -> None:
         """Ask the worker to return a program that it has not begun."""
-        self._supervisor.take_back(self._engines_of[worker][0], program)
+        self._supervisor.reclaim(self._engines_of[worker][0], program)
 
     def interrupt(self, program: int) -> None:
         """End a program."""
@@ -345,7 +345,7 @@ class ClosureChannel(SessionPart):
             if self._is_up(worker):
                 self._report(WorkerUp(worker))
             return
-        if isinstance(message, Unread | MessageError):
+        if isinstance(message, Unreadable | MessageError):
             # It replaces the reply to the oldest program, since engines reply in order.
             outcome = oldest_awaiting(list(self._under_way.values()), engine)
             if outcome is None:
@@ -379,7 +379,7 @@ class ClosureChannel(SessionPart):
             return
         if outcome.stuck:  # their replies may still arrive, so the closure stays under way
             failed = next((reply for reply in outcome.replies.values() if reply.status == "error"), None)
-            self._report(ClosureGivenUp(worker, outcome.program, failed))
+            self._report(ClosureAbandoned(worker, outcome.program, failed))
             return
         del self._under_way[outcome.program]
         if outcome.team is not None and not outcome.left_group_whole:
@@ -420,18 +420,18 @@ class ClosureChannel(SessionPart):
             self._do(partial(self._remove_dead, event))
         elif isinstance(event, GiveUpOn):
             self._do(partial(self._give_up, event.engine, event.program))
-        elif isinstance(event, GivenBack):
-            self._do(partial(self._give_back, event))
+        elif isinstance(event, ProgramReclaimed):
+            self._do(partial(self._report_reclaimed, event))
 
     def _remove_dead(self, event: Died) -> None:
         pid = self._up.get(event.engine)
         if event.engine in self._tasks and pid in (None, event.pid):  # a replacement may be up already
             self._lose(event.engine, event.exit_status)
 
-    def _give_back(self, event: GivenBack) -> None:
+    def _report_reclaimed(self, event: ProgramReclaimed) -> None:
         if self._under_way.pop(event.program, None) is not None:
             self._supervisor.replied(event.engine, event.program)
-            self._report(ClosureGivenBack(self._tasks[event.engine].index, event.program))
+            self._report(ClosureReclaimed(self._tasks[event.engine].index, event.program))
 
     def _is_shown(self) -> bool:
         """Return whether a front end shows the replicas' output: a plain script has none."""

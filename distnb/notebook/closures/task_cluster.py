@@ -52,7 +52,7 @@ def require(resolver: ClusterResolver | None = None) -> None:
     session = compose.current()
     if resolver is None and session is None and TFConfigClusterResolver().cluster_spec():
         resolver = TFConfigClusterResolver()
-    told = None if resolver is None else set(tasks_in(resolver.cluster_spec()))
+    named = None if resolver is None else set(tasks_in(resolver.cluster_spec()))
     if session is None and resolver is not None:
         compose.start(
             cluster_resolver=resolver, on_progress=lambda text: print(f"distnb: {text}", file=sys.stderr, flush=True)
@@ -66,9 +66,9 @@ def require(resolver: ClusterResolver | None = None) -> None:
             "The cluster that is running has no parameter servers: its engines are all alike. A "
             "ParameterServerStrategy needs another: %distnb stop, then %distnb start --workers 2 --ps 1."
         )
-    if told not in (None, there):
+    if named not in (None, there):
         raise OptionError(
-            f"The cluster_resolver tells of {_list(told)}, and the cluster that is running has {_list(there)}. Leave "
+            f"The cluster_resolver tells of {_list(named)}, and the cluster that is running has {_list(there)}. Leave "
             "the resolver out to use that one, or end it first: distnb.stop()."
         )
 

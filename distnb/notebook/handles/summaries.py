@@ -64,7 +64,7 @@ def as_model(handle: DistributedValues) -> ValueModel:
     kind = "Mirrored" if isinstance(handle, Mirrored) else "PerReplica"
     if state.tracked.ended:
         return ValueModel(kind=kind, size=size, components={}, notes=(as_text(state, size, mirrored=False),))
-    told = state.operations.inspect(handle)
+    inspected = state.operations.inspect(handle)
     components, absent = {}, {}
     for replica in range(size):
         fact = state.facts.get(replica)
@@ -74,8 +74,8 @@ def as_model(handle: DistributedValues) -> ValueModel:
             components[replica] = inspect(state.local[replica])
         elif fact is None:
             absent[replica] = _UNASSIGNED
-        elif told is not None and replica in told:
-            components[replica] = told[replica]
+        elif inspected is not None and replica in inspected:
+            components[replica] = inspected[replica]
         elif fact.summary is None:
             components[replica] = inspect(fact.value)
         else:
@@ -89,7 +89,7 @@ def as_model(handle: DistributedValues) -> ValueModel:
                 device=each.device,
                 note="not looked at",
             )
-    notes = () if told is not None else (_EARLIER.strip(),)
+    notes = () if inspected is not None else (_EARLIER.strip(),)
     if state.together:
         notes = (*notes, "Each replica holds a part; what it is as a whole, they read together.")
     return ValueModel(kind=kind, size=size, components=components, absent=absent, notes=notes, together=state.together)

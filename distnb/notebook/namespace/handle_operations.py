@@ -143,8 +143,8 @@ class HandleOperations:
     def _ask(self, tracked: TrackedObjects, operation: str, target: ObjectId, request: Request) -> dict[int, Any]:
         def give_up(results: dict[int, Any]) -> None:
             # After an operation that raised, as in `hasattr`, the engines still have the values that were sent.
-            told = results if all(isinstance(one, Result) for one in results.values()) else {}
-            self._namespace.failed(request.snapshot, told)
+            effects = results if all(isinstance(one, Result) for one in results.values()) else {}
+            self._namespace.failed(request.snapshot, effects)
 
         # Every engine receives every snapshot, even if it returns no answer.
         answers = self._perform(tracked.key[0], operation, target, request, give_up)

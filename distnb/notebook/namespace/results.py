@@ -240,9 +240,9 @@ class Results:
         agreed = set()
         every = [{**results.names, **results.data_given} for results in self._results.values()]
         for name, described in every[0].items():
-            told = [named.get(name) for named in every]
-            digests = [one.digest for one in told if one is not None and one.kind == "sent"]
-            if described.kind == "sent" and len(digests) == len(told) and len(set(digests)) == 1:
+            descriptions = [named.get(name) for named in every]
+            digests = [one.digest for one in descriptions if one is not None and one.kind == "sent"]
+            if described.kind == "sent" and len(digests) == len(descriptions) and len(set(digests)) == 1:
                 agreed.add(name)
         return agreed
 

@@ -16,14 +16,14 @@ from distnb.notebook.programs.supervision import GiveUpOn
 from distnb.notebook.programs.supervisor import Supervisor
 from distnb.runtime.interrupts import Interrupts, drain
 from distnb.wire.channel import Programs
-from distnb.wire.messages import Died, Hello, Reply, Unread
+from distnb.wire.messages import Died, Hello, Reply, Unreadable
 
 __all__ = ["Dispatch"]
 
 _logger = logging.getLogger("distnb.notebook.dispatch")
 
 _LATE_S = 2.0
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _UNREACHED = (
     "could not be reached, since its connection with the notebook has ended (%distnb restart {engine} starts it anew),"
 )
@@ -86,7 +86,7 @@ class Dispatch:
         """
         until = time.monotonic() + _LATE_S
         while (left := set(engines) - outcome.died.keys()) and time.monotonic() < until:
-            self._read(_LOOK_S)
+            self._read(_POLL_S)
         for engine in left:
             _logger.warning("engine %d cannot be reached", engine)
             status = _UNREACHED.format(engine=engine)
@@ -131,7 +131,7 @@ class Dispatch:
         while missing := [hello.engine for hello in hellos if self._greeted.get(hello.engine) != hello.pid]:
             if failed():
                 break
-            self._read(_LOOK_S)
+            self._read(_POLL_S)
         return missing
 
     def engine_replaced(self, engine: int) -> None:
@@ -153,11 +153,11 @@ class Dispatch:
         for engine, message in self._programs.receive(ready):
             self._take(engine, message)
 
-    def _take(self, engine: int, message: Reply | Unread | Hello) -> None:
+    def _take(self, engine: int, message: Reply | Unreadable | Hello) -> None:
         if isinstance(message, Hello):
             self._greeted[engine] = message.pid
             return
-        if isinstance(message, Unread):  # it replaces the reply to the oldest program that lacks the engine's reply
+        if isinstance(message, Unreadable):  # it replaces the reply to the oldest program that lacks the engine's reply
             outcome = oldest_awaiting(self._pending.values(), engine)
             if outcome is None:
                 return
@@ -190,7 +190,7 @@ class Dispatch:
         # On a loaded machine the report of an engine that was ordered to end a program may only be late.
         deadline = time.monotonic() + _LATE_S
         while (busy := self._still_busy(engines)) and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         dead = sorted(engine for engine in engines if engine in self._dead)
         if dead:
             raise EngineDied(
@@ -205,13 +205,13 @@ class Dispatch:
                 f"%distnb restart {numbers}."
             )
 
-    def await_word(self, engines: Collection[int], limit_s: float) -> None:
+    def await_answers(self, engines: Collection[int], limit_s: float) -> None:
         """Wait until these engines have answered or ended, or have been silent for longer than a limit.
 
         The caller holds `turn`.
         """
         while self._still_busy([each for each in engines if self._supervisor.silent_s(each) < limit_s]):
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def _still_busy(self, engines: Collection[int]) -> list[int]:
         """Read the messages that have arrived, and return the engines that are still busy."""

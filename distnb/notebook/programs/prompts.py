@@ -12,7 +12,7 @@ from distnb.notebook.programs.supervision import GiveUpOn
 from distnb.notebook.programs.supervisor import Supervisor
 from distnb.notebook.views.front_end import FrontEnd
 from distnb.runtime.interrupts import Interrupts
-from distnb.wire.messages import Answer, Asks, Died, GoesOn, ProgramEnded, Prompting
+from distnb.wire.messages import Answer, Died, InputFinished, InputRequest, ProgramEnded, Prompting
 
 __all__ = ["Prompts"]
 
@@ -40,9 +40,9 @@ class Prompts:
         self._interrupts = interrupts
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.front: Callable[[], FrontEnd] = FrontEnd
-        self.latest: Asks | None = None
+        self.latest: InputRequest | None = None
         self._lock = threading.Lock()  # guards the following
-        self._waiting: dict[int, Asks] = {}  # by engine, in order of arrival
+        self._waiting: dict[int, InputRequest] = {}  # by engine, in order of arrival
         self._over: set[int] = set()  # programs that are being ended: their replicas' questions are not asked any more
         self._there: set[int] = set()  # engines with a question or a debugger, until they continue
         self._current: int | None = None  # the engine whose question was asked last
@@ -50,7 +50,7 @@ class Prompts:
 
     def _handle(self, event: Any) -> None:
         """Handle an event, on the supervisor's thread."""
-        if isinstance(event, Asks):
+        if isinstance(event, InputRequest):
             with self._lock:
                 self._waiting[event.engine] = event
                 self._there.add(event.engine)
@@ -58,7 +58,7 @@ class Prompts:
             if first:
                 self._supervisor.send_to_all(Prompting(True))
             os.eventfd_write(self.fd, 1)
-        elif isinstance(event, GoesOn | ProgramEnded | Died | GiveUpOn):
+        elif isinstance(event, InputFinished | ProgramEnded | Died | GiveUpOn):
             with self._lock:
                 if isinstance(event, ProgramEnded) and event.status != "ok":
                     self._over = {event.program}
@@ -73,7 +73,7 @@ class Prompts:
                 self._interrupts.withdraw()
             os.eventfd_write(self.fd, 1)  # it may be another replica's turn
 
-    def next(self) -> Asks | None:
+    def next(self) -> InputRequest | None:
         """Return the question to ask now, or None. There is none while a debugger executes the user's last command."""
         with self._lock:
             if self._current is not None and self._current in self._there:
@@ -87,7 +87,7 @@ class Prompts:
         with self._lock:
             self._over = set(programs)
 
-    def ask(self, asks: Asks) -> None:
+    def ask(self, asks: InputRequest) -> None:
         """Ask the user, and send the answer. An interrupt is noted, and `Dispatch.wait` then ends the program."""
         with self._lock:
             self._current = asks.engine
@@ -99,7 +99,7 @@ class Prompts:
             del self._waiting[asks.engine]
         self._supervisor.send(asks.engine, answer)
 
-    def _answer(self, asks: Asks) -> Answer | None:
+    def _answer(self, asks: InputRequest) -> Answer | None:
         if threading.current_thread() is not threading.main_thread():
             return Answer(asks.program, refusal=_ELSEWHERE)
         try:
@@ -114,7 +114,7 @@ class Prompts:
         except Exception as error:  # noqa: BLE001  # the replica waits for an answer, whatever the front end raises
             return Answer(asks.program, refusal=_CANNOT.format(error=str(error).rstrip(".") or type(error).__name__))
 
-    def _ask_user(self, asks: Asks) -> Answer | None:
+    def _ask_user(self, asks: InputRequest) -> Answer | None:
         with self._lock:
             if self._waiting.get(asks.engine) is not asks:  # from here on a withdrawal ends the question
                 return None

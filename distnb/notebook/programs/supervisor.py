@@ -38,9 +38,9 @@ from distnb.wire.messages import (
     MeasureMemory,
     MemoryUse,
     ProgramEnded,
+    ReclaimProgram,
     SendLog,
     Stacks,
-    TakeBack,
     TelemetrySample,
 )
 
@@ -145,9 +145,9 @@ class Supervisor:
         """End a program, as the user asks."""
         self._do(lambda: self._advance(lambda now: self._state.interrupted(program, now)))
 
-    def take_back(self, engine: int, program: int) -> None:
+    def reclaim(self, engine: int, program: int) -> None:
         """Ask an engine to return a program if it has not begun it."""
-        self.send(engine, TakeBack(program))
+        self.send(engine, ReclaimProgram(program))
 
     def send(self, engine: int, message: Any) -> None:
         """Send a message on the control channel."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from distnb.wire.messages import Asks
+from distnb.wire.messages import InputRequest
 
 if TYPE_CHECKING:
     from distnb.notebook.views.runs import History
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["FrontEnd", "ask_here"]
 
 
-def ask_here(asks: Asks) -> str:
+def ask_here(asks: InputRequest) -> str:
     """Ask the user for a line at this process's keyboard; a kernel asks its front end."""
     sys.stdout.write(asks.text)
     sys.stdout.flush()
@@ -34,7 +34,7 @@ class FrontEnd:
         session_for: Returns the session on which a strategy runs, started if there is none; None for the running one.
         catch_up: Shows all output of the replicas before an error of theirs is raised, so that the error is below it.
         callers_lines: Returns the lines where the notebook's own code called the operation that failed.
-        ask: Asks the user for a line on the main thread. Raises EOFError at the end of the input.
+        ask: InputRequest the user for a line on the main thread. Raises EOFError at the end of the input.
         watch: Shows a thing in the cell that uses it. Called with the thing, and a function that makes its `Watch`.
         module_version: Returns the version of the file that a module was loaded from, if the front end reloads modules;
             None if it knows of none.
@@ -46,7 +46,7 @@ class FrontEnd:
     session_for: Callable[[Any], Any] = lambda strategy: None
     catch_up: Callable[[], None] = lambda: None
     callers_lines: Callable[[BaseException], list[str]] = lambda error: []
-    ask: Callable[[Asks], str] = ask_here
+    ask: Callable[[InputRequest], str] = ask_here
     watch: Callable[[Any, Callable[[Any], Watch]], None] = lambda subject, make: None
     module_version: Callable[[str], object] = lambda name: None
     history: History | None = None

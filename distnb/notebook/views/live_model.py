@@ -14,7 +14,7 @@ from distnb.notebook.views.runs import History, Run
 from distnb.notebook.views.timeline_model import TimelineModel
 from distnb.notebook.views.waits_model import WaitsModel
 from distnb.runtime import step_count
-from distnb.wire.messages import Asks, Died, GoesOn, Live, ProgramEnded, Status, TelemetrySample
+from distnb.wire.messages import Died, InputFinished, InputRequest, Live, ProgramEnded, Status, TelemetrySample
 
 __all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveCall", "LiveModel", "Point", "ReplicaRow", "State"]
 
@@ -163,9 +163,9 @@ class LiveModel:
                 self._read(event.epochs, before[0], event.reading and step_count.Reading._make(event.reading), now)
         elif isinstance(event, Status):
             self._status(event)
-        elif isinstance(event, Asks | GoesOn):
-            self._row(event.replica, event.engine).state = "asks" if isinstance(event, Asks) else "running"
-            (self.waits.asking.add if isinstance(event, Asks) else self.waits.asking.discard)(event.replica)
+        elif isinstance(event, InputRequest | InputFinished):
+            self._row(event.replica, event.engine).state = "asks" if isinstance(event, InputRequest) else "running"
+            (self.waits.asking.add if isinstance(event, InputRequest) else self.waits.asking.discard)(event.replica)
         elif isinstance(event, ProgramEnded | Died):
             if isinstance(event, Died) or event.status != "ok":
                 self.waited = self.waited or [f"When it ended: {line}" for line in self.waits.before_the_end(now)]

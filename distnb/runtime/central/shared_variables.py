@@ -152,10 +152,10 @@ class SharedVariables:
         self.hosts.take_over()
         changed = {memory: pages for memory in self._memories if (pages := memory.changed())}
         waits = any((one := awaited()) is not None and not is_lazy(one) for _, awaited in self._awaited.values())
-        told = torch.stack(group.all_gather(torch.tensor([waits, bool(changed)], device="cpu")))
-        if bool(told[:, 1].any()):
+        gathered = torch.stack(group.all_gather(torch.tensor([waits, bool(changed)], device="cpu")))
+        if bool(gathered[:, 1].any()):
             self._publish(group, changed)
-        if bool(told[:, 0].any()):
+        if bool(gathered[:, 0].any()):
             self._collect(group)
 
     def _restart(self, group: Group) -> None:
@@ -192,15 +192,15 @@ class SharedVariables:
             for number, place in places.items()
             if place.memory in pages and not pages[place.memory].isdisjoint(place.pages)
         ]
-        numbers = sorted({number for told in group.all_gather_object(mine) for number in told})
+        numbers = sorted({number for gathered in group.all_gather_object(mine) for number in gathered})
         digests = {number: _digest(_bytes(places[number].own)) for number in numbers if number in places}
         everyones: list[dict[int, bytes]] = group.all_gather_object(digests)
         for number in numbers:
             # A replica that has freed its tensor has no digest, and is left out of the comparison.
-            if len({told[number] for told in everyones if number in told}) > 1:
+            if len({gathered[number] for gathered in everyones if number in gathered}) > 1:
                 raise _drifted(places.get(number), number, everyones)
         for number in digests:
-            if next(rank for rank, told in enumerate(everyones) if number in told) == group.rank:
+            if next(rank for rank, gathered in enumerate(everyones) if number in gathered) == group.rank:
                 _bytes(places[number].common).copy_(_bytes(places[number].own))
         group.barrier()
         for memory, own in changed.items():
@@ -226,14 +226,14 @@ class SharedVariables:
             if memories[tensor.untyped_storage().data_ptr()] > 1:
                 del self._awaited[number], tensors[number]
         offers = {number: _offer(self._awaited[number][0], tensor) for number, tensor in tensors.items()}
-        told: list[dict[int, _Offer]] = group.all_gather_object(offers)
-        if not any(told):
+        gathered: list[dict[int, _Offer]] = group.all_gather_object(offers)
+        if not any(gathered):
             return
         # Garbage collectors run at different times. A tensor that one replica has freed cannot be shared by the others.
-        common = [number for number in offers if all(number in each for each in told)]
+        common = [number for number in offers if all(number in each for each in gathered)]
         for number in common:
             del self._awaited[number]
-        if not common or any(each[number] != offers[number] for each in told for number in common):
+        if not common or any(each[number] != offers[number] for each in gathered for number in common):
             warnings.warn(
                 f"The replicas do not hold the same {len(common) or len(offers)} variables of central storage, such as "
                 f"{next(iter(offers.values())).label if offers else 'those of another replica'}: each keeps copies of "
@@ -267,7 +267,7 @@ class SharedVariables:
 def _drifted(place: _Place | None, number: int, everyones: Sequence[Mapping[int, bytes]]) -> OutOfSyncError:
     shown = f"{place.label} of shape {list(place.own.shape)}" if place is not None else "a variable"
     first = everyones[0].get(number)
-    unlike = [str(rank) for rank, told in enumerate(everyones) if told.get(number, first) != first]
+    unlike = [str(rank) for rank, gathered in enumerate(everyones) if gathered.get(number, first) != first]
     return OutOfSyncError(
         f"Under central storage there is one {shown}, and replicas changed it in place to different values "
         f"(replica {', '.join(unlike)} and replica 0, for example). Change it by an optimizer's step; in the same "

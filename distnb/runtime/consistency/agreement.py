@@ -37,7 +37,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self._seen: dict[Any, set[Any]] = {}
-        self._told_of_batch = False
+        self._warned_of_batch = False
         self._is_left_to_caller = False
 
     @contextmanager
@@ -81,11 +81,11 @@ class Agreement:
         plain, unlike = [kind != "tensor" for kind in kinds], [None] * len(kinds)
         if self._is_left_to_caller or ((structure, kinds) in seen and "plain" not in kinds):
             return _wrap(group, shape, leaves, plain, unlike)
-        batch = 0 if self._told_of_batch else loader_batches.digest_of_batch(args)
+        batch = 0 if self._warned_of_batch else loader_batches.digest_of_batch(args)
         values = [digest_of_text(_describe(kind, leaf)) for kind, leaf in zip(kinds, leaves, strict=True)]
         try:
             group.note("strategy.run's result", ())
-            told = group.all_gather_object((structure, kinds, values, list(map(_held, leaves)), batch))
+            gathered = group.all_gather_object((structure, kinds, values, list(map(_held, leaves)), batch))
         except CollectiveMismatchError as error:
             error.add_note(
                 f"strategy.run compares what {getattr(fn, '__name__', 'the function')} returned where that is of a new "
@@ -93,11 +93,11 @@ class Agreement:
                 "returned the same kind as in earlier calls. Return the same kind on every replica in one call."
             )
             raise
-        structures, all_kinds, all_values, all_held, batches = zip(*told, strict=True)
+        structures, all_kinds, all_values, all_held, batches = zip(*gathered, strict=True)
         _require_same_structure(structures)
         if batch and set(batches) == {batch}:
-            self._told_of_batch = True
-            loader_batches.tell(group.size)
+            self._warned_of_batch = True
+            loader_batches.warn_of_equal_batches(group.size)
         if set(all_kinds) == {kinds}:
             seen.add((structure, kinds))
             if structure == LEAF:
@@ -167,6 +167,6 @@ def distributed(group: Group, tree: Any) -> Any:
         StructureError: The replicas' components have different structures.
     """
     leaves, shape = flatten(tree)
-    told = group.all_gather_object((structure_of(tree), list(map(_held, leaves))))
-    _require_same_structure([structure for structure, _ in told])
-    return _wrap(group, shape, leaves, [False] * len(leaves), _unlike_kinds([each for _, each in told]))
+    gathered = group.all_gather_object((structure_of(tree), list(map(_held, leaves))))
+    _require_same_structure([structure for structure, _ in gathered])
+    return _wrap(group, shape, leaves, [False] * len(leaves), _unlike_kinds([each for _, each in gathered]))

@@ -21,7 +21,7 @@ from distnb.collectives.verify import callsite
 from distnb.compat import loader_internals
 from distnb.values.structure import flatten, has_distributed
 
-__all__ = ["digest_of_batch", "install", "tell"]
+__all__ = ["digest_of_batch", "install", "warn_of_equal_batches"]
 
 _LATEST = 64
 _SAMPLE = 4096  # elements that are compared
@@ -57,7 +57,7 @@ def digest_of_batch(args: Any) -> int:
     return 0
 
 
-def tell(num_replicas: int) -> None:
+def warn_of_equal_batches(num_replicas: int) -> None:
     """Warn that all replicas compute the same batch."""
     callsite.current().warn(
         f"strategy.run was given a batch of a DataLoader, the same one on all {num_replicas} replicas: every replica "

@@ -56,7 +56,7 @@ def resynchronise(
     groups: Sequence[ParameterGroup],
     buffers: Buffers = MappingProxyType({}),
     *,
-    steps_told: bool = False,
+    steps_reported: bool = False,
 ) -> None:
     """Compare one strategy's state on all replicas. Where it differs, adopt replica 0's values and warn.
 
@@ -68,32 +68,32 @@ def resynchronise(
         group: The replicas.
         groups: The strategy's parameters.
         buffers: The buffers of the strategy's models.
-        steps_told: Whether the user was notified how many steps this replica made. If this holds on all replicas and
-            their steps differ, the user knows the cause already, so there is no second warning.
+        steps_reported: Whether the user knows how many steps this replica made. If this holds on all replicas and their
+            steps differ, the user knows the cause already, so there is no second warning.
     """
     optimizers = _optimizers_of(groups) if groups else {}
-    held = _held(groups, optimizers, buffers) | {("steps_told", None): steps_told}
-    told: list[dict[Any, Any]] = group.all_gather_object(held)
-    unlike = {what for what, first in told[0].items() if any(other.get(what) != first for other in told)}
+    held = _held(groups, optimizers, buffers) | {("steps_reported", None): steps_reported}
+    gathered: list[dict[Any, Any]] = group.all_gather_object(held)
+    unlike = {what for what, first in gathered[0].items() if any(other.get(what) != first for other in gathered)}
     own = {each.identity: each for each in groups}
     changed = []
-    for identity in [what[1] for what in told[0] if what[0] == "layout" and what not in unlike]:
+    for identity in [what[1] for what in gathered[0] if what[0] == "layout" and what not in unlike]:
         parameters = own[identity]
         if what := _take_over(group, parameters, ("values", identity) in unlike, ("gradients", identity) in unlike):
             changed.append(f"{parameters.description}'s {' and '.join(what)}")
-    for key in [key for key in told[0] if isinstance(key, _Optimizer) and key in unlike]:
+    for key in [key for key in gathered[0] if isinstance(key, _Optimizer) and key in unlike]:
         optimizer = optimizers.get(key)
         state = broadcast_tree(group, optimizer.state_dict() if optimizer is not None else None, 0)
         if group.rank != 0 and optimizer is not None:
             optimizer.load_state_dict(state)
         changed.append(f"{key.name}'s state")
     half_way = bool(changed)
-    for model in [what[1] for what in told[0] if what[0] == "buffers" and what not in unlike]:
+    for model in [what[1] for what in gathered[0] if what[0] == "buffers" and what not in unlike]:
         name, tensors = buffers[model]
         if tensors and (half_way or ("counts", model) in unlike):
             make_equal(group, [(name, tensor) for tensor in tensors])
             changed.append(f"{name}'s buffers")
-    known = all(other["steps_told", None] for other in told) and any(what[0] == "writes" for what in unlike)
+    known = all(other["steps_reported", None] for other in gathered) and any(what[0] == "writes" for what in unlike)
     if changed and not known:
         callsite.current().warn(
             "The replicas had drifted apart, since a program ended half-way through a step. "

@@ -66,14 +66,14 @@ def contents(value: Any) -> dict[str, str]:
 def _compare(group: Group, value: Any) -> tuple[int, dict[str, str]]:
     """Return the number of values, and for each value that differs a description of the difference, by name."""
     mine = _named_leaves(value)
-    told: list[dict[str, str]] = group.all_gather_object(contents(value))
-    names = list(dict.fromkeys(name for one in told for name in one))
-    unlike = [name for name in names if any(one.get(name) != told[0].get(name) for one in told)]
+    gathered: list[dict[str, str]] = group.all_gather_object(contents(value))
+    names = list(dict.fromkeys(name for one in gathered for name in one))
+    unlike = [name for name in names if any(one.get(name) != gathered[0].get(name) for one in gathered)]
     found = dict.fromkeys(unlike, "")
     for name in unlike[:_SHOWN]:
         # Only replica 0, and replicas that differ from it, send the value, because a tensor may be large.
         leaf = None
-        if told[group.rank].get(name) != told[0].get(name) or group.rank == 0:
+        if gathered[group.rank].get(name) != gathered[0].get(name) or group.rank == 0:
             tensor = _as_tensor(mine.get(name))
             leaf = (repr(mine.get(name)) if tensor is None else tensor.detach().cpu(),)
         leaves = group.all_gather_object(leaf)

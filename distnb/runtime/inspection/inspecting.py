@@ -105,22 +105,22 @@ class _Inspection:
 
     def _metric(self, metric: Any, depth: int) -> Inspected:
         """Describe a metric by its states, which differ between replicas until the metric is read."""
-        told = self._container(metric, structure.children(dict(metric.metric_state)) or [], depth)
-        items = tuple((name, each._replace(content=0)) for name, each in told.items)
-        return told._replace(text="", content=0, items=items, note="each replica's own states, put together when read")
+        found = self._container(metric, structure.children(dict(metric.metric_state)) or [], depth)
+        items = tuple((name, each._replace(content=0)) for name, each in found.items)
+        return found._replace(text="", content=0, items=items, note="each replica's own states, put together when read")
 
     def _container(self, value: Any, children: list[tuple[str, Any]], depth: int) -> Inspected:
         shown = children[: min(_MOST_ITEMS, self._parts)]
         self._parts -= len(shown)
         items = tuple((name, self.value(child, depth + 1)) for name, child in shown)
-        told = [child.content for _, child in items]
+        contents = [child.content for _, child in items]
         count = len(value) if isinstance(value, list | tuple) else len(children)
-        whole = count == len(shown) and all(told)
+        whole = count == len(shown) and all(contents)
         return Inspected(
             type=type_name(value),
             text=f"{count} item{'s' * (count != 1)}",
             nbytes=sum(child.nbytes for _, child in items),
-            content=digest_of_text(repr(told)) if whole else 0,
+            content=digest_of_text(repr(contents)) if whole else 0,
             items=items,
             left_out=count - len(shown),
         )

@@ -40,9 +40,9 @@ def make_equal(group: Group, named: Sequence[tuple[str, torch.Tensor]], strategy
     descriptions = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
     head = torch.tensor([digest_of_text(repr((strategy, descriptions)))], device=device)
     if any(not torch.equal(other, head) for other in group.all_gather(head)):
-        strategies, told = zip(*group.all_gather_object((strategy, descriptions)), strict=True)
+        strategies, gathered = zip(*group.all_gather_object((strategy, descriptions)), strict=True)
         _refuse_other_strategies(strategies)
-        _refuse_unlike(told)
+        _refuse_unlike(gathered)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for _, tensor in named:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)

@@ -166,8 +166,8 @@ class Registration:
         # Replica 0's number is used: a replica that was replaced has counted fewer variables.
         number = torch.tensor(self._made_variables + 1)
         if self.group.size > 1:
-            told = settings_of(variable).summary
-            make_equal(self.group, [("number", number), (told, component_of(variable))], self._told)
+            shape = settings_of(variable).summary
+            make_equal(self.group, [("number", number), (shape, component_of(variable))], self._description)
         variable.number = self._made_variables = int(number)
         self._register(variable, _GroupKey(f"Variable {variable.name}" if variable.name else "Variable"))
 
@@ -248,13 +248,13 @@ class Registration:
             adopter.adopt(self.strategy, module)
             self._adopted.add(module)
 
-    def take(self, model: torch.nn.Module, beside: Iterable[torch.nn.Parameter]) -> None:
+    def take(self, model: torch.nn.Module, unowned: Iterable[torch.nn.Parameter]) -> None:
         """Register the parameters that a model of a scope has gained since it was made. All replicas must call this.
 
         The second argument has further parameters to register, which belong to no module.
         """
         self.take_made()
-        self._take([model], beside)
+        self._take([model], unowned)
 
     def take_equal(self, roots: Iterable[torch.nn.Module], loose: Iterable[torch.nn.Parameter]) -> None:
         """Register modules and parameters whose values are already equal. All replicas must call this.
@@ -331,7 +331,7 @@ class Registration:
         return bool(new)
 
     def _equalise(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        make_equal(self.group, named, self._told)
+        make_equal(self.group, named, self._description)
         note_versions(self._sync.groups)
 
     def _enter(
@@ -384,7 +384,7 @@ class Registration:
         return self._keys.setdefault(root, _GroupKey(type(root).__name__, root))
 
     @property
-    def _told(self) -> str:
+    def _description(self) -> str:
         """A description of the strategy with the options that must be equal on all replicas, for their comparison.
 
         Options of other types, such as a replica's own task, are left out.

@@ -99,7 +99,7 @@ class Copy:
         Args:
             news: The version and value of each changed part, by the part's place.
         """
-        anew, self.doubtful = self.doubtful, True
+        was_doubtful, self.doubtful = self.doubtful, True
         tensor = self.tensor
         value, counted = tensor.detach(), tensor._version == self.noted
         with torch.no_grad():
@@ -108,7 +108,7 @@ class Copy:
                 own = self.stored.piece(value, part)
                 before = None if self.base is None else self.stored.piece(self.base, part)
                 change = None
-                if before is not None and not anew and not same_bits(own, before):
+                if before is not None and not was_doubtful and not same_bits(own, before):
                     change, counted = difference(own, before), False
                 own.copy_(news_of_part)
                 if before is not None:
@@ -116,8 +116,8 @@ class Copy:
                 if change is not None:
                     _add(own, change)
                 self.versions[place] = version
-        self.noted = tensor._version if counted or anew or self.base is None else -1
-        self.doubtful = anew and len(news) < len(self.versions)
+        self.noted = tensor._version if counted or was_doubtful or self.base is None else -1
+        self.doubtful = was_doubtful and len(news) < len(self.versions)
 
     def note_sent(self, versions: Mapping[int, int]) -> None:
         """Record that the servers have received all changes.

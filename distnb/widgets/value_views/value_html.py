@@ -18,7 +18,7 @@ _RED = "#ef4444"
 _GREY = "color:#808080"
 _FACTS = ("name", "on", "type", "shape", "dtype", "device", "parameters", "size")
 _COLUMNS = (*_FACTS, "min", "mean", "max", "norm", "grad norm", "spread", "value", "note")
-_BESIDE = "display:inline-block;vertical-align:top;margin:2px 12px 4px 0;max-width:48%"
+_SIDE_BY_SIDE = "display:inline-block;vertical-align:top;margin:2px 12px 4px 0;max-width:48%"
 _NUMERIC = ("parameters", "size", "min", "mean", "max", "norm", "grad norm")
 
 Parts = Mapping[int, Inspected]
@@ -105,7 +105,7 @@ class _Drawing:
             alt = html.escape(" ".join(filter(None, [group.what.type, group.what.shape, "of", title])), quote=True)
             image = f'<img src="{group.what.picture}" alt="{alt}" style="max-width:100%">'
             text = self._marked(title, group)
-            shown.append(f'<div style="{_BESIDE}"><div style="{_GREY}">{text}</div>{image}</div>')
+            shown.append(f'<div style="{_SIDE_BY_SIDE}"><div style="{_GREY}">{text}</div>{image}</div>')
         return f"<div>{''.join(shown)}</div>" if shown else ""
 
     def _rows(self, name: str, components: Parts) -> Iterator[list[str]]:
