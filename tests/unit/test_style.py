@@ -96,4 +96,4 @@ def test_faults_are_reported_with_their_file(
         "tests/told.py:1",
         "tests/told.py:1",
     ]
-    assert "3 faults" in shown.err
+    assert "4 faults" in shown.err
