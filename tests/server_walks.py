@@ -142,10 +142,10 @@ class Program:
             unit.zero_grad()
 
         def looked_up() -> None:
+            words_unit.zero_grad()  # at the beginning: Ctrl-C may have ended an earlier call after its backward pass
             with torch.enable_grad():
                 words(torch.tensor([0, 1, 2, 3])).sum().neg().backward()
             words_unit.step()
-            words_unit.zero_grad()
 
         def increments(variable: Any) -> dict[str, Callable[[], Any]]:
             ones = torch.ones(tuple(variable.shape), dtype=variable.dtype)

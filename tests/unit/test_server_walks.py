@@ -15,7 +15,7 @@ from tests.server_walks import Walk
 from tests.simulated_cluster import SimulatedCluster, SimulatedWaiter
 
 SHORT = range(4)
-LONG = range(4, 4000)
+LONG = range(4, 604)
 
 
 @pytest.fixture
