@@ -209,8 +209,9 @@ class ClusterMagic:
         elif session.stuck:
             engines = " ".join(map(str, session.stuck))
             print(
-                f"Engine {engines}: still busy with a program that was ended, and titles again each second. "
-                f"%distnb stacks shows where it is; if it never ends, %distnb restart {engines} starts anew."
+                f"Engine {engines}: still busy with a program that was ended. The order to end is repeated each "
+                f"second. %distnb stacks shows where it is; if it never ends, replace it with %distnb restart "
+                f"{engines}."
             )
         else:
             print("No program is running.")

@@ -82,88 +82,94 @@ def asks_for_help(line: str) -> bool:
 
 def _commands() -> dict[str, LineParser]:
     about = {
-        "start": "start engines: one for each GPU, else two on the CPU",
+        "start": "start engines: one per GPU, or two on the CPU",
         "stop": "end the engines",
-        "restart": "replace all engines, or those named",
-        "status": "what each engine is, and does",
-        "devices": "the devices, who uses them, and their memory now",
-        "memory": "how much memory each engine takes, and what is free",
-        "stacks": "where each engine is in its program",
-        "logs": "what each engine wrote outside programs, and the log of distnb",
-        "history": "the cells that ran on engines: how long, and how they ended",
-        "debug": "open a debugger where the latest cell or call failed, on a replica",
-        "interrupt": "end the program, as the stop button does",
-        "variables": "where each variable lives",
-        "check": "whether replicas hold the same bits",
-        "output": "all that the replicas wrote",
-        "live": "how curves and replicas are drawn; also to TensorBoard's files",
-        "curves": "charts of what was drawn, here or in a file",
-        "timeline": "where the time of the latest steps went, and who is the straggler",
+        "restart": "replace all engines, or the given ones",
+        "status": "show each engine's role, device and state",
+        "devices": "show the devices, their engines and their memory",
+        "memory": "show the memory that each engine uses, and the free memory",
+        "stacks": "show each engine's position in its program",
+        "logs": "show the engines' output outside programs, and distnb's log",
+        "history": "show the cells that ran on engines, their durations and results",
+        "debug": "debug the latest failure on a replica",
+        "interrupt": "end the running program, as the stop button does",
+        "variables": "show where each variable is stored",
+        "check": "check that the replicas' copies are equal bit by bit",
+        "output": "show the complete output of the replicas",
+        "live": "choose how training is drawn; also for TensorBoard",
+        "curves": "draw the curves again, here or into a file",
+        "timeline": "show how the latest steps spent their time, and the straggler",
     }
     commands = {name: LineParser(f"%distnb {name}", text) for name, text in about.items()}
     _start(commands["start"])
     add = commands["restart"].add_argument
-    add("engines", metavar="ENGINE", nargs="*", type=_whole, help="their numbers, as %%distnb status shows them")
-    add("--missing", action="store_true", help="those that have ended; what is mirrored is restored to them")
-    commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables; without one, all mirrored ones")
+    add("engines", metavar="ENGINE", nargs="*", type=_whole, help="engine numbers, as shown by %%distnb status")
+    add("--missing", action="store_true", help="only ended engines; mirrored objects are restored to them")
+    commands["check"].add_argument("names", metavar="NAME", nargs="*", help="variables (default: all mirrored ones)")
     add = commands["logs"].add_argument
-    add("engine", metavar="ENGINE", nargs="?", type=_whole, help="of this engine alone")
-    add("--level", metavar="LEVEL", choices=LEVELS, help=f"log from now on, in all processes: {', '.join(LEVELS)}")
-    add("--lines", metavar="N", type=_count, default=100, help="the latest lines of the log; without it, 100")
-    add("--save", metavar="FILE", help="collect all logs in a .zip file for a bug report")
+    add("engine", metavar="ENGINE", nargs="?", type=_whole, help="only this engine")
+    add("--level", metavar="LEVEL", choices=LEVELS, help=f"set the level of the log: {', '.join(LEVELS)}")
+    add("--lines", metavar="N", type=_count, default=100, help="number of lines to show (default: 100)")
+    add("--save", metavar="FILE", help="write all logs to a .zip file, for a bug report")
     add = commands["debug"].add_argument
-    add("--replica", metavar="N", type=_whole, help="which; without it, the one that failed")
-    add("--here", action="store_true", help="in the notebook instead, where its cell called the replicas")
+    add("--replica", metavar="N", type=_whole, help="the replica (default: the one that failed)")
+    add("--here", action="store_true", help="debug the notebook's own frames instead")
     add = commands["output"].add_argument
     add(
         "replica",
         metavar="REPLICA",
         nargs="?",
         type=_whole,
-        help="of this replica; without it, of all, in the latest cell where one wrote",
+        help="only this replica (default: all); the latest cell with output is shown",
     )
-    add("--save", metavar="FILE", help="write it to a file")
+    add("--save", metavar="FILE", help="write the output to a file")
     add = commands["timeline"].add_argument
-    add("--steps", metavar="N", type=_count, default=10, help="of so many steps, the latest; without it, of 10")
-    add("--save", metavar="FILE", help="write it as a Chrome trace, which ui.perfetto.dev opens")
+    add("--steps", metavar="N", type=_count, default=10, help="number of latest steps (default: 10)")
+    add("--save", metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev")
     add = commands["live"].add_argument
-    add("mode", metavar="MODE", nargs="?", choices=LIVE_MODES, help=f"{', '.join(LIVE_MODES)}; auto chooses")
-    add("--tensorboard", metavar="DIR", help="write what is drawn from now on to event files there; off ends it")
+    add(
+        "mode",
+        metavar="MODE",
+        nargs="?",
+        choices=LIVE_MODES,
+        help=f"{', '.join(LIVE_MODES)}; auto chooses for the front end",
+    )
+    add("--tensorboard", metavar="DIR", help="also write event files for TensorBoard to this folder; off to stop")
     add = commands["curves"].add_argument
-    add("names", metavar="NAME", nargs="*", help="curves; without one, all")
-    add("--runs", metavar="A,B", help="which runs; without it, the latest, and if that has a name, all that have one")
-    add("--log", action="store_true", help="a log scale")
-    add("--smoothing", metavar="S", type=float, default=0.0, help="from 0 to below 1: 0.9 smooths much")
-    add("--save", metavar="FILE", help="write it to a file: .png, .svg, .pdf; or the values, .csv")
+    add("names", metavar="NAME", nargs="*", help="curves (default: all)")
+    add("--runs", metavar="A,B", help="runs to compare (default: the latest; if it has a name, all named runs)")
+    add("--log", action="store_true", help="use a logarithmic scale")
+    add("--smoothing", metavar="S", type=float, default=0.0, help="smoothing, from 0 to below 1 (0.9 is strong)")
+    add("--save", metavar="FILE", help="write a .png, .svg or .pdf file, or the values to a .csv file")
     return commands
 
 
 def _start(parser: LineParser) -> None:
     add = parser.add_argument
-    add("-n", metavar="N", type=_count, help="how many")
-    add("--workers", metavar="N", type=_count, help="in place of -n, with --ps: how many that compute")
-    add("--ps", metavar="N", type=_count, help="how many parameter servers, which keep the variables")
-    add("--replicas-per-worker", metavar="N", type=_count, help="how many engines, and devices, each worker has")
-    add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1, or tpu for all TPU chips")
+    add("-n", metavar="N", type=_count, help="number of engines")
+    add("--workers", metavar="N", type=_count, help="number of workers, with --ps; replaces -n")
+    add("--ps", metavar="N", type=_count, help="number of parameter servers")
+    add("--replicas-per-worker", metavar="N", type=_count, help="number of engines, each with its device, per worker")
+    add("--devices", metavar="NAMES", help="devices: cuda:0,cuda:1, or tpu for all TPU chips")
     add(
         "--oversubscribe",
         action="store_true",
-        help="let several share a device, or more start than the machine can take",
+        help="allow several engines per device, and more engines than the machine can hold",
     )
-    add("--hosts", metavar="A,B", help="the machines where they run, reached by ssh; without it, this one")
-    add("--per-host", metavar="N", type=_count, help="how many on each machine")
-    add("--interface", metavar="NAME", help="the network interface that leads to the machines: eth0")
+    add("--hosts", metavar="A,B", help="machines to reach by ssh (default: this machine)")
+    add("--per-host", metavar="N", type=_count, help="number of engines on each machine")
+    add("--interface", metavar="NAME", help="network interface towards the machines, such as eth0")
     add("--ssh-args", metavar="TEXT", default="", type=shlex.split, help='arguments for ssh: "-p 2222"')
-    add("--launcher", metavar="WORD", help="what starts them: ssh, slurm, mpi, or server")
+    add("--launcher", metavar="WORD", help="launcher of the engines: ssh, slurm, mpi, or server")
     add("--launcher-args", metavar="TEXT", default="", type=shlex.split, help="arguments for srun or mpiexec")
-    add("--resolver", metavar="WORD", help="what names the machines: slurm, tfconfig, kubernetes, or a variable")
-    add("--secret", metavar="FILE", help="the secret of the servers that wait for the notebook")
+    add("--resolver", metavar="WORD", help="source of the machines' names: slurm, tfconfig, kubernetes, or a variable")
+    add("--secret", metavar="FILE", help="file with the secret of the waiting servers")
     add(
         "--data-limit",
         metavar="SIZE",
         type=_size,
         default=DATA_LIMIT_NBYTES,
-        help="larger data stays on the engines: 2GB; without it, 64MB",
+        help="size above which data stays on the engines, such as 2GB (default: 64MB)",
     )
 
 
@@ -176,17 +182,17 @@ def _distribute() -> LineParser:
     )
     parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=84)
     add = parser.add_argument
-    add("word", metavar="STRATEGY", nargs="?", default="", help="one of these words, or the name of a variable")
-    add("-n", dest="replicas", metavar="N", type=_count, help="how many replicas; without it, one on each engine")
-    add("--devices", metavar="NAMES", help="where they compute: cuda:0,cuda:1")
-    add("--gradients", choices=("sum", "mean"), help="how gradients are combined; without it, their sum")
-    add("--oversubscribe", action="store_true", help="several replicas may share a device")
-    add("--replicas", dest="only", metavar="0,2-3", type=_numbers, help="only these run it; the others do nothing")
-    add("--name", metavar="RUN", default="", help="its curves are those of this run, compared with other named ones")
+    add("word", metavar="STRATEGY", nargs="?", default="", help="a word from above, or the name of a variable")
+    add("-n", dest="replicas", metavar="N", type=_count, help="number of replicas (default: one per engine)")
+    add("--devices", metavar="NAMES", help="devices of the replicas: cuda:0,cuda:1")
+    add("--gradients", choices=("sum", "mean"), help="reduction of gradients (default: sum)")
+    add("--oversubscribe", action="store_true", help="allow several replicas per device")
+    add("--replicas", dest="only", metavar="0,2-3", type=_numbers, help="run the cell on these replicas only")
+    add("--name", metavar="RUN", default="", help="name of the run, to compare its curves with other named runs")
     add("--quiet", action="store_true", help="draw no live view")
-    add("--time", action="store_true", help="tell where its time went")
-    add("--timeline", action="store_true", help="draw each wait of the latest steps, replica by replica")
-    add("--profile", metavar="DIR", help="run torch.profiler on every replica; each one's trace is put there")
+    add("--time", action="store_true", help="print a breakdown of the cell's time")
+    add("--timeline", action="store_true", help="draw each wait of the latest steps, for every replica")
+    add("--profile", metavar="DIR", help="folder for traces of torch.profiler, one per replica")
     return parser
 
 
@@ -204,8 +210,8 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _autodistribute() -> LineParser:
     parser = LineParser(
         "%autodistribute",
-        "run the cells that follow as %%distribute cells, until %autodistribute off. Those that begin with %, ! or ? "
-        "run in the notebook",
+        "run the following cells as %%distribute cells, until %autodistribute off. Cells that begin with %, ! or ? run "
+        "in the notebook",
     )
     parser.add_argument("line", metavar="STRATEGY", nargs="?", default="", help="as after %%%%distribute, or off")
     return parser
@@ -229,4 +235,4 @@ def distnb_help() -> str:
         usage = parser.usage_line
         shown = usage if len(usage) < width else f"{' '.join(usage.split()[:4])} …"  # only the magic and one option
         lines.append(f"{shown:<{width}}{parser.about}")
-    return "\n".join([*lines, "", "%distnb COMMAND -h tells more of a command.", "", COMMANDS["start"].format_help()])
+    return "\n".join([*lines, "", "%distnb COMMAND -h describes a command.", "", COMMANDS["start"].format_help()])

@@ -84,7 +84,7 @@ class Teams:
 def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]:
     """Return a strategy's engines in replica order: all alive, the number it asks for, or those of its devices."""
     if not alive:
-        raise ClusterError("Every engine of the cluster has ended. %distnb restart starts them anew.")
+        raise ClusterError("Every engine of the cluster has ended. Replace them with %distnb restart.")
     there = ", ".join(map(str, alive.values()))
     device_type = class_of(spec.kind).device_type
     if device_type:

@@ -150,6 +150,6 @@ class ReplicaContext:
         innermost = contexts.innermost()
         if innermost is None or innermost[1] is not self:
             raise ContextError(
-                "A ReplicaContext was used outside the function of strategy.run that it belongs to. Ask "
-                "distnb.get_replica_context() anew in the function; outside it, use strategy.reduce or strategy.gather."
+                "A ReplicaContext was used outside its function of strategy.run. Call "
+                "distnb.get_replica_context() in each function; outside, use strategy.reduce or strategy.gather."
             )

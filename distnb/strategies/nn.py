@@ -110,8 +110,8 @@ def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> to
 def _tensor(function: str, loss: Any) -> torch.Tensor:
     if isinstance(loss, DistributedValues):
         raise ContextError(
-            f"distnb.nn.{function} got a {loss._word}, which stands for what {loss.num_replicas} replica(s) have, and "
-            "it scales the loss of one. Call it in the function that strategy.run calls: "
+            f"distnb.nn.{function} got a {loss._word} with components of {loss.num_replicas} replica(s), but it "
+            "scales the loss of one replica. Call it in the function that strategy.run calls: "
             "strategy.run(step, args=(batch,))."
         )
     return torch.as_tensor(loss)

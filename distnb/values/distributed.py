@@ -155,7 +155,7 @@ class DistributedValues:
 
     def _refuse(self, wish: str) -> NoReturn:
         raise DistributedValueError(
-            f"A {self._word} {wish}: it stands for one component on each of {self._num_replicas} replica(s). {_CURE}"
+            f"A {self._word} {wish}: it has one component on each of {self._num_replicas} replica(s). {_CURE}"
         )
 
     def __getattr__(self, name: str) -> Any:

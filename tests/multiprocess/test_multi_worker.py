@@ -240,7 +240,7 @@ def test_workers_with_different_clusters_report_it():
         for task in tasks.wait(60):
             assert task.returncode == 1, task
             assert "OptionError: worker 1" in task.stderr
-            assert "were told of different clusters" in task.stderr
+            assert "describe different clusters" in task.stderr
 
 
 def test_engines_are_the_replicas_in_a_notebook(notebook: Notebook) -> None:

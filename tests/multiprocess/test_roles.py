@@ -232,7 +232,7 @@ print(json.dumps("ended"), flush=True)
     with running("-c", script) as coordinator:
         value, error = read_report(coordinator)
         assert value == 3.0
-        assert "tells of worker 0, ps 0, and the cluster that is running has worker 0, worker 1, ps 0" in error
+        assert "names worker 0, ps 0, but the running cluster has worker 0, worker 1, ps 0" in error
         engines = [pid for _, pid, _ in read_report(coordinator)]
         child = read_report(coordinator)
         try:

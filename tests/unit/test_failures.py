@@ -119,7 +119,7 @@ def test_a_replica_that_does_not_end_is_reported_with_the_cure() -> None:
     outcome.interrupted = True
     outcome.receive(0, Reply(program=1, status="interrupted"))
     outcome.mark_lost(1, None)
-    with pytest.raises(KeyboardInterrupt, match=r"replica 1 still busy.*%distnb restart 1 starts anew"):
+    with pytest.raises(KeyboardInterrupt, match=r"replica 1 still busy.*replace it with %distnb restart 1"):
         raise_failure(outcome, TEAM)
 
 
@@ -177,7 +177,11 @@ def test_a_consequence_reported_first_does_not_hide_the_error_that_caused_it(nam
             program=1,
             status="error",
             error=ErrorReport(
-                pickled=None, type_name=f"distnb.errors.{name}", text="waits in vain", traceback=("1",), rendered=("1",)
+                pickled=None,
+                type_name=f"distnb.errors.{name}",
+                text="waits for ever",
+                traceback=("1",),
+                rendered=("1",),
             ),
         ),
     )

@@ -238,7 +238,7 @@ def test_different_clusters_are_reported_to_all_workers():
     ended = meetings.all()
     for error in ended.values():
         assert isinstance(error, errors.OptionError)
-        assert "worker 1 (localhost:9) and worker 0 (localhost:12345) were told of different clusters" in str(error)
+        assert "worker 1 (localhost:9) and worker 0 (localhost:12345) describe different clusters" in str(error)
         assert "localhost:23456" in str(error)
         assert "localhost:10" in str(error)
 

@@ -94,4 +94,4 @@ def test_replicas_without_shared_memory_get_the_same_error(monkeypatch: pytest.M
             assert "MirroredStrategy" in str(error)
     for error in segments(2**60):
         assert isinstance(error, CollectiveError)
-        assert "not to be had" in str(error)
+        assert "not available" in str(error)

@@ -128,9 +128,10 @@ class TorchDistributed:
         """
         if c10d_internals.uses_torchcomms():
             raise OptionError(
-                "torch.distributed is told to communicate by torchcomms (TORCH_DISTRIBUTED_USE_TORCHCOMMS, or "
-                "torch.distributed.config.use_torchcomms). Replicas communicate by Gloo and NCCL, which can be ended "
-                "when one fails. Unset the variable before %distnb start, or set the option to False."
+                "torch.distributed is set to communicate by torchcomms (TORCH_DISTRIBUTED_USE_TORCHCOMMS, or "
+                "torch.distributed.config.use_torchcomms). Replicas communicate by Gloo and NCCL, whose operations "
+                "can be ended when a replica fails. Unset the variable before %distnb start, or set the option to "
+                "False."
             )
         if self._installed:
             return

@@ -123,14 +123,14 @@ def _made(nbytes: int) -> tuple[int, str]:
     available = psutil.virtual_memory().available
     if nbytes > available:
         # The kernel would hand out pages until it has to kill processes, of any user.
-        return -1, f"{nbytes} bytes are not to be had ({available} are available)"
+        return -1, f"{nbytes} bytes are not available (free: {available})"
     descriptor = os.memfd_create("distnb-variables")
     try:
         os.posix_fallocate(descriptor, 0, nbytes)  # a limit shows now, and not as a signal when the memory is used
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, OSError):
-            return -1, f"{nbytes} bytes are not to be had ({error.strerror})"
+            return -1, f"{nbytes} bytes are not available ({error.strerror})"
         raise
     return descriptor, ""
 

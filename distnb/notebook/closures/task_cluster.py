@@ -63,13 +63,13 @@ def require(resolver: ClusterResolver | None = None) -> None:
     there = set(session.tasks.values())
     if not there:
         raise OptionError(
-            "The cluster that is running has no parameter servers: its engines are all alike. A "
-            "ParameterServerStrategy needs another: %distnb stop, then %distnb start --workers 2 --ps 1."
+            "The running cluster has no parameter servers, which a ParameterServerStrategy needs. Stop it and start "
+            "another one: %distnb stop, then %distnb start --workers 2 --ps 1."
         )
     if named not in (None, there):
         raise OptionError(
-            f"The cluster_resolver tells of {_list(named)}, and the cluster that is running has {_list(there)}. Leave "
-            "the resolver out to use that one, or end it first: distnb.stop()."
+            f"The cluster_resolver names {_list(named)}, but the running cluster has {_list(there)}. Leave the "
+            "resolver out to use the running cluster, or stop that first: distnb.stop()."
         )
 
 

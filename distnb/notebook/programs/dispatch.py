@@ -25,7 +25,7 @@ _logger = logging.getLogger("distnb.notebook.dispatch")
 _LATE_S = 2.0
 _POLL_S = 0.02
 _UNREACHED = (
-    "could not be reached, since its connection with the notebook has ended (%distnb restart {engine} starts it anew),"
+    "could not be reached, since its connection with the notebook has ended (replace it with %distnb restart {engine}),"
 )
 
 
@@ -201,8 +201,8 @@ class Dispatch:
             numbers, s = " ".join(map(str, busy)), "s" if len(busy) > 1 else ""
             raise ReplicaStuck(
                 f"Engine{s} {numbers}: still busy with a program that was ended, in code that no signal reaches, or "
-                "that catches what ends it (a bare `except:`). Wait (%distnb status), or start anew with "
-                f"%distnb restart {numbers}."
+                "that catches the exception which ends it (a bare `except:`). Wait (%distnb status), or replace it "
+                f"with %distnb restart {numbers}."
             )
 
     def await_answers(self, engines: Collection[int], limit_s: float) -> None:

@@ -21,7 +21,7 @@ __all__ = ["Failure", "failing_engine", "raise_failure", "reported", "unlike_ste
 _DRIFTED_SHOWN = 4
 _BUSY = (
     "still busy after a second: the next cell works as soon as it has ended (%distnb stacks shows what it is doing; "
-    "if it does not end, %distnb restart {engines} starts anew)"
+    "if it does not end, replace it with %distnb restart {engines})"
 )
 _MISMATCH = f"{CollectiveMismatchError.__module__}.{CollectiveMismatchError.__qualname__}"
 _UNANSWERED = f"{CollectiveError.__module__}.{CollectiveError.__qualname__}"

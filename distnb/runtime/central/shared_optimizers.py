@@ -174,8 +174,8 @@ class SharedOptimizers:
         grown = not all(self._keeps_all_in_common(optimizer, parameter) for parameter in step.mine)
         if bool(torch.stack(group.all_gather(torch.tensor([grown], device="cpu"))).any()):
             raise GradientError(
-                f"{name} was told in mid-training to keep something new for its variables, and under central storage "
-                "one replica alone keeps it. Make a new optimizer with these options."
+                f"{name} got options in the middle of training that need new state. Under central storage only one "
+                "replica would have this state. Create a new optimizer with these options."
             )
         stepped = self._stepped.setdefault(optimizer, set())
         for parameter in step.alike:

@@ -96,8 +96,8 @@ def meet_workers(store: Store, placement: WorkerPlacement, rank: int, replicas: 
         ) from error
     if found != me:
         raise CollectiveError(
-            f"Another process is {placement.me} already: pid {found.partition('/')[0]}. Each task of the cluster is "
-            "one machine's; is the index in this one's TF_CONFIG right?"
+            f"Another process is {placement.me} already: pid {found.partition('/')[0]}. Each machine has its own task "
+            "of the cluster. Check the index in this machine's TF_CONFIG."
         )
 
 
@@ -107,15 +107,15 @@ def _compare(store: Store, placement: WorkerPlacement, rank: int, replicas: int,
     workers = [[worker.task_type, worker.task_id, worker.address] for worker in placement.workers]
     mine = {"workers": workers, "replicas": replicas}
     if rank == 0:
-        store.set("told", json.dumps(mine))
-    while not store.check(["told"]):
+        store.set("cluster", json.dumps(mine))
+    while not store.check(["cluster"]):
         patience.pause(chief)
-    theirs = json.loads(store.get("told"))
+    theirs = json.loads(store.get("cluster"))
     if theirs == mine:
         return
     if theirs["workers"] != workers:
         text = (
-            f"{me} and {chief} were told of different clusters. {me.task_type} {me.task_id}: {_shown(workers)}; "
+            f"{me} and {chief} describe different clusters. {me.task_type} {me.task_id}: {_shown(workers)}; "
             f'{chief.task_type} {chief.task_id}: {_shown(theirs["workers"])}. Give every machine the same "cluster" in '
             "its TF_CONFIG."
         )

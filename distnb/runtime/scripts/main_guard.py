@@ -26,7 +26,7 @@ def check_main_guard(what: str) -> None:
     script = os.path.basename(getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0])
     raise ContextError(
         f"{what} was reached while a process of multiprocessing, such as a DataLoader's worker, imports {script}. Each "
-        "process that is not forked imports the script anew (the default since Python 3.14). Move the lines that train "
-        'into a function, and call it under `if __name__ == "__main__":`. Or have the workers forked: '
+        "process that is not forked imports the script again (the default since Python 3.14). Move the lines that "
+        'train into a function, and call it under `if __name__ == "__main__":`. Or have the workers forked: '
         'DataLoader(..., multiprocessing_context="fork").'
     )

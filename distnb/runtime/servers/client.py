@@ -88,8 +88,8 @@ class Servers:
             waiting: dict[int, int] = {}
             if self._poll.closed:
                 raise NoClusterError(
-                    "The cluster was stopped, and what its parameter servers held is gone. Start one, and make "
-                    "strategy, variables and coordinator anew; a checkpoint has the values."
+                    "The cluster was stopped, and the variables on its parameter servers are lost. Start a cluster, "
+                    "create the strategy, the variables and the coordinator again, and restore a checkpoint."
                 )
             for server, operations in requests.items():
                 self._refuse_lost((server,))

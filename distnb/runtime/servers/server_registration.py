@@ -166,8 +166,8 @@ class ServerRegistration:
         for name, parameter in own_parameters(root):
             if is_lazy(parameter):
                 raise OptionError(
-                    f"{type(root).__name__}.{name} has no shape before the first batch, and the servers are told of it "
-                    "when the scope ends, or trains. Give the layer its sizes, or call the model once within the scope."
+                    f"{type(root).__name__}.{name} has no shape before the first batch, but the servers need it when "
+                    "the scope ends or trains. Give the layer its sizes, or call the model once within the scope."
                 )
             self._take_tensor(parameter, name, trainable=parameter.requires_grad)
         for name, buffer in root.named_buffers():

@@ -102,8 +102,8 @@ class ServerOptimizer:
     def _parameter(self, shard: Shard) -> torch.nn.Parameter:
         if shard not in self._parameters:
             raise StaleHandleError(
-                f"{self._name} on this parameter server has no parameter {shard}: it was made for others, or that one "
-                "was made anew. Make the optimizer after the parameters."
+                f"{self._name} on this parameter server has no parameter {shard}: it was made for other "
+                "parameters, or this one was created again. Create the optimizer after the parameters."
             )
         return self._parameters[shard]
 
