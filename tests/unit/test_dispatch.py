@@ -79,7 +79,7 @@ def test_an_unreachable_live_engine_ends_the_program(
     one.wait(outcome)
     assert outcome.replies.keys() == {0}
     assert "could not be reached" in outcome.died[1]
-    assert "%distnb restart 1 " in outcome.died[1]
+    assert "%distnb restart 1)" in outcome.died[1]
     assert supervisor.reported == [(1, outcome.died[1])]
 
 
