@@ -92,7 +92,7 @@ class SimulatedWorker:
         self.world, self.index, self.process = world, index, process
         self.inbox: deque[bytes] = deque()
         self.to_end: set[int] = set()  # the programs to end
-        self.given_up: set[int] = set()
+        self.abandoned: set[int] = set()
         self.withdrawn: set[int] = set()
         self.program: int | None = None
         self.stopped = self.killed = False
@@ -369,8 +369,8 @@ class SimulatedCluster:
     def give_up(self) -> None:
         """Stop waiting for workers to follow the order to end their closures."""
         for worker in list(self.workers.values()):
-            for program in sorted(worker.to_end - worker.given_up):
-                worker.given_up.add(program)
+            for program in sorted(worker.to_end - worker.abandoned):
+                worker.abandoned.add(program)
                 self.link.deliver(ClosureAbandoned(worker.index, program))
 
     def drain(self) -> None:

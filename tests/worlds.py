@@ -193,7 +193,7 @@ class DoubleWorld:
                     results[replica] = self._send(self._call_on(replica, self._send(snapshot)))
                 except Exception as error:
                     errors.append(error)
-                    results[replica] = self._send(self.namespaces[replica].give_up_call())
+                    results[replica] = self._send(self.namespaces[replica].abandon_call())
         if errors:
             self.namespace.failed(snapshot, results)
             raise errors[0]
@@ -227,7 +227,7 @@ class DoubleWorld:
                     answers[engine] = self._send(carry_out(self.namespaces[engine], self._send(message)))
                 except Exception as error:
                     errors.append(error)
-                    answers[engine] = self._send(self.namespaces[engine].give_up_call())
+                    answers[engine] = self._send(self.namespaces[engine].abandon_call())
         if errors:
             answered = {engines.index(engine): answer for engine, answer in answers.items() if answer is not None}
             give_up(answered if len(answered) == len(answers) else {})

@@ -56,12 +56,12 @@ class Checkpoint:
 
     def __init__(self, **objects: Any) -> None:
         if not objects:
-            raise OptionError("Checkpoint() holds nothing. Name its objects: Checkpoint(model=model, …).")
+            raise OptionError("Checkpoint() got no objects. Name them: Checkpoint(model=model, …).")
         for name, value in objects.items():
             check_object(value, name)
         self._objects = objects
         self._writing: Future[None] | None = None
-        self._copies: list[Any] = []  # of the last save without waiting; the next one reuses their memory
+        self._copies: list[Any] = []  # the copies of the last `wait=False` save; the next one reuses their memory
 
     def __reduce__(self) -> tuple[Callable[..., Checkpoint], tuple[dict[str, Any]]]:
         return _make_checkpoint, (self._objects,)

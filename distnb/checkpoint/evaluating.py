@@ -34,7 +34,7 @@ def evaluate_checkpoints(
     log: str | os.PathLike[str] | None = None,
     poll_s: float = 1.0,
 ) -> list[dict[str, Any]]:
-    """Evaluate each newest checkpoint that appears in a directory, until the last one.
+    """Evaluate the newest checkpoint whenever one appears in a directory, until the last one.
 
     An evaluator calls it while the workers train. The evaluator is a process of its own: the task type "evaluator" in
     TF_CONFIG, or any script. Checkpoints that a newer one overtook during an evaluation are skipped. After a restart,
@@ -53,7 +53,7 @@ def evaluate_checkpoints(
         log: The file to which one line of JSON is appended for each checkpoint: "checkpoint", "saved" and "evaluated"
             (seconds since 1970), "seconds" of the evaluation, and "results". None for `evaluations.jsonl` in the
             directory.
-        poll_s: The time between two looks at the directory.
+        poll_s: The time between two checks of the directory.
 
     Returns:
         The lines that were appended to the log.

@@ -141,7 +141,7 @@ def _write_tensors(file: Path, held: Mapping[str, tuple[torch.Tensor, list[int]]
 
 
 def _map(file: Path) -> mmap.mmap:
-    """Return a file's bytes as writable memory, which torch requires. Nobody writes to it."""
+    """Return a file's bytes as writable memory, which torch requires although nothing writes to it."""
     with file.open("rb") as opened:
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -190,7 +190,7 @@ def check(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a checkpoint of distnb: {_MANIFEST} has another format.")
     if manifest.get("version") != _VERSION:
         raise CheckpointError(
-            f"{path} is a checkpoint of version {manifest.get('version')!r}, and this distnb reads {_VERSION}. Install "
+            f"{path} is a checkpoint of version {manifest.get('version')!r}, but this distnb reads {_VERSION}. Install "
             "a newer distnb."
         )
     holds: dict[str, Any] = manifest.get("holds", {})
@@ -199,7 +199,7 @@ def check(path: Path) -> dict[str, Any]:
     for name, facts in holds["files"].items():
         found = (path / name).stat().st_size if (path / name).is_file() else 0
         if found != facts["nbytes"]:
-            raise CheckpointError(f"{path} is not complete: {name} has {found} bytes, and had {facts['nbytes']}.")
+            raise CheckpointError(f"{path} is not complete: {name} has {found} bytes instead of {facts['nbytes']}.")
     return holds
 
 

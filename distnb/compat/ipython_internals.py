@@ -11,7 +11,7 @@ with private_names("IPython"):
     from IPython.core.compilerop import CachingCompiler
     from IPython.core.interactiveshell import InteractiveShell
 
-    # By name: a kernel's shell sends the lines to the notebook in a method of its own.
+    # Looked up by name, because a kernel's shell overrides the method to send the lines to the notebook.
     _show_lines = InteractiveShell._showtraceback.__name__
     _note_error: Any = InteractiveShell._get_exc_info
 

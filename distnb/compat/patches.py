@@ -18,9 +18,9 @@ from distnb.compat.versions import TESTED, private_names
 
 __all__ = ["PATCHES", "Patch", "installed", "remove", "replace", "wrap"]
 
-_GROUPS = "Our group stands for torch's default group: a program finds it, and gives it back instead of ending it."
+_GROUPS = "Our group acts as torch's default group: a program finds it, and only releases it when it would destroy it."
 _WAITS = "torch waits in C++, where no signal ends the wait."
-_HANDLES = "A handle in the notebook is not the object that it refers to: the error says so, with the cure."
+_HANDLES = "A handle in the notebook is not the object that it refers to. The error explains this, with the cure."
 _METRICS = "Each replica updates its own copy of a metric, and reading the metric aggregates the copies."
 _NAMES = "Metrics have Keras's method names, too."
 _VARIABLES = "Keras's torch backend ignores how the values of several replicas are combined."
@@ -77,7 +77,7 @@ _TABLE: Final = {
 """The reason for each replacement, by its target. A name in braces stands for several targets."""
 
 _ADDED = re.compile(
-    r"multiprocessing\.reduction:.*"  # the library calls it if somebody defines it
+    r"multiprocessing\.reduction:.*"  # the library calls the method if it exists
     r"|torchmetrics:.*\.(update_state|result|reset_state|reset_states|name)"
     r"|transformers\.training_args:.*"
 )

@@ -60,7 +60,7 @@ _logger = logging.getLogger("distnb.coordinator")
 
 _DEPTH = 3  # with empty closures two workers do 1.5 times as many as with 1, and 1.3 times as many as with 2
 _LATEST_STEPS = 256
-_END_S = 5.0  # after a second the link gives up workers that do not end; this is the limit of the wait
+_END_S = 5.0  # the limit of the wait; the link abandons workers that do not end within a second
 
 _numbers = itertools.count(1)  # of closures, unique in the process: the servers identify changes by them
 _coordinators: dict[Strategy, ClusterCoordinator] = {}
@@ -77,9 +77,9 @@ class _Closure:
 class ClusterCoordinator:
     """Scheduler of functions on the workers of a cluster.
 
-    A scheduled function, a *closure*, runs on the next free worker, at some time, once. If its worker is lost, another
-    worker runs it. Closures of one worker run one after another; the order in which those of several workers end is not
-    defined. There is one coordinator for each strategy.
+    A scheduled function, a *closure*, runs once, on the next free worker. If its worker is lost, another worker runs
+    it. The closures of one worker run one after another; closures of several workers end in any order. There is one
+    coordinator for each strategy.
 
     Args:
         strategy: The ParameterServerStrategy that the closures use.
@@ -177,14 +177,14 @@ class ClusterCoordinator:
             The result, to be fetched.
 
         Raises:
-            BaseException: The error of an earlier closure, once; this one is not scheduled then.
+            BaseException: The error of an earlier closure, once. This closure is then not scheduled.
             OptionError: The arguments are not a tuple and a dict, or `fn` is not callable. (It is a ValueError.)
             CannotTravelError: Something in it cannot be sent.
         """
         if not callable(fn):
             raise OptionError(f"schedule needs a function; got {fn!r}.")
         if args is not None and not isinstance(args, (tuple, list)):
-            raise OptionError(f"args must be a tuple or list of arguments; got {args!r}. One argument: args=(value,).")
+            raise OptionError(f"args must be a tuple or list; got {args!r}. For one argument write args=(value,).")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise OptionError(f"kwargs must be a dict of keyword arguments; got {kwargs!r}.")
         with self._held():
@@ -219,9 +219,7 @@ class ClusterCoordinator:
         return queued >= self._max_queued or (queued > 0 and self._nbytes > self._max_nbytes)
 
     def _has_room(self) -> bool:
-        """Return whether several closures fit at once, because a wake-up for each would cost both threads more than it
-        gains.
-        """
+        """Return whether several closures fit. Waking the caller for each closure would cost more than it gains."""
         queued = self._queue.queued
         return queued <= self._max_queued * 7 // 8 and (not queued or self._nbytes <= self._max_nbytes)
 
@@ -229,7 +227,7 @@ class ClusterCoordinator:
         """Wait until every scheduled closure has ended. Then models here have the current parameters.
 
         Raises:
-            BaseException: The error of a closure, once. The closures that had not ended then are cancelled.
+            BaseException: The error of a closure, once. All unfinished closures are cancelled.
             KeyboardInterrupt: The user interrupted: all closures are cancelled.
         """
         with self._held():
@@ -260,7 +258,7 @@ class ClusterCoordinator:
             The same structure of results.
 
         Raises:
-            BaseException: The error of one of the closures; each time.
+            BaseException: The error of one of the closures, at each call.
             ClosureCancelled: One of them was cancelled before it had a result.
         """
         return map_structure(_fetched, val)
@@ -320,14 +318,14 @@ class ClusterCoordinator:
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:
         """Create a dataset on each worker.
 
-        Each worker makes its own when a closure first uses it; so does a replacement of a lost worker. `iter` of the
-        returned object represents an iterator on each worker, for `schedule`.
+        Each worker, and each replacement of a lost one, makes its own dataset when a closure first uses it. `iter` of
+        the returned object returns a reference to an iterator on each worker, for `schedule`.
 
         Datasets should be shuffled and endless. Workers draw different random numbers, so each shuffles differently.
 
         Args:
-            dataset_fn: A function without arguments, or of an `InputContext` (one pipeline for each worker), that
-                returns a dataset: a DataLoader, or any iterable. Or a dataset, which is sent.
+            dataset_fn: A function that returns a dataset (a DataLoader or any iterable). It takes no argument, or an
+                `InputContext` with one pipeline for each worker. A dataset itself is sent to the workers.
         """
         if is_function(dataset_fn):
             takes_context(dataset_fn)
@@ -417,8 +415,8 @@ class ClusterCoordinator:
     def _update_if_idle(self) -> None:
         """Update the tensors here once everything has ended, because the user continues from the values seen here.
 
-        A change in place is then a change of the servers' values. While closures run, it is a change of the values read
-        last, and the closures' changes are added to it.
+        Changes in place then apply to the servers' current values. While closures run, they apply to the values read
+        last, and the servers add the closures' changes.
         """
         if self._is_current or not self._queue.idle or self._lost_servers or self._link.closed:
             return
@@ -453,7 +451,7 @@ class ClusterCoordinator:
             waiter.close()
 
     def _end_all(self) -> None:
-        """Cancel everything after an interrupt, and wait until the workers have followed or are given up."""
+        """Cancel everything after an interrupt, and wait until the workers have ended or abandoned their closures."""
         with _lock:
             self._cancel("the user interrupted")
             self._wake()
@@ -484,11 +482,11 @@ class ClusterCoordinator:
             self._update_if_idle()
             first, *others = errors
             for other in others:
-                first.add_note(f"(another closure failed, too: {type(other).__name__}: {other})")
+                first.add_note(f"(Another closure failed, too: {type(other).__name__}: {other})")
             try:
                 first.others = tuple(others)  # type: ignore[attr-defined]
             except AttributeError:
-                pass  # a class with slots; the notes name the others
+                pass  # the class has slots; the notes name the other errors
             raise first.with_traceback(None)
         if self._link.closed:
             raise NoClusterError(
@@ -542,7 +540,7 @@ class ClusterCoordinator:
                 if reply is not None and number in self._closures:
                     self._errors.append(self._error_of(reply, worker, self._closures[number].value.name))
                     orders = queue.cancel(now)
-                return orders + queue.given_up(worker, number, now)
+                return orders + queue.abandoned(worker, number, now)
             case WorkerUp(worker=worker):
                 _logger.info("worker %d is up", worker)
                 self._forget_worker(worker)
@@ -582,7 +580,7 @@ class ClusterCoordinator:
         if number is None:
             return []
         closure = self._closures.get(number)
-        if closure is None or closure.program != reply.program:  # it was given up
+        if closure is None or closure.program != reply.program:  # it was abandoned
             return self._queue.ended(worker, number, "cancelled", now)
         name = closure.value.name
         if reply.status == "ok":
@@ -600,8 +598,8 @@ class ClusterCoordinator:
             self._steps += len(reply.value.staleness)
             closure.value.resolve(reply.value.value, open_value)
             return self._queue.ended(worker, number, "done", now)
-        if reply.status == "aborted" and self._queue.is_asked_back(worker, number):
-            # the reply arrived before the report that the program was returned
+        if reply.status == "aborted" and self._queue.is_reclaiming(worker, number):
+            # This reply arrived before `ClosureReclaimed`.
             return self._queue.reclaimed(worker, number, now)
         if reply.status != "error" or reply.error is None:
             if not self._queue.ending:
@@ -682,7 +680,7 @@ class ClusterCoordinator:
                 "worker. Restart it with %distnb restart."
             )
         return (
-            "closures wait, and there is no worker to run them. They continue when one starts: start the missing "
+            "closures wait, but no worker is there to run them. They continue when one starts: start the missing "
             "workers with %distnb restart --missing, or distnb.Cluster.restart(missing=True)."
         )
 
@@ -690,8 +688,9 @@ class ClusterCoordinator:
 def _fence() -> Fence:
     """Return the closures of all coordinators that have ended.
 
-    Every request to a server carries them. So the coordinator, or a later closure, that has seen a value after a
-    closure was cancelled has also made the value's server refuse that closure's changes.
+    Every request to a server carries these numbers. After a closure is cancelled, the first request of the coordinator
+    or of a later closure to a server makes the server refuse the cancelled closure's changes. Nobody can therefore see
+    a value that still changes.
     """
     with _lock:
         queues = [each._queue for each in _coordinators.values()]
@@ -715,7 +714,7 @@ def stories() -> list[list[Transition]]:
 def _fetched(value: Any) -> Any:
     if isinstance(value, PerWorkerValues):
         raise OptionError(
-            f"fetch got {value!r}, of which each worker has its own. Fetch the result of a closure: "
+            f"fetch got {value!r}, but each worker has its own value. Fetch the result of a closure instead: "
             "coordinator.fetch(coordinator.schedule(lambda value: value, args=(per_worker,)))."
         )
     return value.fetch() if isinstance(value, RemoteValue) else value

@@ -33,9 +33,7 @@ class Library(ABC):
     """
 
     def parts(self, root: Any) -> Iterable[Any]:
-        """Return the modules of a model that belong to its description, although torch may not know them as its
-        modules.
-        """
+        """Return the modules that belong to a model's description, including those that torch does not know of."""
         return ()
 
     def reduced(self, obj: Any) -> Any:

@@ -132,10 +132,10 @@ class ClusterLink(Protocol):
         """Send a closure, from any thread. Programs sent to one worker have ascending numbers."""
 
     def reclaim(self, worker: int, program: int) -> None:
-        """Reclaim a program that the worker may not have started. `ClosureReclaimed` follows, or the program runs to
-        its end.
+        """Reclaim a program that the worker may not have started.
 
-        Only for workers of one replica: of several replicas, some may have started.
+        If it has not, `ClosureReclaimed` follows; otherwise the program runs to its end. The worker must have one
+        replica: of several replicas, some may have started.
         """
 
     def interrupt(self, program: int) -> None:

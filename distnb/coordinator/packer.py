@@ -116,7 +116,7 @@ class ClosurePacker:
         """Pack a closure in its current state.
 
         Args:
-            at_rest: Whether no closure is running. Only then changes through `.data`, which torch does not count, are
+            at_rest: True if no closure is running. Only then are changes through `.data`, which torch does not count,
                 detected, because comparing every parameter takes time.
 
         Raises:
@@ -262,8 +262,8 @@ class ClosurePacker:
                 return (open_module, (*opened[1], place)) if place else opened
         if any(each.requires_grad for each in module.parameters()):
             raise CannotTravelError(
-                f"A {type(module).__name__} that was made outside strategy.scope() is used in a scheduled function: "
-                "each worker would train its own copy. Make it within `with strategy.scope():`."
+                f"A scheduled function uses a {type(module).__name__} that was made outside strategy.scope(): each "
+                "worker would train its own copy. Make it within `with strategy.scope():`."
             )
         return None
 

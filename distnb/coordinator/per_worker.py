@@ -24,8 +24,7 @@ class Maker(Protocol):
 
 
 class PerWorkerValues:
-    """Reference to one value on each worker. Among the arguments of a scheduled function it becomes the worker's own
-    value.
+    """Reference to one value on each worker. As an argument of a scheduled function it becomes the worker's own value.
 
     A worker that replaces a lost one makes its value again.
     """

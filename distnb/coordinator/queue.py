@@ -1,8 +1,8 @@
 """The assignment of closures to workers: a state machine without IO. Events and the time go in, orders come out.
 
 Closures are numbered in the order in which they were scheduled, and start in that order. A closure of a lost worker
-keeps its number, and so comes next. A worker has the closure that it runs, and the next ones, so that no round trip
-passes between them. An idle worker gets the last closure that another worker has not started.
+keeps its number, so it comes next. A worker has the closure that it runs and the next ones, so it does not wait for a
+round trip between them. An idle worker gets the last closure that another worker has not started.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _State = tuple[dict[int, tuple[int, ...]], int, int, int, int]
 
 
 class Counts(NamedTuple):
-    """The numbers of closures that wait, are with workers, ended well, by an error, or without a result; and of moves
+    """The numbers of closures by state: waiting, with workers, done, failed and cancelled. `retried` counts the moves
     from a lost worker to another.
     """
 
@@ -81,7 +81,7 @@ class Counts(NamedTuple):
 
 
 class WorkerState(NamedTuple):
-    """The closure that a worker runs, its start time, and whether the worker is stuck in one that was given up."""
+    """The closure that a worker runs, its start time, and whether the worker is stuck in an abandoned closure."""
 
     closure: int | None
     began: float
@@ -91,13 +91,13 @@ class WorkerState(NamedTuple):
 @dataclass
 class _Worker:
     closures: list[int] = field(default_factory=list)  # in the order in which the worker runs them
-    began: float = 0.0  # start time of the first of them
-    asked_back: int | None = None
-    stuck_in: set[int] = field(default_factory=set)  # given up, without a reply so far
+    began: float = 0.0  # start time of the first one
+    reclaiming: int | None = None
+    stuck_in: set[int] = field(default_factory=set)  # abandoned closures without a reply so far
 
 
 class ClosureQueue(StateMachine):
-    """The queue of closures, each from `scheduled` until it has ended: well, by an error, or cancelled.
+    """The queue of closures, each from `scheduled` until it is done, failed or cancelled.
 
     Args:
         depth: The largest number of closures that one worker has.
@@ -129,7 +129,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def scheduled(self, closure: int, now: float, after: Collection[int] = ()) -> list[Order]:
-        """Add a closure. It runs once the unfinished closures `after` have ended well. Numbers must grow."""
+        """Add a closure. It runs once the unfinished closures `after` are done. Numbers must grow."""
         self._latest = closure
         self._scheduled += 1
         self._unfinished.add(closure)
@@ -170,7 +170,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def ended(self, worker: int, closure: int, how: Literal["done", "failed", "cancelled"], now: float) -> list[Order]:
-        """Handle the end of a closure, as its worker reports it. After an error all others end, too."""
+        """Handle the end of a closure, as its worker reports it. After an error, end all others, too."""
         current = self._workers.get(worker)
         if current is None:
             return []
@@ -211,8 +211,8 @@ class ClosureQueue(StateMachine):
         return self._assign(now)
 
     @transition
-    def given_up(self, worker: int, closure: int, now: float) -> list[Order]:
-        """Mark a worker that did not follow the order to end a closure: it gets no other closure before it has."""
+    def abandoned(self, worker: int, closure: int, now: float) -> list[Order]:
+        """Mark a worker that did not follow the order to end a closure. It gets no other closure until it replies."""
         current = self._workers.get(worker)
         if current is None or closure not in current.closures:
             return []
@@ -223,7 +223,7 @@ class ClosureQueue(StateMachine):
 
     @transition
     def cancel(self, now: float) -> list[Order]:
-        """End every closure that has not ended, without a result."""
+        """Cancel every unfinished closure."""
         return self._cancel_all()
 
     def _cancel_all(self) -> list[Order]:
@@ -233,7 +233,7 @@ class ClosureQueue(StateMachine):
         self._dependents.clear()
         orders = [order for closure in queued for order in self._cancel(closure)]
         for worker, current in self._workers.items():
-            for closure in reversed(current.closures):  # the order arrives before it begins with the next one
+            for closure in reversed(current.closures):  # backwards: the worker must not begin with the next closure
                 if closure not in self._ending:
                     self._ending.add(closure)
                     orders.append(Interrupt(closure, worker))
@@ -252,7 +252,7 @@ class ClosureQueue(StateMachine):
         return workers, self.queued, self._done, self._failed, self._cancelled
 
     def in_words(self, state: _State) -> str:
-        """Return such a state as text."""
+        """Return the state as text."""
         workers, *counts = state
         parts = [f"worker {worker}: {', '.join(map(str, closures)) or 'idle'}" for worker, closures in workers.items()]
         parts += [f"{n} {kind}" for n, kind in zip(counts, ("queued", "done", "failed", "cancelled"), strict=True) if n]
@@ -265,27 +265,27 @@ class ClosureQueue(StateMachine):
         if several := [closure for closure, places in placed.items() if places > 1]:
             yield f"closures {several} are in several places: waiting, blocked or with workers"
         if placed.keys() != self._unfinished:
-            yield f"closures {sorted(placed.keys() ^ self._unfinished)} are either placed or unfinished, and not both"
+            yield f"closures {sorted(placed.keys() ^ self._unfinished)} are either placed or unfinished, but not both"
         if not self._ending.issubset(with_workers):
-            yield f"closures {sorted(self._ending.difference(with_workers))} are ending, and no worker has them"
+            yield f"closures {sorted(self._ending.difference(with_workers))} are ending, but no worker has them"
         if self._scheduled != len(self._unfinished) + self._done + self._failed + self._cancelled:
-            yield f"{self._scheduled} closures were scheduled, and {self.counts} does not add up to that"
+            yield f"{self._scheduled} closures were scheduled, but {self.counts} does not add up to that"
         if sum(self.done_by.values()) != self._done:
-            yield f"workers have done {dict(self.done_by)}, and {self._done} closures are done"
+            yield f"workers have done {dict(self.done_by)}, but {self._done} closures are done"
         for closure, needed in self._blocked.items():
             if not needed or not needed <= self._unfinished:
                 yield f"closure {closure} is blocked by {sorted(needed)}, which are not all unfinished"
             if any(closure not in self._dependents.get(each, ()) for each in needed):
-                yield f"closure {closure} is blocked, and will not be unblocked"
+                yield f"closure {closure} is blocked, and no other closure will unblock it"
         for worker, current in self._workers.items():
             if len(current.closures) > self._depth:
                 yield f"worker {worker} has {current.closures}, more than {self._depth}"
-            if current.asked_back not in (None, *current.closures):
-                yield f"worker {worker} was asked for closure {current.asked_back}, which it does not have"
+            if current.reclaiming not in (None, *current.closures):
+                yield f"closure {current.reclaiming} is being reclaimed from worker {worker}, which does not have it"
             if not current.stuck_in.isdisjoint(current.closures):
-                yield f"worker {worker} was given up on in {sorted(current.stuck_in)}, and has them"
+                yield f"closures {sorted(current.stuck_in)} were abandoned, but worker {worker} has them"
             if self._waiting and len(current.closures) < self._depth and not current.stuck_in:
-                yield f"worker {worker} has room for a closure, and some wait"
+                yield f"worker {worker} has room for a closure, but some wait"
 
     # -- the current state -----------------------------------------------------------------------------------------
 
@@ -314,21 +314,21 @@ class ClosureQueue(StateMachine):
 
     @property
     def ending(self) -> bool:
-        """True if some closures were ordered to end and have not."""
+        """True if some closures were ordered to end and have not ended."""
         return bool(self._ending)
 
     @property
     def oldest(self) -> int:
-        """The smallest number that has not ended: all below have."""
+        """The smallest number of an unfinished closure."""
         while self._oldest <= self._latest and self._oldest not in self._unfinished:
             self._oldest += 1
         return self._oldest
 
     def astray(self, oldest: int) -> set[int]:
-        """Return the closures that have ended, and may still have a process that works for them.
+        """Return the ended closures that a process may still run.
 
         Args:
-            oldest: All closures before it have ended, those of other queues among them. They are forgotten here.
+            oldest: The oldest unfinished closure of all queues. Closures before it are forgotten.
         """
         self._astray = {closure for closure in self._astray if closure >= oldest}
         return self._astray - self._unfinished
@@ -341,10 +341,10 @@ class ClosureQueue(StateMachine):
             for worker, each in self._workers.items()
         }
 
-    def is_asked_back(self, worker: int, closure: int) -> bool:
-        """Return whether a closure was reclaimed from a worker that has not answered."""
+    def is_reclaiming(self, worker: int, closure: int) -> bool:
+        """Return whether a closure was reclaimed from a worker that has not replied yet."""
         current = self._workers.get(worker)
-        return current is not None and current.asked_back == closure
+        return current is not None and current.reclaiming == closure
 
     def has(self, worker: int) -> tuple[int, ...]:
         """Return the closures that are with a worker, the running one first."""
@@ -374,19 +374,19 @@ class ClosureQueue(StateMachine):
             orders.append(Send(closure, worker))
         for worker, current in self._workers.items() if self._depth > 1 else ():
             if any(current is each for each in self._behind()) and now >= current.began + _PATIENCE_S:
-                current.asked_back = current.closures[-1]
+                current.reclaiming = current.closures[-1]
                 orders.append(Reclaim(current.closures[-1], worker))
         return orders
 
     def _behind(self) -> Iterator[_Worker]:
-        """Yield the workers to reclaim a closure from: at most as many as there are idle workers."""
+        """Yield the workers from which to reclaim a closure, at most as many as there are idle workers."""
         if self._waiting:
             return
         idle = [each for each in self._workers.values() if not each.closures and not each.stuck_in]
-        asked = sum(each.asked_back is not None for each in self._workers.values())
+        asked = sum(each.reclaiming is not None for each in self._workers.values())
         if len(idle) <= asked:
             return
-        ready = (each for each in self._workers.values() if len(each.closures) > 1 and each.asked_back is None)
+        ready = (each for each in self._workers.values() if len(each.closures) > 1 and each.reclaiming is None)
         for _, each in zip(range(len(idle) - asked), ready, strict=False):
             if each.closures[-1] not in self._ending:
                 yield each
@@ -395,15 +395,15 @@ class ClosureQueue(StateMachine):
         if current.closures[0] == closure:
             current.began = now
         current.closures.remove(closure)
-        if current.asked_back == closure:
-            current.asked_back = None
+        if current.reclaiming == closure:
+            current.reclaiming = None
 
     def _finish(self, closure: int) -> None:
         self._unfinished.discard(closure)
         self._ending.discard(closure)
 
     def _cancel(self, closure: int) -> list[Order]:
-        """End a closure without a result, and with it those that need its result."""
+        """Cancel a closure, and the closures that need its result."""
         self._finish(closure)
         self._cancelled += 1
         orders: list[Order] = [Cancel(closure)]

@@ -31,7 +31,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run an engine until the notebook ends it or has itself ended."""
+    """Run an engine until the notebook stops it or ends."""
     if ENGINE_VARIABLE not in os.environ:
         fork_engines()
     path = Path(os.environ[CONNECTION_VARIABLE])

@@ -77,9 +77,9 @@ __all__ = ["Agent", "install"]
 
 _logger = logging.getLogger("distnb.engine")
 
-_DRAWING_S = 0.7  # when several replicas fail, the time that each has to report its error
+_DRAWING_S = 0.7  # the time that each of several failed replicas has to report its error
 _DRAWING_CAUSE_S = 0.9  # just below the time that the notebook waits for a program that it has ordered to end
-_DESCRIBING_S = 1.0  # for the effects of a program that was ordered to end: the notebook waits no longer
+_DESCRIBING_S = 1.0  # the time to describe the effects of a program that was ordered to end; the notebook waits as long
 _LINGER_MS = 1  # the next small call often follows at once, and a pass through the event loop costs as much as the call
 
 
@@ -179,7 +179,7 @@ class Agent:
     # -- programs --------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        # Not by a ZMQStream, whose bookkeeping costs as much as a small program.
+        # The event loop watches the descriptor itself. A ZMQStream's bookkeeping costs as much as a small program.
         loop = IOLoop.current()
         for link in self._links:
             loop.add_handler(link.fileno(), self._serve_programs, loop.READ)
@@ -203,7 +203,7 @@ class Agent:
         A descriptor of ZeroMQ signals only messages that arrive after the socket was last found empty. The loop
         therefore ends with an attempt to receive that finds it empty.
         """
-        if self._serving:  # user code runs the event loop: the loop below reads the message after that program
+        if self._serving:  # the user's code runs the event loop; the loop below reads the message after that program
             self._ignore()
             return
         self._serving = True
@@ -479,7 +479,7 @@ class Agent:
             value = self._guard.call(program, joined)
         except BaseException as error:  # noqa: BLE001  # its effects until then are reported, as of a cell
             groups.program_failed()
-            results, _ = self._described(program, self._namespace.give_up_call)
+            results, _ = self._described(program, self._namespace.abandon_call)
             return self.failed(program, error, results)
         return Reply(program=program, status="ok", value=value, steps=step_count.steps - before)
 

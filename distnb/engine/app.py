@@ -58,7 +58,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
     joins = True
 
     def init_engine(self) -> None:
-        """Prepare the session and the keys; `initialize` calls this. ipyparallel's method waits for the controller."""
+        """Prepare the session and the keys, without ipyparallel's wait for the controller. `initialize` calls this."""
         self.session = Session(parent=self)
         self.session.metadata = {"engine": self.session.session}  # by which ipyparallel's clients identify engines
         self.curve_publickey, self.curve_secretkey = zmq.curve_keypair()
@@ -69,7 +69,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
 
         The handler of SIGINT does nothing. Subprocesses would inherit SIG_IGN, and could not be interrupted.
         """
-        signal.signal(signal.SIGINT, _pass_over)
+        signal.signal(signal.SIGINT, _ignore_interrupt)
         signal.signal(signal.SIGTERM, self._terminate)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
@@ -128,7 +128,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         return socket
 
     def _init_kernel_app(self) -> None:
-        """Create the kernel application, which code in the shell and ipykernel itself ask for."""
+        """Create the kernel application, which ipykernel and code in the shell look up."""
         app = self.kernel_app = IPKernelApp(parent=self, shell=self.kernel.shell, kernel=self.kernel, log=self.log)
         set_application(app)
         self.init_signal()
@@ -149,7 +149,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
                     self._connect(info)
                     return
             await asyncio.sleep(_POLL_S)
-        self.log.warning("ipyparallel's controller never came; its own channel does not work in this cluster.")
+        self.log.warning("ipyparallel's controller did not start; its channel does not work in this cluster.")
 
     def _read_connection_file(self) -> dict[str, Any]:
         with open(self.url_file) as file:
@@ -164,7 +164,7 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         """Ask the controller for our id, which an earlier engine may still have. Return whether we have it now."""
         with self._socket(zmq.DEALER) as socket:
             socket.linger = 0
-            self._lead(socket, url)
+            self._connect_socket(socket, url)
             self.session.send(socket, "unregistration_request", content={"id": self.id})
             self.session.send(socket, "registration_request", content={"uuid": self.ident, "id": self.id})
             poller = zmq.asyncio.Poller()
@@ -183,10 +183,10 @@ class EngineApp(IPEngine):  # type: ignore[misc]
         interface = info["interface"]
         leaves = info["broadcast"]
         for port in (info["mux"], info["task"], leaves[self.id % len(leaves)]):
-            self._lead(self.shell_socket, f"{interface}:{port}")
+            self._connect_socket(self.shell_socket, f"{interface}:{port}")
         control, iopub = self.control_socket, self.iopub_socket
-        self._control_thread.io_loop.add_callback(self._lead, control, f"{interface}:{info['control']}")
-        self._iopub.schedule(partial(self._lead, iopub, f"{interface}:{info['iopub']}"))
+        self._control_thread.io_loop.add_callback(self._connect_socket, control, f"{interface}:{info['control']}")
+        self._iopub.schedule(partial(self._connect_socket, iopub, f"{interface}:{info['iopub']}"))
         Heart(
             f"{interface}:{info['hb_ping']}",
             f"{interface}:{info['hb_pong']}",
@@ -197,23 +197,23 @@ class EngineApp(IPEngine):  # type: ignore[misc]
             curve_publickey=self.curve_publickey,
         ).start()
 
-    def _lead(self, socket: zmq.Socket[bytes], url: str) -> None:
+    def _connect_socket(self, socket: zmq.Socket[bytes], url: str) -> None:
         socket.curve_serverkey = self.curve_serverkey
         socket.curve_publickey, socket.curve_secretkey = self.curve_publickey, self.curve_secretkey
         socket.connect(url)
 
 
-def _pass_over(number: int, frame: FrameType | None) -> None:
+def _ignore_interrupt(number: int, frame: FrameType | None) -> None:
     """Ignore SIGINT in an engine."""
 
 
-def _heed_interrupts() -> None:
+def _restore_interrupts() -> None:
     """Restore Python's handler of SIGINT in a forked process, such as a DataLoader's worker, which SIGINT ends."""
-    if signal.getsignal(signal.SIGINT) is _pass_over:
+    if signal.getsignal(signal.SIGINT) is _ignore_interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-os.register_at_fork(after_in_child=_heed_interrupts)
+os.register_at_fork(after_in_child=_restore_interrupts)
 
 
 def _leave_out_the_debugger() -> None:

@@ -57,7 +57,7 @@ class Runner:
         self._inputs = dict(message.inputs)
         self.reach = Reach(set(), set())
         shown, arguments, settings = pickle.loads(message.data)
-        buffers = iter(message.buffers)  # each pickle takes its own ones from the common iterator
+        buffers = iter(message.buffers)  # each pickle consumes its own from the common iterator
         function = self.resource(shown) if isinstance(shown, int) else pickle.loads(shown, buffers=buffers)
         args, kwargs = pickle.loads(arguments, buffers=buffers)
         for number, its in settings.items():
@@ -76,9 +76,9 @@ class Runner:
                     value = function(*args, **kwargs)
             except StopIteration as end:
                 raise EndOfDataset(
-                    "A closure took the next element of an iterator that has no more, and StopIteration left it. "
-                    "Datasets of workers are best endless: let the dataset function repeat its data (`while True: "
-                    "yield from …`), or catch StopIteration."
+                    "A closure raised StopIteration: it called next() on an iterator at its end. Make the workers' "
+                    "datasets endless (let the dataset function repeat its data: `while True: yield from …`), or catch "
+                    "StopIteration."
                 ) from end
             if self.access.replicas is not None:
                 value = self.access.replicas.whole(value)

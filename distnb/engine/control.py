@@ -61,13 +61,13 @@ _logger = logging.getLogger("distnb.engine.control")
 
 _FLUSH_S = 0.05
 _TELEMETRY_S = 0.2
-_POINTS_S = 0.2  # longer than `_FLUSH_S`: reading them holds Python's lock, and delays the training
+_POINTS_S = 0.2  # longer than `_FLUSH_S`: reading points holds Python's lock, which delays the training
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WAITING = (threading.__file__, queue.__file__)  # the modules in whose functions distnb waits
 
 
 _Point = tuple[tuple[int, int], str, tuple[int, int], dict[str, Any], float]
-"""A call of `distnb.live`: (program, replica), run, (training step, number of the call of `run` or 0), {name: value},
+"""A point of `distnb.live`: (program, replica), run, (training step, number of the call of `run` or 0), {name: value},
 and the time in seconds since 1970.
 
 A named tuple would cost each training step 2 µs more."""

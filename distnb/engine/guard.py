@@ -1,7 +1,7 @@
 """A guard that ends the running program from another thread, and never the engine.
 
-A real-time signal of our own reaches the main thread. Its handler raises only while the program's guarding frame is on
-the stack. SIGINT would not be enough, because user code replaces its handler, and libraries ignore it.
+The guard sends a real-time signal to the main thread. The handler raises only while the program's guarding frame is on
+the stack. SIGINT would not do, because user code replaces its handler, and some libraries ignore it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _RETRY_S = (0.25, 0.5, 1.0)
 # Otherwise a loop that catches each of them would never end.
 _PATIENT = 2
 # Code that must not be interrupted, and the time in seconds to wait for it:
-# - Locks: one that is being taken or released would be held for ever.
+# - Locks: a lock that is being acquired or released would be held forever.
 # - The start of a child process: the process could not be ended with the program.
-# - An import: it would leave half-made modules, which the next import does not make again. torch would stay broken,
-#   whose first optimizer imports for seconds.
-# All but the import are brief, or wait for something brief.
+# - An import: it would leave half-initialised modules, which the next import does not load again. The first optimizer
+#   of torch imports for seconds, and torch would then stay broken.
+# All except imports are brief, or wait for something brief.
 _BRIEF = (*LOCKING, BaseProcess.start.__code__, SemLock.__enter__.__code__, SemLock.__exit__.__code__)
 _SPARED_S = dict.fromkeys(_BRIEF, 1.0) | {vars(importlib._bootstrap)["_find_and_load"].__code__: 30.0}
 
 
 def spared(function: F) -> F:
-    """Protect a brief function of ours from interruption, since half of its bookkeeping would be worse than none."""
+    """Protect a brief function of ours from interruption, which could leave its bookkeeping half done."""
     if isinstance(function, FunctionType):
         _SPARED_S[function.__code__] = 1.0
     return function
@@ -75,7 +75,7 @@ class _Run:
         self.spared_since = 0.0  # the time when a signal first met code that must not be interrupted
 
     def order(self, reason: str, interrupted: bool) -> None:
-        """Order its end. Of several orders the first one counts."""
+        """Order its end. The first of several orders counts."""
         if self.reason is None:
             self.next_press = 0.0 if interrupted else time.monotonic() + self.grace_s
             self.interrupted, self.reason = interrupted, reason
@@ -133,7 +133,7 @@ class Guard:
         return self._call(run, function)
 
     def release(self, function: Callable[[], None]) -> None:
-        """Release a program's leftover objects after the reply, since their destructors may take for ever.
+        """Release a program's leftover objects after the reply, since their destructors may take forever.
 
         A later program waits for the destructors. The order to end that program ends them, too.
         """
@@ -156,7 +156,7 @@ class Guard:
             return function()
         finally:
             run.frame = None
-            if run.presses > _PATIENT and sys.gettrace() == self._insist:
+            if run.presses > _PATIENT and sys.gettrace() == self._raise_in_handler:
                 sys.settrace(None)
 
     @property
@@ -244,7 +244,7 @@ class Guard:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         run, top, spared_s = self._run, frame, 0.0
         if run is None or not run.ordered or not run.presses:
-            return  # it has ended meanwhile: the engine must live on, and the signal must not hit the next program
+            return  # the program has ended meanwhile; the signal must not end the engine or the next program
         while frame is not None and frame is not run.frame:
             spared_s = max(spared_s, _SPARED_S.get(frame.f_code, 0.0))
             frame = frame.f_back
@@ -260,23 +260,23 @@ class Guard:
             raise run.error()
 
     def _watch_handlers(self, run: _Run, frame: FrameType | None) -> None:
-        """Trace the user's code, to find the `except` that catches the exception that is raised now."""
+        """Trace the user's code, to find the `except` that catches the exception about to be raised."""
         if sys.gettrace() is not None:
             return  # another tracer is active, and must not be replaced
         while frame is not None and frame is not run.frame:
             if (
                 frame.f_globals.get("__name__") == "__main__"
-            ):  # only a cell's frames: libraries have a reason to catch, and raise again
-                frame.f_trace = self._insist
+            ):  # only frames of a cell: libraries catch for a reason, and raise again
+                frame.f_trace = self._raise_in_handler
             frame = frame.f_back
-        sys.settrace(self._insist)
+        sys.settrace(self._raise_in_handler)
 
-    def _insist(self, frame: FrameType, event: str, argument: object) -> Any:
+    def _raise_in_handler(self, frame: FrameType, event: str, argument: object) -> Any:
         """Raise again where the user's `except` begins, outside its `try`. Python then stops tracing."""
         run = self._run
         if event == "line" and run is not None and run.ordered and _begins_handler(frame):
             raise run.error()
-        return None if event == "call" else self._insist
+        return None if event == "call" else self._raise_in_handler
 
     def _fork_begins(self) -> None:
         self._forking = True

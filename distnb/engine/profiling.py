@@ -31,7 +31,7 @@ class Profile:
         self._profiler.stop()
 
     def trace(self) -> Any:
-        """Return a Chrome trace as an array of gzip's bytes, which is sent as it is; None if recording never began."""
+        """Return a gzipped Chrome trace as an array of bytes, or None if recording never began."""
         if self._profiler is None:
             return None
         with tempfile.TemporaryDirectory() as folder:

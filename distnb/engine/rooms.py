@@ -1,8 +1,8 @@
 """The extension point of the agent: kinds of programs, and the rooms that add theirs when the notebook needs them.
 
-A room is a module of this folder with messages of its own in `distnb.wire`. The agent loads it at the first of its
-messages, and calls its function `install(agent)`, which adds to the agent's `kinds` and `notices`, and may open further
-links (`Agent.receive_from`). An engine that receives no such message never loads the room.
+A room is a module of this folder with messages of its own in `distnb.wire`. When the first of these messages arrives,
+the agent loads the room and calls its function `install(agent)`. This adds to the agent's `kinds` and `notices`, and
+may open further links (`Agent.receive_from`). An engine that receives no such message never loads the room.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The wait for a program's threads. A program ends when the threads that it started have ended, like a Python process.
+"""The wait for a program's threads. Like a Python process, a program ends when the threads that it started have ended.
 
 A thread that is not a daemon may still communicate or write a file. torch's `checkpoint.async_save` does both. Python
 waits for such threads before it ends, and so does a program here. It does not wait for threads that have nothing to do,
@@ -83,8 +83,8 @@ def threads_awaited() -> Iterator[None]:
             notified = True
             threads = "; ".join(working.values())
             print(
-                f"distnb: waiting for threads that were started here and still work: {threads}. The stop button ends "
-                "the wait. Start a thread with daemon=True if it is meant to go on.",
+                f"distnb: waiting for threads of this program that still work: {threads}. The stop button ends the "
+                "wait. Start a thread with daemon=True if it should outlive the program.",
                 file=sys.stderr,
             )
         time.sleep(pause_s)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["REFUSAL", "ServerTask", "TaskRoom", "WorkerTask", "install"]
 
 REFUSAL = (
-    "{what} was called in a closure. Closures run while the notebook goes on, and cannot ask its user. Call the "
+    "{what} was called in a closure. Closures run while the notebook continues, so they cannot ask the user. Call the "
     "function in an ordinary cell, or under %%distribute default: there input(), breakpoint() and %debug work."
 )
 
@@ -79,7 +79,7 @@ class TaskRoom:
 
     @property
     def _working(self) -> WorkerTask:
-        assert self._worker is not None, "closures and notices come by the worker's own link"
+        assert self._worker is not None, "closures and notices arrive by the worker's own link"
         return self._worker
 
     def _replica(self, message: RunClosure) -> int:
@@ -161,14 +161,14 @@ class WorkerTask:
         self.access: ServerAccess
         access = ServerAccess(self._servers, is_worker=True, device=torch_device(device))
         if len(mates) == 1:
-            access.next_is_here = self.link.has_message  # several replicas would find different answers
+            access.next_is_here = self.link.has_message  # several replicas could get different results
         access.is_one_of_several = len(mates) > 1
         if before is not None:
             access.replicas = before.access.replicas
         servers_here.access = self.access = access
         self._runner = Runner(access, role.index)
         self.alone = _team_of_one(message.team, engine, device)
-        self._definitions: tuple[tuple[int, Any], ...] = ()  # received ones, which the runner may not have yet
+        self._definitions: tuple[tuple[int, Any], ...] = ()  # received, but perhaps not given to the runner yet
         self._seed: int | None = None
         self._device = str(torch_device(device))
         self._modes = Environment()
@@ -212,7 +212,7 @@ class WorkerTask:
         if not self._definitions:
             return self._runner.run(message, self._fresh)
         result = self._runner.run(message._replace(definitions=self._definitions), self._fresh)
-        self._definitions = ()  # kept if the closure raised: the runner may not have them yet
+        self._definitions = ()  # not reached if the closure raised, because the runner may not have them yet
         return result
 
     def suspend(self) -> None:

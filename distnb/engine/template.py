@@ -1,8 +1,8 @@
-"""The process from which the engines of one machine are forked, so that they share the modules that all of them load.
+"""The process from which the engines of one machine are forked, so that they share the memory of loaded modules.
 
 Its standard input is a socket of packets to the notebook. It receives the list of engines, forks them, and ends. Only
-then do the engines begin, as children of the notebook. Thus only the notebook has to handle the end of an engine, and
-settings that are read at import, such as environment variables, are read again whenever engines are replaced:
+then do the engines begin, as children of the notebook. Thus only the notebook has to handle the end of an engine. A
+replaced engine comes from a new template, which reads settings at import again, such as environment variables:
 
     notebook → template   a JSON list of engines, each with its environment and the path of its log
     engine   → notebook   "ENGINE PID", one packet from each forked process
@@ -34,7 +34,7 @@ __all__ = ["fork_engines", "load"]
 
 _PACKET_NBYTES = 1 << 20
 _POLL_S = 0.1
-_FORKED = ("cpu", "cuda")  # the import of torch does not open such a device; it may open others
+_FORKED = ("cpu", "cuda")  # importing torch does not open such a device, but may open others
 
 
 def load() -> None:
@@ -65,15 +65,15 @@ def fork_engines() -> None:
             os._exit(1)
         orders = json.loads(order_list)
         fit = any(_may_fork(order["environment"]) for order in orders) and _load_for_forking()
-        begin, let_begin = os.pipe()
+        begin, go_ahead = os.pipe()
         for order in orders:
             if os.fork() == 0:
-                os.close(let_begin)
-                _become(order, notebook, begin, fit and _may_fork(order["environment"]))
+                os.close(go_ahead)
+                _become_engine(order, notebook, begin, fit and _may_fork(order["environment"]))
                 return
-        # By its answer the notebook accepts them as its children once we have ended. Without one they end with us.
+        # With its answer the notebook accepts the engines as its children. Without an answer they end with us.
         if _answered(notebook):
-            os.write(let_begin, b"." * len(orders))
+            os.write(go_ahead, b"." * len(orders))
     os._exit(0)
 
 
@@ -83,7 +83,7 @@ def _answered(notebook: socket.socket) -> bool:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             how = describe_status(os.waitstatus_to_exitcode(status))
-            print(f"A process that was to become an engine {how} before it had begun.", file=sys.stderr, flush=True)
+            print(f"An engine's process {how} before the engine began.", file=sys.stderr, flush=True)
             os._exit(1)
     return bool(notebook.recv(_PACKET_NBYTES))
 
@@ -100,7 +100,7 @@ def _load_for_forking() -> bool:
     return not sys.modules["torch"].cuda.is_initialized()
 
 
-def _become(order: Mapping[str, Any], notebook: socket.socket, begin: int, fit: bool) -> None:
+def _become_engine(order: Mapping[str, Any], notebook: socket.socket, begin: int, fit: bool) -> None:
     """Make the forked process an engine, once the notebook has answered.
 
     Args:
@@ -128,10 +128,10 @@ def _become(order: Mapping[str, Any], notebook: socket.socket, begin: int, fit: 
     if not fit:
         os.execv(sys.executable, sys.orig_argv)
     gc.enable()
-    _be_another()
+    _renew_random_values()
 
 
-def _be_another() -> None:
+def _renew_random_values() -> None:
     """Renew the random values that imports have chosen. Python's `random` reseeds itself after a fork."""
     multiprocessing.current_process().authkey = os.urandom(32)
     numpy_random = sys.modules.get("numpy.random")

@@ -58,6 +58,6 @@ def _show_in_cell(shell: InteractiveShell, data: Any, start: int, screen_lines: 
 
 def _no_cluster(line: str) -> None:
     raise RuntimeError(
-        f"%distnb {line.strip()} was run on a replica, and it is the notebook that has the engines. Write it in a cell "
+        f"%distnb {line.strip()} was run on a replica, but only the notebook manages the engines. Write it in a cell "
         "of its own, without %%distribute."
     )

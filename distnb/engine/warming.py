@@ -1,8 +1,8 @@
 """Imports of slow modules while the engine is idle, so that first programs need not wait for them.
 
-A second thread cannot import them. Two threads whose imports depend on each other find half-made modules, and both fail
-(`torch._inductor`, when one imports `torch._dynamo` and the other the parts of `torch.compile`). Programs and these
-imports therefore take turns on the main thread.
+A second thread cannot import them. If the imports of two threads depend on each other, both find half-initialised
+modules and fail (`torch._inductor` does, when one thread imports `torch._dynamo` and the other the parts of
+`torch.compile`). Programs and these imports therefore take turns on the main thread.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tornado.ioloop import IOLoop
 __all__ = ["warm_up_when_idle"]
 
 _IDLE_S = 2.0
-# The first optimizer of a process imports torch._dynamo, which takes 1.5 to 3 s, and so do other functions of torch.
-# The modules before it are parts of it, imported one by one: a program that arrives meanwhile waits for one only.
+# The first optimizer of a process, and other functions of torch, import torch._dynamo, which takes 1.5 to 3 s. The
+# modules before it in this list are parts of it. They are imported one by one, so a program waits for one at most.
 _MODULES = ("sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 
 

@@ -114,7 +114,7 @@ class Estimator:
             The estimator.
 
         Raises:
-            OptionError: Both numbers were given, or a number is invalid, or a function returned something invalid.
+            OptionError: Both numbers were given, a number is invalid, or a function returned an invalid result.
             CheckpointError: The directory holds checkpoints of another model.
         """
         check_count("steps", steps)

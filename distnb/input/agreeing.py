@@ -151,7 +151,7 @@ class OwnData:
             if one[1:4] != same[1:4]:
                 raise StructureError(
                     f"Replicas of one input pipeline read different data: replica {other} has {_shown(same)}; replica "
-                    f"{replica} has {_shown(one)}. Each replica makes its worker's pipeline for itself: use the "
+                    f"{replica} has {_shown(one)}. Each replica makes its worker's pipeline itself: use the "
                     "same seed for shuffling, and do not select files or examples by rank."
                 )
 

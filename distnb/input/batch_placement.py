@@ -39,8 +39,11 @@ class BatchPlacement:
         return tensor.to(self._device, copy=borrowed)
 
     def batch(self, make: Callable[[], Any], ahead: bool) -> Any:
-        """Call `make`, which carries the leaves of a batch, perhaps `ahead` of the request. Pass the result to
-        `hand_over`.
+        """Call `make`, which moves the leaves of a batch, and return its result for `hand_over`.
+
+        Args:
+            make: The function.
+            ahead: True if the batch has not been requested yet.
         """
         return make()
 

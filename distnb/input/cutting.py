@@ -60,8 +60,8 @@ def map_leaves(batch: Any, count: int, leaf: Callable[[Any], Any], *, own: bool 
         batch: The batch, or a slice of one.
         count: The number of examples it holds.
         leaf: The function.
-        own: The batch is a slice that was collated by itself and will not be cut. Arrays may then have any leading
-            dimension, and objects of any class may be leaves.
+        own: True if the batch is a slice that was collated by itself and will not be cut. Arrays may then have any
+            leading dimension, and objects of any class may be leaves.
 
     Raises:
         StructureError: A leaf was never batched, or leading dimensions differ from the count.

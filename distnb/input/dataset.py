@@ -84,9 +84,8 @@ class DistributedDataset(Iterable[Any]):
         if self._agree is not None and self._place.several_pipelines:
             own = OwnData(reader, self._place, placement, self._agree)
             return DistributedIterator(reader, own, progress, 0, self._source.data)
-        # Only a quiet source may be read ahead of a request: reading draws no random numbers then, and runs no user
-        # code here, so
-        # the order relative to the user's program does not matter.
+        # Only a quiet source may be read ahead of a request: reading it draws no random numbers and runs no user code
+        # here, so its order relative to the user's program does not matter.
         depth = self._options.prefetch
         ahead = 0 if not self._source.quiet else _AHEAD if depth is None else min(depth, _AHEAD)
         return DistributedIterator(reader, SameData(reader, self._agree), progress, ahead, self._source.data)
@@ -348,7 +347,7 @@ def program_failed() -> None:
     """
     for iteration in list(_under_way):
         if iteration._read_in == _program:
-            # an iteration that is already ending must not prevent the end of the others
+            # An iteration that is already ending must not prevent the end of the others.
             with contextlib.suppress(Exception):
                 iteration.cut_short()
 

@@ -55,7 +55,7 @@ class Reader:
             try:
                 ready.append(self._next())
             except StopIteration:
-                # a new object: the traceback would keep the reader, and with it the workers, alive
+                # A new object, because the traceback would keep the reader, and with it the workers, alive.
                 ready.append(StopIteration())
             except Exception as error:  # noqa: BLE001 - raised at its place among the batches
                 ready.append(error)
@@ -71,7 +71,7 @@ class Reader:
                 return self._hand_over(item)
             raise item
         finally:
-            del item  # an exception's traceback refers to this frame; a reference back would form a cycle
+            del item  # the exception's traceback refers to this frame, which must not refer back to the exception
 
     def peek(self, count: int) -> list[Batch]:
         """Return the next batches that `read` would return, at most `count`, up to where it would raise."""
@@ -88,7 +88,7 @@ class Reader:
         self._ready = deque([StopIteration()])
 
     def cut_short(self) -> None:
-        """End the iteration early and finally. Persistent workers end, too."""
+        """End the iteration early, including persistent workers."""
         self.close()
         if hasattr(self._loads, "give_up"):
             self._loads.give_up()

@@ -48,7 +48,7 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
     replicas raise its error when the call has ended, and no further callback is called.
 
     Attributes:
-        acting: True while the user's callbacks run: what they call on the model concerns this replica alone.
+        acting: True while the user's callbacks run. Their calls on the model then concern this replica alone.
         batches: The comparison of the batches that the replicas read in the current pass over data.
     """
 
@@ -108,7 +108,7 @@ class ChiefCallbacks(keras.callbacks.Callback):  # type: ignore[misc]
                 for each in self._own:
                     getattr(each, f"on_{name}")(*args)
         except CollectiveError:
-            raise  # the other replicas have the error, too, or do not wait for this one
+            raise  # the other replicas have the same error, or do not wait for this one
         except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a callback raises
             self._error = error
         finally:

@@ -84,9 +84,9 @@ class SharedForward:
             seen.add(node)
             if find_mirror(getattr(node, "variable", None)) is not None:
                 return GradientError(
-                    f"The loss at {callsite.current()} is computed from weights, and not only from the outputs of the "
-                    "model or its layers: that term would count once for each replica, and the rest once. Let a layer "
-                    "add it (kernel_regularizer, self.add_loss), or use the weights within a layer."
+                    f"The loss at {callsite.current()} uses weights directly, and not only the outputs of the model or "
+                    "its layers. Every replica would add that term, but only its part of the others. Let a layer add "
+                    "the term (kernel_regularizer, self.add_loss), or use the weights within a layer."
                 )
             waiting.extend(following for following, _ in node.next_functions)
         return None

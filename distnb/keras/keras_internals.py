@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
 with private_names("keras"):
     from keras.src.backend.common.stateless_scope import in_stateless_scope
 
-    # Classes that connect Keras's objects. Pickled by Keras's own means they would become files.
+    # Classes that connect Keras's objects. Keras itself would pickle them as files.
     from keras.src.saving.keras_saveable import KerasSaveable as Saveable
     from keras.src.trainers.data_adapters.data_adapter import DataAdapter
     from keras.src.utils.tracking import TrackedDict, TrackedList, Tracker
@@ -80,7 +80,7 @@ def check_backend() -> None:
     """Raise ImportError if Keras has another backend."""
     if keras.backend.backend() != "torch":
         raise ImportError(
-            f"Keras has the backend {keras.backend.backend()!r} here, and distnb's strategies distribute torch. Set "
+            f"Keras has the backend {keras.backend.backend()!r} here, but distnb's strategies need torch. Set "
             "the environment variable KERAS_BACKEND to torch before Keras is imported."
         )
 
@@ -210,7 +210,7 @@ def in_graph_order(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def additional_losses(model: Any, weigh: Any) -> None:
-    """Pass each loss that is added to the compiled one through `weigh(total)`."""
+    """Pass each loss that is added to the compiled loss through `weigh(total)`."""
     plain = model._aggregate_additional_loss
     model._aggregate_additional_loss = lambda loss: weigh(plain(loss))
 

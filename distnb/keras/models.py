@@ -216,7 +216,7 @@ class ModelOnReplicas:
         model = self._model
         self._forward.watch([model])
         if type(model).train_step is not keras.Model.train_step or type(model).test_step is not keras.Model.test_step:
-            self._forward.watch(keras_internals.own_layers(model))  # it may call them one by one
+            self._forward.watch(keras_internals.own_layers(model))  # the user's step may call layers one by one
         before = [(each, each.value._version) for each in model.non_trainable_variables]
         result: Any = None
 
@@ -261,7 +261,7 @@ class ModelOnReplicas:
             return loss
         own = loss * self._share()
         self._added.append(own.detach())
-        own = own - own.detach()  # its value is added with those of the others
+        own = own - own.detach()  # value 0 with a gradient; the sum over all replicas adds the value
         self._forward.mark_part(own)
         return own
 

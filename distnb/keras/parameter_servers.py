@@ -318,7 +318,7 @@ class ModelOnServers:
         return plain(*args, **kwargs)
 
     def _here(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method that computes here, one batch at a time, even if a callback of `fit` calls it."""
+        """Call a method that computes in this process, batch by batch, even if a callback of `fit` calls it."""
         names = ("steps_per_execution", *(f"{kind}_function" for kind in ("train", "test", "predict")))
         before = {name: getattr(self._model, name) for name in names}
         self._loops.append(_Loop(kind="here", source=None, steps=None))

@@ -167,7 +167,7 @@ def _repr(plain: Callable[..., str], variable: Any) -> str:
     stored = keras_internals.tensor_of(variable)
     if not isinstance(stored, SyncOnReadVariable):
         return plain(variable)
-    # Never communicate here: only some replicas may show the variable.
+    # Do not communicate here, because perhaps only some replicas show the variable.
     what = "value" if stored.is_whole else "this replica's part"
     return (
         f"<Variable path={variable.path}, shape={variable.shape}, dtype={variable.dtype}, {what}="

@@ -1,1 +1,1 @@
-"""Objects by value, for both sides: packing, opening, digests, merging, numbers; and what a text reads."""
+"""Objects by value, for both sides: packing, opening, digests, merging, numbers, and the names that code reads."""

@@ -1,4 +1,4 @@
-"""The functions that a pack names: they make its objects again where it is opened."""
+"""The functions that the pickles in a pack call to rebuild objects where the pack is opened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEAP_TYPE = 1 << 9
 
 
 class ByOpener:
-    """The reference in a pack to the method of that name of its opener, which the opener supplies."""
+    """A reference in a pack to a method of the opener. The opener replaces it by the method of that name."""
 
     def __init__(self, name: str, method: Any = None) -> None:
         self.name = name
@@ -60,12 +60,12 @@ def open_tensor(memory: MemoryBlock, dtype: Any, shape: Any, stride: Any, offset
     with torch.no_grad():
         tensor.set_(storage, begin, shape, stride)
     if not memory.nbytes:
-        storage.resize_(0)  # it is empty, whatever the tensor's shape
+        storage.resize_(0)  # the storage is empty, whatever the tensor's shape
     return tensor if kind is torch.Tensor else kind(tensor, requires_grad=False)
 
 
 def open_storage(memory: MemoryBlock, dtype: Any) -> Any:
-    """Return the storage of tensors on a block of memory; with a dtype, one like `tensor.storage()`."""
+    """Return the storage of tensors on a block of memory; with a dtype, a typed one like `tensor.storage()`."""
     from distnb.compat.torch_internals import typed_storage
 
     storage = memory.tensor().untyped_storage()
@@ -83,14 +83,14 @@ def fill_tensor(tensor: Any, state: tuple[bool, Any, dict[str, Any]]) -> None:
 
 
 def reduce_generator(generator: Any) -> Any:
-    """Reduce a torch generator with its state as bytes, since a tensor would count as one of the user's."""
+    """Reduce a torch generator with its state as bytes. A tensor would be mistaken for one of the user's."""
     import torch
 
     return torch.Generator, (generator.device,), generator_state(generator), None, None, set_generator_state
 
 
 def open_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
-    """Return an exception made by Python's own `__init__`: that of its class may take other arguments."""
+    """Return an exception initialised by Python's own `__init__`, since that of its class may take other arguments."""
     error = kind.__new__(kind, *args)
     base: Any = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
     with contextlib.suppress(TypeError):

@@ -1,7 +1,7 @@
-"""The pickler of both sides: cloudpickle's, with reducers of its own where pickle does badly, and digests of pickles.
+"""The pickler of both sides, which extends cloudpickle's by reducers of its own, and the digests of pickles.
 
-*Digesting* a value gives its digest and the objects that it leads to: nothing is sent, nothing is to be opened again.
-What is sent is made by the pickler that `packing` derives from this one.
+*Digesting* a value computes the digest of its pickle and finds the objects in it. The pickle is neither sent nor
+opened. `packing` derives from this class the pickler of values that are sent.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from distnb.objects.world_bound import is_training_arguments, is_world_bound
 __all__ = ["INLINE_NBYTES", "Digester", "Digests", "References", "Side", "content", "on_accelerator"]
 
 INLINE_NBYTES = 1024
-"""Below this a buffer of its own costs more than it saves."""
+"""The size in bytes below which a separate buffer costs more than it saves."""
 
 
 class References(Protocol):
-    """The objects that one side sends by reference: those that live on the engines, and the notebook's handles."""
+    """The objects that one side sends by reference: objects that stay on the engines, and the notebook's handles."""
 
     def token(self, obj: Any) -> Any:
         """Return the token that represents an object, or None if the object is sent by value."""
@@ -50,7 +50,7 @@ class References(Protocol):
         """Return the tuple that represents an object in a digest, or None if its content is digested."""
 
     def send_by_value(self, parts: Any) -> None:
-        """Send these tensors by value, as the parts of a tensor that is sent by value.
+        """Send these tensors by value, since they are parts of a tensor that is sent by value.
 
         Args:
             parts: A structure of tuples and tensors.
@@ -62,14 +62,14 @@ class References(Protocol):
 
 @dataclass
 class Side:
-    """The facts about this process that packing needs.
+    """The state of this process that packing needs.
 
     Attributes:
-        user_ns: Its namespace.
-        references: What it sends by reference.
-        classes: Those that it has sent or received by value.
-        copying: What it sends is a copy of objects that stay: tensors without the graph behind them, and an object that
-            cannot be pickled is an error, not a placeholder.
+        user_ns: The namespace.
+        references: The objects that it sends by reference.
+        classes: The classes that it has sent or received by value.
+        copying: True if it sends copies of objects that stay here. Tensors are then sent without their graphs, and an
+            object that cannot be pickled raises an error instead of becoming a placeholder.
     """
 
     user_ns: dict[str, Any]
@@ -84,12 +84,12 @@ class Digests:
 
     Attributes:
         by_name: The digest of each value.
-        names: Global names of the namespace that functions on the way read.
-        attributes: Other names in their code. They show which submodules it uses.
-        sources: Texts of the cells that defined those functions, by file name.
-        dynamic: Some function may read any name.
+        names: Names of the namespace that functions in the values read.
+        attributes: Other names in the functions' code. They show which submodules it uses.
+        sources: Texts of the cells that defined the functions, by file name.
+        dynamic: True if one of the functions may read any name.
         refused: Placeholders for values that cannot be packed at all, by name.
-        classes: Classes on the way that are sent by value: values of their own, by names of their own.
+        classes: Classes in the values that are sent by value, each under a name of its own.
     """
 
     by_name: dict[str, bytes] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Digests:
     classes: dict[str, type] = field(default_factory=dict)
 
     def into(self, function: types.FunctionType) -> None:
-        """Note what a function of the namespace reads."""
+        """Add the names that a function of the namespace reads."""
         used = definitions.names_of_code(function.__code__)
         self.names |= used.names
         self.attributes |= used.attributes
@@ -112,17 +112,17 @@ class Digests:
 
 
 class Digester(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles to be digested.
+    """A pickler of values whose pickles are digested.
 
     Args:
         side: This process.
-        seen: Takes what is found on the way.
-        file, keep: Where the pickle goes, and its buffers; to be digested if they are not given.
+        seen: Receives the findings in the values; None for a new object.
+        file, keep: The file for the pickle, and the function that receives each buffer. By default both are digested.
 
     Attributes:
-        seen: Takes what is found on the way.
-        digested_class: The class whose content is digested now. Other classes are digested by themselves.
-        label, root: How messages call what is pickled, and what it is.
+        seen: The findings in the values.
+        digested_class: The class whose content is being digested. Other classes have digests of their own.
+        label, root: The label of the pickled value in messages, and the value.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         self.digested_class = value if issubclass(type(value), type) else None
 
     def digest_of(self, value: Any) -> bytes:
-        """Return a digest of all that a value is."""
+        """Return a digest of a value and everything in it."""
         self.digested.begin()
         self._reached.clear()
         self.clear_memo()
@@ -162,7 +162,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
             rule = self._rules[kind] = _rule_for(kind)
         return rule(self, obj)
 
-    # -- what a digest is made of, and a pack otherwise ----------------------------------------------------------------
+    # -- reductions that the packer overrides --------------------------------------------------------------------------
 
     def reference(self, obj: Any) -> Any:
         """Return the reduction of an object that is not sent by value."""
@@ -174,10 +174,10 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         if array.dtype.hasobject:
             return NotImplemented
         if array.base is not None and (mapped := file_of(array)) is not None:
-            return content, (mapped[0], window_of(array))  # what is in the file is on both sides
+            return content, (mapped[0], window_of(array))  # both sides have the file's content
         data = array if array.flags.c_contiguous else array.copy(order="C")
         kind = array.dtype.str if array.dtype.names is None else array.dtype.descr
-        # As bytes: some kinds of elements (dates) have no buffers.
+        # The view as bytes is needed because arrays of some dtypes (dates) have no buffers.
         small = data.nbytes < INLINE_NBYTES
         return content, (
             kind,
@@ -186,8 +186,9 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         )
 
     def tensor(self, tensor: Any) -> Any:
-        """Reduce a tensor by its content, its gradient's, and its attributes."""
-        # At once for most: data sets have thousands of small ones. What has no memory, or another's, has no address.
+        """Reduce a tensor by its content, its gradient and its attributes."""
+        # A shortcut for plain tensors, because data sets have thousands of small ones. Tensors without memory of their
+        # own have no address.
         kind = _PLAIN_DTYPES[tensor.dtype]
         if kind is None or not tensor.is_cpu or tensor.requires_grad or tensor.is_nested or tensor.is_neg():
             return self._any_tensor(tensor)
@@ -232,10 +233,10 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         data = torch.empty(0, dtype=torch.uint8, device=plain.device).set_(plain).cpu()
         return content, ("storage", kind, bytes(bytes_of(data)))
 
-    # -- what both are made of alike -----------------------------------------------------------------------------------
+    # -- reductions for digests and packs ------------------------------------------------------------------------------
 
     def special_tensor(self, tensor: Any) -> Any:
-        """Reduce a tensor without plain memory (conjugate, sparse, nested, quantized or meta) as torch does."""
+        """Reduce a tensor without plain memory (conjugate, sparse, nested, quantized or meta) by torch's own rule."""
         import torch
 
         from distnb.compat.torch_internals import negative_view
@@ -257,7 +258,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
     def unstored_tensor(self, tensor: Any) -> Any:
         """Reduce a tensor whose storage is too small for it."""
         held = tensor.untyped_storage().nbytes()
-        why = f"its storage holds {held} bytes, and it shows {tensor.nbytes}: torch could not resize it"
+        why = f"its storage has {held} bytes, but its shape needs {tensor.nbytes}: torch could not resize it"
         return Placeholder, (refusal(self.label, self.root, tensor, "assign a new tensor instead", why),)
 
     def function(self, function: types.FunctionType) -> Any:
@@ -268,7 +269,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return reference if reference is not None else definitions.reduce_function(function, self.side.user_ns)
 
     def a_class(self, cls: type) -> Any:
-        """Reduce a class by its name, or note that it has a digest of its own."""
+        """Reduce a class by its name, or by its id if it is sent by value and has a digest of its own."""
         if cls is self.digested_class or not definitions.is_by_value(cls):
             return definitions.reduce_class(cls, self.side.classes)
         identity = self.side.classes.id_of(cls)
@@ -282,14 +283,14 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return constructors.open_module, (module.__name__,)
 
     def cache(self, cached: Any) -> Any:
-        """Reduce a function with a cache, which is left empty."""
+        """Reduce a function with a cache. The copy's cache is empty."""
         if is_importable(cached):
             return NotImplemented
         state = {key: value for key, value in cached.__dict__.items() if key != "__wrapped__"}
         return definitions.make_cache, (cached.__wrapped__, cached.cache_parameters()), state
 
     def instance(self, obj: Any) -> Any:
-        """Any other object: as it says itself, or a placeholder."""
+        """Reduce any other object by its own rule for pickling, or to a placeholder."""
         reference = self.reference(obj)
         if reference is not None:
             return reference
@@ -302,21 +303,21 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
         return self.other(obj)
 
     def world_bound(self, obj: Any) -> Any:
-        """Reduce an object that knows the processes it was made in: to be digested, like any other."""
+        """Reduce an object that stores the processes it was made in. A digest treats it like any other object."""
         return self.instance(obj)
 
     def by_state(self, obj: Any) -> Any:
-        """Reduce an object with all its attributes, whatever its class says; in a copy, as its class says."""
+        """Reduce an object to all its attributes instead of by its class's own rule. Copies use the class's rule."""
         reference = self.reference(obj)
         if reference is not None:
             return reference
         return self.other(obj) if self.side.copying else (copyreg.__newobj__, (type(obj),), vars(obj))  # type: ignore[attr-defined]
 
     def transform(self, transform: Any) -> Any:
-        """Reduce a matplotlib transform without the addresses of others, which differ between equal figures."""
+        """Reduce a matplotlib transform without the addresses of its parents, which differ between equal figures."""
         state = transform.__getstate__()
         parents = list(state.pop("_parents").values())
-        return content, (type(transform),), (state, parents)  # they hold one another
+        return content, (type(transform),), (state, parents)  # as state, because parents and children hold each other
 
     def other(self, obj: Any) -> Any:
         """Reduce an object by its own rule for pickling."""
@@ -378,7 +379,7 @@ class DigestedPickle:
 
 
 def content(*parts: Any) -> None:
-    """Stand in pickles that are digested for the maker of an object; never called."""
+    """Represent the constructor of an object in a pickle that is digested. Never called."""
 
 
 def on_accelerator(tensor: Any) -> bool:
@@ -392,15 +393,15 @@ def _reduce_tensor(pickler: Digester, tensor: Any) -> Any:
 
 
 def _reduce_other_tensor(pickler: Digester, tensor: Any) -> Any:
-    """Reduce a tensor of another class: as a plain tensor if only a copy on the host can be sent."""
+    """Reduce a tensor of a subclass. If it is on an accelerator, a copy on the host is sent, as of a plain tensor."""
     return _reduce_tensor(pickler, tensor) if on_accelerator(tensor) else pickler.instance(tensor)
 
 
 def _reduce_dispatching_tensor(pickler: Digester, tensor: Any) -> Any:
-    """Reduce a tensor whose class has a rule of its own for operations.
+    """Reduce a tensor whose class defines `__torch_dispatch__`.
 
-    On the host a tensor of an accelerator that is written in Python is a plain one. Fake and distributed tensors stay
-    what they are: they have no memory themselves.
+    The copy on the host of a tensor of an accelerator's Python class is a plain tensor. Fake and distributed tensors
+    have no memory of their own, and keep their class.
     """
     plain = on_accelerator(tensor) and type(tensor.detach().new_empty(0, device="cpu")) is sys.modules["torch"].Tensor
     return _reduce_tensor(pickler, tensor) if plain else pickler.instance(tensor)
@@ -412,7 +413,7 @@ def _reduce_storage(pickler: Digester, storage: Any) -> Any:
 
 
 def _pickled_without_state() -> list[type]:
-    """Return the classes of loaded libraries that pickle how they are made, and not what they hold."""
+    """Return the classes of loaded libraries whose pickles contain the constructor's arguments but not the state."""
     keras = sys.modules.get("keras")
     metric = getattr(getattr(keras, "metrics", None), "Metric", None)
     return [metric] if metric is not None else []
@@ -449,7 +450,8 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
         return lambda pickler, obj: pickler.reference(obj) or transformers_internals.reduce_arguments(obj)
     widget = getattr(sys.modules.get("ipywidgets"), "Widget", None)
     if widget is not None and issubclass(kind, widget):
-        return lambda pickler, obj: pickler.refused(obj, None)  # whole: it closes itself by the comm that it lacks
+        # Refused as a whole, because a copy without a comm would fail when it is closed.
+        return lambda pickler, obj: pickler.refused(obj, None)
     transforms = sys.modules.get("matplotlib.transforms")
     if transforms is not None and issubclass(kind, transforms.TransformNode):
         return lambda pickler, obj: pickler.transform(obj)
@@ -462,7 +464,7 @@ def _rule_for(kind: type) -> Callable[[Any, Any], Any]:
 
 
 class _PlainDtypes(dict[Any, str | None]):
-    """Short names of torch's dtypes, as they are met; None for those whose tensors may be no plain memory."""
+    """Short names of torch's dtypes, filled on demand; None for dtypes whose tensors may have no plain memory."""
 
     def __missing__(self, dtype: Any) -> str | None:
         name = str(dtype).removeprefix("torch.")

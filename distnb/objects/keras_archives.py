@@ -1,4 +1,4 @@
-"""The archives as which Keras pickles its objects, without the time: equal objects have equal archives."""
+"""The archives as which Keras pickles its objects, without their dates, so that equal objects have equal archives."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _METADATA = "metadata.json"
 def is_archived(kind: type) -> bool:
     """Return whether Keras pickles objects of a class as an archive."""
     keras: Any = sys.modules.get("keras")
-    if keras is None or not hasattr(keras, "optimizers"):  # it is being imported
+    if keras is None or not hasattr(keras, "optimizers"):  # Keras is being imported
         return False
     return issubclass(kind, (keras.layers.Layer, keras.losses.Loss, keras.optimizers.Optimizer))
 
 
 def without_time(reduced: Any) -> Any:
-    """Return how Keras says that an object is pickled, where the archive does not say when.
+    """Return Keras's reduction of an object, with the dates in its archive removed.
 
-    Its files, and an entry in one of them, are dated to the second: replicas that pickle the same model at 11:59:59 and
-    12:00:00 would differ.
+    The archive's files, and an entry in one of them, are dated to the second. Replicas that pickle the same model at
+    11:59:59 and 12:00:00 would have different digests.
     """
     match reduced:
         case (opens, (io.BytesIO() as archive,)) if zipfile.is_zipfile(archive):

@@ -1,22 +1,22 @@
-"""The merge: objects that are here receive the content of the objects that arrived for them.
+"""The merge, which updates existing objects with the content of the objects that arrived for them.
 
-Numbers say which object here is the counterpart of an object that arrived. Places do not: after `records.sort()` the
-same place holds another record. An object with a counterpart updates the counterpart, which keeps its identity. An
-object without one is new, and the objects that it holds are merged.
+Numbers identify the existing object that is the *counterpart* of an arrived object. Places cannot: after
+`records.sort()` the same place holds another record. An arrived object with a counterpart updates the counterpart,
+which keeps its identity. An arrived object without a counterpart is new, and the objects in it are merged.
 
-An example. Here is `cfg = {"lr": 0.1, "layers": [64]}`. A replica sets `cfg["lr"] = 0.2` and appends to
-`cfg["layers"]`. A dict with the new content arrives, and pairs say that `cfg` is the counterpart of the dict that
-arrived, and `layers` of its list::
+An example. The notebook has `cfg = {"lr": 0.1, "layers": [64]}`. A replica sets `cfg["lr"] = 0.2` and appends to
+`cfg["layers"]`. A dict with the new content arrives. Pairs of numbers identify `cfg` as the counterpart of this dict,
+and the old list as the counterpart of the list in it::
 
     arrived                              here, before                     here, after
     {"lr": 0.2, "layers": <new list>}    cfg = {"lr": 0.1,                the same dict: {"lr": 0.2,
                                                 "layers": <old list>}                     "layers": <old list>}
     <new list> [64, 32]                  <old list> [64]                  the same list: [64, 32]
 
-`merged(arrived dict)` looks up its counterpart `cfg`, then merges each value: 0.2 is an atom and is taken as it is;
-the new list is merged into the old list, and the old list goes into `cfg`. Every other reference to `cfg` or `layers`
-in the notebook sees the change. `_done` maps each object that arrived to its result before its items are merged, so an
-object that holds itself ends.
+`merged(arrived dict)` looks up the counterpart `cfg`, then merges each value. 0.2 is an atom and needs no merge. The
+new list is merged into the old list, and `cfg` gets the old list. Every other reference to `cfg` or `layers` in the
+notebook sees the change. `_done` maps each arrived object to its result before its items are merged, so the recursion
+ends for an object that contains itself.
 """
 
 from __future__ import annotations
@@ -61,26 +61,26 @@ ATOMS: frozenset[type] = frozenset(
         MemoryBlock,
     }
 )
-"""Types whose objects hold nothing that could have a counterpart."""
+"""Types of objects that contain no object that could have a counterpart."""
 
 _NOTHING: Any = object()
 
 
 class Merge:
-    """A merge of arrived objects into the objects that are here.
+    """A merge of arrived objects into existing objects.
 
     Args:
-        counterparts: The object here, by the `id()` of the one that arrived for it.
-        substitutes: The replacements here of objects that arrived, by the `id()` of the latter.
+        counterparts: The existing object by the `id()` of the object that arrived for it.
+        substitutes: Objects that replace arrived objects, by the `id()` of the arrived object.
     """
 
     def __init__(self, counterparts: Mapping[int, Any], substitutes: Mapping[int, Any] | None = None) -> None:
         self._counterparts = counterparts
         self._done: dict[int, Any] = dict(substitutes or {})
-        self._kept: list[Any] = []  # an `id()` means an object only as long as that lives
+        self._kept: list[Any] = []  # keeps arrived objects alive, since an `id()` is reused after an object's end
 
     def merged(self, new: Any) -> Any:
-        """Return the object that is used here from now on in place of one that arrived."""
+        """Return the object that represents an arrived object here from now on."""
         kind, key = type(new), id(new)
         if kind in ATOMS:
             return new
@@ -89,7 +89,7 @@ class Merge:
         self._kept.append(new)
         old = self._counterparts.get(key, _NOTHING)
         if kind is Placeholder:
-            result = new if old is _NOTHING else old  # what could not be sent is here, as it was
+            result = new if old is _NOTHING else old  # the object could not be sent; the existing one is unchanged
         elif isinstance(new, tuple | frozenset):
             result = self._frozen(new, old)
         else:
@@ -100,26 +100,26 @@ class Merge:
                 result = self._reduced(new, old)
             else:
                 target = new if old is _NOTHING else old
-                self._done[key] = target  # it may hold itself
+                self._done[key] = target  # before its items are merged, because it may contain itself
                 result = rule(self, new, target)
         self._done[key] = result
         return result
 
     def final(self, new: Any) -> Any:
-        """Return the result for an object that arrived: the object itself unless it was merged into another."""
+        """Return the object into which an arrived object was merged, or the arrived object itself."""
         return self._done.get(id(new), new)
 
     def all(self, items: Iterable[Any]) -> list[Any]:
-        """Several of them."""
+        """Return the merged objects of several arrived ones."""
         return [item if type(item) in ATOMS else self.merged(item) for item in items]
 
     def classes(self, held: Iterable[tuple[type, dict[str, Any]]], made: Iterable[type]) -> None:
-        """Bring classes up to date: those that were here with a state that arrived, new ones with their own."""
+        """Update classes: known ones with the state that arrived, new ones with their own state, merged."""
         for cls, state in [*held, *((each, definitions.class_state(each)) for each in made)]:
             old = definitions.class_state(cls)
             for name in old.keys() - state.keys():
                 if not name.startswith("__"):
-                    with contextlib.suppress(Exception):  # whatever the user's metaclass raises
+                    with contextlib.suppress(Exception):  # the user's metaclass may raise any error
                         delattr(cls, name)
             for name, value in state.items():
                 merged = self.merged(value)
@@ -128,8 +128,8 @@ class Merge:
                         cls.register(each)  # type: ignore[attr-defined]
                 elif (
                     name not in old or merged is not old[name]
-                ):  # equal strings, too: the digest depends on which are one object
-                    with contextlib.suppress(Exception):  # what Python itself sets, or the user's metaclass refuses
+                ):  # replace even an equal string, because the digest depends on the strings' identities
+                    with contextlib.suppress(Exception):  # Python or the user's metaclass may refuse the assignment
                         setattr(cls, name, merged)
 
     # -- by kind -------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Merge:
         if not unchanged or any(a[0] is not b for a, b in zip(items, dict.keys(new), strict=True)):
             base: Any = collections.OrderedDict if isinstance(new, collections.OrderedDict) else dict
             base.clear(target)
-            for key, value in items:  # not by the class's own method, which may count or check
+            for key, value in items:  # not by the method of the user's class, which may count or check
                 base.__setitem__(target, key, value)
         if isinstance(new, collections.defaultdict):
             target.default_factory = self.merged(new.default_factory)
@@ -189,7 +189,7 @@ class Merge:
         if new.shape != target.shape or new.dtype != target.dtype:
             return new
         if new.__array_interface__["data"] == target.__array_interface__["data"] and new.strides == target.strides:
-            return target  # both are windows on memory that has been brought up to date
+            return target  # both are windows on the same memory, which is already updated
         if not target.flags.writeable:
             return target if bool((new == target).all()) else new
         target[...] = new
@@ -199,8 +199,8 @@ class Merge:
         if target is new:
             return new
         try:
-            _take_over(target, new)
-        except (RuntimeError, TypeError, NotImplementedError):  # torch cannot change one of its kind to this
+            _replace_content(target, new)
+        except (RuntimeError, TypeError, NotImplementedError):  # torch cannot give the old tensor this content
             return new
         if target.is_leaf:
             if target.requires_grad != new.requires_grad:
@@ -260,9 +260,9 @@ class Merge:
             getstate: Any = type(new).__getstate__
             if getstate is not object.__getstate__:
                 own_state: Any = None
-                with contextlib.suppress(Exception):  # whatever the user's own raises
+                with contextlib.suppress(Exception):  # the user's method may raise any error
                     own_state = new.__getstate__()
-                if isinstance(own_state, dict):  # only the attributes that it names were sent
+                if isinstance(own_state, dict):  # only the attributes in it were sent
                     kept = {name: attributes[name] for name in own_state if name in attributes}
             merged = {name: self.merged(value) for name, value in kept.items()}
             if kept is attributes:
@@ -277,12 +277,12 @@ class Merge:
         return target
 
     def _reduced(self, new: Any, old: Any) -> Any:
-        """Merge an object of an unknown class: by its attributes if they are all of it, else as it is pickled."""
+        """Merge an object of any other class: by its attributes if they are its whole state, else by its reduction."""
         key, kind = id(new), type(new)
         reducer = copyreg.dispatch_table.get(kind) or cloudpickle.Pickler.dispatch_table.get(kind)
         try:
             reduced: Any = reducer(new) if reducer is not None else new.__reduce_ex__(4)
-        except Exception:  # whatever the user's own raises  # noqa: BLE001
+        except Exception:  # the user's method may raise any error  # noqa: BLE001
             return new if old is _NOTHING else old
         if isinstance(reduced, str):
             return new
@@ -312,7 +312,7 @@ class Merge:
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
-    """Return whether two rows hold the same objects, or equal atoms."""
+    """Return whether two lists hold the same objects, or equal atoms, in the same order."""
     return len(one) == len(other) and all(
         a is b or (type(a) in ATOMS and type(a) is type(b) and bool(a == b)) for a, b in zip(one, other, strict=True)
     )
@@ -334,7 +334,7 @@ _RULES: tuple[tuple[type, _Rule], ...] = (
     (types.CellType, Merge._cell),
     (types.FunctionType, Merge._function),
     (functools._lru_cache_wrapper, Merge._cache),
-    # Known by ids; the attributes of classes are merged at the end.
+    # Classes are identified by ids. Their attributes are merged at the end.
     (type, lambda merge, new, target: new),
     (typing.TypeVar, lambda merge, new, target: new),
     (BaseException, Merge._exception),
@@ -344,16 +344,16 @@ _RULES: tuple[tuple[type, _Rule], ...] = (
 
 
 def _arrives_as(kind: type, arrived: type) -> bool:
-    """Return whether objects of a kind arrive as those of another: a memmap that is copied on write, as an array."""
+    """Return whether objects of one class arrive as objects of another: a copy-on-write memmap arrives as an array."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and kind is numpy.memmap and arrived is numpy.ndarray
 
 
-def _take_over(target: Any, new: Any) -> None:
-    """Give a tensor the content of another, and its shape and dtype.
+def _replace_content(target: Any, new: Any) -> None:
+    """Give a tensor the content, shape and dtype of another.
 
     Raises:
-        RuntimeError: torch cannot do that.
+        RuntimeError, TypeError, NotImplementedError: torch does not support the change.
     """
     import torch
 
@@ -365,7 +365,7 @@ def _take_over(target: Any, new: Any) -> None:
         return
     windows = all(not each.is_cpu or is_stored(each) for each in (target, new))
     if not windows or new.shape != target.shape or new.dtype != target.dtype:
-        target.data = new.data  # it was resized, or is another window
+        target.data = new.data  # the tensor was resized, or is another window
     elif new.data_ptr() != target.data_ptr() or new.stride() != target.stride():
         target.data.copy_(new.data)
 

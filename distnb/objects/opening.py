@@ -1,19 +1,19 @@
-"""The reader of packs: it finds known objects by their numbers and makes the others.
+"""The reader of packs, which finds known objects by their numbers and creates the others.
 
-A pack holds one pickle for each name, and all of them share one memo. A pickle refers to an object of an earlier pack
-by its number (a persistent id), and to an object of an earlier name by its place in the memo.
+A pack contains one pickle for each name, and all of them share one memo. A pickle refers to an object of an earlier
+pack by its number (a persistent id), and to an object of an earlier name by its place in the memo.
 
-A value that cannot be opened must not cost the others. An example: the pack has the names `x`, `model` and `z`, and
-the class of `model` raises in its `__setstate__`::
+A value that cannot be opened must not prevent the opening of the others. An example: the pack has the names `x`,
+`model` and `z`, and the class of `model` raises in its `__setstate__`::
 
     name      x          model                   z
     places    0 to 4     5 to 9                  10 to 12
     opened    the value  stops at place 7        refers to place 8
 
-The shared memo is incomplete then. `_go_on_after` counts the places and buffers that the pickle of `model` would have
-taken, from its opcodes alone, and reads on behind it: `model` is a placeholder with the reason, the places 5 to 9 hold
-that placeholder, and `z`, which refers to one of them, raises and becomes a placeholder, too. A value that refers to
-none of them is opened as usual.
+The shared memo is then incomplete. `_skip_failed` counts the places and buffers that the pickle of `model` takes, from
+its opcodes alone, and continues behind this pickle. `model` becomes a placeholder with the reason, which fills the
+places 5 to 9. `z` refers to one of these places, so its opening raises, and it becomes a placeholder, too. A value
+without such a reference is opened as usual.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class Opener:
     Args:
         packed: The pack.
         side: This process.
-        find: The object of a number that this side knows.
-        place: Where the memory of an accelerator lies here: a device of torch's, or "cpu".
-        agreed: Names to be taken over; the values of others are copies, and nothing here becomes them.
-        in_place: Whether memory that is known is written to as it is read, for agreed names.
+        find: Returns the object of a number that this side knows.
+        place: The device for tensors that were on an accelerator: one of torch's devices, or "cpu".
+        agreed: The names whose values update the objects here. The values of other names are copies.
+        in_place: True if the values of agreed names are read into the known blocks of memory.
 
     Attributes:
-        roots: What was read: a list with one value for each name.
-        failed: Why there are placeholders in what was read, by name.
-        new_classes: Classes that were made.
-        held_classes: Classes that were known, each with the state that arrived for it.
-        new_memories: Memory that was made.
-        referred: What references stood for: handles, and objects that live here. They did not arrive.
-        parts_used: Parts of packs in which objects came that this pack has the numbers of.
-        bound: Names in the namespace that classes were bound to on the way.
-        named: What the pack named of this one's methods.
+        roots: A list with one value for each name that was read.
+        failed: The error of each value that could not be opened, by name.
+        new_classes: The classes that were created.
+        held_classes: The known classes, each with the state that arrived for it.
+        new_memories: The blocks of memory that were created.
+        referred: The objects behind references: handles, and objects that stay here. They did not arrive.
+        parts_used: The parts of earlier packs to whose objects this pack refers by number.
+        bound: The names in the namespace that were bound to classes while they were read.
+        named: The references to this opener's methods in the pack, by the method's name.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Opener:
         self.named: dict[str, ByOpener] = {}
         self._in_place = in_place
         self._writes = False
-        self._bare_classes: set[type] = set()  # those made that have no attributes yet
+        self._bare_classes: set[type] = set()  # new classes that have no attributes yet
         self._side = side
         self._place = place
         self._buffers = [_writable(each) for each in packed.buffers]
@@ -92,17 +92,17 @@ class Opener:
 
     @property
     def memo(self) -> Any:
-        """Every object by its place."""
+        """The objects by their places."""
         return self._reader.memo
 
     def load(self, name: str) -> Any:
-        """Read the next value, which is that of a name, and return it as it arrived."""
+        """Read the next value, which belongs to `name`, and return it as it arrived."""
         start, self._writes = self._file.tell(), self._in_place and name in self.agreed
         try:
             root = self._reader.load()
-        except Exception as error:  # whatever the user's classes raise  # noqa: BLE001
+        except Exception as error:  # the user's classes may raise any error  # noqa: BLE001
             root = [self.lost(name, error)]
-            self._go_on_after(start, root)
+            self._skip_failed(start, root)
         self.roots.append(root)
         return root[0]
 
@@ -122,22 +122,22 @@ class Opener:
         for each in self.named.values():
             each.method = None
 
-    def _go_on_after(self, start: int, root: list[Placeholder]) -> None:
-        """Read on behind a value that could not be opened. `root` replaces it, and its item each of its parts."""
+    def _skip_failed(self, start: int, root: list[Placeholder]) -> None:
+        """Continue behind a value that could not be opened. The placeholder in `root` replaces all its parts."""
         counts, sound = collections.Counter[str](), 0
         self._file.seek(0)
         while self._file.tell() <= start:
             sound = counts["MEMOIZE"]
             counts.update(opcode.name for opcode, _, _ in pickletools.genops(self._file))
         known = self._reader.memo.copy()
-        # Python's own: C's crashes when it is given a memo (3.11).
+        # The unpickler in Python: the one in C crashes when its memo is set (3.11).
         reader: Any = _PythonUnpickler(self._file, buffers=self._buffers[counts["NEXT_BUFFER"] :])
         reader.opener = self
         lost = dict.fromkeys(range(sound, counts["MEMOIZE"]), root[0])
         reader.memo = _Memo({**{place: known[place] for place in range(sound)}, **lost, sound: root})
         self._reader = reader
 
-    # -- what pickles name ---------------------------------------------------------------------------------------------
+    # -- methods that pickles call -------------------------------------------------------------------------------------
 
     def open_reference(self, token: Any) -> Any:
         """Return the object that a reference represents."""
@@ -146,12 +146,12 @@ class Opener:
         return found
 
     def open_from_host(self, data: Any, dtype: Any, shape: tuple[int, ...], is_parameter: bool) -> Any:
-        """Return a tensor that was on an accelerator, on this side's accelerator."""
+        """Return a tensor that was on an accelerator, on this process's device."""
         tensor = MemoryBlock.filled(data).tensor().view(dtype).reshape(shape).to(self._place)
         return sys.modules["torch"].nn.Parameter(tensor, False) if is_parameter else tensor
 
     def open_storage_from_host(self, data: Any, dtype: Any) -> Any:
-        """Return a storage that was on an accelerator, on this side's accelerator."""
+        """Return a storage that was on an accelerator, on this process's device."""
         tensor = MemoryBlock.filled(data).tensor().to(self._place)
         return open_storage(MemoryBlock(tensor, 0, tensor.nbytes), dtype)
 
@@ -162,12 +162,12 @@ class Opener:
         return memory
 
     def update_memory(self, number: int, data: Any, resizable: bool) -> MemoryBlock:
-        """Known memory, with other content unless data is None."""
+        """Return a known block of memory. If `data` is not None, the block gets this content."""
         known: MemoryBlock = self.find(number)
         known.follow()
         if not known.is_there(known.start):
             if data is None:
-                raise CannotTravelError("torch has resized the storage here that held it")
+                raise CannotTravelError("torch has resized the storage that contained it on this side")
             return self.open_memory(data, resizable)
         if not self._writes:
             return MemoryBlock.filled(bytes(known.buffer()) if data is None else data, resizable=resizable)
@@ -178,7 +178,7 @@ class Opener:
     def make_function(
         self, code: types.CodeType, globals_: dict[str, Any] | str | None, closure: Any
     ) -> types.FunctionType:
-        """Return a function without its state, which may refer to it."""
+        """Return a function without its state, which is set later because it may refer to the function."""
         if globals_ is None:
             globals_ = self._side.user_ns
         elif isinstance(globals_, str):
@@ -187,14 +187,14 @@ class Opener:
         return types.FunctionType(code, globals_, code.co_name, None, closure)
 
     def make_class(self, identity: str, kind: str, args: tuple[Any, ...], where: str | None) -> type:
-        """Return a class that is known, or a new one without its attributes, which may refer to it."""
+        """Return a known class, or a new one without its attributes, which may refer to the class."""
         classes, user_ns = self._side.classes, self._side.user_ns
         cls: Any = classes.get(identity)
         if cls is None:
             cls = _new_class(kind, args, classes)
             classes.add(identity, cls)
             self._bare_classes.add(cls)
-        # Its name is bound at once, where it has none yet: what is opened with its attributes may be looked up by it.
+        # Bind an unbound name at once, because objects among the class's attributes may look up the class by name.
         if where is not None and where not in user_ns:
             user_ns[where] = cls
             self.bound.append(where)
@@ -207,13 +207,13 @@ class Opener:
             self._bare_classes.discard(cls)
             self.new_classes.append(cls)
             cloudpickle_internals.fill_class(cls, (state, {}))
-        else:  # it is merged when all has arrived
+        else:  # a known class is merged when all values have been read
             self.held_classes.append((cls, state))
 
     def make_type_variable(
         self, identity: str, name: str, constraints: Any, bound: Any, kinds: dict[str, bool], module: str
     ) -> Any:
-        """Return a type variable that is known, or a new one."""
+        """Return a known type variable, or a new one."""
         found = self._side.classes.get(identity)
         if found is None:
             found = typing.TypeVar(name, *constraints, bound=bound, **kinds)  # type: ignore[misc]
@@ -224,7 +224,8 @@ class Opener:
 
 def _new_class(kind: str, args: tuple[Any, ...], classes: definitions.Classes) -> type:
     bases = args[0] if kind == "enum" else args[2]
-    # A class that arrives is not a new definition: its bases are not notified, just as no instance is initialised.
+    # An arriving class is not a new definition. So `__init_subclass__` of its bases is not called, just as unpickling
+    # does not call an instance's `__init__`.
     every = {each for base in bases if isinstance(base, type) for each in base.__mro__ if each in classes}
     hooks = {base: hook for base in every if (hook := vars(base).get("__init_subclass__")) is not None}
     for base in hooks:
@@ -257,15 +258,15 @@ class _ByNames:
 
 
 class _Unpickler(_ByNames, pickle.Unpickler):
-    """C's."""
+    """The unpickler in C."""
 
 
 class _PythonUnpickler(_ByNames, pickle._Unpickler):
-    """Python's own."""
+    """The unpickler in Python, whose memo can be replaced."""
 
 
 class _Memo(dict[int, Any]):
-    """The memo after a value that could not be opened: a reference to a part of it raises its error."""
+    """The memo after a value that could not be opened. A reference to a part of the value raises the value's error."""
 
     def __getitem__(self, place: int) -> Any:
         found = super().__getitem__(place)
@@ -275,12 +276,12 @@ class _Memo(dict[int, Any]):
 
 
 def is_lost(obj: Any) -> bool:
-    """Return whether an object is the placeholder of a value that arrived and could not be opened."""
+    """Return whether an object is the placeholder of an arrived value that could not be opened."""
     return type(obj) is Placeholder and "why" in vars(obj)
 
 
 def pairs_in(packed: Packed) -> Iterator[tuple[int, int]]:
-    """Yield (place in the memo, number) of each object in a pack that the opening side has already."""
+    """Yield (place in the memo, number) of each object in a pack that the receiver already has."""
     numbers_of_places, parts = array("Q"), packed.parts
     numbers_of_places.frombytes(packed.pairs)
     for place, number in zip(numbers_of_places[::2], numbers_of_places[1::2], strict=True):
@@ -289,6 +290,6 @@ def pairs_in(packed: Packed) -> Iterator[tuple[int, int]]:
 
 
 def _writable(frame: Any) -> Any:
-    # Arrays are built on the very buffer, and a user may write to an array.
+    # Arrays use the buffer's own memory, and the user may write to them.
     view = memoryview(frame)
     return bytearray(view) if view.readonly else frame

@@ -1,4 +1,4 @@
-"""The packing of values: pickles for the other side, with numbers in place of the objects that it has already."""
+"""The packing of values: pickles for the other side, with numbers in place of the objects that it already has."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ from distnb.objects.placeholder import Placeholder, cure_for, refusal
 __all__ = ["OFFSET_BITS", "Packed", "Packer", "out_of_band"]
 
 OFFSET_BITS = 32
-"""How many low bits of an object's number are its place within a part of a pack; the others are the part's number."""
+"""The number of low bits of an object's number that hold its place in a part of a pack. The others number the part."""
 
-_KNOWS_PROCESSES = "it knows only the processes that there were when it was made"
+_KNOWS_PROCESSES = "it stores the processes that existed when it was made"
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Values as they are sent: one pickle for each with a common memo, and their buffers.
+    """A pack: values as they are sent, one pickle for each, with a common memo and their buffers.
 
     Attributes:
-        serial: Numbers the objects in it, together with their place in the memo.
-        names: What each of them is the value of, in order.
-        data, buffers: The pickles and their buffers; nothing in a bare one.
-        starts: Where the part of each name begins in the memo, and where the last one ends.
-        pairs: (place in the memo, number that the other side knows the object by), one after the other. The upper half
-            of such a number is an index of `parts`, so that it takes 64 bits.
-        parts: Parts of packs that these numbers are of.
-        copies: Of objects that stay where they are: a class among them changes none that the other side has.
+        serial: The serial number of the pack, a part of its objects' numbers.
+        names: The names of the values, in order.
+        data, buffers: The pickles and their buffers; empty in a bare pack.
+        starts: The place in the memo at which the part of each name begins, and the end of the last part.
+        pairs: A (place in the memo, number) pair for each object that the other side already has, one after the other.
+            The high bits of the number are an index into `parts`, so that a number fits in 64 bits.
+        parts: The parts of earlier packs to which the numbers belong.
+        copies: True if the values are copies of objects that stay with the sender. A class among them then changes no
+            class of the receiver.
     """
 
     serial: int
@@ -65,7 +66,7 @@ class Packed:
         return {name: end - start for name, start, end in zip(self.names, self.starts, self.starts[1:], strict=False)}
 
     def parts_within(self) -> dict[str, set[int]]:
-        """Return the parts of packs that known objects came in, by the names in whose values they are now."""
+        """Return, for each name, the parts of earlier packs that brought the known objects in its value."""
         import numpy
 
         rows = numpy.frombuffer(self.pairs, numpy.int64).reshape(-1, 2)
@@ -76,7 +77,7 @@ class Packed:
         return found
 
     def bare(self) -> Packed:
-        """Return the pack without its content, for a receiver that has that from another sender."""
+        """Return the pack without its content, for a receiver that gets the content from another sender."""
         return Packed(serial=self.serial, names=self.names, data=b"", buffers=(), starts=self.starts)
 
     @property
@@ -104,16 +105,16 @@ def out_of_band(buffers: list[Any]) -> Callable[[pickle.PickleBuffer], bool]:
 
 
 class Packer(Digester):
-    """Pickles to be opened.
+    """A pickler of values that are sent.
 
     Args:
-        known: Gives the number of an object that the other side has as it is, else None.
-        number_of: Gives the number of one that it has, perhaps with other content.
-        memories: Memory that is known.
+        known: Returns the number of an object that the other side has with the same content, or None.
+        number_of: Returns the number of an object that the other side has, perhaps with other content, or None.
+        memories: The known blocks of memory.
 
     Attributes:
-        referred: What was sent by reference.
-        parts_used: Parts of packs in which objects came that were sent by their numbers.
+        referred: The objects that were sent by reference.
+        parts_used: The parts of earlier packs to whose objects this pack refers by number.
     """
 
     def __init__(
@@ -129,12 +130,12 @@ class Packer(Digester):
         self._number_of = number_of
         self._memories = memories
         if known is not None:
-            self.persistent_id = known  # asked for every object: only where there is something to be found
+            self.persistent_id = known  # called for every object, so it is set only if it can find any
         self.file = io.BytesIO()
         super().__init__(side, file=self.file, keep=out_of_band(self.buffers))
 
     def place_of(self, obj: Any) -> int:
-        """Return the place in the memo of an object that was packed: of such a one a second pickle has nothing else."""
+        """Return the place in the memo of a packed object, from a second pickle, which only refers to the place."""
         end = self.file.tell()
         self.dump(obj)
         self.file.seek(end)
@@ -169,7 +170,8 @@ class Packer(Digester):
                 return self.graph(tensor)
             tensor = tensor.detach()
         if not tensor.is_cpu and on_accelerator(tensor) and tensor.layout is sys.modules["torch"].strided:
-            # A copy on the host: not all accelerators show their memory as bytes. Views become tensors of their own.
+            # Copy the tensor to the host, because not all accelerators allow access to their memory as bytes. Views of
+            # one storage become separate tensors.
             host, is_parameter = tensor.detach().cpu().contiguous(), type(tensor).__name__ == "Parameter"
             shown = pickle.PickleBuffer(bytes_of(host))
             made: Any = constructors.open_from_host, (shown, host.dtype, tuple(host.shape), is_parameter)
@@ -194,17 +196,17 @@ class Packer(Digester):
         return self.instance(transform)
 
     def graph(self, tensor: Any) -> Any:
-        """Reduce a tensor with a graph of operations behind it, which stays in its process."""
+        """Reduce a tensor that has a graph of operations, which stays in its process."""
         reference = self.reference(tensor)
         if reference is not None:
             return reference
         cure = "pass on tensor.detach(), or compute it inside the distributed cell"
-        why = "it has a graph of operations behind it, which stays in its process"
+        why = "it has a graph of operations, which stays in its process"
         return Placeholder, (refusal(self.label, self.root, tensor, cure, why),)
 
     def world_bound(self, obj: Any) -> Any:
         if self.side.copying:
-            return self.instance(obj)  # to be looked at
+            return self.instance(obj)  # the user wants to inspect the copy
         reference = self.reference(obj)
         if reference is not None:
             return reference

@@ -1,4 +1,4 @@
-"""Placeholders for objects that cannot be sent: using one raises an error with the cure."""
+"""Placeholders for objects that cannot be sent. Any use of a placeholder raises an error with the cure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ANY_CURE = "make it inside the distributed cell, or keep it out of what the cel
 
 
 def is_unsendable(obj: Any) -> bool:
-    """Return whether an object belongs to its process, whatever its class says of pickling."""
+    """Return whether an object belongs to its process, even if its class supports pickling."""
     kind = type(obj)
     return issubclass(kind, _UNSENDABLE) and not issubclass(kind, _SENDABLE_IO)
 
@@ -44,14 +44,14 @@ def cure_for(obj: Any) -> str:
 
 
 def label_of(name: str) -> str:
-    """Return the label of a name's value in messages: "@1" is an argument, "%id" a class, "x#3" an old value of `x`."""
+    """Return the label of a value in messages. "@1" names an argument, "%id" a class, "x#3" an old value of `x`."""
     if name[:1] in ("@", "%", ""):
         return {"@": "An argument of the call", "%": "A class", "": "A value"}[name[:1]]
     return f"`{name.partition('#')[0]}`"
 
 
 def refusal(label: str, value: Any, culprit: Any, cure: str, why: object = None) -> str:
-    """Return the reason why a value cannot be sent: the culprit (the value or an object in it), why, and the cure."""
+    """Return the message that a value cannot be sent: the culprit (the value or an object in it), why, and the cure."""
     kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
     article = "an" if kind[0] in "AEIOUaeiou" else "a"
     held = f"{'is' if culprit is value else 'holds'} {article} {kind}"
@@ -63,15 +63,15 @@ class Placeholder:
     """The placeholder of an object that could not be sent.
 
     Args:
-        text: What happened and the cure: the message of what any use of it raises.
-        kind: The name of that exception's class, one of `distnb.errors`.
+        text: The message of the exception that any use raises: the cause and the cure.
+        kind: The name of the exception's class in `distnb.errors`.
     """
 
     def __init__(self, text: str, kind: str = CannotTravelError.__name__) -> None:
         self.__dict__["_refusal"] = text, kind
 
     def refuse(self, *args: Any, **keywords: Any) -> NoReturn:
-        """Raise what any use raises."""
+        """Raise the placeholder's exception."""
         from distnb import errors
 
         text, kind = self.__dict__["_refusal"]
@@ -87,7 +87,7 @@ class Placeholder:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # who asks for these only looks what it is
+            raise AttributeError(name)  # code that looks up these attributes only inspects the object
         self.refuse()
 
     def __reduce__(self) -> Any:

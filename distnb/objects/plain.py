@@ -1,4 +1,4 @@
-"""Values that nothing can change: they travel as they are and are compared by type and value."""
+"""Immutable values, which are sent as they are and compared by type and value."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ ATOMS: frozenset[type] = frozenset(
         uuid.UUID,
     }
 )
-"""Types whose instances are immutable through and through (modules stand for themselves: they travel by name)."""
+"""Types whose instances, with everything in them, are immutable. Modules count too, since they are sent by name."""
 
 SCALARS = frozenset({type(None), bool, int, float})
-"""The smallest of them: what most calls return that return a plain value."""
+"""The smallest of these types, which most calls that return a plain value return."""
 
 _TORCH_ATOMS = ("dtype", "device", "Size", "layout", "memory_format")
-_LARGEST_NBYTES = 1 << 16  # a larger string or tuple is worth keeping on the other side instead of sending it again
+_LARGEST_NBYTES = 1 << 16  # the other side keeps larger strings and tuples, so they need not be sent again
 
 
 _HEAP_TYPE = 1 << 9
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is immutable, whatever it holds included, and small enough to be sent each time.
+    """Return whether a value and everything in it is immutable, and it is small enough to be sent each time.
 
-    Nothing of the value's own is called: its class may do as it likes, `__class__` included.
+    No method of the value's own class is called, not even `__class__`, since the user's code may do anything.
     """
     kind = type(value)
     if kind is slice:
@@ -73,7 +73,7 @@ def is_plain(value: Any) -> bool:
 
 def _is_plain_object(kind: type, value: Any) -> bool:
     torch = sys.modules.get("torch")
-    # The most frequent ones first: a data set may hold many of them.
+    # The most frequent types come first, because a data set may hold many such objects.
     if kind in (list, dict, set) or (torch is not None and kind is getattr(torch, "Tensor", None)):
         return False
     if issubclass(kind, (types.FunctionType, type)):
@@ -94,7 +94,7 @@ def _is_plain_object(kind: type, value: Any) -> bool:
 def is_importable(value: Any) -> bool:
     """Return whether a function or class can be found by its module and qualified name in any process."""
     if isinstance(value, type) and not value.__flags__ & _HEAP_TYPE:
-        return True  # of C, and there in every process
+        return True  # a class defined in C, which every process has
     name = getattr(value, "__module__", None)
     if name is None or name == "__main__":
         return False
@@ -109,7 +109,7 @@ def is_importable(value: Any) -> bool:
 def same(one: Any, other: Any) -> bool:
     """Return whether two plain values are equal in type and value at every level.
 
-    So 1 is not True, 0.0 is not -0.0, and NaN is NaN.
+    1 and True differ, 0.0 and -0.0 differ, and NaN equals NaN.
     """
     if type(one) is not type(other):
         return False

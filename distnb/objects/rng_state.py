@@ -11,10 +11,10 @@ __all__ = ["RngState", "content_of", "generator_state", "numpy_state", "set_gene
 
 
 class RngState(NamedTuple):
-    """State of the global random generators, as plain data: to be sent, stored and compared.
+    """State of the global random generators, as plain data that can be sent, stored and compared.
 
     Attributes:
-        torch: The states of torch's generators: the CPU's, or those that were given.
+        torch: The states of torch's generators: the CPU's generator, or the generators that `capture` was given.
         python: The state of `random`.
         numpy: The state of `numpy.random`.
 
@@ -32,7 +32,7 @@ class RngState(NamedTuple):
 
     @classmethod
     def capture(cls, generators: Sequence[Any] = ()) -> RngState:
-        """Return the current state, of these torch generators in place of the CPU's."""
+        """Return the current state. If generators are given, they replace torch's generator of the CPU."""
         of_torch = tuple(map(generator_state, generators or _cpu()))
         return cls(torch=of_torch, python=random.getstate(), numpy=numpy_state())
 
@@ -50,7 +50,7 @@ class RngState(NamedTuple):
         )
 
     def restore(self, generators: Sequence[Any] = ()) -> None:
-        """Set the generators to this state. Give the torch generators that `capture` was given."""
+        """Set the generators to this state. Pass the same torch generators as to `capture`."""
         for generator, state in zip(generators or _cpu(), self.torch, strict=True):
             set_generator_state(generator, state)
         random.setstate(self.python)
@@ -58,7 +58,7 @@ class RngState(NamedTuple):
 
 
 def generator_state(generator: Any) -> bytes:
-    """Return the state of a torch generator as bytes. Unlike a pickled tensor, they are equal where the state is."""
+    """Return the state of a torch generator as bytes. Unlike pickled tensors, they are equal for equal states."""
     return content_of(generator.get_state())
 
 
@@ -77,9 +77,9 @@ def set_generator_state(generator: Any, state: bytes) -> None:
 
 
 def numpy_state() -> tuple[Any, ...]:
-    """Return the state of `numpy.random`, which this loads.
+    """Return the state of `numpy.random`, and import it if necessary.
 
-    NumPy seeds itself from the system's entropy: loaded on the replicas alone, it would differ between them.
+    NumPy seeds itself from the system's entropy. If only the replicas imported it, their states would differ.
     """
     import numpy.random
 

@@ -4,11 +4,11 @@ Both ends work alike. Before a program the notebook digests the values that it r
 lack or have with other content. The engines open the pack. After the program they digest the same values again and
 pack what changed, and the notebook opens that. A digest is compared only with an earlier digest of the same end.
 
-Every object has a number, equal at both ends and on all engines that have packed the same value: the serial of the
-pack, a digest of the name, and the object's place in that name's part of the pickle's memo. The other content of the
-pack does not matter. Each end keeps the numbers of a pack until all its names have been sent again or are forgotten.
-When a value is sent again, pairs of numbers say which objects in it the receiver has already. The receiver updates
-those in place, so they keep their identity.
+Every object has a number, equal at both ends and on all engines that have packed the same value. It consists of the
+serial of the pack, a digest of the name, and the object's place in that name's part of the pickle's memo. It does not
+depend on the other content of the pack. Each end keeps the numbers of a pack until all its names have been sent again
+or are forgotten. When a value is sent again, pairs of numbers identify the objects in it that the receiver already has.
+The receiver updates them in place, so they keep their identity.
 
 An example. The notebook has `records = [a, b]` with `a = [1]` and `b = [2]`, and sends it in pack 8::
 
@@ -22,8 +22,8 @@ different now, and the pairs (place now, number before) identify the objects::
     object                         records             b                 a
     pair                           (1, 8/records/1)    (2, 8/records/3)  (3, 8/records/2)
 
-The notebook finds its own `records`, `b` and `a` by these numbers and only changes the order in its list: `records is
-before` remains true, and `records[1] is a`. By place, `a` would have received the content of `b`.
+The notebook finds its own `records`, `b` and `a` by these numbers and only changes the order in its list: `records` is
+still the same list, and `records[1] is a`. By place, `a` would have received the content of `b`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from distnb.objects.placeholder import Placeholder, cure_for, label_of, refusal
 
 __all__ = ["Tracker", "part_of"]
 
-# A number, from its low bits on: OFFSET_BITS of the place in the part, 64 of the name's digest, the serial of the pack.
+# The bits of a number, from the lowest on: OFFSET_BITS for the place in the part, 64 for the name's digest, and the
+# serial of the pack.
 _NAME_BITS = 64
 _OFFSETS = (1 << OFFSET_BITS) - 1
 _IDLE_NBYTES = 1 << 20
@@ -67,7 +68,7 @@ class _Record:
 
     root: Any
     digest: bytes
-    parts: tuple[Any, ...] | None = None  # of a function, which need not be pickled while it is made of these
+    parts: tuple[Any, ...] | None = None  # see `parts_of`: a function with the same parts need not be pickled again
 
 
 class _Table:
@@ -75,12 +76,12 @@ class _Table:
 
     Args:
         packed: The pack.
-        roots: The list that each of its values stood in.
-        coder: The pickler, or the unpickler: their memos have the places.
+        roots: The lists, of one item each, in which the values were pickled.
+        coder: The pickler or the opener. Its memo contains the places.
 
     Attributes:
-        wanted: Names, as they are now, of values that the other end has.
-        serials_used: Those of packs that brought objects which this one refers to by number.
+        wanted: The current names of the values that the other end still has.
+        serials_used: The serials of earlier packs to whose objects this pack refers by number.
     """
 
     def __init__(self, packed: Packed, roots: list[Any], coder: Any) -> None:
@@ -91,7 +92,7 @@ class _Table:
         self._starts = packed.starts
         self._parts = [part_of(packed.serial, name) for name in packed.names]
         self._indices = {part: index for index, part in enumerate(self._parts)}
-        self._own: set[int] = set()  # indices of parts whose objects have other numbers at the other end
+        self._own: set[int] = set()  # the indices of parts whose objects have other numbers at the other end
         self._roots = roots
         self._coder = coder
         self._objects: dict[int, Any] | None = None
@@ -99,13 +100,13 @@ class _Table:
 
     @property
     def objects(self) -> dict[int, Any]:
-        """Every object that has a number, by its place. Read from the memo when it is first asked for."""
+        """The objects that have numbers, by their places. They are read from the memo at the first use."""
         if self._objects is None:
-            with _no_collection():  # hundreds of thousands of entries would start it many times
+            with _no_collection():  # hundreds of thousands of new entries would start many collections
                 memo = self._coder.memo.copy()
                 if isinstance(self._coder, Packer):
                     memo = dict(memo.values())
-                # What is sent by reference has an id, and no number.
+                # Objects that are sent by reference have ids, and no numbers.
                 apart = {id(obj) for obj in (*self._roots, *self._coder.referred)}
                 self._objects = {
                     place: obj
@@ -113,12 +114,12 @@ class _Table:
                     if (type(obj) not in ATOMS or type(obj) is MemoryBlock) and id(obj) not in apart
                 }
                 self._drop_own()
-            # What arrived for an object that was here is not kept.
+            # Release the arrived objects that were merged into existing ones.
             self._coder, self._roots = None, []
         return self._objects
 
     def replace(self, objects: dict[int, Any]) -> None:
-        """Take other objects for those that arrived."""
+        """Replace the arrived objects by the objects into which they were merged."""
         self._objects = objects
         self._numbers = None
 
@@ -127,8 +128,8 @@ class _Table:
         self.names = [new if name == old else name for name in self.names]
         self.wanted = {new if name == old else name for name in self.wanted}
 
-    def keep_to_oneself(self, parts: Iterable[int]) -> None:
-        """Give out no numbers of these parts: the other end has others for what is in them."""
+    def retire_numbers(self, parts: Iterable[int]) -> None:
+        """Stop using the numbers of these parts. The other end has other numbers for their objects."""
         self._own.update(self._indices[part] for part in parts if part in self._indices)
         self._numbers = None
         if self._objects is not None:
@@ -143,15 +144,15 @@ class _Table:
     def drop_unreferenced(self, newer: Sequence[_Table]) -> list[int]:
         """Drop the unreferenced objects of values that are no longer wanted. Return the parts that this empties.
 
-        This frees memory, and changes nothing: an object that nobody reaches is never sent, and never asked for. What
-        is in a newer table has another number.
+        This only frees memory: an object without references is never sent again. An object in a newer table has a newer
+        number.
         """
         idle = {index for index, name in enumerate(self.names) if name not in self.wanted} - self._own
         places = sorted(place for place in self.objects if self._index_of(place) in idle)
         self._numbers, left = None, set[int]()
-        for place in places:  # what holds others comes before them
+        for place in places:  # containers come before their items
             if type(self.objects[place]) is MemoryBlock:
-                continue  # arrays refer to what is in it
+                continue  # arrays use the memory without a reference to the block
             key = id(self.objects[place])
             if _references(self.objects, place) > _REFERENCES_OF_ONE_ALONE and not any(
                 key in table.numbers for table in newer
@@ -163,7 +164,7 @@ class _Table:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Numbers by the `id()` of objects."""
+        """The numbers by the `id()` of the objects."""
         if self._numbers is None:
             bases = [(part << OFFSET_BITS) - start for part, start in zip(self._parts, self._starts, strict=False)]
             with _no_collection():
@@ -186,7 +187,7 @@ class _Table:
 
     @property
     def idle_nbytes(self) -> int:
-        """The bytes that came with names whose values are no longer wanted, less those of the wanted ones."""
+        """The bytes of memory of values that are no longer wanted, less the bytes of wanted values."""
         found = 0
         for place, obj in self.objects.items():
             if type(obj) is MemoryBlock:
@@ -194,11 +195,11 @@ class _Table:
         return found
 
     def name_of(self, number: int) -> str:
-        """Return the name with whose value an object came."""
+        """Return the name of the value that brought an object."""
         return self.names[self._indices[number >> OFFSET_BITS]]
 
     def _index_of(self, place: int) -> int:
-        """Return which of the parts a place is in."""
+        """Return the index of the part that contains a place."""
         return bisect.bisect_right(self._starts, place) - 1
 
 
@@ -225,7 +226,7 @@ class Tracker:
 
     Args:
         side: This process.
-        place: Where the memory of an accelerator lies here.
+        place: The device for tensors that were on an accelerator: one of torch's devices, or "cpu".
     """
 
     def __init__(self, side: Side, place: str = "cpu") -> None:
@@ -233,22 +234,22 @@ class Tracker:
         self._place = place
         self._records: dict[str, _Record] = {}
         self._tables: dict[int, _Table] = {}
-        self._shrunk: set[int] = set()  # serials of tables with values that are not wanted any more, lately
+        self._shrunk: set[int] = set()  # the serials of tables with values that recently ceased to be wanted
         self._memories = MemoryBlocks()
 
     def __contains__(self, name: object) -> bool:
         return name in self._records
 
     def root(self, name: str) -> Any:
-        """Return this end's object of the value that the other end has under a name."""
+        """Return this end's object for the value that the other end has under a name."""
         return self._records[name].root
 
     @property
     def names(self) -> list[str]:
-        """Every name that the other end has something under."""
+        """The names under which the other end has values."""
         return list(self._records)
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- comparing -----------------------------------------------------------------------------------------------------
 
     def digest(
         self, values: Mapping[str, Any], digests: Digests | None = None, create: Callable[[], Digester] | None = None
@@ -256,12 +257,12 @@ class Tracker:
         """Digest values.
 
         Args:
-            values: By name.
+            values: The values by name.
             digests: Earlier digests, to which these are added.
-            create: Gives the pickler, once a value has to be pickled; None for an ordinary one.
+            create: Creates the pickler when the first value has to be pickled; None for a `Digester`.
         """
         digests = Digests() if digests is None else digests
-        digester: Digester | None = None  # to create one takes longer than to see that a function is the same
+        digester: Digester | None = None  # created on demand, which takes longer than comparing a function's parts
         waiting = dict(values)
         while waiting:
             for name, value in waiting.items():
@@ -276,7 +277,7 @@ class Tracker:
                 digester.begin(name, value)
                 try:
                     digests.by_name[name] = digester.digest_of(value)
-                except Exception as error:  # whatever pickling it raises  # noqa: BLE001
+                except Exception as error:  # pickling may raise any error  # noqa: BLE001
                     digests.refused[name] = _refused(name, value, error)
                     digests.by_name[name] = repr(digests.refused[name]).encode()
             waiting = {name: cls for name, cls in digests.classes.items() if name not in digests.by_name}
@@ -302,14 +303,14 @@ class Tracker:
         lacking: Iterable[str],
         held: dict[str, set[str]] | None = None,
     ) -> Packed:
-        """Pack what the other end lacks; from then on it has it.
+        """Pack the values that the other end lacks, and record that it has them.
 
         Args:
-            serial: No other pack's of either end.
-            values: All that a program reads, or read: what of it is not lacking goes by number.
-            digests: Their digests.
-            lacking: Names among them.
-            held: Takes the names with whose values objects within these values came, by the names of these.
+            serial: The serial of the pack, unique at both ends.
+            values: All values that a program reads or has read. Values that are not lacking are sent by number.
+            digests: The digests of the values.
+            lacking: The names of the lacking values.
+            held: A dict that receives, for each packed name, the names of the values that brought objects in its value.
         """
         names = list(lacking)
         kept = {name for name in values if name in self._records} - set(names)
@@ -320,8 +321,8 @@ class Tracker:
         )
 
         def known(obj: Any) -> int | None:
-            # An object that leads to it may keep its digest: other parts of the memory changed, or its class did,
-            # which has a digest of its own.
+            # A kept value may refer to changed memory or to a changed class: other parts of the memory have changed,
+            # and a class has a digest of its own.
             if type(obj) is MemoryBlock or id(obj) in of_classes:
                 return None
             for table in sources:
@@ -341,11 +342,11 @@ class Tracker:
                 for name, root in zip(names, roots, strict=True):
                     packer.begin(name, root[0])
                     packer.dump(root)
-                roots.append([])  # its place is the end
+                roots.append([])  # its place is the end of the last part
                 packer.dump(roots[-1])
                 starts = tuple(map(packer.place_of, roots))
                 break
-            except Exception as error:  # whatever pickling it raises
+            except Exception as error:  # pickling may raise any error
                 if name in digests.refused:
                     raise
                 digests.refused[name] = _refused(name, values[name], error)
@@ -372,18 +373,18 @@ class Tracker:
         found = set(map(id, classes.values()))
         digester = Digester(self.side)
         for name, cls in classes.items():
-            with contextlib.suppress(Exception):  # what cannot be pickled is not sent
+            with contextlib.suppress(Exception):  # a class that cannot be pickled is not sent
                 digester.begin(name, cls)
                 digester.digest_of(cls)
                 found |= digester.memo.copy().keys()
         return found
 
     def pack_loose(self, values: Mapping[str, Any], *, apart: bool = False) -> Packed:
-        """Pack values that neither end keeps anything of.
+        """Pack values that neither end tracks.
 
         Args:
-            values: By name.
-            apart: Pack a placeholder for a value that cannot be pickled, instead of raising what that raises.
+            values: The values by name.
+            apart: True to pack a placeholder for a value that cannot be pickled, instead of raising the error.
         """
         values = dict(values)
         while True:
@@ -393,7 +394,7 @@ class Tracker:
                     packer.label, packer.root = (label_of(name), value) if apart else ("", None)
                     packer.dump([value])
                 break
-            except Exception as error:  # whatever pickling it raises
+            except Exception as error:  # pickling may raise any error
                 if not apart or type(values[name]) is Placeholder:
                     raise
                 values[name] = _refused(name, values[name], error)
@@ -406,7 +407,7 @@ class Tracker:
         )
 
     def open_loose(self, packed: Packed) -> dict[str, Any]:
-        """Open the values that `pack_loose` was given; one that cannot be opened is a placeholder."""
+        """Open the values that `pack_loose` packed. A value that cannot be opened becomes a placeholder."""
         opener = self.opening(packed, ())
         for name in packed.names:
             opener.load(name)
@@ -435,12 +436,12 @@ class Tracker:
     # -- receiving -----------------------------------------------------------------------------------------------------
 
     def opening(self, packed: Packed, agreed: Iterable[str] | None = None, *, in_place: bool = True) -> Opener:
-        """Begin to open a pack; its values are to be loaded, and then merged.
+        """Return an opener of a pack. Load all values with it, and then call `merge`.
 
         Args:
-            packed: What the other end sent.
-            agreed: Names to be taken over; the values of others are copies, and nothing here becomes them. All if None.
-            in_place: Whether memory that is known is written to as it is read.
+            packed: The pack that the other end sent.
+            agreed: The names whose values update the objects here; None for all. The values of other names are copies.
+            in_place: True if the values of agreed names are read into the known blocks of memory.
         """
         agreed = set(packed.names) if agreed is None else set(agreed)
         return Opener(packed, self.side, self.find, self._place, agreed, in_place=in_place)
@@ -451,12 +452,12 @@ class Tracker:
         substitutes: Mapping[int, Any] | None = None,
         common: Collection[str] | None = None,
     ) -> dict[str, Any]:
-        """Return all values of a pack, by name. Objects that were here already are brought up to date.
+        """Return all values of a pack, by name. Known objects are updated.
 
         Args:
-            opener: All has been loaded from it.
-            substitutes: By their numbers here, what is to stand in the place of objects that arrived.
-            common: The names whose objects have the same numbers here as wherever they were packed; all if None.
+            opener: The opener, which has loaded all values.
+            substitutes: Objects that replace arrived objects, by the objects' numbers here.
+            common: The names whose objects have the same numbers at both ends; None for all.
         """
         packed = opener.packed
         for name in opener.bound:
@@ -477,13 +478,13 @@ class Tracker:
             for name in filter(opener.agreed.__contains__, packed.names):
                 try:
                     values[name] = merge.merged(values[name])
-                except Exception as error:  # whatever the user's classes raise  # noqa: BLE001
+                except Exception as error:  # the user's classes may raise any error  # noqa: BLE001
                     values[name] = opener.lost(name, error)
             merge.classes(held_classes, opener.new_classes)
             table.replace({place: merge.final(obj) for place, obj in objects.items()})
-        if common:  # both ends have these objects from now on
+        if common:  # from now on both ends have these objects
             table.wanted = set(common)
-            table.keep_to_oneself(part_of(packed.serial, name) for name in packed.names if name not in table.wanted)
+            table.retire_numbers(part_of(packed.serial, name) for name in packed.names if name not in table.wanted)
             self._add(table)
             for memory in opener.new_memories:
                 self._memories.add(memory)
@@ -491,20 +492,20 @@ class Tracker:
         return values
 
     def _counterparts(self, table: _Table, packed: Packed) -> dict[int, Any]:
-        """Return the objects here by the `id()` of those that arrived for them, without those forgotten just now."""
+        """Return the known objects by the `id()` of the objects that arrived for them, without forgotten ones."""
         found = {}
         for place, number in pairs_in(packed):
             if number >> OFFSET_BITS + _NAME_BITS not in self._tables:
                 continue
             new = table.objects.get(place)
-            with contextlib.suppress(KeyError):  # nothing here referred to it any more
+            with contextlib.suppress(KeyError):  # the object was dropped, because nothing referred to it
                 old = self.find(number)
                 if new is not None and old is not new and not is_lost(new):
                     found[id(new)] = old
         return found
 
     def copies(self, packed: Packed) -> list[tuple[int, int, Any]]:
-        """Return (number here, number there, object as it arrived) for each object of a pack that is known here."""
+        """Return (number here, number there, object as it arrived) for each object of a pack that this end knows."""
         opener = self.opening(packed, ())
         for name in packed.names:
             opener.load(name)
@@ -518,7 +519,7 @@ class Tracker:
         ]
 
     def _has(self, number: int) -> bool:
-        """Return whether a number leads to an object here. An object that came again is found by its newer number."""
+        """Return whether a number belongs to an object here. An object that was sent again has a newer number."""
         try:
             self.find(number)
         except KeyError:
@@ -529,18 +530,18 @@ class Tracker:
         """Return the object of a number."""
         return self._table_of(number).find(number)
 
-    def keep_to_oneself(self, parts: Iterable[int]) -> None:
-        """Use no numbers of these parts of packs any more: the other end has others for what is in them."""
+    def retire_numbers(self, parts: Iterable[int]) -> None:
+        """Stop using the numbers of these parts of packs. The other end has other numbers for their objects."""
         for part in parts:
             table = self._tables.get(part >> _NAME_BITS)
             if table is not None:
-                table.keep_to_oneself((part,))
+                table.retire_numbers((part,))
 
     def _table_of(self, number: int) -> _Table:
         return self._tables[number >> OFFSET_BITS + _NAME_BITS]
 
     def accept(self, values: Mapping[str, Any]) -> None:
-        """Record that the other side has these values as they are now."""
+        """Record that the other end has these values as they are now."""
         digests = self.digest(values).by_name
         for name, value in values.items():
             self._records[name] = _Record(value, digests[name], parts_of(value))
@@ -548,18 +549,19 @@ class Tracker:
     # -- forgetting ----------------------------------------------------------------------------------------------------
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget names under which the other end has no value any more, or an unknown one."""
+        """Forget names under which the other end no longer has a value, or has an unknown one."""
         gone = list(names)
         if gone:
             self._drop(gone)
-            # A class does not keep what it came with: it is found again by its id.
+            # Drop tables of which only classes are wanted, since classes are found by their ids.
             alone = [table.wanted for table in self._tables.values() if all(name[0] == "%" for name in table.wanted)]
             self._drop(set().union(*alone))
 
     def drop_unreferenced(self) -> list[int]:
-        """Drop the unreferenced objects of values that are no longer wanted, but came in one pack with others.
+        """Drop the unreferenced objects of values that are no longer wanted, but whose packs are kept for other values.
 
-        Returns the parts of packs of which nothing but memory is left: neither end should use their numbers any more.
+        Returns:
+            The parts of packs of which at most memory is left. Neither end should use their numbers any more.
         """
         tables = [self._tables[serial] for serial in self._shrunk if serial in self._tables]
         self._shrunk.clear()
@@ -571,12 +573,12 @@ class Tracker:
         ]
 
     def send_again_with(self, names: Iterable[str]) -> None:
-        """Send the other values of a pack again if forgotten ones of it are large: the pack keeps all of them alive."""
+        """Send the other values of a pack again if its forgotten values are large, since the pack keeps them alive."""
         gone = set(names)
         for table in self._tables.values():
             if not gone.isdisjoint(table.names) and table.idle_nbytes > _IDLE_NBYTES:
                 for name in table.wanted & self._records.keys():
-                    self._records[name] = _Record(self.root(name), b"")  # so that it differs
+                    self._records[name] = _Record(self.root(name), b"")  # an empty digest differs from every other
 
     def _drop(self, names: Iterable[str]) -> None:
         for name in names:
@@ -613,20 +615,20 @@ class Tracker:
         return None if memory is None else self.number_of(memory)
 
     def name_of(self, number: int) -> str:
-        """Return the name with whose value an object came."""
+        """Return the name of the value that brought an object."""
         return self._table_of(number).name_of(number)
 
     def names_within(self, ids: KeysView[int]) -> set[str]:
-        """Return the names with whose values the objects with these `id()`s came."""
+        """Return the names of the values that brought the objects with these `id()`s."""
         return {
             table.name_of(table.numbers[key]) for table in self._tables.values() for key in table.numbers.keys() & ids
         }
 
 
 def _pairs(packer: Packer, tables: Sequence[_Table]) -> tuple[array[int], tuple[int, ...]]:
-    """Return the pairs (place now, number before) of objects in a pack that earlier packs have brought.
+    """Return the pairs (place now, number before) of the objects in a pack that earlier packs have brought.
 
-    The earlier number is an index into the second result, the numbers of the parts of packs, and a place.
+    In a pair, the part's number is replaced by its index in the second result, the numbers of parts.
     """
     pairs, parts = array("Q"), dict[int, int]()
     if tables:
@@ -641,5 +643,5 @@ def _pairs(packer: Packer, tables: Sequence[_Table]) -> tuple[array[int], tuple[
 
 
 def _refused(name: str, value: Any, error: Exception) -> Placeholder:
-    """Return the placeholder of a value that cannot be pickled at all."""
+    """Return the placeholder of a value that cannot be pickled."""
     return Placeholder(refusal(label_of(name), value, value, cure_for(value), error))

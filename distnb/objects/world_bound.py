@@ -1,4 +1,4 @@
-"""Classes of other libraries whose objects know the processes that they were made in, and are of no use in others."""
+"""Classes of other libraries whose objects store the processes that they were made in, and are useless in others."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _WORLD_BOUND = accelerate_internals.BOUND | lightning_internals.BOUND | transfor
 
 
 def is_world_bound(kind: type) -> bool:
-    """Return whether objects of a class know how many processes there were, and which one is theirs."""
+    """Return whether objects of a class store the number of processes and their own process's rank."""
     return not _names_of(kind).isdisjoint(_WORLD_BOUND)
 
 
 def is_training_arguments(kind: type) -> bool:
-    """Return whether objects of a class find the processes again."""
+    """Return whether objects of a class can determine the processes again."""
     return not _names_of(kind).isdisjoint(transformers_internals.ARGUMENTS)
 
 
 def _names_of(kind: type) -> set[tuple[str, str]]:
-    """Return the names of a class and of its bases: no library is loaded to be asked for them."""
+    """Return the names of a class and of its bases. Comparing names loads no library."""
     return {(base.__module__, base.__qualname__) for base in kind.__mro__}

@@ -152,7 +152,7 @@ def test_all_of_several_failures_are_reported(coordinator: ClusterCoordinator) -
             others = caught.value.others  # type: ignore[attr-defined]
             if others:
                 assert {str(caught.value), str(others[0])} == {"one", "two"}
-                assert any("another closure failed" in note for note in caught.value.__notes__)
+                assert any("Another closure failed" in note for note in caught.value.__notes__)
                 return
     pytest.fail("never both")
 

@@ -140,7 +140,7 @@ def test_one_replica_stops_at_a_breakpoint_and_continues(notebook: Notebook, cal
     ran, asked = notebook.converse(STOPS.format(call), "p ('x', x)", "!x = 41", "c")
     assert asked == [ONE] * 3
     assert "('x', 1)" in ran.check().stdout
-    assert "Replica 1 (cpu:1) stops. The other replicas go on until they need this one" in ran.stdout
+    assert "Replica 1 (cpu:1) stopped. The other replicas continue until they need this one" in ran.stdout
     assert "[0] 0 43.0" in ran.stdout
     assert "[1] 41 43.0" in ran.stdout
 
@@ -166,7 +166,7 @@ def test_several_replicas_stop_and_prompt_one_after_another(notebook: Notebook) 
     one, other = (ONE, OTHER) if order[0] == ONE else (OTHER, ONE)
     assert order == [one, *[one] * len(TO_NEXT_LINE), one, other, one]
     assert "all_reduce" in ran.stdout
-    assert "it ends when every replica has called it, and so this replica waits for the others" in ran.stdout
+    assert "this replica waits until every other replica has called it" in ran.stdout
     assert "[0-1] 3.0" in ran.stdout or ("[0] 3.0" in ran.stdout and "[1] 3.0" in ran.stdout)
 
 
@@ -174,7 +174,7 @@ def test_several_replicas_stop_and_prompt_one_after_another(notebook: Notebook) 
 def test_quitting_the_debugger_ends_the_cell_on_all_replicas(notebook: Notebook, leave: str) -> None:
     ran, _ = notebook.converse(STOPS.format("breakpoint()"), leave)
     assert ran.error_name == "BdbQuit"
-    assert "The cell was ended at the debugger's prompt" in ran.error_text
+    assert "You ended the cell at the debugger's prompt" in ran.error_text
     assert "total" not in ran.stdout.split("\n")[-1]
     again, asked = notebook.converse("%distnb debug", "p x", "q")
     assert asked == [ONE, ONE]

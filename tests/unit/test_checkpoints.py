@@ -213,9 +213,9 @@ def test_mismatched_objects_are_reported(tmp_path: Path) -> None:
         distnb.Checkpoint(model=torch.nn.Linear(2, 3)).restore(path)
     with pytest.raises(CheckpointError, match=r"some\[0\] has shape \[2\] in the checkpoint and \[3\] here"):
         distnb.Checkpoint(some=[torch.ones(3)]).restore(path)
-    with pytest.raises(CheckpointError, match="a list of 1, and the object is a list of 2"):
+    with pytest.raises(CheckpointError, match="a list of 1, but the object is a list of 2"):
         distnb.Checkpoint(some=[torch.ones(2)] * 2).restore(path)
-    with pytest.raises(CheckpointError, match="has a tensor, and the object is a module"):
+    with pytest.raises(CheckpointError, match="has a tensor, but the object is a module"):
         distnb.Checkpoint(some=[torch.nn.Linear(1, 1)]).restore(path)
 
 
@@ -285,7 +285,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer": (lambda: trained(torch.optim.Adam, Layers("a")), "momentum, dampening, nesterov; Adam has betas"),
     "of_two": (
         lambda: trained(torch.optim.SGD, Layers("a")),
-        r"groups of \[4\] parameters, and the object has groups of \[2\]",
+        r"groups of \[4\] parameters, but the object has groups of \[2\]",
     ),
     "of_others": (
         lambda: trained(torch.optim.Adam, torch.nn.Linear(2, 4)),
@@ -297,7 +297,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "variable": (lambda: distnb.Variable(1), "float32 in the checkpoint and torch.int64 here"),
     "table": (lambda: distnb.Variable(torch.zeros(2, 2)), r"shape \[3, 2\]"),
-    "tensor": (lambda: torch.nn.Linear(1, 1), "a tensor, and the object is a module"),
+    "tensor": (lambda: torch.nn.Linear(1, 1), "a tensor, but the object is a module"),
     "named": (lambda: {"two": torch.zeros(1)}, "does not hold two: it holds one"),
     "stubborn": (lambda: Stubborn(1), "KeyError: 'other'"),
     "mean": (lambda: distnb.metrics.Sum(), "has the states mean_value, weight, and Sum has sum_value"),

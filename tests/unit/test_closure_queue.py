@@ -79,7 +79,7 @@ def test_a_stuck_worker_gets_no_closure_until_it_is_free() -> None:
     queue.worker_up(0, 0.0)
     queue.scheduled(0, 0.0)
     assert queue.cancel(0.0) == [Interrupt(0, 0)]
-    assert queue.given_up(0, 0, 1.0) == [Cancel(0)]
+    assert queue.abandoned(0, 0, 1.0) == [Cancel(0)]
     assert queue.scheduled(1, 1.0) == [ReportNoWorker()]
     assert queue.workers[0].stuck
     assert queue.ended(0, 0, "done", 2.0) == [Send(1, 0)]
@@ -159,7 +159,7 @@ def test_every_closure_ends_exactly_once_in_random_sequences(seed: int) -> None:
                 elif closure in queue._ending and draw.random() < 0.3:
                     there[worker].remove(closure)
                     stuck.add((worker, closure))
-                    carry_out(queue.given_up(worker, closure, now))
+                    carry_out(queue.abandoned(worker, closure, now))
                 elif there[worker].index(closure) and draw.random() < 0.5:
                     there[worker].remove(closure)
                     carry_out(queue.reclaimed(worker, closure, now))
@@ -195,7 +195,7 @@ def test_closures_that_may_still_run_are_remembered_until_all_before_them_have_e
     queue.worker_lost(0, 0.0)  # it has 3, which waits for worker 1
     assert queue.astray(1) == set(), "another worker's changes for it are wanted"
     queue.ended(1, 2, "failed", 0.0)
-    queue.given_up(1, 4, 0.0)
+    queue.abandoned(1, 4, 0.0)
     assert queue.idle
     assert queue.astray(0) == {2, 3, 4}, "another queue's closure 0 has not ended"
     assert queue.astray(3) == {3, 4}

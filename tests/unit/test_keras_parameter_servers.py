@@ -450,7 +450,7 @@ def test_a_backup_of_another_model_or_optimizer_is_refused(strategy: Any, tmp_pa
     path = distnb.Checkpoint(model=trained(keras.optimizers.SGD(0.1, momentum=0.9))).write(tmp_path / "one")
     # Both keep as many variables of the same shapes.
     for other, message in (
-        (trained(keras.optimizers.Adagrad(0.1)), "has the state of SGD, and the object is Adagrad"),
+        (trained(keras.optimizers.Adagrad(0.1)), "has the state of SGD, but the object is Adagrad"),
         (trained(keras.optimizers.SGD(0.1, momentum=0.9), units=4), "has variables of shapes"),
     ):
         kept, before = torch.zeros(1), [each.numpy().copy() for each in other.weights]

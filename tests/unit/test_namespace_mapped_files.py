@@ -78,7 +78,7 @@ def test_a_file_missing_on_the_engines_machine_is_an_error(
     world = DoubleWorld(1)
     run_all(world, [ordinary(f"import numpy as np\nm = np.memmap({path!r}, 'f4', 'r')\nxs = [1]")])
     world.namespaces[0].open = _elsewhere(world.namespaces[0].open, path, lost)  # type: ignore[method-assign]
-    with pytest.raises(CannotTravelError, match=rf"(?s){path}.*The cure: copy it there.*numpy\.array"):
+    with pytest.raises(CannotTravelError, match=rf"(?s){path}.*The cure: copy the file here.*numpy\.array"):
         run_all(world, [distributed("m.sum()")])
     run_all(world, [distributed("if not xs:\n    m\nn = 1"), ordinary("whole = m.sum().item()")])
     assert (world.names()["n"], world.names()["whole"]) == (1, 45)

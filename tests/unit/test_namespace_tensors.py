@@ -197,5 +197,5 @@ def test_a_partly_resized_tensor_is_not_read(world: DoubleWorld) -> None:
     ns = world.notebook.user_ns
     assert (ns["n"], isinstance(ns["w"], HANDLES)) == (1, True)
     run_all(world, [ordinary(text)])
-    with pytest.raises(CannotTravelError, match=r"`w`.*its storage holds 8 bytes, and it shows 4194304"):
+    with pytest.raises(CannotTravelError, match=r"`w`.*its storage has 8 bytes, but its shape needs 4194304"):
         run_all(world, [distributed("w.sum()")])

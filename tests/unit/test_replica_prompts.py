@@ -85,7 +85,7 @@ def test_a_question_is_answered_and_ends() -> None:
 def test_prompts_are_refused_when_idle_in_a_closure_and_in_a_child() -> None:
     replica = Replica()
     replica.running = None
-    with pytest.raises(RuntimeError, match="where nobody can be asked"):
+    with pytest.raises(RuntimeError, match="where it cannot ask the user"):
         replica.console.input()
     replica.running, replica.console.refusal = PROGRAM, task_room.REFUSAL
     with pytest.raises(RuntimeError, match=r"input\(\) was called in a closure.*%%distribute default"):
@@ -146,7 +146,7 @@ def test_a_breakpoint_shows_the_users_frame_and_continues() -> None:
 @pytest.mark.parametrize("line", ["q", None])
 def test_quitting_ends_the_program(line: str | None) -> None:
     replica = Replica(line)
-    with pytest.raises(debugger.BdbQuit, match="ended at the debugger's prompt"):
+    with pytest.raises(debugger.BdbQuit, match="ended the cell at the debugger's prompt"):
         run(replica)
     assert isinstance(replica.events[-1], InputFinished)
 
@@ -200,7 +200,7 @@ def test_a_kept_frame_has_its_variables_unless_memory_is_short(monkeypatch: pyte
         assert traceback is not None
         assert ("large" in traceback.tb_frame.f_locals) is is_kept
         assert ("kept until the next program" in failure.text) is is_kept
-        assert ("were let go" in failure.text) is not is_kept
+        assert ("were released" in failure.text) is not is_kept
 
 
 # -- the notebook ------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_a_widget_sends_its_state_and_then_its_changes(emitted: list[Any]) -> No
     assert update.content == {"value": b"two"}
     assert (custom.content, custom.buffers) == ({"zoom": 2}, (b"raw",))
     pickle.loads(pickle.dumps(emitted))
-    with pytest.raises(TypeError, match="stays there"):
+    with pytest.raises(TypeError, match="stays on its replica"):
         pickle.dumps(ipywidgets.Label().comm)
 
 

@@ -91,13 +91,13 @@ def test_a_program_may_be_sent_to_an_engine_that_just_died() -> None:
     [
         (lambda queue: queue._waiting.append(1), "several places"),
         (lambda queue: queue._unfinished.discard(1), "either placed or unfinished"),
-        (lambda queue: queue._ending.add(9), r"\[9\] are ending, and no worker has them"),
+        (lambda queue: queue._ending.add(9), r"\[9\] are ending, but no worker has them"),
         (lambda queue: queue._workers[0].closures.extend([5, 6]), "more than 2"),
-        (lambda queue: setattr(queue._workers[0], "asked_back", 9), "asked for closure 9"),
+        (lambda queue: setattr(queue._workers[0], "reclaiming", 9), "closure 9 is being reclaimed"),
         (lambda queue: setattr(queue, "_done", 1), "does not add up"),
         (lambda queue: queue.done_by.update([0]), "0 closures are done"),
         (lambda queue: queue._blocked.update({2: set()}), "blocked by"),
-        (lambda queue: queue._workers[0].stuck_in.add(1), "given up on"),
+        (lambda queue: queue._workers[0].stuck_in.add(1), "were abandoned"),
     ],
 )
 def test_a_violation_of_the_queue_is_reported_with_the_story(spoil: object, message: str) -> None:

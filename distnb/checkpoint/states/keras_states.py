@@ -53,14 +53,14 @@ class KerasObjects(Kind):
             there = [list(each.shape) for each in found] if isinstance(found, list) else described(saved)
             if there != here:
                 lines.append(
-                    f"{name}: the checkpoint has variables of shapes {there} for its {part}, and the object has "
+                    f"{name}: the checkpoint has variables of shapes {there} for its {part}, but the object has "
                     f"{here}. A model that Keras has not built yet has none: call `build` first. Some metrics create "
                     "theirs at their first update."
                 )
         known = saved.get(_CLASS) if isinstance(saved, Mapping) else None
         if not lines and known is not None and "optimizer" in _parts(value) and known != _class_of_optimizer(value):
             lines.append(
-                f"{name}: the checkpoint has the state of {known}, and the object is {_class_of_optimizer(value)}."
+                f"{name}: the checkpoint has the state of {known}, but the object is {_class_of_optimizer(value)}."
             )
         return lines
 

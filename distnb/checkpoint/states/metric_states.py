@@ -17,9 +17,7 @@ __all__ = ["Metrics"]
 
 
 class Metrics(Kind):
-    """Metrics, collections of metrics, and wrappers. After a restore replica 0 has the state, and the others an empty
-    one.
-    """
+    """Metrics, collections of metrics, and wrappers. After a restore replica 0 has the state; the others are empty."""
 
     def covers(self, value: Any) -> bool:
         torchmetrics: Any = sys.modules.get("torchmetrics")
@@ -30,7 +28,7 @@ class Metrics(Kind):
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, Mapping) or not isinstance(saved.get("metrics"), Mapping):
-            return [f"{name}: the checkpoint has {described(saved)}, and the object is a metric."]
+            return [f"{name}: the checkpoint has {described(saved)}, but the object is a metric."]
         lines = []
         for path, metric in metrics_within(value):
             called = f"{name}.{path}" if path else name

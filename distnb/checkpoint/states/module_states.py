@@ -27,9 +27,9 @@ class TorchModules(Kind):
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, Mapping):
-            return [f"{name}: the checkpoint has {described(saved)}, and the object is a module."]
+            return [f"{name}: the checkpoint has {described(saved)}, but the object is a module."]
         if keras_states.is_state_of_keras(saved):
-            return [f"{name}: the checkpoint has a model of Keras, and the object is a {type(value).__name__}."]
+            return [f"{name}: the checkpoint has a model of Keras, but the object is a {type(value).__name__}."]
         if self.may_fail(value):
             return []
         own = _tensors_of(value)

@@ -185,7 +185,7 @@ def _paired(value: Any, state: Any, name: str, lines: list[str]) -> Iterator[_Pa
     elif isinstance(state, list) and len(state) == len(value):
         keys, lacking = list(range(len(value))), []
     else:
-        lines.append(f"{name}: the checkpoint has {described(state)}, and the object is {described(value)}.")
+        lines.append(f"{name}: the checkpoint has {described(state)}, but the object is {described(value)}.")
         return
     for key, (inner, each) in zip(keys, _children(value, name), strict=True):
         if key not in lacking:

@@ -24,11 +24,11 @@ class Optimizers(Kind):
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
-            return [f"{name}: the checkpoint has {described(saved)}, and the object is an optimizer."]
+            return [f"{name}: the checkpoint has {described(saved)}, but the object is an optimizer."]
         own, groups = value.param_groups, saved["param_groups"]
         here, there = ([len(group["params"]) for group in each] for each in (own, groups))
         if here != there:
-            return [f"{name}: the checkpoint has groups of {there} parameters, and the object has groups of {here}."]
+            return [f"{name}: the checkpoint has groups of {there} parameters, but the object has groups of {here}."]
         lines = []
         for mine, its in zip(own, groups, strict=True):
             lacking, unknown = [key for key in mine if key not in its], [key for key in its if key not in mine]

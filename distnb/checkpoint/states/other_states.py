@@ -31,7 +31,7 @@ class OtherObjects(Kind):
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, Mapping):
-            return [f"{name}: the checkpoint has {described(saved)}, and the object needs the dict of a state_dict()."]
+            return [f"{name}: the checkpoint has {described(saved)}, but the object needs the dict of a state_dict()."]
         if isinstance(value, LRScheduler):
             own = value.state_dict()
             lacking, unknown = [key for key in own if key not in saved], [key for key in saved if key not in own]

@@ -24,12 +24,12 @@ class Tensors(Kind):
 
     def misfits(self, value: Any, saved: Any, name: str) -> list[str]:
         if not isinstance(saved, TensorOutline):
-            return [f"{name}: the checkpoint has {described(saved)}, and the object is a tensor."]
+            return [f"{name}: the checkpoint has {described(saved)}, but the object is a tensor."]
         misfit = misfit_of_tensor(TensorOutline(tuple(value.shape), value.dtype), saved)
         return [f"{name} {misfit}."] if misfit else []
 
     def may_fail(self, value: Any) -> bool:
-        return isinstance(value, SyncOnReadVariable)  # one of whole numbers may not divide evenly among the replicas
+        return isinstance(value, SyncOnReadVariable)  # whole numbers may not divide evenly among the replicas
 
     def restore(self, value: Any, state: Any, name: str) -> None:
         if hasattr(value, "assign"):

@@ -21,11 +21,11 @@ from distnb.wire.messages import Answer, InputFinished, InputRequest, Output
 __all__ = ["Console"]
 
 _NOBODY = (
-    "{what} was called where nobody can be asked: in a child process of a replica (num_workers=0 keeps a DataLoader in "
-    "the replica itself), or while the notebook runs nothing on it."
+    "{what} was called where it cannot ask the user: in a child process of a replica (num_workers=0 keeps a DataLoader "
+    "in the replica itself), or while the notebook runs no program on the replica."
 )
-_BLOCKED_S = 0.3  # a collective that takes longer waits for other replicas
-_AWAY_S = 2.0  # during a debugger's command that takes longer, other replicas may ask
+_BLOCKED_S = 0.3  # a collective that takes longer is assumed to wait for other replicas
+_AWAY_S = 2.0  # if a debugger's command takes longer, other replicas may ask
 _COLLECTIVES = os.path.join(OWN, "collectives", "")
 
 
@@ -132,7 +132,7 @@ class Console(io.TextIOBase):
     def check(self) -> None:
         """Raise the exception of an order to end the program, since debuggers ignore a KeyboardInterrupt."""
         if self._guard.aborted:
-            self._written = []  # the debugger's own words about it
+            self._written = []  # the debugger's own text about the interrupt
             raise self._guard.error
 
     def leave(self) -> None:
@@ -172,7 +172,7 @@ class Console(io.TextIOBase):
             self._emit(InputFinished(self._engine, *running))
         if name:
             self._since = None
-            text = f"{name}: it ends when every replica has called it, and so this replica waits for the others.\n"
+            text = f"{name}: this replica waits until every other replica has called it.\n"
             self._print(text, *running)
 
     def _print(self, text: str, program: int, replica: int) -> None:

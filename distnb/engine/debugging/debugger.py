@@ -19,11 +19,11 @@ from distnb.frames import OWN
 
 __all__ = ["ReplicaPdb", "at_breakpoint", "post_mortem", "redirect", "stop_stepping"]
 
-_QUIT = "The cell was ended at the debugger's prompt."
+_QUIT = "You ended the cell at the debugger's prompt."
 
 
 class ReplicaPdb(Pdb):
-    """IPython's debugger, which asks by a `Console` and shows none of distnb's frames.
+    """IPython's debugger on a `Console`, without distnb's frames.
 
     Attributes:
         who: The beginning of its prompt, such as "replica 1 (cpu:1)".
@@ -115,9 +115,9 @@ def at_breakpoint(
         header: A line to show first.
         commands: The debugger's commands to run before it asks.
     """
-    others = "The other replicas go on until they need this one. " if size > 1 else ""
+    others = "The other replicas continue until they need this one. " if size > 1 else ""
     on = " on all replicas" if size > 1 else ""
-    console.write(f"{who[:1].upper()}{who[1:]} stops. {others}c lets it go on, q ends the cell{on}.\n")
+    console.write(f"{who[:1].upper()}{who[1:]} stopped. {others}c continues it, q ends the cell{on}.\n")
     if header is not None:
         console.write(f"{header}\n")
     debugger = _debugger(console, who)
@@ -148,9 +148,9 @@ def stop_stepping() -> None:
 
 
 def redirect(stop: Callable[[FrameType, str | None, Iterable[str]], None]) -> None:
-    """Have `pdb.set_trace`, and debuggers derived from it, stop by a call of `stop`.
+    """Have `pdb.set_trace`, and debuggers derived from it, call `stop`.
 
-    Debuggers that have a connection of their own, as remote debuggers do, keep it.
+    Debuggers with a connection of their own, such as remote debuggers, keep it.
     """
     set_trace = pdb.Pdb.set_trace
 

@@ -28,9 +28,9 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _ASKED = (object_operations.__file__, exchange.__file__)
 _NO_GPU = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
 _WITHOUT_GPU = (
-    "This replica computes on the CPU: no GPU is there. Leave out .cuda() and device='cuda': what is made in "
-    "strategy.scope() and strategy.run, and the batches of a distributed dataset, land on the replica's device, "
-    "whatever it is."
+    "This replica computes on the CPU, since there is no GPU. Leave out .cuda() and device='cuda': tensors made in "
+    "strategy.scope() or strategy.run, and the batches of a distributed dataset, are on the replica's device in any "
+    "case."
 )
 _SHOWN = 12  # frames at either end of a very long traceback
 
@@ -77,7 +77,7 @@ def _pickle(error: BaseException, pack: Callable[[BaseException], Packed] | None
         data = cloudpickle.dumps(error)  # without the traceback, which pickle leaves out
         return data if type(pickle.loads(data)).__name__ == type(error).__name__ else None
     except Exception:  # noqa: BLE001
-        return None  # an exception may hold anything, and fail in any way; its text and traceback are still sent
+        return None  # an exception may hold any object, whose pickling may raise; its text and traceback are still sent
 
 
 def users_part(error: BaseException) -> list[TracebackType]:

@@ -77,6 +77,6 @@ class KeptFailure:
         self.text = "Its variables are kept until the next program."
         if scarce:
             self.text = (
-                "The variables of its functions were let go: with them, less than "
-                f"{_FREE_NBYTES >> 20} MiB of memory, or {_FREE_SHARE:.0%} of the device's, were free."
+                "The variables of its functions were released, because less than "
+                f"{_FREE_NBYTES >> 20} MiB of memory, or {_FREE_SHARE:.0%} of the device's, was free."
             )

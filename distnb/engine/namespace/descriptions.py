@@ -40,8 +40,8 @@ class Describer:
     Attributes:
         plain: Immutable values that are not scalars, by path.
         sent: Data and code that are sent by value, by path.
-        digests: The digests, and the findings of their computation.
-        fresh: The objects that stay, and to which sent values refer.
+        digests: The digests, and what was found while they were computed.
+        fresh: The objects that stay here although sent values refer to them.
     """
 
     def __init__(self, objects: EngineObjects, serial: int, most_nbytes: int) -> None:
@@ -168,7 +168,7 @@ class Describer:
         try:
             return self._object(value, identity, brief=brief, surveyed=surveyed)
         except Exception as error:  # whatever a user's class or a rare kind of tensor raises  # noqa: BLE001
-            text = f"<{type(value).__name__}, which cannot be described: {type(error).__name__}: {error}>"
+            text = f"<{type(value).__name__} that cannot be described: {type(error).__name__}: {error}>"
             return Described(
                 kind="object", identity=identity, summary=Summary(type=_type_name(type(value)), text=_shortened(text))
             )
@@ -300,8 +300,8 @@ def _is_variable(value: Any) -> bool:
 def own_part(value: Any) -> Any:
     """Return a value, or a structure of distributed values, with this replica's own components.
 
-    A structure that cannot be taken apart or rebuilt is returned as it is, since a description must not fail. Examples
-    are a structure that holds itself, and a container whose class raises.
+    A structure that cannot be flattened or rebuilt, such as one that contains itself or whose class raises, is returned
+    unchanged, since a description must not fail.
     """
     try:
         if not structure.has_distributed(value):
@@ -350,13 +350,13 @@ _BRIEF.maxother = 80
 
 def _short_text(value: Any) -> str:
     if isinstance(value, torch.Tensor) and dense_tensor(value) and not is_stored(value):
-        return f"<{type(value).__name__}, whose storage was resized to less than it shows>"  # torch would read past it
+        return f"<{type(value).__name__} whose storage is smaller than its shape>"  # torch would read past its end
     try:
         if isinstance(value, list | tuple | dict | set | frozenset | str | bytes):
             return _BRIEF.repr(value)
         text = repr(value)
     except Exception as error:  # noqa: BLE001
-        return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"
+        return f"<{type(value).__name__} whose repr raised {type(error).__name__}>"
     return _shortened(text)
 
 

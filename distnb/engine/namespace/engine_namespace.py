@@ -140,7 +140,7 @@ class EngineNamespace:
                     found = objects.tracker.find(given) if isinstance(given, int) else objects.owned[given]
                     objects.own(identity, found)
         if snapshot.unlike_parts:
-            objects.tracker.keep_to_oneself(snapshot.unlike_parts)
+            objects.tracker.retire_numbers(snapshot.unlike_parts)
         for old, new in snapshot.renamed.items():
             objects.tracker.rename(old, new)
         if snapshot.forget:
@@ -333,7 +333,7 @@ class EngineNamespace:
             result.refuse()
         return self.finish_with(lambda describer: describer.tree(result))
 
-    def give_up_call(self) -> Result | None:
+    def abandon_call(self) -> Result | None:
         """Describe the effects of a call that raised. Return None if it raised before the end of `open_call`."""
         mark, self._call = self._call, None
         return self.finish(mark) if mark is not None else None

@@ -92,8 +92,8 @@ def _owned(objects: EngineObjects, identity: ObjectId) -> Any:
     found = objects.owned.get(identity, NOT_THERE)
     if found is NOT_THERE:
         raise StaleHandleError(
-            f"Replica {objects.replica} has no object for this handle: the name was never assigned on it, "
-            "or the object was freed."
+            f"Replica {objects.replica} has no object for this handle: its cell never assigned the name, or the object "
+            "was freed."
         )
     return found
 

@@ -156,7 +156,7 @@ class DataSurveyor(_Surveyor):
             self.errors[name] = error
             raise
         self.nbytes[name] = self.digested.nbytes
-        # Packing finds the tracked objects of a value that is sent, so the full search is only for a value that stays.
+        # Packing finds the tracked objects of a sent value, so only a value that stays needs the full search.
         self.held[name] = self.holds() if self.digested.nbytes > self._most_nbytes else tuple(self._holds)
         return digest
 

@@ -70,7 +70,7 @@ class ReplicaStream(io.TextIOBase):
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         if os.getpid() != self._owner:
-            # A forked child has no control thread. The pipe leads to its parent's.
+            # A forked child has no control thread. The pipe leads to its parent's control thread.
             os.write(self._descriptor, text.encode(errors="replace"))
             return len(text)
         running = self._control.running

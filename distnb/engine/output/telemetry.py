@@ -50,7 +50,7 @@ class Telemetry:
     detailed = False
 
     def __init__(self) -> None:
-        self._latest_sent = 0  # the serial number of the newest event that was sent in a sample
+        self._latest_sent = 0  # the serial number of the newest event sent in a sample
         self._place: tuple[CodeType, int] | None = None
         self._calls: dict[tuple[CodeType, int], str] = {}
         self._machine = activity.machine()

@@ -38,7 +38,7 @@ class WidgetComm(BaseComm):
         super().__init__(**keywords)
 
     def __reduce__(self) -> Any:
-        raise TypeError("a widget of a replica stays there")
+        raise TypeError("a widget stays on its replica")
 
     def publish_msg(
         self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any

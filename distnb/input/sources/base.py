@@ -17,8 +17,8 @@ class Load(NamedTuple):
         examples: The number of examples it holds; None for an element that is passed on as it is (or as nothing).
         start, stop: The range of the examples in the portion.
         size: The number of examples in the global batch; None if they cannot be counted.
-        separate: The tree was collated from the portion alone, so nothing has to be cut.
-        borrowed: The tree is the user's data itself, so slices must be copies.
+        separate: True if the tree was collated from the portion alone, so it need not be cut.
+        borrowed: True if the tree is the user's own data, so slices must be copies.
         digest: A digest of the indices of all global batches so far, to compare the replicas' draws; 0 without indices.
     """
 
@@ -37,9 +37,9 @@ class Source(ABC):
 
     Attributes:
         data: The object that the user distributed, for code that inspects what a dataset refers to.
-        quiet: Once started, reading runs no user code in this process and draws no random numbers.
-        iterable: The data can only be read sequentially.
-        exclusive: Only one iteration can run: a new one ends the last.
+        quiet: True if reading, once started, runs no user code in this process and draws no random numbers.
+        iterable: True if the data can only be read sequentially.
+        exclusive: True if only one iteration can run, so that a new one ends the previous one.
     """
 
     data: Any
@@ -66,14 +66,14 @@ class Source(ABC):
 
     @abstractmethod
     def peek(self) -> Any:
-        """Return the structure of (part of) a first batch without consuming it. Random numbers may be drawn."""
+        """Return the structure of a first batch, or of a part of one, without consuming it. May draw random numbers."""
 
     def sizes(self) -> tuple[int, int] | None:
         """Return the numbers of examples and of those in a full global batch; None if unknown before reading."""
         return None
 
     def kept(self) -> bool:
-        """Return whether the next iteration uses workers that are already running and so draws no seed for them."""
+        """Return whether the next iteration uses running workers, and therefore draws no seed for them."""
         return False
 
     def generators(self) -> list[Any]:

@@ -32,7 +32,7 @@ class Feed:
         self.latest: FeedIteration
 
     def __iter__(self) -> Iterator[Any]:
-        # Not a generator: the user's sampler may draw when it is asked for an iterator, as a DataLoader asks it.
+        # Not a generator function, because the user's sampler may draw when a DataLoader requests its iterator.
         self.latest = FeedIteration(iter(self._batches), self._place, self._drawing, self._sliced, self.skip)
         return self.latest
 

@@ -39,7 +39,7 @@ class IterableSource(Source):
 
     def _gone(self, what: str) -> ProgramError:
         return ProgramError(
-            f"This dataset was made from a {type(self.data).__name__}, which can be read only once, and {what}. "
+            f"This dataset was made from a {type(self.data).__name__}, which can be read only once, but {what}. "
             "Distribute something that can be read again: a list, a DataLoader, or the function that makes the "
             "generator (distribute_dataset(make_batches) instead of distribute_dataset(make_batches()))."
         )

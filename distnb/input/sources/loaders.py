@@ -96,9 +96,7 @@ class LoaderSource(Source):
         )
 
     def _reading(self, kept: bool | None) -> Any:
-        """Return the loader to read with. One with persistent workers is kept; a new copy has the user's latest
-        changes.
-        """
+        """Return the loader to read with: the kept one if its workers persist, else a copy with the latest changes."""
         if self._copy is not None and self.exclusive:
             if has_lost_workers(self._copy):
                 forget_workers(self._copy)
@@ -137,7 +135,8 @@ class LoaderSource(Source):
         loader, generators = self.data, self.generators()
         before = [generator.get_state() for generator in generators]
         try:
-            # In a worker if the loader has some: a file that the dataset opens must not be opened here and then forked.
+            # Load it in a worker if the loader has workers: a file that the dataset opens must not be opened here and
+            # then inherited by forked workers.
             workers = min(1, loader.num_workers)
             alone: dict[str, Any] = {"num_workers": workers, "persistent_workers": False, "pin_memory": False}
             if self._fed:
@@ -155,7 +154,7 @@ class LoaderSource(Source):
 
 
 def _slice_context(feeding: FeedIteration, draws: ReplicaDraws) -> Callable[[], AbstractContextManager[Any]]:
-    """Return contexts for loading a replica's slice. The sampler draws before, from the shared stream."""
+    """Return contexts for loading a replica's slice. The sampler has drawn from the shared stream before."""
 
     def around() -> AbstractContextManager[Any]:
         feeding.request_next()
@@ -188,7 +187,7 @@ def _collates_slices(loader: DataLoader[Any], place: ReplicaInput, options: Inpu
 
 
 class _Rows:
-    """Tensors in memory. One indexing operation each gives the same bits as collating example by example."""
+    """Tensors in memory. Indexing each of them once gives the same bits as collating example by example."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _PATIENCE_S = 1.0
-_TIDY_UP_S = 5.0  # nobody waits for it
+_TIDY_UP_S = 5.0  # the time for clean-up; no program waits for it
 
 
 def has_workers(loader: DataLoader[Any]) -> bool:
@@ -115,15 +115,15 @@ def raise_worker_errors_only_while(running: Callable[[], bool]) -> None:
     signal.signal(signal.SIGCHLD, handle)
 
 
-# Why workers use a socket without a file. A worker sends tensors through a socket that multiprocessing creates late, in
-# a temporary folder, on a thread that the worker's end does not wait for. If the worker is terminated or ends at the
-# wrong moment, the file remains. So the socket gets an abstract address, which is not a file.
+# Workers use a socket without a file for this reason: A worker sends tensors through a socket that multiprocessing
+# creates late, in a temporary folder, on a thread for which the worker does not wait when it ends. If the worker is
+# terminated, or ends at the wrong moment, the file remains. An abstract address of a socket is not a file.
 
 _WORKERS = "torch.utils.data._utils.worker"
 
 
 def _prepare(_: object) -> None:
-    """Set the address in each process that multiprocessing forks from this one. It runs there first."""
+    """Set the address in a process that multiprocessing has forked from this one, before anything else runs there."""
     process: Any = multiprocessing.current_process()
     if getattr(process._target, "__module__", "") == _WORKERS:
         vars(connection)["arbitrary_address"] = _address_without_file

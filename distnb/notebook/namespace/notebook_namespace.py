@@ -137,7 +137,7 @@ class NotebookNamespace:
     def failed(self, snapshot: Snapshot, replies: Mapping[int, Result] | None = None) -> None:
         """Handle a call that failed, was not sent, or may not have been opened by engines that were given up on.
 
-        Its effects until then (`EngineNamespace.give_up_call`, by replica) are applied, like those of a cell.
+        Its effects until then (`EngineNamespace.abandon_call`, by replica) are applied, like those of a cell.
         """
         for tracked in self._teams:
             if tracked.key == snapshot.team:

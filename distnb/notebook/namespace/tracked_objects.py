@@ -214,7 +214,7 @@ class TrackedObjects:
     def drop_unreferenced(self) -> None:
         """Free the unreferenced objects of values that are no longer needed, here and on the engines."""
         parts = self.tracker.drop_unreferenced()
-        self.tracker.keep_to_oneself(parts)
+        self.tracker.retire_numbers(parts)
         self.unlike_parts.update(parts)
 
     def take_released(self) -> tuple[ObjectId, ...]:

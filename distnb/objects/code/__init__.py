@@ -1,1 +1,1 @@
-"""Functions and classes by value, and the names that a text reads."""
+"""Functions and classes by value, and the names that code reads."""

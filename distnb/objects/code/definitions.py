@@ -1,8 +1,8 @@
-"""Functions and classes by value: what they are packed as, how they are made again, and which names they read.
+"""Functions and classes by value: how they are reduced and rebuilt, and which names they read.
 
-A function of the notebook has the notebook's namespace as its globals. Where it arrives it gets the namespace
-there, and the names that its code reads are sent as names of their own: so a new value is seen. A class keeps its
-identity by an id: where it is known it is found again, and its attributes are brought up to date.
+The globals of a notebook's function are the notebook's namespace. The receiver gives the function its own namespace
+instead, and the sender sends the names that the code reads separately, so the function sees their new values. A class
+has an id. A receiver that knows the id updates the attributes of its own class, which keeps its identity.
 """
 
 from __future__ import annotations
@@ -48,27 +48,30 @@ __all__ = [
 ]
 
 DYNAMIC = frozenset({"dir", "eval", "exec", "globals", "locals", "vars"})
-"""Text that names one of these may read any name."""
+"""Code that uses one of these names may read any name."""
 
 DYNAMIC_ATTRIBUTES = frozenset({"__globals__", "f_globals", "user_global_ns", "user_ns"})
-"""So may text with one of these attributes."""
+"""Code that uses one of these attributes may read any name, too."""
 
 _GLOBAL_READS = frozenset(
     {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_GLOBAL", "DELETE_NAME", "STORE_GLOBAL"}
 )
 
-# What a class has in the place of `__annotations__` since Python 3.14, and what compiling them leaves in a NamedTuple.
+# Attributes that replace `__annotations__` in a class since Python 3.14, or that compiling them leaves in a NamedTuple.
 _OF_LAZY_ANNOTATIONS = frozenset({"__annotate_func__", "__annotations_cache__", "__classdictcell__"})
 
 EMPTY: Any = object()
-"""The content of a cell that nothing was assigned to yet."""
+"""The content of a closure's cell before its first assignment."""
 
 _CODE = (types.FunctionType, type, functools._lru_cache_wrapper, typing.TypeVar)
 
 
 def is_code(value: Any) -> bool:
-    """Return whether a value is a function, a class or a type: sent by value both ways, and before what may need it."""
-    kind = type(value)  # not `isinstance`: an object may say anything of its class, or raise
+    """Return whether a value is a function, a class or a type.
+
+    Both sides send code by value, and before the values whose opening may need it.
+    """
+    kind = type(value)  # not `isinstance`: an object's `__class__` may be wrong, or raise
     return issubclass(kind, _CODE) or _is_alias(value)
 
 
@@ -83,11 +86,11 @@ def _is_alias(value: Any) -> bool:
 
 
 class CodeNames(NamedTuple):
-    """The names that a code object and those nested in it may ask of their globals.
+    """The names that a code object, with the code objects nested in it, may look up in its globals.
 
     Attributes:
-        names: Global names that it reads or deletes, or assigns after a `global` statement.
-        attributes: Every other name in it. They show which submodules it uses.
+        names: Global names that the code reads or deletes, or assigns after a `global` statement.
+        attributes: All other names in the code. They show which submodules it uses.
     """
 
     names: frozenset[str]
@@ -95,12 +98,12 @@ class CodeNames(NamedTuple):
 
     @property
     def dynamic(self) -> bool:
-        """True if it may read any name."""
+        """True if the code may read any name."""
         return not DYNAMIC.isdisjoint(self.names) or not DYNAMIC_ATTRIBUTES.isdisjoint(self.attributes)
 
 
 def own_names(code: types.CodeType) -> set[str]:
-    """Return the global names that a code object itself uses, without those of code nested in it."""
+    """Return the global names that a code object itself uses, without those of nested code objects."""
     return {each.argval for each in dis.get_instructions(code) if each.opname in _GLOBAL_READS}
 
 
@@ -118,8 +121,8 @@ def names_of_code(code: types.CodeType) -> CodeNames:
 
 
 def source_of(code: types.CodeType) -> tuple[str, str] | None:
-    """(file name, text) of a code object whose source is in no file, as that of a notebook cell."""
-    return _source(code.co_filename)  # code objects of several cells may be equal
+    """Return (file name, text) of a code object whose source is in no file, such as a notebook cell; else None."""
+    return _source(code.co_filename)  # cached by name, because code objects of several cells may be equal
 
 
 @functools.lru_cache(maxsize=4096)
@@ -131,7 +134,7 @@ def _source(name: str) -> tuple[str, str] | None:
 
 
 def is_simple(value: Any) -> bool:
-    """Return whether a function is only its code: no closure, no mutable default, no attribute."""
+    """Return whether a function has no closure, no mutable default and no attribute."""
     return (
         type(value) is types.FunctionType
         and value.__closure__ is None
@@ -142,7 +145,7 @@ def is_simple(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> tuple[Any, ...] | None:
-    """Return the parts of a simple function, which is unchanged while they are the same objects; else None."""
+    """Return the parts of a simple function, or None. While they are the same objects, the function is unchanged."""
     if not is_simple(value):
         return None
     annotations = annotations_of(value)
@@ -164,19 +167,19 @@ def reduce_function(function: types.FunctionType, user_ns: dict[str, Any]) -> An
 
 
 def _globals_of(function: types.FunctionType, user_ns: dict[str, Any]) -> dict[str, Any] | str | None:
-    """Return a function's globals: None for the namespace, the name of a module, or else the few that it reads."""
+    """Return a function's globals: None for the namespace, a module's name, or a dict of the globals that it reads."""
     found = function.__globals__
     if found is user_ns:
         return None
     module = sys.modules.get(found.get("__name__", ""))
     if module is not None and vars(module) is found:
         return module.__name__
-    names = names_of_code(function.__code__).names  # made by exec in a dict of its own
+    names = names_of_code(function.__code__).names  # `exec` has created the function in a dict of its own
     return {name: value for name, value in found.items() if name in names and name != "__builtins__"}
 
 
 def function_state(function: types.FunctionType) -> dict[str, Any]:
-    """Return the state of a function: all but its code, closure and globals."""
+    """Return the state of a function: everything except its code, closure and globals."""
     return {
         "__name__": _shared(function.__name__, function.__code__.co_name),
         "__qualname__": _shared(function.__qualname__, function.__code__.co_qualname),
@@ -190,15 +193,15 @@ def function_state(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _shared(name: str, in_code: str) -> str:
-    """Return a function's name as the string that its code has: a digest depends on which strings are one."""
+    """Return a function's name as the string object in its code. Equal but distinct strings change a digest."""
     return in_code if name == in_code else name
 
 
 def annotations_of(value: Any) -> dict[str, Any]:
     """Return the annotations of a function or class.
 
-    Since Python 3.14 they are evaluated when they are first read. Where that fails, because a name does not exist yet,
-    return them as strings.
+    Since Python 3.14 they are evaluated at the first read. If that fails, because a name does not exist yet, return
+    them as strings.
     """
     try:
         found: dict[str, Any] = value.__annotations__
@@ -210,7 +213,7 @@ def annotations_of(value: Any) -> dict[str, Any]:
 
 
 def _one_string(module: str | None) -> str | None:
-    """Return a module's name as one object for all uses: the digest of a class depends on which strings are one."""
+    """Return a module's name as one interned string. Equal but distinct strings change the digest of a class."""
     return sys.intern(module) if type(module) is str else module
 
 
@@ -224,7 +227,7 @@ def fill_function(function: types.FunctionType, state: dict[str, Any]) -> None:
 
 
 def reduce_cell(cell: types.CellType) -> Any:
-    """Reduce a closure's cell to be pickled: its content is state, since the content may refer to the cell."""
+    """Reduce a closure's cell. Its content becomes the state, since the content may refer to the cell."""
     content = content_of(cell)
     return types.CellType, (), () if content is EMPTY else (content,), None, None, fill_cell
 
@@ -255,7 +258,7 @@ class Classes:
     """The classes and type variables that this side has sent or received, by ids that both sides use.
 
     Attributes:
-        new_id: Makes the id of a class that was never sent. Replicas make the same for the same class.
+        new_id: Makes the id of a class that was never sent. All replicas make the same id for the same class.
     """
 
     def __init__(self) -> None:
@@ -267,7 +270,7 @@ class Classes:
         return isinstance(cls, type) and cls in self._ids
 
     def id_of(self, cls: Any) -> str:
-        """Return a class's id. A class that was never sent gets a new one."""
+        """Return a class's id. A class that was never sent gets a new id."""
         found = self._ids.get(cls)
         if found is None:
             found = self.new_id(cls)
@@ -296,11 +299,11 @@ def reduce_class(cls: type, classes: Classes) -> Any:
     if not isinstance(reduced, tuple) or len(reduced) < 6:
         return reduced
     make, args, *_ = reduced
-    args = (*args[:-2], None, None)  # not cloudpickle's own id
+    args = (*args[:-2], None, None)  # without cloudpickle's own id
     kind = "enum" if make is cloudpickle_internals.make_enum else "class"
     if kind == "class":
-        # These can only be given when the class is made; cloudpickle sets slots afterwards, to no effect. It also makes
-        # the class of the bases as they are written, of which those of a NamedTuple would make everything again.
+        # These attributes take effect only when the class is created; cloudpickle sets slots afterwards. cloudpickle
+        # also creates the class from its bases as written, and the base `NamedTuple` would generate the class again.
         given = {name: cls.__dict__[name] for name in ("__slots__", "__orig_bases__") if name in cls.__dict__}
         given["__module__"] = _one_string(cls.__module__)
         args = (*args[:2], cls.__bases__, {**args[3], **given}, *args[4:])
@@ -314,19 +317,19 @@ def class_state(cls: type) -> dict[str, Any]:
     if issubclass(cls, enum.Enum):
         state: dict[str, Any] = cloudpickle_internals.enum_state(cls)[0]
     else:
-        # cloudpickle leaves out attributes that are the very objects that it would inherit.
+        # cloudpickle omits an attribute that is the same object as the inherited one.
         own = {name: value for name, value in vars(cls).items() if name != "_abc_impl" and not name.startswith("__")}
         state = own | cloudpickle_internals.class_state(cls)[0]
-    state.pop("__slotnames__", None)  # a cache that pickling an instance leaves
-    state.pop("__module__", None)  # given when the class is made
+    state.pop("__slotnames__", None)  # a cache that the pickling of an instance creates
+    state.pop("__module__", None)  # set when the class is created
     if not _OF_LAZY_ANNOTATIONS.isdisjoint(vars(cls)):
         state = {name: value for name, value in state.items() if name not in _OF_LAZY_ANNOTATIONS}
         state["__annotations__"] = annotations_of(cls)
     if not state.get("__annotations__", True):
-        del state["__annotations__"]  # a class without annotations has an empty dict after they were read
+        del state["__annotations__"]  # reading the annotations of a class without any creates an empty dict
     if (
         "__static_attributes__" in state
-    ):  # since Python 3.13: names that are also in the methods' code, which interns them
+    ):  # since Python 3.13; these names are also in the methods' code, which interns them
         state["__static_attributes__"] = tuple(map(_one_string, state["__static_attributes__"]))
     if "__slots__" in state:
         del state["__slots__"]
@@ -335,7 +338,7 @@ def class_state(cls: type) -> dict[str, Any]:
 
 
 def reduce_type_variable(variable: typing.TypeVar, classes: Classes) -> Any:
-    """Reduce a type variable to be pickled: by name if it can be imported, else with an id, like a class."""
+    """Reduce a type variable: by name if it can be imported, else with an id, like a class."""
     found = sys.modules.get(variable.__module__)
     if variable.__module__ != "__main__" and getattr(found, variable.__name__, None) is variable:
         return getattr, (found, variable.__name__)

@@ -1,7 +1,7 @@
-"""Functions of the namespace within objects that do not show them when they are pickled.
+"""Functions of the namespace that are hidden in objects whose pickles do not contain them.
 
-A Keras model is pickled as the bytes of a file. The loss that it was compiled with, and the layers that the notebook
-has defined, read names of the namespace all the same.
+A Keras model is pickled as the bytes of a file. Its loss function and its layers may nevertheless be defined in the
+notebook, and read names of the namespace.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from distnb.objects.plain import ATOMS, is_importable
 __all__ = ["functions_within", "hides_parts"]
 
 _MOST_PARTS = 50_000
-_SHOWING = frozenset({"numpy", "pandas", "torch"})  # all that their objects hold is pickled, and data has many of them
+_SHOWING = frozenset({"numpy", "pandas", "torch"})  # pickles of their objects, which are frequent in data, hide nothing
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 
 
 def hides_parts(kind: Any) -> bool:
-    """Return whether a class has its own way of being pickled, which may leave out attributes of its instances."""
+    """Return whether a class has its own rule for pickling, which may omit attributes of its instances."""
     own = kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
     if not own or kind.__dictoffset__ == 0 or issubclass(kind, BaseException):
         return False
@@ -31,12 +31,12 @@ def hides_parts(kind: Any) -> bool:
 
 
 def functions_within(obj: Any, user_ns: dict[str, Any], seen: dict[int, Any]) -> Iterator[types.FunctionType]:
-    """Yield the functions of a namespace that are reached from an object by attributes, items, classes and closures.
+    """Yield the functions of a namespace that an object refers to through attributes, items, classes and closures.
 
     Args:
         obj: The object.
         user_ns: The namespace.
-        seen: What was reached before, by `id()`, and is not looked into again; what is reached is added.
+        seen: The objects visited before, by `id()`, which are not visited again. Visited objects are added.
     """
     waiting, most = [obj], len(seen) + _MOST_PARTS
     while waiting and len(seen) < most:

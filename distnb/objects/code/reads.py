@@ -1,8 +1,8 @@
 """The names that a cell reads before it has certainly assigned them.
 
-The answer may name too many, never too few: a name that is not sent is not there on the engines, and one that is sent
-in vain costs a digest. Python's own compiler says which names each statement reads. The bodies of functions and
-classes of the cell count from where their names are first read.
+The result may contain too many names, but never too few: a missing name would not exist on the engines, and a
+superfluous one only costs a digest. Python's own compiler finds the names that each statement reads. The bodies of the
+cell's functions and classes count from the first read of their names on.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Reads:
     """The names that a cell reads from the namespace.
 
     Attributes:
-        names: Names it reads (or deletes) before it has surely assigned them; builtins among them.
-        assigned: Names that it assigns at its top level, if it comes to that.
+        names: Names, including builtins, that it reads or deletes before it has certainly assigned them.
+        assigned: Names that statements at its top level assign, if they run.
         attributes: Names of attributes in it. They show which submodules it uses.
-        dynamic: It may read any name (eval, exec, globals(), %run…).
+        dynamic: True if it may read any name (eval, exec, globals(), %run…).
     """
 
     names: set[str] = field(default_factory=set)
@@ -51,7 +51,7 @@ class Reads:
 
 @functools.lru_cache(maxsize=256)
 def names_read(source: str) -> Reads:
-    """Analyse a cell, IPython syntax included. A cell that is no Python reads nothing: the engines will say why."""
+    """Analyse a cell, including IPython's syntax. An invalid cell reads nothing: the engines raise its SyntaxError."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     try:
@@ -64,14 +64,14 @@ def names_read(source: str) -> Reads:
 
 
 class _Flow:
-    """Goes through statements in the order in which they run; `sure` are the names that are surely assigned there."""
+    """A visitor of statements in the order in which they run. `sure` are the names that are certainly assigned."""
 
     def __init__(self) -> None:
         self.found = Reads()
-        self._bodies: dict[str, set[str]] = {}  # what functions and classes of the cell read when they are used
+        self._bodies: dict[str, set[str]] = {}  # the names that the cell's functions and classes read when used
 
     def block(self, statements: Iterable[ast.stmt], sure: Names) -> Names:
-        """Statements, one after the other. Returns what is surely assigned after them."""
+        """Visit statements in order, and return the names that are certainly assigned after them."""
         for statement in statements:
             sure = self._statement(statement, sure)
         return sure
@@ -104,13 +104,13 @@ class _Flow:
 
     def _try(self, node: ast.Try | ast.TryStar, sure: Names) -> Names:
         after = self.block(node.body, sure)
-        failed = sure & after  # an error may come anywhere in the body
+        failed = sure & after  # any statement of the body may raise
         after = self.block(node.orelse, after)
         for handler in node.handlers:
             if handler.type is not None:
                 self._code(handler.type, failed)
             bound = {handler.name} if handler.name else set()
-            self.found.names |= bound  # at the handler's end it is deleted
+            self.found.names |= bound  # Python deletes it at the handler's end
             after &= self.block(handler.body, failed | bound) - bound
         finally_ = self.block(node.finalbody, failed)
         return (after | finally_) - (failed - finally_)
@@ -133,7 +133,7 @@ class _Flow:
         if "get_ipython" in now:
             now |= self._of_magics(node)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            # `__init_subclass__`, a metaclass or a decorator may use it at once.
+            # `__init_subclass__`, a metaclass or a decorator may call the functions at once.
             if node.decorator_list or (isinstance(node, ast.ClassDef) and (node.bases or node.keywords)):
                 now |= later
             self._bodies[node.name] = later
@@ -141,14 +141,14 @@ class _Flow:
         self.found.attributes |= names_of_code(code).attributes
         self.found.dynamic = self.found.dynamic or not DYNAMIC_ATTRIBUTES.isdisjoint(self.found.attributes)
         deleted = {each.argval for each in dis.get_instructions(code) if each.opname == "DELETE_NAME"}
-        self.found.names |= deleted  # also one that was just assigned: it has to go from the notebook, too
+        self.found.names |= deleted  # even if the cell has just assigned it: the notebook must delete it, too
         perhaps = {part.target.id for part in ast.walk(node) if isinstance(part, ast.NamedExpr)}
         stored = {each.argval for each in dis.get_instructions(code) if each.opname == "STORE_NAME"}
         self.found.assigned |= stored
         return (sure if isinstance(node, ast.Match) else sure | (stored - perhaps)) - deleted
 
     def _read(self, names: set[str], sure: Names) -> None:
-        """Names are read; functions of the cell among them may be called from here on."""
+        """Add the names that are read, and the names that functions of the cell among them may read when called."""
         waiting, seen = list(names), set(names)
         while waiting:
             more = self._bodies.get(waiting.pop(), set()) - seen
@@ -158,7 +158,7 @@ class _Flow:
         self.found.dynamic = self.found.dynamic or bool(seen & DYNAMIC)
 
     def _of_magics(self, node: ast.AST) -> set[str]:
-        """Return the words in calls of the shell, as IPython writes them for its own syntax."""
+        """Return the words in calls of the shell's methods, into which IPython transforms its own syntax."""
         words: set[str] = set()
         for call in ast.walk(node):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
@@ -173,7 +173,7 @@ class _Flow:
 
 
 def _now_and_later(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the global names that code reads when it runs, and those that functions which it makes read later."""
+    """Return the global names that code reads when it runs, and those that functions it defines read later."""
     now, later = set(own_names(code)), set[str]()
     for part in code.co_consts:
         if not isinstance(part, types.CodeType):
@@ -182,7 +182,7 @@ def _now_and_later(code: types.CodeType) -> tuple[set[str], set[str]]:
             names = _now_and_later(part)
             now |= names[0]
             later |= names[1]
-        else:  # comprehensions are run at once, and lambdas and (since Python 3.14) annotations perhaps
+        else:  # comprehensions run at once; lambdas and (since Python 3.14) annotations may do so
             perhaps = part.co_name.startswith("<") or part.co_name == "__annotate__"
             (now if perhaps else later).update(names_of_code(part).names)
     return now - _OF_ANNOTATIONS, later - _OF_ANNOTATIONS

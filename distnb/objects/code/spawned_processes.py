@@ -1,7 +1,7 @@
-"""Classes and functions of the notebook by value in what multiprocessing sends to processes that it does not fork.
+"""Classes and functions of the notebook, sent by value to the processes that multiprocessing spawns.
 
-A spawned process imports `__main__` to find what is pickled by name. In a kernel or an engine that is not the namespace
-of the notebook, so the workers of a DataLoader would not find the class of its dataset.
+A spawned process imports `__main__` to resolve names in pickles. In a kernel or an engine `__main__` is not the
+notebook's namespace, so the workers of a DataLoader would not find the class of its dataset.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["install", "open_by_value"]
 
 
 def install() -> None:
-    """Have this process send what is defined in `__main__` by value. Idempotent."""
+    """Make this process send classes and functions of `__main__` by value. Idempotent."""
     patches.replace("multiprocessing.reduction:ForkingPickler.reducer_override", _reduce)
 
 
@@ -28,6 +28,6 @@ def _reduce(pickler: Any, obj: Any) -> Any:
 
 
 def open_by_value(data: bytes) -> Any:
-    """Open a class or function in a spawned process, which sends instances of the class back in the same way."""
+    """Open a class or function in a spawned process, and make the process send it by value, too."""
     install()
     return cloudpickle.loads(data)

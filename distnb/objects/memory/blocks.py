@@ -1,7 +1,7 @@
-"""The memory of arrays and tensors. A block is packed once, and each array or tensor on it as a window.
+"""The memory of arrays and tensors. A block is packed once, and each array or tensor on it is packed as a window.
 
-So views share memory where they arrive, a tensor shares it with its `numpy()`, and what is large is sent again
-only when its bytes have changed.
+Views therefore share memory where they arrive, as do a tensor and its `numpy()`, and a large block is sent again only
+when its bytes have changed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class MemoryBlock:
     """A block of this process's host memory.
 
     Args:
-        owner: What keeps it alive: an array of bytes, or a torch tensor of bytes.
-        start: Its address.
-        nbytes: Its size in bytes.
-        storage: The storage of tensors that it is all of; None if it is none, or a part of one.
+        owner: The object that keeps the memory alive: an array of bytes, or a torch tensor of bytes.
+        start: The address.
+        nbytes: The size in bytes.
+        storage: The storage of torch that the block covers completely; None if there is none.
 
     Attributes:
-        digest: Of the bytes as the other side has them; None if it does not.
+        digest: The digest of the bytes that the other side has; None if it has none.
     """
 
     __slots__ = ("__weakref__", "digest", "nbytes", "owner", "start", "storage")
@@ -53,23 +53,23 @@ class MemoryBlock:
 
     @staticmethod
     def of_storage(storage: Any) -> MemoryBlock:
-        """Return all of the storage of some tensors."""
+        """Return the block of a whole storage."""
         return MemoryBlock(_bytes_on(storage), storage.data_ptr(), storage.nbytes(), storage)
 
     @property
     def is_resizable(self) -> bool:
-        """True if it is a storage that torch can resize."""
+        """True if the block is a storage that torch can resize."""
         return self.storage is not None and bool(self.storage.resizable())
 
     def is_there(self, start: int) -> bool:
-        """Return whether it still begins at an address: torch may have resized the storage."""
+        """Return whether the block still begins at an address. It does not if torch has resized the storage."""
         self.follow()
         if self.storage is None and _is_tensor(self.owner):
             return bool(self.owner.data_ptr() == start) and is_stored(self.owner)
         return self.start == start
 
     def follow(self) -> None:
-        """Be all of the storage again, if torch has resized that."""
+        """Update address and size if torch has resized the storage."""
         storage = self.storage
         if storage is not None and (storage.nbytes() != self.nbytes or storage.data_ptr() != self.start):
             self.owner, self.start, self.nbytes = _bytes_on(storage), storage.data_ptr(), storage.nbytes()
@@ -79,17 +79,17 @@ class MemoryBlock:
         return buffer_at(self.start, self.nbytes, self.owner)
 
     def array(self) -> Any:
-        """Return it as an array of bytes. From then on torch does not resize the storage, which an array shows."""
+        """View the block as an array of bytes. torch does not resize a storage that an array shares."""
         return self.owner.numpy() if _is_tensor(self.owner) else self.owner
 
     def tensor(self) -> Any:
-        """Return it as a torch tensor of bytes."""
+        """View the block as a torch tensor of bytes."""
         import torch
 
         return self.owner if _is_tensor(self.owner) else torch.from_numpy(self.owner)
 
     def write(self, data: Any) -> bool:
-        """Give it other content, in place. Returns whether it could: a storage is resized for more, or less."""
+        """Replace the content in place. Return False if its size differs and the storage cannot be resized."""
         import numpy
 
         view = memoryview(data).cast("B")
@@ -107,10 +107,10 @@ class MemoryBlock:
 
     @staticmethod
     def filled(data: Any, *, resizable: bool = False) -> MemoryBlock:
-        """Make new memory with the bytes of a buffer that nobody else writes to.
+        """Make a block with the bytes of a buffer that nobody else writes to.
 
-        Large memory is that of the buffer, which processes of a machine share until they write to it. torch can only
-        resize memory of its own, so what is to be resizable is copied, unless it is very large.
+        A large block uses the buffer's own memory, which the processes of a machine share until they write to it. torch
+        can only resize memory of its own, so a resizable block is a copy, unless it is very large.
         """
         import numpy
 
@@ -145,10 +145,11 @@ def _identity(storage: Any) -> int:
 
 
 def buffer_at(address: int, nbytes: int, owner: Any) -> Any:
-    """Return the bytes at an address as an object that shows them as a buffer, and keeps their owner alive.
+    """Return an object with the buffer interface for the bytes at an address. It keeps their owner alive.
 
-    The owner's own ways have effects: torch never again resizes a storage that NumPy has seen, and a buffer that is
-    read-only is copied where it is opened. No memoryview: Python's collector crashes on one of another that is garbage.
+    The owner's own methods would have side effects: torch never again resizes a storage that NumPy has seen, and the
+    receiver copies a read-only buffer. A memoryview will not do, because Python's garbage collector crashes on a
+    memoryview of another one that is garbage.
     """
     mapped = (ctypes.c_ubyte * nbytes).from_address(address)
     mapped.owner = owner  # type: ignore[attr-defined]
@@ -161,16 +162,16 @@ def bytes_of(tensor: Any) -> Any:
 
 
 class MemoryBlocks:
-    """The blocks that are known, in the order of their addresses. Who knows one by its number keeps it."""
+    """The known blocks by address, without strong references: the table of a pack keeps its blocks alive."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakValueDictionary[int, MemoryBlock] = weakref.WeakValueDictionary()
         self._starts: list[int] = []
-        # A storage stays what it is when torch resizes it, and its address does not.
+        # When torch resizes a storage, its identity stays the same, but its address changes.
         self._storages: weakref.WeakValueDictionary[int, MemoryBlock] = weakref.WeakValueDictionary()
 
     def add(self, memory: MemoryBlock) -> None:
-        """Let a block be found."""
+        """Add a block."""
         if memory.storage is not None:
             self._storages[_identity(memory.storage)] = memory
         if memory.nbytes:
@@ -189,13 +190,13 @@ class MemoryBlocks:
             if found is None:
                 continue
             if not found.is_there(self._starts[place]):
-                del self._known[self._starts[place]]  # something else may lie there now
+                del self._known[self._starts[place]]  # the address may belong to another object now
                 continue
             return found if start + nbytes <= found.start + found.nbytes else None
         return None
 
     def of_storage(self, storage: Any) -> MemoryBlock | None:
-        """Return the known block that is all of a storage, or None."""
+        """Return the known block that covers a whole storage, or None."""
         found = self._storages.get(_identity(storage))
         if found is not None:
             found.follow()
@@ -216,15 +217,15 @@ def dense_tensor(tensor: Any) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not has_no_memory(tensor)
-        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # fake and distributed ones have none
+        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # not a fake or distributed tensor
     )
 
 
 def is_stored(tensor: Any) -> bool:
-    """Return whether the storage of a dense tensor holds all that the tensor shows.
+    """Return whether the storage of a dense tensor is large enough for the tensor.
 
-    It holds less after `storage.resize_(0)`, as of sharded parameters that are not needed now, and where torch has
-    refused to resize a storage after it had changed the tensor's shape.
+    It is too small after `storage.resize_(0)`, which frees sharded parameters that are not in use, and if torch refused
+    to resize the storage after it had changed the tensor's shape.
     """
     extent = _extent(tensor)
     end = tensor.storage_offset() * tensor.element_size() + extent
@@ -232,7 +233,7 @@ def is_stored(tensor: Any) -> bool:
 
 
 def _extent(tensor: Any) -> int:
-    """Return how many bytes there are from a tensor's first element to the end of its last."""
+    """Return the number of bytes from a tensor's first element to the end of its last one."""
     if tensor.is_contiguous():
         return int(tensor.nbytes)
     if not tensor.numel():
@@ -242,7 +243,10 @@ def _extent(tensor: Any) -> int:
 
 
 def array_window(array: Any, memories: MemoryBlocks) -> tuple[MemoryBlock, int]:
-    """Return the block that an array lies in, and the offset in bytes of its first element."""
+    """Return the block that contains an array, and the offset in bytes of the array's first element.
+
+    The offset is -1 for an array that cannot share memory. Its block is then a copy in C order.
+    """
     import numpy
     from numpy.lib.array_utils import byte_bounds
 
@@ -262,9 +266,9 @@ def array_window(array: Any, memories: MemoryBlocks) -> tuple[MemoryBlock, int]:
     if not flat.flags.c_contiguous or root.dtype.itemsize == 0:
         copy = numpy.ascontiguousarray(array)
         memory = MemoryBlock(_as_bytes(copy), copy.ctypes.data, copy.nbytes)
-        return memory, -1  # nothing can share it: its own copy, in C order
+        return memory, -1
     block, lowest = _as_bytes(flat), flat.__array_interface__["data"][0]
-    if root.nbytes > max(_SMALL_NBYTES, _LARGER_BY_FAR * (end - start)):  # not all of it for a small part
+    if root.nbytes > max(_SMALL_NBYTES, _LARGER_BY_FAR * (end - start)):  # do not send all of it for a small part
         block, lowest = block[start - lowest : end - lowest], start
     memory = MemoryBlock(block, lowest, block.nbytes)
     memories.add(memory)
@@ -278,9 +282,9 @@ def _as_bytes(array: Any) -> Any:
 
 
 def tensor_window(tensor: Any, memories: MemoryBlocks) -> tuple[MemoryBlock, int]:
-    """Return the block that a dense tensor lies in, and the offset in bytes of its first element.
+    """Return the block that contains a dense tensor, and the offset in bytes of the tensor's first element.
 
-    The block is empty if the storage is: see `is_stored`.
+    The block is empty if the tensor has no elements, or if its storage is empty.
     """
     import torch
 

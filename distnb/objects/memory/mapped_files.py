@@ -1,7 +1,7 @@
-"""Arrays on memory-mapped files: they travel as the file's name, and are mapped again where they arrive.
+"""Arrays on memory-mapped files: the sender sends the file's name, and the receiver maps the file again.
 
-What is written to a shared mapping is in the file, so nothing of it is compared or sent. A copy-on-write mapping (mode
-"c") has content of its own, and is sent by value as other arrays are.
+Writes to a shared mapping are in the file, so its content is neither compared nor sent. A copy-on-write mapping (mode
+"c") has content of its own, and is sent by value like other arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MappedFile(NamedTuple):
     """A file that `numpy.memmap` has mapped.
 
     Attributes:
-        path: Absolute.
+        path: The absolute path.
         mode: "r" or "r+".
         dtype, offset, shape, order: The arguments of `numpy.memmap`.
     """
@@ -43,9 +43,9 @@ class MappedFile(NamedTuple):
 
 
 def file_of(array: Any) -> tuple[MappedFile, Any] | None:
-    """Return the file that an array lies in, and the memmap that it is a view of, or is.
+    """Return the mapped file of an array, and the memmap that the array is, or is a view of.
 
-    None if its memory is no file's, or is a file's that has no name any more.
+    Return None if the array is not on a mapped file, or if the file no longer has a name.
     """
     import numpy
 
@@ -70,7 +70,7 @@ def is_same_window(one: Any, other: Any) -> bool:
 
 
 def window_of(array: Any) -> tuple[Any, ...]:
-    """Return what part of its file an array shows: dtype, shape, strides, and where in the mapping it begins."""
+    """Return an array's window on its file: dtype, shape, strides, and offset in the mapping in bytes."""
     import numpy
 
     root = array
@@ -81,34 +81,34 @@ def window_of(array: Any) -> tuple[Any, ...]:
 
 
 def identity_of(path: str) -> tuple[int, int, int, int]:
-    """Return device, inode, size in bytes, and time of the last change of a file."""
+    """Return a file's device, inode, size in bytes, and time of the last change in ns."""
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def open_mapped_file(file: MappedFile, identity: tuple[int, int, int, int]) -> Any:
-    """Map a file here; a placeholder where there is none of its name, or another one.
+    """Map a file on this machine. Return a placeholder if the file is missing or is another one.
 
-    It is the same file if it is the same inode, or, on another machine, if it has the same size and time.
+    A file is the same if it has the same inode or, on another machine, the same size and time.
     """
     import numpy
 
     try:
         here = identity_of(file.path)
         if here[:2] != identity[:2] and here[2:] != identity[2:]:
-            raise OSError("the one of this name is another: size or time differ")
+            raise OSError("the file of this name is another one: size or time differ")
         mode: Any = file.mode
         order: Any = file.order
         return numpy.memmap(file.path, file.dtype, mode, file.offset, file.shape, order)
     except (OSError, ValueError) as error:
         return Placeholder(
-            f"The memory-mapped file {file.path} cannot be used on this machine ({error}). The cure: copy it there "
-            "under the same name, with its time, or send what it holds: numpy.array(...) of the array."
+            f"The memory-mapped file {file.path} cannot be used on this machine ({error}). The cure: copy the file "
+            "here under the same name, with its time, or send its content: numpy.array(...) of the array."
         )
 
 
 def open_mapped_view(root: Any, window: tuple[Any, ...], kind: type, writeable: bool) -> Any:
-    """Make a view of a mapped file, an array or a memmap; of a placeholder nothing else."""
+    """Return a view of a mapped file as an array or a memmap. Return a placeholder as it is."""
     if type(root) is Placeholder:
         return root
     import numpy
@@ -116,6 +116,6 @@ def open_mapped_view(root: Any, window: tuple[Any, ...], kind: type, writeable: 
     dtype, shape, strides, offset = window
     view: Any = numpy.ndarray.__new__(kind, shape, dtype, root, offset, strides)
     if kind is numpy.memmap:
-        view.__array_finalize__(root)  # so it knows its file
+        view.__array_finalize__(root)  # copies the attributes that describe the file
     view.flags.writeable = writeable
     return view

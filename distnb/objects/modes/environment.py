@@ -2,8 +2,7 @@
 
 A row of a table describes each mode: how it is read and set, and when (`python_modes`, `torch_modes`, `numpy_modes`).
 The notebook sends the modes that changed since the last program. The engines return the modes that the program changed,
-so afterwards the notebook is in the state in which it would be had it run the program itself. State without a row is
-not sent.
+so that the notebook ends up in the same state as if it had run the program itself. State without a row is not sent.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def capture_environment(before: Environment | None = None, moment: Moment = "beg
     """
     libraries = _loaded_libraries()
     if before is None or before.cell != _cell or len(before.modes) < len(_compared("beginning", libraries)):
-        moment = "beginning"  # of the cell; or a library was loaded since
+        moment = "beginning"  # this is the first call in the cell, or a library was loaded meanwhile
     known = before.modes if before is not None else {}
     changed = {}
     for mode in _compared(moment, libraries):
@@ -112,7 +111,7 @@ def apply_environment(environment: Environment, *, early: bool | None = None) ->
     """
     modes = _compared("beginning", _loaded_libraries())
     if not environment.modes.keys() <= {mode.name for mode in modes}:
-        modes = _compared("beginning", _LIBRARIES)  # a mode of a library that this process has not loaded yet
+        modes = _compared("beginning", _LIBRARIES)  # a mode belongs to a library that this process has not loaded yet
     for mode in modes:
         if mode.name in environment.modes and early in (None, mode.early):
             value = environment.modes[mode.name]

@@ -12,7 +12,7 @@ __all__ = ["MODES"]
 
 
 def _printing() -> dict[str, Any]:
-    # Formatters are functions, most of them the notebook's own.
+    # Formatters are functions, mostly defined in the notebook.
     options: dict[str, Any] = dict(numpy.get_printoptions())
     return {name: value for name, value in options.items() if name not in ("formatter", "override_repr")}
 

@@ -58,7 +58,7 @@ def _deterministic() -> tuple[bool, bool]:
 def _matmul_precision() -> Any:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set by `fp32_precision` of one or more backends
+    except RuntimeError:  # the mode was set by `fp32_precision` of one or more backends
         backends: Any = torch.backends
         return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
 
