@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from distnb.strategies.context import get_replica_context
 from distnb.values.structure import flatten, unflatten
 
 __all__ = ["Checkpoint"]
+
+_logger = logging.getLogger("distnb.checkpoint")
 
 
 class Checkpoint:
@@ -203,6 +206,7 @@ class Checkpoint:
 
         path, states, left = on_chief(found)
         restore_all(self._objects, states, path, gather_lines)
+        _logger.info("restored %s; %d names in it have no object", path, len(left))
         return RestoreStatus(path, tuple(left))
 
 
@@ -216,6 +220,7 @@ def _first_whole(paths: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
         try:
             states = files.read(path)
         except CheckpointError as error:
+            _logger.warning("%s is not used: %s", path, error)
             damaged.append(error)
             continue
         for one in damaged:

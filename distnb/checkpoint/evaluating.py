@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -16,6 +17,8 @@ from distnb.errors import ClusterError, ContextError, OptionError
 from distnb.runtime.this_process import this_process
 
 __all__ = ["evaluate_checkpoints"]
+
+_logger = logging.getLogger("distnb.checkpoint")
 
 _LOG = "evaluations.jsonl"
 _UNFINISHED = (".tmp", ".part", "~")
@@ -97,6 +100,7 @@ def evaluate_checkpoints(
                 "chief save there?"
             )
         newest = max(new, key=lambda key: key[::-1])
+        _logger.info("evaluates %s, skips %d older checkpoints", found[newest], len(new) - 1)
         done |= new  # overtaken checkpoints are not evaluated later, either
         is_end = is_last(found[newest])  # asked before the evaluation, during which the name may be written again
         line = _evaluated(evaluate, found[newest], newest)

@@ -8,6 +8,7 @@ holds slices of them.
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import re
@@ -25,6 +26,8 @@ from distnb.checkpoint.trees import decode, encode
 from distnb.errors import CheckpointError, OptionError
 
 __all__ = ["Shards", "check", "check_free", "numbered", "read", "remove", "remove_unfinished", "write"]
+
+_logger = logging.getLogger("distnb.checkpoint")
 
 _MANIFEST = "checkpoint.json"
 _FORMAT, _VERSION = "distnb checkpoint", 1
@@ -97,6 +100,8 @@ def write(path: Path, tree: Any) -> None:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+    nbytes = sum(facts["nbytes"] for facts in written.values())
+    _logger.info("wrote %s: %d bytes in %d files", path, nbytes, len(written))
 
 
 def _without_shards(tree: Any, path: str, slices: dict[str, Shards]) -> Any:
@@ -267,6 +272,7 @@ def remove(path: Path) -> None:
     doomed = path.with_name(f".{path.name}{_REMOVED}{secrets.token_hex(4)}")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+    _logger.info("deleted %s", path)
 
 
 def remove_unfinished(folder: Path, name: str) -> None:
@@ -275,3 +281,4 @@ def remove_unfinished(folder: Path, name: str) -> None:
     for each in folder.iterdir() if folder.is_dir() else ():
         if pattern.fullmatch(each.name):
             shutil.rmtree(each, ignore_errors=True)
+            _logger.info("deleted the unfinished %s", each)

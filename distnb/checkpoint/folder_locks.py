@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import logging
 import os
 import re
 import socket
@@ -28,6 +29,8 @@ from pathlib import Path
 from distnb.errors import CheckpointError
 
 __all__ = ["is_free_for_cleaning", "keep", "release_kept", "saving"]
+
+_logger = logging.getLogger("distnb.checkpoint")
 
 
 _PATIENCE_S, _POLL_S = 3.0, 0.05
@@ -168,13 +171,15 @@ def _acquired(path: Path) -> int | None:
                 f"Another program saves checkpoints {path.name[1:].removesuffix('.lock')!r} into {path.parent}: "
                 f"{holder}. Give each program its own folder, or end that one first."
             ) from None
-        except OSError:  # a file system without locks
+        except OSError as error:  # a file system without locks
             os.close(descriptor)
+            _logger.warning("%s is not locked: %s", path, error)
             return None
         with suppress(FileNotFoundError):
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                _logger.debug("locked %s", path)
                 return descriptor
         os.close(descriptor)
 

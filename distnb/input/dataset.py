@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -23,6 +24,8 @@ from distnb.objects.rng_state import generator_state, set_generator_state
 from distnb.options import InputOptions
 
 __all__ = ["DistributedDataset", "DistributedIterator", "program_began", "program_failed"]
+
+_logger = logging.getLogger("distnb.input")
 
 UNKNOWN_CARDINALITY = -2
 
@@ -76,6 +79,7 @@ class DistributedDataset(Iterable[Any]):
         self._progress, self._resume = progress, None
         placement = placement_for(self._place.target)
         reader = Reader(loads, self._place, placement, self._depth())
+        _logger.debug("epoch %d begins at batch %d, %d batches ahead", progress.epoch, progress.steps, self._depth())
         if resume is not None and resume["position"]:
             reader.fill()  # the saved state includes the draws of the batches that had been read ahead
             restore(self._drawing.shared, resume["random"])

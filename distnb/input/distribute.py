@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from distnb.options import AutoShardPolicy, InputContext, InputOptions, InputRep
 from distnb.topology import Device
 
 __all__ = ["distribute", "distribute_from_function"]
+
+_logger = logging.getLogger("distnb.input")
 
 
 def distribute(
@@ -127,6 +130,14 @@ def _make_dataset(
     agree: Agree | None,
 ) -> DistributedDataset:
     source = source_of(dataset, batch_size, place, options, drawing)
+    _logger.info(
+        "replica %d of %d reads a %s as %s%s",
+        place.replica_id,
+        place.num_replicas,
+        type(dataset).__name__,
+        type(source).__name__,
+        "" if place.turns is None else f", pipeline {place.turns.pipeline} of {place.turns.pipelines}",
+    )
     return DistributedDataset(source, place, options, drawing, agree)
 
 

@@ -8,6 +8,7 @@ the old file atomically. Keras can still read it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from distnb.runtime.randomness import streams
 from distnb.runtime.reduction.gathering import broadcast_tree
 
 __all__ = ["Resuming"]
+
+_logger = logging.getLogger("distnb.keras")
 
 _POSITION = "distnb_place"
 _METADATA = "training_metadata.json"
@@ -60,6 +63,7 @@ class TrainingPosition:
         for variable, value in zip(variables, self.states, strict=True):
             variable.assign(torch.tensor(value, dtype=variable.value.dtype))
         draws.restore(streams.shared, self.now)
+        _logger.info("training resumes in epoch %d after %d batches", self.epoch + 1, self.batches)
 
 
 class Resuming:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ from distnb.runtime.reduction.equal_values import make_equal
 from distnb.runtime.this_process import this_process
 
 __all__ = ["adopt", "optimizer_tensors", "parts"]
+
+_logger = logging.getLogger("distnb.keras")
 
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _SAVES = ("save", "save_weights", "export")
@@ -79,6 +82,7 @@ class ModelOnReplicas:
         self._strategy = strategy
         self._model = model
         self._forward = SharedForward()
+        _logger.info("prepares model %s for the replicas of %s", model.name, type(strategy).__name__)
         self._callbacks: ChiefCallbacks | None = None
         keras_internals.keep_ddp_away(model)
         for name in _METHODS:
@@ -134,6 +138,8 @@ class ModelOnReplicas:
         assert process is not None
         given = bound.arguments.get("callbacks")
         if not isinstance(given, keras.callbacks.CallbackList):
+            names = [type(each).__name__ for each in keras.tree.flatten(given or [])]
+            _logger.info("callbacks run on replica 0: %s", ", ".join(names) or "none")
             self._callbacks = ChiefCallbacks(self._model, given, bound.arguments.get("verbose", "auto"))
             bound.arguments["callbacks"] = [self._callbacks]
         if process.rank:

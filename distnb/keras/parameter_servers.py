@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from distnb.runtime.this_process import this_process
 from distnb.watching.live import live
 
 __all__ = ["ModelOnServers"]
+
+_logger = logging.getLogger("distnb.keras")
 
 _AHEAD = 8  # closures per worker that the loop may schedule ahead
 libraries.append(KerasLibrary())
@@ -118,6 +121,7 @@ class ModelOnServers:
                 f"{strategy.num_replicas_in_sync}. Start a cluster of more workers, with replicas_per_worker=1; or "
                 "train with scheduled functions that call strategy.run."
             )
+        _logger.info("prepares model %s for workers and parameter servers", model.name)
         self._model = model
         self._registration = strategy.runtime.registration
         self._access = strategy.runtime.access

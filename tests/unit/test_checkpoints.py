@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import shutil
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import numpy as np
 import pytest
@@ -377,6 +379,25 @@ def test_the_status_lists_the_restored_objects(tmp_path: Path) -> None:
     for check in ("assert_consumed", "assert_existing_objects_matched", "assert_nontrivial_match"):
         with pytest.raises(AssertionError, match="got None"):
             getattr(saved.restore(None).expect_partial(), check)()
+
+
+def test_writes_restores_and_damaged_checkpoints_are_logged(tmp_path: Path) -> None:
+    manager = distnb.CheckpointManager(distnb.Checkpoint(step=torch.ones(1)), tmp_path, max_to_keep=2)
+    with TestCase().assertLogs("distnb.checkpoint", logging.INFO) as logged:
+        for _ in range(3):
+            manager.save()
+        (tensors,) = (tmp_path / "ckpt-3").glob("*.safetensors")
+        nbytes = tensors.stat().st_size
+        tensors.write_bytes(b"\0" * nbytes)
+        with pytest.warns(UserWarning, match="ckpt-3 is damaged"):
+            manager.restore_or_initialize()
+    manager.close()
+    assert [record.getMessage().split(": the header")[0] for record in logged.records] == [
+        *(f"wrote {tmp_path}/ckpt-{number}: {nbytes} bytes in 1 files" for number in (1, 2, 3)),
+        f"deleted {tmp_path}/ckpt-1",
+        f"{tmp_path}/ckpt-3 is not used: {tmp_path}/ckpt-3 is damaged",
+        f"restored {tmp_path}/ckpt-2; 0 names in it have no object",
+    ]
 
 
 def test_a_thread_writes_the_state_at_the_time_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,8 @@ from distnb.input.sources.workers import forget_workers, has_lost_workers, has_w
 from distnb.options import InputOptions
 
 __all__ = ["LoaderSource", "copy_loader", "is_plain"]
+
+_logger = logging.getLogger("distnb.input")
 
 
 def is_plain(loader: DataLoader[Any]) -> bool:
@@ -99,6 +102,7 @@ class LoaderSource(Source):
         """Return the loader to read with: the kept one if its workers persist, else a copy with the latest changes."""
         if self._copy is not None and self.exclusive:
             if has_lost_workers(self._copy):
+                _logger.info("the persistent workers have ended, and are started again")
                 forget_workers(self._copy)
             if kept in (None, self.kept()):
                 return self._copy
@@ -108,6 +112,7 @@ class LoaderSource(Source):
             attributes["batch_sampler"] = Feed(loader.batch_sampler, place, self._drawing, self._sliced)
         if place.num_replicas > 1 and not loader.in_order:
             attributes["in_order"] = True  # otherwise a batch could not be assigned to its global batch
+            _logger.info("in_order=False is ignored: the batches of a distributed DataLoader come in order")
         if self._sliced and place.replica_id:
             attributes["worker_init_fn"] = WorkerSeeds(place.replica_id, loader.worker_init_fn)
         if kept and not self.kept():

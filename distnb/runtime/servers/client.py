@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import select
 import threading
@@ -22,6 +23,8 @@ from distnb.wire.tensors import encode_tensors
 from distnb.wire.unix_socket import connect
 
 __all__ = ["ClientKeys", "Servers"]
+
+_logger = logging.getLogger("distnb.runtime.servers")
 
 
 _CURE = (
@@ -149,6 +152,7 @@ class Servers:
     def lost(self, server: int, how: str) -> None:
         """Mark a server as lost, from any thread. Exchanges with it, including the current one, raise ServerLost."""
         self._lost[server] = how
+        _logger.warning("parameter server %d is lost: %s", server, how)
         os.eventfd_write(self._wake, 1)
 
     def replace(self, server: int, address: Address) -> None:
@@ -159,6 +163,7 @@ class Servers:
             self._connections[server] = self._connection(server, address)
             self._lost.pop(server, None)
             self._generations[server] = self.generation(server) + 1
+            _logger.info("parameter server %d was replaced, generation %d", server, self._generations[server])
 
     def generation(self, server: int) -> int:
         """Return the number of times that this server has been replaced."""
@@ -188,9 +193,11 @@ class Servers:
                 raise ServerLost(f"Parameter server {server} cannot be reached: {error}. {_CURE}") from error
         else:
             link.recycles = True
+            _logger.debug("connected to parameter server %d at %s", server, address.path)
             return link
         if self._context is None:
             self._context = zmq.Context()
+        _logger.debug("connected to parameter server %d at %s", server, address.url)
         return Link(
             self._context,
             self._number,
