@@ -38,7 +38,7 @@ _SLICES, _BEGINNING = "DCP_SHARDING_INFO", "saved_offsets"
 
 @dataclass(frozen=True)
 class Shards:
-    """A tensor in slices along its first axis, in order. It is a single tensor again when it is read.
+    """A tensor in slices along its first axis, in order. Reading joins them into a single tensor.
 
     Each slice is written to the file of its number, so several processes can hold the slices, and any number can read
     them.

@@ -43,7 +43,7 @@ class _Lock:
     Attributes:
         descriptor: The descriptor of the locked file; None if the file system has no locks.
         writers: The number of checkpoints that are being written.
-        kept: Whether the lock stays when they are written.
+        kept: True if the lock is held after they have been written.
     """
 
     descriptor: int | None

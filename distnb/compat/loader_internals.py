@@ -19,8 +19,8 @@ with private_names("torch"):
 
 __all__ = [
     "base_seed",
-    "batches_given",
-    "draws_as_many_as_there_are",
+    "batches_returned",
+    "draws_whole_dataset",
     "forget_iterator",
     "handle_ends_of_workers",
     "is_shut_down",
@@ -53,7 +53,7 @@ def forget_iterator(loader: DataLoader[Any]) -> None:
     loader.__dict__["_iterator"] = None
 
 
-def batches_given(iterator: Any) -> int:
+def batches_returned(iterator: Any) -> int:
     """Return the number of batches that an iteration has returned."""
     given: int = iterator._num_yielded
     return given
@@ -86,6 +86,6 @@ def wrap_next_batch(wrapper: Callable[..., Any]) -> None:
     patches.wrap("torch.utils.data.dataloader:_BaseDataLoaderIter.__next__", wrapper)
 
 
-def draws_as_many_as_there_are(sampler: RandomSampler) -> bool:
+def draws_whole_dataset(sampler: RandomSampler) -> bool:
     """Return whether a sampler draws as many examples as the dataset has."""
     return sampler._num_samples is None

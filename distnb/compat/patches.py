@@ -131,7 +131,7 @@ _replaced: dict[str, _Replaced] = {}
 
 
 def replace(target: str, replacement: Any) -> None:
-    """Put a replacement in the place of a target of the table. If it is replaced already, the new one takes over.
+    """Replace a target of the table. An earlier replacement is replaced, too.
 
     Raises:
         LibraryVersionError: The library is too old, or has no such attribute.

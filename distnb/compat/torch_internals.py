@@ -107,7 +107,7 @@ def uses_of_storage(tensor: torch.Tensor) -> int:
 
 def has_no_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor on the host has no memory: a zero of autograd, or a tracer's tensor."""
-    with torch._C.DisableTorchFunctionSubclass():  # otherwise a variable would be read
+    with torch._C.DisableTorchFunctionSubclass():  # prevents the reading of a distributed variable
         return tensor._is_zerotensor() or bool(_is_functional_tensor(tensor))
 
 

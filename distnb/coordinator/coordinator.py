@@ -141,12 +141,12 @@ class ClusterCoordinator:
         self._sent: dict[int, Sent] = {}  # by worker
         self._lost: dict[int, str] = {}
         self._lost_servers: dict[int, str] = {}
-        self._empty_servers: set[int] = set()  # those of them that have a replacement
+        self._empty_servers: set[int] = set()  # the lost servers that have a replacement
         self._nbytes = 0
         self._errors: list[BaseException] = []  # to be raised, the first one first
         self._why = ""  # the reason for cancellation
         self._interrupted = False
-        self._is_current = True  # whether the tensors here are those of the latest closure
+        self._is_current = True  # True if the tensors here have the values after the latest closure
         self._staleness: deque[int] = deque(maxlen=_LATEST_STEPS)
         self._steps = 0
         self.reading = None

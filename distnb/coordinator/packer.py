@@ -245,7 +245,7 @@ class ClosurePacker:
         library = library_of(metric)
         assert library is not None
         library.check(metric)
-        found = self._resource(metric, pickler, functools.partial(_itself, metric))
+        found = self._resource(metric, pickler, functools.partial(_identity, metric))
         self._metrics[found[1][0]] = metric
         return found
 
@@ -258,7 +258,7 @@ class ClosurePacker:
                 modules = list(root.modules())
                 modes = [each.training for each in modules]
                 frozen = [number for number, each in enumerate(parameters_of_each(modules)) if not each.requires_grad]
-                opened = self._resource(root, pickler, functools.partial(_itself, root), (modes, frozen))
+                opened = self._resource(root, pickler, functools.partial(_identity, root), (modes, frozen))
                 return (open_module, (*opened[1], place)) if place else opened
         if any(each.requires_grad for each in module.parameters()):
             raise CannotTravelError(
@@ -284,7 +284,7 @@ class ClosurePacker:
                     f"A {type(obj).__name__} refers to a RemoteValue. Use the value: coordinator.fetch(...)."
                 )
             within.needs.pop(number, None)
-            # Hold no reference to what it needs: an optimizer refers to its parameters, but not to their model.
+            # Hold no reference to the resources that it needs: an optimizer needs its parameters, but not their model.
             self._known[number] = _Known(packed, dict.fromkeys(within.needs), within.settings)
         pickler.needs[number] = obj
         if settings is not None:
@@ -302,7 +302,7 @@ class ClosurePacker:
             self.forgotten += 1
 
 
-def _itself(obj: Any) -> Any:
+def _identity(obj: Any) -> Any:
     return obj
 
 

@@ -1,4 +1,4 @@
-"""Values of which each worker has its own. A worker makes it when a closure first uses it."""
+"""Values that exist once on each worker. A worker makes its value when a closure first uses it."""
 
 from __future__ import annotations
 

@@ -353,7 +353,7 @@ class ClosureQueue(StateMachine):
 
     def next_deadline(self) -> float | None:
         """Return the time at which `tick` has something to do next."""
-        return min((each.began + _PATIENCE_S for each in self._behind()), default=None)
+        return min((each.began + _PATIENCE_S for each in self._reclaimable()), default=None)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -373,12 +373,12 @@ class ClosureQueue(StateMachine):
             least.closures.append(closure)
             orders.append(Send(closure, worker))
         for worker, current in self._workers.items() if self._depth > 1 else ():
-            if any(current is each for each in self._behind()) and now >= current.began + _PATIENCE_S:
+            if any(current is each for each in self._reclaimable()) and now >= current.began + _PATIENCE_S:
                 current.reclaiming = current.closures[-1]
                 orders.append(Reclaim(current.closures[-1], worker))
         return orders
 
-    def _behind(self) -> Iterator[_Worker]:
+    def _reclaimable(self) -> Iterator[_Worker]:
         """Yield the workers from which to reclaim a closure, at most as many as there are idle workers."""
         if self._waiting:
             return

@@ -1,4 +1,4 @@
-"""The record of what a worker has been sent, so that each closure brings only what the worker lacks."""
+"""The record of the resources sent to a worker. A closure brings only the resources that the worker lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot of what a coordinator and its workers do."""
+"""A snapshot of the state of a coordinator and its workers."""
 
 from __future__ import annotations
 

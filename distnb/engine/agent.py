@@ -329,7 +329,7 @@ class Agent:
         """Return the reply of a program that raised. With `alone` the error is not packed with the namespace."""
         datasets.program_failed()
         cause, reason = groups.take_cause()
-        # Report the cause instead of its consequence. Waits in C++ raise a mere RuntimeError when they are ended.
+        # Report the cause instead of its consequence: a wait in C++ that was ended only raises a RuntimeError.
         if cause is not None and cause is not error and not self._guard.interrupted:
             in_c = type(error) is RuntimeError and isinstance(cause, CollectiveError)
             if in_c or self._guard.aborted or isinstance(error, ProgramAborted):

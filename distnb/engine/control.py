@@ -189,7 +189,7 @@ class Control:
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             while (order := self._link.receive()) is not None:
-                self._obey(order)
+                self._follow_order(order)
             for fd, forward in self._pipes.items():
                 if fd in ready:
                     forward(os.read(fd, 1 << 16))
@@ -199,7 +199,7 @@ class Control:
                 self._measure()
             self._flush()
 
-    def _obey(self, order: Any) -> None:
+    def _follow_order(self, order: Any) -> None:
         _logger.debug("received %s", type(order).__name__)  # without its content: an `Answer` may be a password
         if isinstance(order, Abort):
             _logger.info("program %d is to end: %s", order.program, order.reason)

@@ -145,7 +145,7 @@ class Guard:
 
     def _call(self, run: _Run, function: Callable[[], T]) -> T:
         try:
-            with self._beginning:  # an order arrives either before this, and is kept, or after it, and meets this run
+            with self._beginning:  # an earlier order has been kept; a later one finds this run
                 self._run = run
                 for program, order in sorted(self._early.items()):
                     if program == run.program or (run.is_leftover and program > run.program):

@@ -188,7 +188,7 @@ class WorkerTask:
                 self._servers.replace(server, address)
 
     def accept(self, message: RunClosure) -> None:
-        """Store what is sent only once, even if the closure was ordered to end before it began."""
+        """Store the parts that are sent only once, even if the closure was ordered to end before it began."""
         for source in message.sources:
             remember_source(*source)
         self._definitions += message.definitions

@@ -319,7 +319,7 @@ class Estimator:
 
 
 def _call_with_known(function: Callable[..., Any], *args: Any, **known: Any) -> Any:
-    """Call a function with those of the named arguments that it has parameters for."""
+    """Call a function, and pass only the named arguments that it has parameters for."""
     names = inspect.signature(function).parameters
     return function(*args, **{name: value for name, value in known.items() if name in names})
 

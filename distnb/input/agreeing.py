@@ -1,4 +1,4 @@
-"""Comparison of what the replicas read, and agreement on the next global batch of several input pipelines.
+"""Comparison of the data that replicas read, and agreement on the next global batch of several input pipelines.
 
 If workers read their own pipelines, only each pipeline knows whether there is a next batch and how large it is. The
 replicas therefore exchange one small message per batch. The global batch consists of the elements of all pipelines for

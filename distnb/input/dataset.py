@@ -225,7 +225,7 @@ class DistributedDataset(Iterable[Any]):
 
     def __reduce__(self) -> Any:
         # A dataset stays on its replica. A search for the objects that it leads to finds only the user's data.
-        return _stays, (self._source.data, self._place)
+        return _refuse_opening, (self._source.data, self._place)
 
     def _depth(self) -> int:
         """Return the number of batches to read ahead."""
@@ -236,7 +236,7 @@ class DistributedDataset(Iterable[Any]):
         return self._place.num_replicas if gains else 0
 
 
-def _stays(*parts: Any) -> Any:
+def _refuse_opening(*parts: Any) -> Any:
     raise ProgramError(
         "A distributed dataset cannot be copied to another process. Iterate over it on its replica, or distribute the "
         "original data again."
@@ -329,7 +329,7 @@ class DistributedIterator(BatchIterator):
             self._reader.cut_short()
 
     def __reduce__(self) -> Any:
-        return _stays, (self._data, id(self))
+        return _refuse_opening, (self._data, id(self))
 
 
 # -- iterations that the programs of this process read ---------------------------------------------------------------
@@ -345,7 +345,7 @@ def program_began() -> None:
 
 
 def program_failed() -> None:
-    """End every iteration that the failed program read, also those that names or tracebacks still hold.
+    """End every iteration that the failed program read, including iterations that names or tracebacks still hold.
 
     The replicas may have read different numbers of batches.
     """

@@ -47,9 +47,9 @@ class Reader:
 
     def fill(self) -> None:
         """Read ahead as many batches as the depth allows."""
-        self._have(self._depth)
+        self._read_ahead(self._depth)
 
-    def _have(self, count: int) -> None:
+    def _read_ahead(self, count: int) -> None:
         ready = self._ready
         while len(ready) < count and not (ready and isinstance(ready[-1], StopIteration)):
             try:
@@ -62,7 +62,7 @@ class Reader:
 
     def read(self) -> Batch:
         """Return the next batch. Raise StopIteration at the end, and the source's errors at their place."""
-        self._have(self._depth + 1)
+        self._read_ahead(self._depth + 1)
         if isinstance(self._ready[0], StopIteration):
             raise StopIteration
         item = self._ready.popleft()
@@ -75,7 +75,7 @@ class Reader:
 
     def peek(self, count: int) -> list[Batch]:
         """Return the next batches that `read` would return, at most `count`, up to where it would raise."""
-        self._have(count)
+        self._read_ahead(count)
         ready = itertools.takewhile(lambda each: isinstance(each, Batch), itertools.islice(self._ready, count))
         return [self._hand_over(batch) for batch in ready if isinstance(batch, Batch)]
 
@@ -90,8 +90,8 @@ class Reader:
     def cut_short(self) -> None:
         """End the iteration early, including persistent workers."""
         self.close()
-        if hasattr(self._loads, "give_up"):
-            self._loads.give_up()
+        if hasattr(self._loads, "end_all_workers"):
+            self._loads.end_all_workers()
 
     def _next(self) -> Batch:
         load = next(self._loads)

@@ -98,6 +98,6 @@ def _with_dataset(loader: DataLoader[Any], dataset: Any) -> Any:
 def _sampler_like(sampler: Any, dataset: Any) -> Sampler[Any] | None:
     if type(sampler) is SequentialSampler:
         return SequentialSampler(dataset)
-    if type(sampler) is RandomSampler and loader_internals.draws_as_many_as_there_are(sampler):
+    if type(sampler) is RandomSampler and loader_internals.draws_whole_dataset(sampler):
         return RandomSampler(dataset, sampler.replacement, generator=sampler.generator)
     return None

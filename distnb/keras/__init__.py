@@ -1,8 +1,8 @@
 """Keras 3 on its torch backend, in strategies: a model that was made in a scope trains on all replicas.
 
 Every replica runs the whole of `fit`, `evaluate` and `predict` on global batches, as Keras has them. Only the forward
-pass is divided: each replica computes its rows, and the outputs are gathered. So all losses and metrics are those of
-the whole batch, and equal on all replicas. Nothing imports this package before Keras is imported.
+pass is divided: each replica computes its rows, and the outputs are gathered. All replicas therefore compute the same
+losses and metrics, of the whole batch. Nothing imports this package before Keras is imported.
 """
 
 from distnb.keras.data import DatasetCreator

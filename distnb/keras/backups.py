@@ -43,7 +43,7 @@ class TrainingPosition:
         batches: The number of batches of this epoch that were trained on.
         began: The random states at the start of the epoch's data.
         now: The random states at the position.
-        states: The model's variables other than weights: those of metrics, and seeds.
+        states: The values of the model's variables other than weights: the metrics' variables, and seeds.
     """
 
     epoch: int
@@ -57,7 +57,7 @@ class TrainingPosition:
         variables = _non_weights(model)
         if len(variables) != len(self.states):
             raise CheckpointError(
-                f"The backup has {len(self.states)} states of metrics and seeds, and the model has {len(variables)}. "
+                f"The backup has {len(self.states)} states of metrics and seeds, but the model has {len(variables)}. "
                 "The model was compiled with other metrics when it was saved."
             )
         for variable, value in zip(variables, self.states, strict=True):
@@ -128,7 +128,7 @@ class Resuming:
 
 
 class _Backup:
-    """A model for BackupAndRestore callbacks, with the position of the training. All else is delegated to the model.
+    """A proxy of the model for BackupAndRestore callbacks, which adds the position of the training.
 
     Attributes:
         epoch, batches, began: The current position of the training.

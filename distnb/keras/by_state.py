@@ -1,7 +1,7 @@
 """Keras's objects in scheduled functions: how they are sent to workers, and how the workers' metrics are combined.
 
-Keras pickles its objects as files of their configuration and values. Here they are sent as they are, whatever their
-class: with their own attributes, and references to the variables that the servers hold.
+Keras pickles its objects as files of their configuration and values. Here every object is sent as it is: with its own
+attributes, and with references to the variables that the servers hold.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ METHODS = (
 )
 """Names of methods that the coordinator's models replace and workers' models do not, like `READS` and `HERE`."""
 
-_SEEDS_APART = 0x9E3779B1  # each worker draws different noise; the first draws that of a single process
+_SEEDS_APART = 0x9E3779B1  # each worker draws different noise; the first worker draws the same as a single process
 
 
 class KerasLibrary(Library):

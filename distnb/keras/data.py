@@ -1,4 +1,4 @@
-"""Data for Keras's loops: global batches that all replicas read, or of which each reads a part."""
+"""Data for Keras's loops: global batches, read by all replicas or in parts."""
 
 from __future__ import annotations
 
@@ -139,8 +139,7 @@ class GatheredBatches(_Batches):
 def resolve_data(
     method: str, given: dict[str, Any], strategy: Any = None, group: Callable[[], Group] | None = None
 ) -> None:
-    """Replace the data of which each replica reads a part by whole batches, among the arguments of one of Keras's
-    loops.
+    """Replace distributed data among the arguments of one of Keras's loops by whole batches.
 
     Args:
         method: The name of the loop.

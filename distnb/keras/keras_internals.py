@@ -51,7 +51,7 @@ __all__ = [
     "initial_epoch",
     "is_built",
     "iterations_of",
-    "keep_ddp_away",
+    "disable_ddp",
     "learning_rate_of",
     "mask_of",
     "optimizer_variables",
@@ -186,7 +186,7 @@ def fix_decays(optimizer: Any, decaying: Mapping[int, bool]) -> None:
 
 
 def without_missing(optimizer: Any, gradients: list[Any], variables: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return gradients and their variables, without those that have none."""
+    """Return gradients and their variables, without variables that have no gradient."""
     found, its = optimizer._filter_empty_gradients(gradients, variables)
     return list(found), list(its)
 
@@ -232,7 +232,7 @@ def is_built(model: Any) -> bool:
     return all(each.built for each in model._flatten_layers()) and all(each is None or each.built for each in compiled)
 
 
-def keep_ddp_away(model: Any) -> None:
+def disable_ddp(model: Any) -> None:
     """Disable Keras 3.16's own use of a process group: it wraps models in DistributedDataParallel and sums metrics."""
     own: Any = next((cls for cls in type(model).__mro__ if "_initialize_ddp" in vars(cls)), None)
     if own is None:

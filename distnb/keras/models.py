@@ -84,7 +84,7 @@ class ModelOnReplicas:
         self._forward = SharedForward()
         _logger.info("prepares model %s for the replicas of %s", model.name, type(strategy).__name__)
         self._callbacks: ChiefCallbacks | None = None
-        keras_internals.keep_ddp_away(model)
+        keras_internals.disable_ddp(model)
         for name in _METHODS:
             setattr(model, name, self._on_replicas(getattr(model, name)))
         for name in _SAVES:

@@ -128,7 +128,7 @@ class ModelOnServers:
         self._coordinator = ClusterCoordinator(strategy)
         self._ahead = _AHEAD * len(servers_here.link().workers)
         self._loops: list[_Loop] = []
-        keras_internals.keep_ddp_away(model)
+        keras_internals.disable_ddp(model)
         own: dict[str, Callable[..., Any]] = {
             "fit": self._fit,
             "evaluate": self._evaluate,
@@ -195,7 +195,7 @@ class ModelOnServers:
             )
         given["x"] = self._data_for_loop(given.get("x"))
         if isinstance(given["x"], _PerWorker):
-            given["shuffle"] = False  # otherwise Keras warns that it ignores it
+            given["shuffle"] = False  # prevents Keras's warning that it ignores the argument
             _refuse_batch_size("fit", given)
         validation = given.get("validation_data")
         if validation is not None and not isinstance(validation, tuple):

@@ -80,8 +80,8 @@ def _settings_of(variable: Any) -> Settings | None:
         return Settings(trainable=False, name=name, synchronization=VariableSynchronization.ON_READ, aggregation=how)
     if variable.trainable or contexts.in_replica():
         return None
-    of_a_user = _is_of_a_user(variable) and how is VariableAggregation.ONLY_FIRST_REPLICA
-    if how in (VariableAggregation.SUM, VariableAggregation.MEAN) or of_a_user:
+    is_users = _is_users(variable) and how is VariableAggregation.ONLY_FIRST_REPLICA
+    if how in (VariableAggregation.SUM, VariableAggregation.MEAN) or is_users:
         return Settings(trainable=False, name=name, synchronization=VariableSynchronization.ON_WRITE, aggregation=how)
     return None
 
@@ -102,7 +102,7 @@ def tensors_in(value: Any) -> list[Any]:
     )
 
 
-def _is_of_a_user(variable: Any) -> bool:
+def _is_users(variable: Any) -> bool:
     """Return whether the user made a variable. Those of Keras's layers, optimizers and generators have a path."""
     return "/" not in variable.path
 
@@ -146,7 +146,7 @@ def _check_assigned(variable: Any, value: Any) -> None:
     """Refuse an assignment in a replica that would silently give each replica another value."""
     process = this_process.replica
     assert process is not None
-    if variable.synchronization != "on_read" and not _is_of_a_user(variable):
+    if variable.synchronization != "on_read" and not _is_users(variable):
         return  # weights change by equal gradients, statistics are averaged, seeds are drawn equally
     is_ours = process.strategy_of(keras_internals.tensor_of(variable)) is not None
     if not is_ours and not vars(variable).get("_distnb_made_in_replica", False):
@@ -208,7 +208,7 @@ def restore(metric: Any, strategy: Any) -> bool:
     return True
 
 
-def _is_shared_out() -> bool:
+def _is_divided() -> bool:
     """Return whether each replica computes with its own part of the data now, or no loop is running."""
     process, execution = this_process.replica, contexts.execution()
     return process is not None and process.size > 1 and (execution is None or execution.kind == "split")
@@ -220,7 +220,7 @@ def _shared_update(metric: Any) -> Callable[..., Any]:
     @functools.wraps(plain)
     def update_state(*args: Any, **kwargs: Any) -> Any:
         process, execution = this_process.replica, contexts.execution()
-        if process is None or not _is_shared_out() or keras_internals.in_stateless_scope():
+        if process is None or not _is_divided() or keras_internals.in_stateless_scope():
             return plain(*args, **kwargs)
         if execution is not None or contexts.in_replica():
             if (execution is None or execution.counts) and not without_rows(args, kwargs):
@@ -250,7 +250,7 @@ def _shared_result(metric: Any) -> Callable[..., Any]:
         process = this_process.replica
         if keras_internals.in_stateless_scope():
             return plain(*args, **kwargs)
-        if process is None or not _is_shared_out():
+        if process is None or not _is_divided():
             return keras.tree.map_structure(_value, plain(*args, **kwargs), none_is_leaf=False)
         parts = [each for each in metric.variables if isinstance(keras_internals.tensor_of(each), SyncOnReadVariable)]
         # Some metrics create their variables with the first rows, which this replica may not have received yet.

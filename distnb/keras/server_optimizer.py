@@ -178,7 +178,7 @@ class RemoteApply:
     _trained: list[Any]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Send gradients to the servers, which update the variables: each server updates all of its own at once."""
+        """Send gradients to the servers. Each server updates all of its variables together."""
         own: Any = self
         variables = self._trained if trainable_variables is None else list(trainable_variables)
         if not len(grads):
@@ -358,7 +358,7 @@ def _check(optimizer: Any) -> None:
 
 
 def _config(optimizer: Any) -> dict[str, Any]:
-    """Return the argument of `from_config`. A schedule is the object itself, whatever its class."""
+    """Return the argument of `from_config`. It contains a schedule as an object, since its class may be the user's."""
     rate = keras_internals.learning_rate_of(optimizer)
     config = optimizer.get_config()
     return config if isinstance(rate, keras.Variable) else {**config, "learning_rate": rate}

@@ -100,7 +100,7 @@ class Digests:
     refused: dict[str, Placeholder] = field(default_factory=dict)
     classes: dict[str, type] = field(default_factory=dict)
 
-    def into(self, function: types.FunctionType) -> None:
+    def add_function(self, function: types.FunctionType) -> None:
         """Add the names that a function of the namespace reads."""
         used = definitions.names_of_code(function.__code__)
         self.names |= used.names
@@ -264,7 +264,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
     def function(self, function: types.FunctionType) -> Any:
         """Reduce a function by value, and note its names."""
         if function.__globals__ is self.side.user_ns:
-            self.seen.into(function)
+            self.seen.add_function(function)
         reference = self.reference(function)
         return reference if reference is not None else definitions.reduce_function(function, self.side.user_ns)
 
@@ -326,7 +326,7 @@ class Digester(cloudpickle.Pickler):  # type: ignore[misc]
             return NotImplemented
         if hides_parts(kind):
             for function in functions_within(obj, self.side.user_ns, self._reached):
-                self.seen.into(function)
+                self.seen.add_function(function)
         try:
             return accelerate_internals.without_mark(obj.__reduce_ex__(5))
         except Exception as error:  # whatever a user's class raises  # noqa: BLE001

@@ -268,7 +268,7 @@ class Tracker:
             for name, value in waiting.items():
                 record = self._records.get(name)
                 if record is not None and record.parts is not None and record.parts == parts_of(value):
-                    digests.into(value)
+                    digests.add_function(value)
                     digests.by_name[name] = record.digest
                     continue
                 if digester is None:

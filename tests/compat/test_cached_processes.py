@@ -73,7 +73,7 @@ def test_objects_made_for_the_notebooks_one_process_are_refused(caching: Noteboo
         used = caching.try_run(f"%%distribute both\n{name}.step")
         assert used.error_name == "CannotTravelError"
         assert f"`{name}` cannot be sent: it is " in used.error_text
-        assert f"{kind} (it knows only the processes" in used.error_text
+        assert f"{kind} (it stores the processes" in used.error_text
         assert "make it inside the distributed cell" in used.error_text
     for internals in ("accelerate_internals", "transformers_internals"):
         assert caching.value(names_missing(internals)) == []

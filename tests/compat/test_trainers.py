@@ -76,7 +76,7 @@ def test_trainers_made_for_the_notebooks_one_process_are_refused(lightning: Note
     ):
         used = lightning.try_run(f"%%distribute mirrored\n{name}.world_size")
         assert used.error_name == "CannotTravelError"
-        assert f"`{name}` cannot be sent: it is a {kind} (it knows only the processes" in used.error_text
+        assert f"`{name}` cannot be sent: it is a {kind} (it stores the processes" in used.error_text
     assert lightning.value(names_missing("lightning_internals", without="lightning")) == []
 
 

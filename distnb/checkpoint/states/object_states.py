@@ -153,7 +153,7 @@ def restore_all(objects: Mapping[str, Any], states: Mapping[str, Any], path: str
         raise CheckpointMismatchError(
             f"{path} does not match the objects, and nothing was restored.\n"
             + "\n".join(f"  {line}" for line in lines)
-            + "\nMake the objects as they were when it was saved, or restore a Checkpoint of those that match. The "
+            + "\nMake the objects as they were when it was saved, or restore a Checkpoint of the matching objects. The "
             "tensors are in its safetensors files, under these names."
         )
     pairs = list(_paired(objects, states, "", []))

@@ -58,6 +58,6 @@ def _of_parameters(own: list[dict[str, Any]], saved: Mapping[str, Any], name: st
                 size not in (1, whole) for size, whole in zip(kept.shape, parameter.shape, strict=True)
             ):
                 yield (
-                    f"{name}: {key} of parameter {number} has shape {list(kept.shape)} in the checkpoint, and the "
+                    f"{name}: {key} of parameter {number} has shape {list(kept.shape)} in the checkpoint, but the "
                     f"parameter has {list(parameter.shape)} here."
                 )

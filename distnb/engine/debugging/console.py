@@ -93,7 +93,9 @@ class Console(io.TextIOBase):
 
     def _input(self, prompt: object, what: str, *, hidden: bool = False) -> str:
         process = this_process.replica
-        mark = f"[{process.rank}] " if process is not None and process.size > 1 else ""  # as its output has one
+        mark = (
+            f"[{process.rank}] " if process is not None and process.size > 1 else ""
+        )  # the same mark as before its output
         try:
             return self._ask(f"{mark}{prompt}", what, hidden=hidden)
         finally:

@@ -160,7 +160,7 @@ class Describer:
     def object(self, value: Any, identity: ObjectId, *, brief: bool = False, surveyed: str = "") -> Described:
         """Describe an object that stays on the engine, behind a handle.
 
-        If an object cannot be described, its summary gives the reason, and the others are described all the same.
+        If an object cannot be described, its summary gives the reason, so that the others can still be described.
 
         Args:
             surveyed: The path under which the object was surveyed; "" if it was not.
@@ -178,7 +178,7 @@ class Describer:
         wrapped = isinstance(value, DistributedValues)
         # The content of a distributed value is not read, since that would wait for the device.
         compared = not (mirrored or wrapped or is_apart(value))
-        # The value of an object that is read together is more than this replica's part. It is read when it is shown.
+        # All replicas together read the value of some objects. Such a value is read when it is shown.
         summary = summarise(value, brief=brief or together)
         if summary.number is not None and not wrapped:
             return self._number(value, identity, summary)

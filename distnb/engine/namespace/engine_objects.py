@@ -190,7 +190,7 @@ class EngineObjects:
         return known[0]
 
     def release(self, identities: Iterable[ObjectId]) -> None:
-        """Release objects of which the notebook holds no handles any more."""
+        """Release objects to which the notebook holds no more handles."""
         for identity in identities:
             obj = self.owned.pop(identity, NOT_THERE)
             known = self._ids.get(id(obj), [])

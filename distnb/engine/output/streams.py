@@ -32,7 +32,7 @@ class ReplicaStream(io.TextIOBase):
     Outside a program the text goes to the log and to the stream that this one replaced.
     """
 
-    encoding = "utf-8"  # libraries ask for it
+    encoding = "utf-8"  # libraries read this attribute
     errors = "replace"
 
     def __init__(

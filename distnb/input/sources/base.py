@@ -52,7 +52,7 @@ class Source(ABC):
         """Start to read, on the caller's thread.
 
         Random numbers are drawn as an ordinary DataLoader draws them, from the shared stream. If reading ends early,
-        the iterator's `close` method is called, if it has one. If it has workers, `give_up` ends them.
+        the iterator's `close` method is called, if it has one. If it has workers, `end_all_workers` ends them.
 
         Args:
             skip: The number of batches to skip (elements, if replicas take turns). Reading them draws the usual

@@ -28,7 +28,7 @@ class Batches(Dealer, Iterator[Load]):
         around: A function that returns the context for loading a batch.
         feeding: The iteration of the feed that selects the examples to load.
         skip: The number of the iterator's batches to skip.
-        goes_on: Whether the iteration may continue after a batch that could not be loaded.
+        continues: Whether the iteration may continue after a batch that could not be loaded.
         persistent: The loader, if its workers serve later iterations, too.
     """
 
@@ -40,14 +40,14 @@ class Batches(Dealer, Iterator[Load]):
         *,
         feeding: FeedIteration | None = None,
         skip: int = 0,
-        goes_on: bool = True,
+        continues: bool = True,
         persistent: DataLoader[Any] | None = None,
     ) -> None:
         super().__init__(place)
         self._iterator: Iterator[Any] | None = iterator
         self._around = around
         self._feeding = feeding
-        self._goes_on = goes_on
+        self._continues = continues
         self._persistent = persistent
         self._failed = False
         self._closed = False
@@ -104,7 +104,7 @@ class Batches(Dealer, Iterator[Load]):
         except StopIteration:
             raise
         except BaseException:
-            self._failed = not self._goes_on
+            self._failed = not self._continues
             if self._feeding is not None:
                 self._feeding.requested.clear()  # the requested examples are lost
             raise
@@ -113,9 +113,9 @@ class Batches(Dealer, Iterator[Load]):
         """End the workers, except persistent ones. A generator keeps its position."""
         self._closed = True
         if self._persistent is None:
-            self.give_up()
+            self.end_all_workers()
 
-    def give_up(self) -> None:
+    def end_all_workers(self) -> None:
         """End the workers, including persistent ones."""
         if self._persistent is not None:
             forget_workers(self._persistent)

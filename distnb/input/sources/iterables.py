@@ -30,14 +30,14 @@ class IterableSource(Source):
     def start(self, skip: int = 0, kept: bool | None = None) -> Iterator[Load]:
         if isinstance(self.data, Iterator):
             if self._started:
-                raise self._gone("was read before: a second iteration would be empty")
+                raise self._consumed("was read before: a second iteration would be empty")
             self._started = True
         return Batches(self._iterator(), self._place, self._drawing, skip=skip)
 
     def _iterator(self) -> Iterator[Any]:
         return iter(self.data if isinstance(self.data, Iterable) else self.data())
 
-    def _gone(self, what: str) -> ProgramError:
+    def _consumed(self, what: str) -> ProgramError:
         return ProgramError(
             f"This dataset was made from a {type(self.data).__name__}, which can be read only once, but {what}. "
             "Distribute something that can be read again: a list, a DataLoader, or the function that makes the "
@@ -49,5 +49,5 @@ class IterableSource(Source):
 
     def peek(self) -> Any:
         if isinstance(self.data, Iterator):
-            raise self._gone("inspecting its first batch would consume it")
+            raise self._consumed("inspecting its first batch would consume it")
         return next(self._iterator())

@@ -94,7 +94,7 @@ class LoaderSource(Source):
             feeding=feeding if place.num_replicas > 1 else None,
             skip=skip - early,
             # Only the workers know whether a failed batch counts among the requested ones.
-            goes_on=not (self._fed and loader.num_workers and place.num_replicas > 1),
+            continues=not (self._fed and loader.num_workers and place.num_replicas > 1),
             persistent=loader if self.exclusive else None,
         )
 

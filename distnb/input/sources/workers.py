@@ -98,7 +98,7 @@ def _terminate_late(children: list[BaseProcess]) -> None:
 def raise_worker_errors_only_while(running: Callable[[], bool]) -> None:
     """Suppress torch's error about a failed worker while the engine runs no program: the error would end the engine.
 
-    torch reports it from a handler of SIGCHLD that raises in the main thread, whatever that does. A thread that
+    torch reports it from a handler of SIGCHLD, which raises in the main thread at any point. A thread that
     continues to read the loader gets the error anyway. Call this in the main thread, before the first loader starts.
     """
     loader_internals.handle_ends_of_workers()

@@ -181,18 +181,18 @@ def _globals_of(function: types.FunctionType, user_ns: dict[str, Any]) -> dict[s
 def function_state(function: types.FunctionType) -> dict[str, Any]:
     """Return the state of a function: everything except its code, closure and globals."""
     return {
-        "__name__": _shared(function.__name__, function.__code__.co_name),
-        "__qualname__": _shared(function.__qualname__, function.__code__.co_qualname),
+        "__name__": _same_string(function.__name__, function.__code__.co_name),
+        "__qualname__": _same_string(function.__qualname__, function.__code__.co_qualname),
         "__defaults__": function.__defaults__,
         "__kwdefaults__": function.__kwdefaults__,
         "__annotations__": annotations_of(function),
         "__doc__": function.__doc__,
-        "__module__": _one_string(function.__module__),
+        "__module__": _interned(function.__module__),
         "__dict__": function.__dict__,
     }
 
 
-def _shared(name: str, in_code: str) -> str:
+def _same_string(name: str, in_code: str) -> str:
     """Return a function's name as the string object in its code. Equal but distinct strings change a digest."""
     return in_code if name == in_code else name
 
@@ -212,7 +212,7 @@ def annotations_of(value: Any) -> dict[str, Any]:
     return found
 
 
-def _one_string(module: str | None) -> str | None:
+def _interned(module: str | None) -> str | None:
     """Return a module's name as one interned string. Equal but distinct strings change the digest of a class."""
     return sys.intern(module) if type(module) is str else module
 
@@ -305,7 +305,7 @@ def reduce_class(cls: type, classes: Classes) -> Any:
         # These attributes take effect only when the class is created; cloudpickle sets slots afterwards. cloudpickle
         # also creates the class from its bases as written, and the base `NamedTuple` would generate the class again.
         given = {name: cls.__dict__[name] for name in ("__slots__", "__orig_bases__") if name in cls.__dict__}
-        given["__module__"] = _one_string(cls.__module__)
+        given["__module__"] = _interned(cls.__module__)
         args = (*args[:2], cls.__bases__, {**args[3], **given}, *args[4:])
     where = None if "." in cls.__qualname__ else cls.__name__
     state = class_state(cls)
@@ -330,7 +330,7 @@ def class_state(cls: type) -> dict[str, Any]:
     if (
         "__static_attributes__" in state
     ):  # since Python 3.13; these names are also in the methods' code, which interns them
-        state["__static_attributes__"] = tuple(map(_one_string, state["__static_attributes__"]))
+        state["__static_attributes__"] = tuple(map(_interned, state["__static_attributes__"]))
     if "__slots__" in state:
         del state["__slots__"]
         state = {name: value for name, value in state.items() if type(value) is not types.MemberDescriptorType}

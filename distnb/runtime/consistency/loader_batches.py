@@ -37,7 +37,7 @@ def _next(plain: Callable[[Any], Any], iterator: Any) -> Any:
     try:
         batch = plain(iterator)
     except StopIteration:
-        activity.data_ended(loader_internals.batches_given(iterator))
+        activity.data_ended(loader_internals.batches_returned(iterator))
         raise
     activity.data_goes_on()
     for leaf in flatten(batch)[0]:
