@@ -81,6 +81,11 @@ class Task(NamedTuple):
     def __str__(self) -> str:
         return f"{self.job} {self.index}"
 
+    @property
+    def computes(self) -> bool:
+        """True if the engine may be a replica of a program."""
+        return self.job == WORKER
+
 
 @dataclass(frozen=True)
 class Team:

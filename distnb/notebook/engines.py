@@ -24,7 +24,7 @@ from distnb.notebook.programs.supervisor import Supervisor
 from distnb.notebook.teams import Teams
 from distnb.options import StrategySpec
 from distnb.process_log import close_log, open_log
-from distnb.topology import PS, Task, Team
+from distnb.topology import Task, Team
 from distnb.wire.channel import Peers, Switchboard
 from distnb.wire.messages import SetLogLevel
 
@@ -66,7 +66,7 @@ class Engines:
     def __init__(self, plan: HostPlan, namespace: NotebookNamespace) -> None:
         self._plan = plan
         self.tasks: dict[int, Task] = dict(enumerate(plan.tasks))
-        self._servers = frozenset(engine for engine, task in self.tasks.items() if task.job == PS)
+        self._no_replicas = frozenset(engine for engine, task in self.tasks.items() if not task.computes)
         self._namespace = namespace
         self._keys = make_keys()
         self._processes = Processes()
@@ -87,7 +87,7 @@ class Engines:
         self.supervisor = Supervisor(self._switchboard.control, self._engine_ready)
         self.dispatch = Dispatch(self._switchboard.programs, self.supervisor)
         self._store = RendezvousStore(host=plan.address) if plan.hosts else None
-        self.teams = Teams(self._store, self._servers)
+        self.teams = Teams(self._store, self._no_replicas)
         self._cluster: Cluster | None = None
         self._closed = False
 
@@ -217,9 +217,9 @@ class Engines:
     def hosts(self) -> tuple[str, ...]:
         """Return the other machines on which engines were started, including lost machines; () for this machine only.
 
-        The machines of parameter servers do not count.
+        The machines of engines that are never replicas do not count.
         """
-        replicas = (engine for engine in self.ids if engine not in self._servers)
+        replicas = (engine for engine in self.ids if engine not in self._no_replicas)
         return tuple(dict.fromkeys(filter(None, map(self.cluster.launcher.host, replicas))))
 
     def team(self, spec: StrategySpec) -> Team:
@@ -246,7 +246,7 @@ class Engines:
     def _on_exit(self, engine: int, pid: int, status: str) -> None:
         """Handle the unexpected end of an engine's process, on the watcher's thread."""
         _logger.info("engine %d (process %d) %s", engine, pid, status)
-        if engine not in self._servers:
+        if engine not in self._no_replicas:
             self._namespace.engine_died(engine)
             self.teams.renew()  # before the report below, after which a new team may be asked for
         self.supervisor.engine_died(engine, pid, status)
@@ -270,7 +270,7 @@ class Engines:
         """
         ended = self._ended
         _logger.info("replacing engines %s", chosen)
-        replicas = [engine for engine in self.ids if engine not in self._servers]
+        replicas = [engine for engine in self.ids if engine not in self._no_replicas]
         survivors = tuple(engine for engine in replicas if engine not in chosen and engine not in ended)
         self.supervisor.forget(chosen)
         if awaited:

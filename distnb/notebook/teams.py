@@ -22,13 +22,16 @@ _logger = logging.getLogger("distnb.notebook")
 class Teams:
     """The teams of a session's programs. Each generation of teams forms process groups of its own.
 
-    The engines of a team meet at the store, or without a store by files in the cluster's private directory. Parameter
-    servers belong to no team.
+    The engines of a team meet at the store, or without a store by files in the cluster's private directory.
+
+    Args:
+        store: The store, or None.
+        excluded: The engines that belong to no team.
     """
 
-    def __init__(self, store: RendezvousStore | None, servers: AbstractSet[int]) -> None:
+    def __init__(self, store: RendezvousStore | None, excluded: AbstractSet[int]) -> None:
         self._store = store
-        self._servers = servers
+        self._excluded = excluded
         # No process listens at this port. Programs that create a store of their own read it from MASTER_PORT.
         self._address = (store.host, store.port) if store is not None else ("127.0.0.1", free_port())
         self._teams: dict[StrategySpec, Team] = {}
@@ -42,7 +45,7 @@ class Teams:
         if known is not None and known.generation == self._generation:
             return known  # every engine that comes or goes begins a new generation
         generation = self._generation  # read before the engines: the end of one meanwhile makes the team outdated
-        engines = [each for each in sorted(cluster.engines.items()) if each[0] not in self._servers]
+        engines = [each for each in sorted(cluster.engines.items()) if each[0] not in self._excluded]
         ended = {engine for engine, process in engines if process.ended}
         alive = {engine: process.device for engine, process in engines if engine not in ended}
         chosen = choose_engines(spec, alive)

@@ -30,8 +30,6 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_default_context: ReplicaContext | None = None
-
 
 def get_strategy() -> Strategy:
     """Return the strategy in whose scope, or in whose `run`, this is called; outside, the default strategy."""
@@ -75,13 +73,13 @@ def get_replica_context() -> ReplicaContext | None:
 
     Outside every strategy it is the default context, of one replica, in which collectives return what they get.
     """
-    global _default_context
     innermost = contexts.innermost()
-    if innermost is not None:
-        return innermost[1]
-    if _default_context is None:
-        _default_context = ReplicaContext(DefaultStrategy())
-    return _default_context
+    return innermost[1] if innermost is not None else _default_context()
+
+
+@functools.cache
+def _default_context() -> ReplicaContext:
+    return ReplicaContext(DefaultStrategy())
 
 
 def replica_id() -> int:

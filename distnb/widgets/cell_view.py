@@ -46,8 +46,8 @@ class CellView:
         replicas: The number of replicas of a program that was not announced (`strategy.run` from an ordinary cell).
         counted_before: (steps, examples) that each engine, and the notebook, had counted before.
         devices: The device of each engine.
-        workers: Each engine's number among the workers' replicas, in a cluster with parameter servers. It marks the
-            output of programs that were not announced.
+        workers: Each engine's number among the replicas, in a cluster whose engines have tasks. It marks the output of
+            programs that were not announced.
         who: The noun for these numbers in marks, "worker ", or "" for replicas.
         name: The cell's name, see `LiveModel`.
         history: The history that keeps the cell's runs, see `LiveModel`.

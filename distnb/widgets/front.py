@@ -21,7 +21,6 @@ from distnb.notebook.views.live_model import HERE, LiveCall, LiveModel
 from distnb.notebook.views.runs import History
 from distnb.notebook.views.watch import Watch
 from distnb.runtime import step_count
-from distnb.topology import WORKER
 from distnb.watching import live
 from distnb.widgets.cell_view import VIEW_EVENTS, CellView
 from distnb.widgets.live_views import LiveView, PictureView, TextView
@@ -113,7 +112,7 @@ class Front:
             self._replicas = len(rows)
             self._devices = {row.engine: row.device for row in rows}
             tasks = session.tasks
-            computing = sorted(engine for engine, task in tasks.items() if task.job == WORKER)
+            computing = sorted(engine for engine, task in tasks.items() if task.computes)
             self._workers = {engine: replica for replica, engine in enumerate(computing)}
             self._who = "worker " if len({tasks[engine] for engine in computing}) == len(computing) else ""
         self.on_news()

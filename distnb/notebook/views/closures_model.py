@@ -64,6 +64,11 @@ class ClosuresModel:
         return self.status.waiting + self.status.running > 0
 
     @property
+    def failed(self) -> bool:
+        """True if a closure of this cell failed, or a server was lost: the other closures were then cancelled."""
+        return bool(self.counts()["failed"] or self.status.lost_servers)
+
+    @property
     def steps(self) -> int:
         """The optimizer steps of this cell's closures, on all workers."""
         return self.status.steps - self._before.steps

@@ -274,8 +274,8 @@ class LiveModel:
             self.state = self._failure() if event.text else "ended"
 
     def _failure(self) -> State:
-        if self.closures is not None and (self.closures.counts()["failed"] or self.closures.status.lost_servers):
-            return "failed"  # the other closures were cancelled because of it
+        if self.closures is not None and self.closures.failed:
+            return "failed"
         return "interrupted" if any(row.state == "interrupted" for row in self.rows.values()) else "failed"
 
     def _replica_ended(self, event: ProgramEnded | Died) -> None:
