@@ -1,7 +1,8 @@
 """The memory of arrays and tensors. A block is packed once, and each array or tensor on it is packed as a window.
 
 Views therefore share memory where they arrive, as do a tensor and its `numpy()`, and a large block is sent again only
-when its bytes have changed.
+when its bytes have changed. Closures and messages with servers share no memory between tensors, and pack each tensor
+alone, without these tables (`distnb.objects.memory.tensor_bytes`).
 """
 
 from __future__ import annotations
