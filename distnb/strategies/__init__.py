@@ -1,4 +1,4 @@
-"""Strategies: what is to be computed where. Importing this loads no torch."""
+"""Strategies: the distribution of computations over devices. Importing this package does not load torch."""
 
 from distnb.strategies.base import WORDS, Strategy, class_of, resolve
 

@@ -1,4 +1,4 @@
-"""The names of tf.distribute and of older versions of it, and what they are called here: one table for each place."""
+"""The names in tf.distribute, including older versions, with distnb's names for them: one table for each place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _ABSENT = {
 
 
 class _Experimental(SimpleNamespace):
-    """`distnb.experimental`: tf.distribute's names for what has left its experimental stage."""
+    """`distnb.experimental`: tf.distribute's names for parts that have left its experimental stage."""
 
     def __getattr__(self, name: str) -> Any:
         import distnb

@@ -1,4 +1,4 @@
-"""The base of all strategies: a strategy says what, the runtime that it finds says where."""
+"""The base of all strategies. A strategy describes the distribution, and its runtime carries it out."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def resolve(spec: StrategySpec) -> Strategy:
 
 
 class Strategy:
-    """The distribution of a computation over devices. Subclasses are made by their own arguments.
+    """The distribution of a computation over devices. Each subclass has its own arguments.
 
-    Equal arguments give the same object. Methods may be called in the notebook, on replicas, and in scripts; they do
-    the same everywhere.
+    Equal arguments give the same object. You can call the methods in the notebook, on replicas, and in scripts, with
+    the same effect.
 
     A new strategy is one class in a module of its own. Its `__new__` returns `cls._of(StrategySpec(cls.kind, …))`. Its
     differences from a mirrored strategy are the attributes and methods of the section "For authors of strategies" that
@@ -95,23 +95,23 @@ class Strategy:
     kind: ClassVar[str]
     """The word in `%%distribute`; for classes that do not set it, "module:Class"."""
     about: ClassVar[str] = ""
-    """The line about it in the help of `%%distribute`."""
+    """The line about the strategy in the help of `%%distribute`."""
     is_default: ClassVar[bool] = False
     """Whether this is the strategy in force outside every scope. Every other strategy may use its variables."""
     is_local: ClassVar[bool] = False
-    """Whether the notebook's own process runs a `%%distribute` cell, and not the replicas."""
+    """Whether the notebook's own process runs a `%%distribute` cell, instead of the replicas."""
     needs_engines: ClassVar[bool] = True
-    """Whether a notebook needs a running cluster for it."""
+    """Whether a notebook needs a running cluster for the strategy."""
     has_coordinator: ClassVar[bool] = False
-    """Whether a ClusterCoordinator hands out its work to workers, one closure at a time."""
+    """Whether a ClusterCoordinator assigns the work to workers, one closure at a time."""
     device_type: ClassVar[str] = ""
-    """The type that all its devices must have; "" for any."""
+    """The required type of all devices; "" for any."""
     cell_names: ClassVar[Mapping[str, str]] = {}
     """Further names that a local cell sees, each with the "module:Class" that is called with the strategy."""
     word_options: ClassVar[tuple[str, ...]] = ("-n", "--devices", "--gradients", "--oversubscribe")
     """The options of the word in `%%distribute`."""
     refusal: ClassVar[str] = ""
-    """The reason why it takes no others, for the error."""
+    """The reason why the word takes no other options, for the error."""
     _devices_argument: ClassVar[str] = "devices"
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -167,7 +167,7 @@ class Strategy:
 
     @classmethod
     def spec_of_word(cls, given: WordOptions) -> StrategySpec:
-        """Return the spec for a word and its options: that of the object which the class makes of equal arguments.
+        """Return the spec for a word and its options. The class returns an equal spec for equal arguments.
 
         Raises:
             OptionError: An option makes no sense, or cannot be honoured.
@@ -202,14 +202,14 @@ class Strategy:
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         raise OptionError(
-            "distnb.Strategy is the base of strategies. Make a MirroredStrategy or OneDeviceStrategy, or ask "
+            "distnb.Strategy is the base class of strategies. Create a MirroredStrategy or OneDeviceStrategy, or call "
             "get_strategy()."
         )
 
     def _meet(self) -> bool:
-        """Return whether there are replicas: in a notebook engines, which start now, or a script's, which meet now.
+        """Return whether there are replicas. A notebook's engines start, and a script's replicas meet, in this call.
 
-        From here on a script's replicas share their random numbers. A strategy that they cannot honour is refused.
+        Afterwards a script's replicas share their random numbers. A strategy that they cannot honour is refused.
         """
         if this_process.remote is None:
             return choice.started_by_launcher() and self.num_replicas_in_sync > 0
@@ -225,7 +225,7 @@ class Strategy:
 
     @classmethod
     def _of(cls, spec: StrategySpec) -> Self:
-        """Return the object of a spec, made at its first use."""
+        """Return the object for a spec. Create it at its first use."""
         strategy = _made.get(spec)
         if strategy is None:
             strategy = object.__new__(cls)
@@ -243,7 +243,7 @@ class Strategy:
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(type(self), name):
-            return object.__getattribute__(self, name)  # a property, whose own AttributeError is to be seen
+            return object.__getattribute__(self, name)  # a property, whose own AttributeError must be shown
         if name in METHODS:
             return getattr(self, METHODS[name])
         if name in _OF_DISTNB:
@@ -269,13 +269,13 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver of the strategy's machines; None where there are none but this one."""
+        """The resolver of the strategy's machines; None if this is the only machine."""
         return None
 
     # Variables ----------------------------------------------------------------------------------------------------
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the context for making models, optimizers and metrics: equal on every replica, and kept in sync.
+        """Return a context in which models, optimizers and metrics are created equal on all replicas, and kept in sync.
 
         Raises:
             ContextError: In a replica context, or in another strategy's scope.
@@ -287,7 +287,7 @@ class Strategy:
             ...     model = torch.nn.Linear(64, 10)
         """
         contexts.require_cross_replica(self, "scope")
-        _ = self.runtime  # raises where there are no replicas
+        _ = self.runtime  # raises if there are no replicas
         return StrategyScope(self)
 
     def colocate_with(self, variable: Any) -> AbstractContextManager[Any]:
@@ -304,9 +304,9 @@ class Strategy:
         return tensor.device
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context whose backward passes accumulate on each replica; the next pass outside aggregates them.
+        """Return a context in which gradients accumulate on each replica. The next pass outside aggregates them.
 
-        Gradients of all replicas cannot be added to: call `zero_grad()` before the first pass within.
+        Aggregated gradients cannot be added to: call `zero_grad()` before the first pass in the context.
         """
         return self.runtime.no_sync()
 
@@ -317,7 +317,7 @@ class Strategy:
             value: A module, an optimizer, a tensor, or a nested structure of them.
 
         Raises:
-            OutOfSyncError: It names what differs, where, and by how much.
+            OutOfSyncError: The replicas differ. The message names the parts, the replicas and the differences.
         """
         contexts.require_cross_replica(self, "assert_in_sync")
         self.runtime.assert_in_sync(value)
@@ -334,18 +334,19 @@ class Strategy:
         """Call a function once on every replica.
 
         Args:
-            fn: Called as `fn(*args, **kwargs)`, in replica context.
-            args: A tuple or list, in which the replica's component replaces each distributed value, however deep.
-            kwargs: Likewise.
+            fn: The function, which is called as `fn(*args, **kwargs)` in replica context.
+            args: A tuple or list. The replica's component replaces each distributed value in it, at any depth.
+            kwargs: A dict, treated likewise.
             options: See `RunOptions`.
 
         Returns:
-            What the replicas returned, leaf by leaf: None or a plain Python value that is the same on all, else a
-            PerReplica. With one replica, what it returned.
+            The replicas' results, combined leaf by leaf: None, or a plain Python value that is equal on all replicas,
+            or else a PerReplica. With one replica, its result.
 
         Raises:
             ContextError: In a replica context, or in another strategy's scope.
-            StructureError: Replicas returned different structures, or an argument has other components.
+            StructureError: The replicas returned different structures, or an argument has components for another number
+                of replicas.
 
         Example:
             >>> import distnb
@@ -358,17 +359,17 @@ class Strategy:
         return self.runtime.run(fn, args, kwargs if kwargs is not None else {}, options)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
-        """Combine what the replicas hold into one value.
+        """Combine the replicas' components into one value.
 
         Args:
             reduce_op: "sum" or "mean".
-            value: What `run` returned: tensors, arrays or numbers, in any structure.
-            axis: None combines the components element by element. An axis (or several) is reduced too: components may
-                differ in size along it, and a mean is over all examples.
+            value: A result of `run`: tensors, arrays or numbers, in any structure.
+            axis: None to combine the components element by element. An axis (or several) to reduce it as well. The
+                components may differ in size along it, and a mean is taken over all examples.
 
         Raises:
-            OptionError: An unknown op; an axis that the value does not have.
-            DistributedValueError: A boolean, or (with SUM, on several replicas) a plain value.
+            OptionError: The op is unknown, or the value has no such axis.
+            DistributedValueError: The value is a boolean, or (with SUM, on several replicas) a plain value.
             ContextError: In a replica context, or in another strategy's scope.
 
         Example:
@@ -381,35 +382,36 @@ class Strategy:
         return self.runtime.reduce(op, value, tuple(axis) if isinstance(axis, list) else axis)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenate what the replicas hold, in replica order.
+        """Concatenate the replicas' components, in replica order.
 
         Args:
             value: Tensors or arrays of at least one axis, in any structure.
-            axis: Along which; the components may differ in size along it only. Negative ones count from the end.
+            axis: The axis, along which the components may differ in size. A negative number counts from the end.
 
         Raises:
-            OptionError: A scalar, or an axis out of range.
-            StructureError: Components differ in dtype, or in size along another axis.
+            OptionError: The value is a scalar, or the axis is out of range.
+            StructureError: The components differ in dtype, or in size along another axis.
             ContextError: In a replica context, or in another strategy's scope.
         """
         contexts.require_cross_replica(self, "gather")
         return self.runtime.gather(value, axis)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return one replica's value on all of them.
+        """Return one replica's value on all replicas.
 
         Args:
-            value: Any structure, of which the source's component is taken. It stays as it is.
-            source: The replica whose value it is.
+            value: Any structure. The source's component of it is sent. The value itself does not change.
+            source: The number of the sending replica.
 
         Returns:
-            The source's value, a new object on the others: `model.load_state_dict(strategy.broadcast(state))`.
+            The source's value, which is a new object on the other replicas. Example:
+            `model.load_state_dict(strategy.broadcast(state))`.
         """
         contexts.require_cross_replica(self, "broadcast")
         return self.runtime.broadcast(value, source)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the components of a value that are here: all in the notebook, its own on a replica.
+        """Return the components of a value in this process: all in the notebook, and its own on a replica.
 
         Args:
             value: Any structure. A plain value is its only component.
@@ -417,7 +419,7 @@ class Strategy:
         return self.runtime.local_results(value)
 
     def group(self, value: Any) -> None:
-        """Wait until every component of a value that is here has been computed."""
+        """Wait until every component of a value in this process has been computed."""
         torch = sys.modules.get("torch")
         components = flatten(self.local_results(value))[0]
         for component in components:
@@ -427,10 +429,10 @@ class Strategy:
     # Data -----------------------------------------------------------------------------------------------------------
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Return a distributed value whose components a function makes.
+        """Return a distributed value whose components a function creates.
 
         Args:
-            value_fn: Called once for each replica, where that replica runs, with a `ValueContext`.
+            value_fn: The function. Each replica calls it once, with a `ValueContext`.
         """
         contexts.require_cross_replica(self, "distribute_values_from_function")
         return self.runtime.distribute_values_from_function(value_fn)
@@ -440,16 +442,16 @@ class Strategy:
     ) -> Any:
         """Return a dataset whose batches are global batches, cut into one slice for each replica.
 
-        Its batches have PerReplica leaves. To go on in mid-epoch it has `state_dict()` and `load_state_dict(state)`.
-        The default strategy returns a dataset that is batched already as it is.
+        Its batches have PerReplica leaves. `state_dict()` and `load_state_dict(state)` resume it in the middle of an
+        epoch. The default strategy returns a batched dataset unchanged.
 
         Args:
             dataset: A torch DataLoader, or any iterable of batches; a Dataset, arrays or tensors with `batch_size`.
-            options: See `InputOptions`; among them what each of several workers reads (`AutoShardPolicy`).
-            batch_size: The size of global batches, where the dataset is not batched yet.
+            options: See `InputOptions`. They include the part that each of several workers reads (`AutoShardPolicy`).
+            batch_size: The size of global batches, if the dataset is not batched yet.
 
         Raises:
-            OptionError: An option that cannot be honoured.
+            OptionError: An option cannot be honoured.
             ContextError: In a replica context, or in another strategy's scope.
         """
         check_input_options(options, batch_size)
@@ -459,19 +461,19 @@ class Strategy:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> Any:
-        """Return a dataset of batches that a function makes, each as large as one replica's batch.
+        """Return a dataset of the batches of a function's pipeline, each as large as one replica's batch.
 
-        Nothing is cut or sharded. A worker's replicas take the batches of its pipeline in turn, and empty ones after an
-        odd or early end. Each replica makes its worker's pipeline for itself, with the same random numbers. The default
-        strategy returns what the function returns.
+        Nothing is cut or sharded. A worker's replicas take the batches of its pipeline in turn, and empty batches after
+        an odd or early end. Each replica creates its worker's pipeline for itself, with the same random numbers. The
+        default strategy returns the function's result.
 
         Args:
-            dataset_fn: Called with an `InputContext`, in every replica's process; returns an iterable of batches.
+            dataset_fn: The function. Every replica calls it with an `InputContext`. It returns an iterable of batches.
             options: See `InputOptions`.
 
         Raises:
-            DistributedValueError: (a TypeError) It is no function.
-            OptionError: An option that cannot be honoured.
+            DistributedValueError: (a TypeError) `dataset_fn` is no function.
+            OptionError: An option cannot be honoured.
             ContextError: In a replica context, or in another strategy's scope.
 
         Example:
@@ -491,7 +493,7 @@ class Strategy:
 def kept_options(gradient_reduction: str, check_mean_loss: bool, **others: Any) -> tuple[tuple[str, Any], ...]:
     """Return the options of a spec: those that differ from the defaults, so that equal arguments name one strategy.
 
-    `others` are a strategy's own, whose defaults are None and False.
+    `others` are the strategy's own options, whose defaults are None and False.
     """
     if not isinstance(check_mean_loss, bool):
         raise OptionError(f"check_mean_loss={check_mean_loss!r}: write True or False.")

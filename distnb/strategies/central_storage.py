@@ -19,27 +19,27 @@ __all__ = ["CentralStorageStrategy"]
 
 
 class CentralStorageStrategy(Strategy):
-    """Variables made in its scope live once, in host memory that all replicas use; each update is applied once.
+    """A strategy with one copy of each variable, in host memory that all replicas share. Each update is applied once.
 
-    Programs, and their results, are those of MirroredStrategy. torch's own optimizers divide the variables among the
-    replicas, each of which updates its part, and what they keep for a variable lives once too. Any other optimizer is
-    run by every replica. Gradients, activations and buffers of modules are each replica's own.
+    Programs and results are the same as under MirroredStrategy. With torch's own optimizers, each replica updates its
+    part of the variables, and the optimizer's state exists once, too. Every replica runs any other optimizer. Each
+    replica has its own gradients, activations and buffers of modules.
 
     A variable that a program changes in place (`load_state_dict`, `p.data.mul_(0.5)`) takes memory on each replica
-    until the next optimizer step or the end of the next scope: then what all replicas changed alike becomes the one
-    value, and what they changed to different values is an OutOfSyncError.
+    until the next optimizer step or the end of the next scope. Then an equal change on all replicas becomes the one
+    value, and different changes raise OutOfSyncError.
 
-    All replicas are on one machine. Those on several accelerators compute with copies of the parameters, which are
-    renewed after each update in the host's memory. With one replica, such as one GPU, everything is on its device.
+    All replicas are on one machine. Replicas on several accelerators compute with copies of the parameters, which are
+    updated after each step in the host's memory. With one replica, such as one GPU, everything is on its device.
 
     Args:
-        compute_devices: One per replica; None for all that the cluster (or the script's processes) have.
-        parameter_device: Where variables live; the host's memory, or the one accelerator.
-        gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
-        check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
+        compute_devices: One device per replica; None for all devices of the cluster (or of the script's processes).
+        parameter_device: The device of the variables: the host's memory, or the only accelerator.
+        gradient_reduction: "sum", as tf.distribute does, or "mean", weighted by the sizes of the replicas' slices.
+        check_mean_loss: Whether, with "sum", a loss that is a mean over only the replica's slice is an error.
 
     Raises:
-        OptionError: An argument that is malformed, or that cannot be honoured: several machines, or kinds of device.
+        OptionError: An argument is malformed or cannot be honoured (several machines, or several kinds of devices).
 
     Example:
         >>> import distnb

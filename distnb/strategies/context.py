@@ -1,4 +1,4 @@
-"""The strategy and the replica of the calling thread. Loads no torch."""
+"""The strategy and the replica of the calling thread. This module does not load torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy in whose scope, or in whose `run`, this is called; outside, the default strategy."""
+    """Return the strategy in whose scope or `run` the caller is; outside, the default strategy."""
     innermost = contexts.innermost()
     return DefaultStrategy() if innermost is None else innermost[0]
 
@@ -43,14 +43,15 @@ def has_strategy() -> bool:
 
 
 def set_strategy(strategy: Strategy | None) -> None:
-    """Be in a strategy's scope from here on, without a `with`: until another is set, or None.
+    """Enter a strategy's scope without a `with` statement, until another strategy or None is set.
 
-    In a distributed cell it lasts until the cell's end. What is made is kept in sync from the next `strategy.run` on.
+    In a distributed cell the scope lasts until the cell's end. Objects made in it are kept in sync from the next
+    `strategy.run` on.
 
     Raises:
-        ContextError: Within `with strategy.scope():` or `strategy.run`; in a notebook's ordinary cell, whose variables
-            would not be made on the replicas.
-        OptionError: It is no strategy.
+        ContextError: The caller is in `with strategy.scope():` or `strategy.run`, or in a notebook's ordinary cell,
+            whose variables would not be created on the replicas.
+        OptionError: The argument is no strategy.
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise OptionError(f"set_strategy takes a strategy, or None, and got {strategy!r}.")
@@ -63,15 +64,15 @@ def set_strategy(strategy: Strategy | None) -> None:
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether this is inside a scope, or a merge_call, and outside replicas."""
+    """Return whether the caller is in a scope or a merge_call, and not in a replica context."""
     innermost = contexts.innermost()
     return innermost is not None and innermost[1] is None
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return the replica in which this is called; None in a cross-replica context.
+    """Return the context of the calling replica; None in a cross-replica context.
 
-    Outside every strategy it is the default context, of one replica, in which collectives return what they get.
+    Outside every strategy, return the default context of one replica, in which collectives return their arguments.
     """
     innermost = contexts.innermost()
     return innermost[1] if innermost is not None else _default_context()
@@ -83,7 +84,7 @@ def _default_context() -> ReplicaContext:
 
 
 def replica_id() -> int:
-    """Return this process's replica number; 0 in the notebook, and in scripts that were started alone.
+    """Return this process's replica number; 0 in the notebook, and in scripts of one process.
 
     Example:
         >>> replica_id()
@@ -104,10 +105,10 @@ def is_chief() -> bool:
 
 
 def on_chief(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Make a function one that only replica 0 runs. The others wait for it, and get None; what it raises, all raise.
+    """Return a function that only replica 0 runs. The other replicas wait and get None. An error is raised on all.
 
-    So `on_chief(write)(path)` writes a file that all replicas can read next. Replica 0 may call it alone, as in a
-    callback. The function must not take part in collectives, since the others do not.
+    For example, `on_chief(write)(path)` writes a file that all replicas can read afterwards. Replica 0 may call the
+    function alone, as in a callback. The function must not call collectives, since the other replicas do not.
 
     Example:
         >>> on_chief(print)("saved")

@@ -1,4 +1,4 @@
-"""The strategy that is in force where no other is: everything happens in the calling process."""
+"""The strategy in force outside every other strategy: everything happens in the calling process."""
 
 from __future__ import annotations
 

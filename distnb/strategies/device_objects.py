@@ -28,7 +28,7 @@ _types: list[type] = [
     torch.optim.Optimizer,
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,
-    RemovableHandle,  # it undoes something to a module
+    RemovableHandle,  # it undoes a change of a module
     DistributedValues,
 ]
 if torch.distributed.is_available():
@@ -53,7 +53,7 @@ def is_device_object(obj: Any) -> bool:
     verdict = _verdicts.get(kind)
     if verdict is None:
         for library in [name for name in _LIBRARIES if name in sys.modules]:
-            with contextlib.suppress(ImportError):  # a version of it that distnb does not know
+            with contextlib.suppress(ImportError):  # a version of the library that distnb does not know
                 importlib.import_module(_LIBRARIES.pop(library))
         known = issubclass(kind, tuple(_types)) or kind.__module__.startswith(_DATASETS)
         verdict = _verdicts[kind] = known or is_world_bound(kind)

@@ -19,21 +19,21 @@ __all__ = ["MirroredStrategy"]
 
 
 class MirroredStrategy(Strategy):
-    """Variables made in its scope are mirrored: equal on all replicas, and kept equal by aggregated gradients.
+    """A strategy with mirrored variables: equal on all replicas, and kept equal by aggregated gradients.
 
     Args:
-        devices: One per replica; None for all that the cluster (or the script's processes) have.
-        num_gpus: Instead of devices: the first so many GPUs.
-        cross_device_ops: How gradients, and what reduce and all_reduce are given, are brought together: a
-            `distnb.NcclAllReduce`, `HierarchicalCopyAllReduce`, `ReductionToOneDevice`, or a `CrossDeviceOps` of your
-            own. None for NCCL where each replica has a GPU of its own, shared memory and Gloo elsewhere.
-        gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
-        oversubscribe: Let a device be named more than once.
-        check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
+        devices: One device per replica; None for all devices of the cluster (or of the script's processes).
+        num_gpus: The number of GPUs to use, in place of `devices`.
+        cross_device_ops: The algorithm that combines gradients and the arguments of reduce and all_reduce: a
+            `distnb.NcclAllReduce`, `HierarchicalCopyAllReduce`, `ReductionToOneDevice`, or your own `CrossDeviceOps`.
+            None for NCCL if each replica has its own GPU, and for shared memory and Gloo otherwise.
+        gradient_reduction: "sum", as tf.distribute does, or "mean", weighted by the sizes of the replicas' slices.
+        oversubscribe: Whether a device may be named more than once.
+        check_mean_loss: Whether, with "sum", a loss that is a mean over only the replica's slice is an error.
         cross_tower_ops: The old name of cross_device_ops.
 
     Raises:
-        OptionError: An argument that is malformed, or that cannot be honoured.
+        OptionError: An argument is malformed or cannot be honoured.
     """
 
     kind = "mirrored"
@@ -69,7 +69,9 @@ class MirroredStrategy(Strategy):
         )
         strategy = cls._of(StrategySpec(kind=cls.kind, devices=names, num_replicas=0, options=options))
         if cross_device_ops is not None and this_process.remote is not None:
-            pickle.dumps(cross_device_ops)  # what cannot travel is refused here, and not in mid-cell
+            pickle.dumps(
+                cross_device_ops
+            )  # arguments that cannot be sent are refused here, and not in the middle of a cell
         if not strategy._meet() and cross_device_ops is not None:
             names = names or _devices_here()
             nccl = len(set(names)) == len(names) and all(name.startswith("cuda") for name in names)
@@ -78,7 +80,7 @@ class MirroredStrategy(Strategy):
 
 
 def _devices_here() -> tuple[str, ...]:
-    """Return the devices that replicas can have once a launcher has started them on this machine."""
+    """Return the devices of the replicas that a launcher could start on this machine."""
     gpus = tuple(f"cuda:{index}" for index in range(available_gpus()))
     return gpus or tuple(f"cpu:{index}" for index in range(os.cpu_count() or 1))
 

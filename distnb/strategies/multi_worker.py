@@ -18,26 +18,26 @@ __all__ = ["MultiWorkerMirroredStrategy"]
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Variables made in its scope are mirrored on every replica of every worker, as under MirroredStrategy.
+    """A strategy with variables that are mirrored on every replica of every worker, as under MirroredStrategy.
 
-    A script that makes it runs on each machine, with that machine's TF_CONFIG; the processes meet at the chief's
-    address (worker 0's where there is no chief). A process is one replica; `distnb run script.py -n 2` makes two on
-    each machine. Without TF_CONFIG, and in an evaluator, it trains alone. In a notebook the replicas are the engines;
-    a cluster that is described there too has to be the machines where they run.
+    Run the same script on each machine, with that machine's TF_CONFIG. The processes meet at the address of the chief
+    (or of worker 0, without a chief). A process is one replica; `distnb run script.py -n 2` starts two on each machine.
+    Without TF_CONFIG, and in an evaluator, the process trains alone. In a notebook the replicas are the engines, and a
+    description of the cluster there must name their machines.
 
-    What crosses machines is neither encrypted nor authenticated: use a network on which you trust everyone.
+    Messages between machines are neither encrypted nor authenticated: use a network on which you trust everyone.
 
     Args:
-        cluster_resolver: Describes the machines, and this one's task; None for TF_CONFIG.
-        communication_options: How replicas communicate. Either argument may stand first; the name of an implementation
-            ("ring", "nccl") will do.
+        cluster_resolver: The description of the machines and of this machine's task; None for TF_CONFIG.
+        communication_options: The options of the replicas' communication, or the name of an implementation ("ring",
+            "nccl"). The two arguments may come in either order.
         communication: Another name of the second argument.
-        gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
-        check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
+        gradient_reduction: "sum", as tf.distribute does, or "mean", weighted by the sizes of the replicas' slices.
+        check_mean_loss: Whether, with "sum", a loss that is a mean over only the replica's slice is an error.
 
     Raises:
-        OptionError: An argument is malformed, or cannot be honoured here; the cluster makes no sense, or the machines
-            were given different ones.
+        OptionError: An argument is malformed or cannot be honoured here, the cluster makes no sense, or the machines
+            have different descriptions.
         StartError: This machine does not have the address that the cluster gives it, or the chief's port is taken.
         CollectiveError: The other workers did not come.
         ContextError: This process has another place in another cluster already.
@@ -70,17 +70,17 @@ class MultiWorkerMirroredStrategy(Strategy):
         script_worker.check_still(strategy.spec)
         cls.check_here(strategy.spec, cls.__name__)
         if not strategy._meet():
-            _ = strategy.num_replicas_in_sync  # in a script that was started alone the workers meet now
+            _ = strategy.num_replicas_in_sync  # the workers of a script without a launcher meet now
         return strategy
 
     @classmethod
     def check_here(cls, spec: StrategySpec, who: str) -> None:
-        """Raise OptionError in a notebook while a cluster of other machines than its engines' is described."""
+        """Raise OptionError in a notebook if the described machines are not those of its engines."""
         if this_process.remote is not None:
             script_worker.check_notebook(spec, this_process.machines())
 
     def join(self) -> Runtime | None:
-        """Join the other workers; without any, return the runtime of a process that trains alone."""
+        """Join the other workers. Without any, return the runtime of a process that trains alone."""
         device = script_worker.enter(self.spec, choice.started_by_launcher())
         return None if device is None else choice.in_process(self, device)
 

@@ -22,18 +22,18 @@ def compute_average_loss(
 
     Args:
         per_example_loss: `[batch, ...]`, the losses of this replica's examples; empty for an empty slice.
-        sample_weight: Multiplies the losses: a number, or a tensor that broadcasts from the left to the losses' shape;
-            a last axis of 1 that the losses do not have is dropped. The divisor stays.
-        global_batch_size: Examples in the global batch. None takes it from the distributed batch that `strategy.run`
-            was given; without one the replicas add up their sizes.
+        sample_weight: Factors of the losses: a number, or a tensor that broadcasts from the left to the losses' shape.
+            A last axis of 1 that the losses do not have is dropped. The divisor does not change.
+        global_batch_size: The number of examples in the global batch. None takes it from the distributed batch in the
+            arguments of `strategy.run`. Without such a batch the replicas add up their sizes.
 
     Returns:
         A scalar. Summed over the replicas it is the mean over the global batch.
 
     Raises:
-        OptionError: A scalar loss; a batch size that is no whole number above 0; losses that are not one per example;
-            weights that do not fit the losses.
-        ContextError: In cross-replica context without a `global_batch_size`, or of a distributed value.
+        OptionError: The loss is a scalar, the batch size is no whole number above 0, there is not one loss per example,
+            or the weights do not fit the losses.
+        ContextError: Called in cross-replica context without a `global_batch_size`, or with a distributed value.
 
     Example:
         >>> compute_average_loss(torch.tensor([1.0, 2.0, 3.0, 6.0]))
@@ -55,16 +55,16 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Any) -> torch.Tensor:
-    """Return the replica's share of a loss that every replica computes alike, such as weight decay.
+    """Return the replica's share of a loss that is equal on every replica, such as weight decay.
 
     Args:
-        regularization_loss: A tensor of any shape, or a number; it is summed up.
+        regularization_loss: A tensor of any shape, which is summed up, or a number.
 
     Returns:
         The sum, divided by the number of replicas.
 
     Raises:
-        ContextError: In cross-replica context, or of a distributed value.
+        ContextError: Called in cross-replica context, or with a distributed value.
 
     Example:
         >>> scale_regularization_loss(torch.tensor([1.0, 3.0]))
@@ -80,15 +80,15 @@ def scale_regularization_loss(regularization_loss: Any) -> torch.Tensor:
 def embedding_lookup(params: Any, ids: Any, max_norm: float | None = None) -> torch.Tensor:
     """Look up rows of a table.
 
-    Of a variable on parameter servers each row that is asked for is brought once, from all of them at the same time.
+    From a variable on parameter servers each requested row is read once, from all servers at the same time.
 
     Args:
         params: `[rows, ...]`: a tensor, a variable, a `ShardedVariable`, or the list of its shards.
         ids: Numbers of rows, of any shape.
-        max_norm: The largest Euclidean norm of a row that is returned; longer ones are scaled. None: as they are.
+        max_norm: The largest Euclidean norm of a returned row. Longer rows are scaled. None to scale none.
 
     Returns:
-        `[*ids.shape, ...]`, with gradients if the table has some.
+        `[*ids.shape, ...]`, with gradients if the table has gradients.
 
     Raises:
         IndexError: There is no such row.

@@ -19,12 +19,12 @@ __all__ = ["OneDeviceStrategy"]
 
 
 class OneDeviceStrategy(Strategy):
-    """Computes on one device, where new tensors and modules of its scope and of `run` are placed.
+    """A strategy for one device, on which new tensors and modules of its scope and of `run` are placed.
 
-    It goes through the same steps as a strategy of many replicas, which makes it the way to try a program.
+    It takes the same steps as a strategy with many replicas, so it suits the first try of a program.
 
     Args:
-        device: torch's spelling (`cuda:1`) or TensorFlow's (`/gpu:1`).
+        device: The device, in torch's spelling (`cuda:1`) or TensorFlow's (`/gpu:1`).
 
     Raises:
         OptionError: The text is no device.

@@ -21,25 +21,26 @@ __all__ = ["ParameterServerStrategy"]
 
 
 class ParameterServerStrategy(Strategy):
-    """Variables made in its scope live on parameter servers; workers compute, and do not wait for each other.
+    """A strategy with variables on parameter servers, and with workers that do not wait for each other.
 
-    The process that makes it is the coordinator. It makes variables, hands functions out to the workers by a
-    `distnb.coordinator.ClusterCoordinator`, and saves checkpoints; workers may come and go meanwhile.
+    The process that creates the strategy is the coordinator. It creates variables, schedules functions on the workers
+    with a `distnb.coordinator.ClusterCoordinator`, and saves checkpoints. Meanwhile workers may come and go.
 
-    A model's parameters are variables like any other. In a function that is scheduled they are the worker's copy, read
-    when the function starts, and again with each step of the function's own.
-    `optimizer.step()` sends the gradients; the servers update, each all of its variables in one piece, so that no
-    update is lost or half applied. Between servers there is no order: a worker may read one variable before, and
-    another after an update. `torch.nn.Embedding` reads, and sends gradients of, only the rows that it is asked for.
+    A model's parameters are ordinary variables. A scheduled function computes with the worker's copy of them, which is
+    read when the function starts, and again after each of its own steps. `optimizer.step()` sends the gradients. Each
+    server updates all its variables in one piece, so no update is lost or half applied. There is no order between
+    servers: a worker may read one variable before an update and another one after it. `torch.nn.Embedding` reads, and
+    sends gradients for, only the requested rows.
 
     Args:
-        cluster_resolver: Describes the cluster: jobs "worker" and "ps", each of whose tasks runs a `distnb.Server`, and
-            this process, its "chief". None: the cluster that runs (`%distnb start --workers 2 --ps 1`), or the one
-            that TF_CONFIG describes.
-        variable_partitioner: Says how variables are divided among the servers (see `distnb.partitioners`); None: not.
+        cluster_resolver: The description of the cluster: the jobs "worker" and "ps", each of whose tasks runs a
+            `distnb.Server`, and this process as its "chief". None for the running cluster
+            (`%distnb start --workers 2 --ps 1`), or for the one that TF_CONFIG describes.
+        variable_partitioner: The division of variables among the servers (see `distnb.partitioners`); None to divide
+            none.
 
     Raises:
-        OptionError: An argument is malformed; the cluster has no worker or no server.
+        OptionError: An argument is malformed, or the cluster has no worker or no server.
         StartError: A task's server did not answer.
         NoClusterError: No cluster runs, and none is described.
 
@@ -64,8 +65,8 @@ class ParameterServerStrategy(Strategy):
     ) -> Self:
         if not isinstance(cluster_resolver, (ClusterResolver, type(None))):
             raise OptionError(
-                f"cluster_resolver={cluster_resolver!r} is none. Give an object of distnb.cluster_resolver, such as "
-                "SimpleClusterResolver({'worker': ['a:2222'], 'ps': ['b:2222']})."
+                f"cluster_resolver={cluster_resolver!r} is no resolver. Give an object of distnb.cluster_resolver, "
+                "such as SimpleClusterResolver({'worker': ['a:2222'], 'ps': ['b:2222']})."
             )
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise OptionError(
@@ -83,7 +84,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def runtime(self) -> Runtime:
-        """The coordinator, or a worker, that this process is."""
+        """The coordinator or the worker in this process."""
         from distnb.runtime.servers.roles import runtime_of
 
         return runtime_of(self)
@@ -106,10 +107,10 @@ class ParameterServerStrategy(Strategy):
     def placement(self) -> tuple[PlacedShard, ...]:
         """Return the parameter server of each variable, and of each part that a partitioner made.
 
-        The servers are asked, so the answer is current.
+        The servers are queried, so the result is current.
 
         Returns:
-            A row for each shard on the servers, in the order in which they were made: name, shape, dtype, server,
+            A row for each shard on the servers, in the order of creation: name, shape, dtype, server,
             device (TensorFlow's word for the server), nbytes, updates.
 
         Raises:
@@ -121,5 +122,5 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """The resolver of the cluster, as given or of TF_CONFIG; None for one that a notebook started."""
+        """The resolver of the cluster: the given one, or TF_CONFIG's. None for a cluster that a notebook started."""
         return self._resolver or (TFConfigClusterResolver() if TFConfigClusterResolver().cluster_spec() else None)

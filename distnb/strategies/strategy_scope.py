@@ -15,7 +15,7 @@ __all__ = ["StrategyScope"]
 
 
 class StrategyScope(ContextDecorator):
-    """A context manager that enters a strategy's scope where it is entered; as often as one likes.
+    """A context manager for a strategy's scope, which can be entered any number of times.
 
     Attributes:
         strategy: The strategy.

@@ -16,22 +16,22 @@ __all__ = ["TPUStrategy"]
 
 
 class TPUStrategy(Strategy):
-    """Variables made in its scope are mirrored, as under MirroredStrategy; each replica has a TPU chip of this machine.
+    """A strategy with mirrored variables, as under MirroredStrategy, for replicas on the TPU chips of this machine.
 
     PyTorch reaches the chips through the package torch_tpu (`pip install 'distnb[tpu]'`). In a notebook the replicas
-    are engines, which start now if there are none; a script is started by `distnb run --devices tpu`.
+    are engines, which start now if none run. Start a script with `distnb run --devices tpu`.
 
     Args:
-        tpu_cluster_resolver: Only None: torch_tpu finds the chips itself.
-        experimental_device_assignment: Only None: replica *r* has the chip tpu:*r*.
-        experimental_spmd_xla_partitioning: Only False: a model is copied to each chip, and not cut.
-        devices: "tpu:0", "tpu:1", … from 0 on, one per replica; None for all that the cluster (or the script's
-            processes) have.
-        gradient_reduction: "sum", as tf.distribute does, or "mean": weighted by the sizes of the replicas' slices.
-        check_mean_loss: With "sum", raise on a loss that is a mean over the replica's slice only.
+        tpu_cluster_resolver: None. torch_tpu finds the chips itself.
+        experimental_device_assignment: None. Replica *r* has the chip tpu:*r*.
+        experimental_spmd_xla_partitioning: False. A model is copied to each chip, and not cut.
+        devices: The chips "tpu:0", "tpu:1", …, one per replica; None for all chips of the cluster (or of the script's
+            processes).
+        gradient_reduction: "sum", as tf.distribute does, or "mean", weighted by the sizes of the replicas' slices.
+        check_mean_loss: Whether, with "sum", a loss that is a mean over only the replica's slice is an error.
 
     Raises:
-        OptionError: An argument that is malformed, or that cannot be honoured; the cluster has no engines on chips.
+        OptionError: An argument is malformed or cannot be honoured, or the cluster has no engines on chips.
         StartError: torch_tpu is not installed, or finds no chip.
     """
 
@@ -65,7 +65,7 @@ class TPUStrategy(Strategy):
 
     @classmethod
     def check_here(cls, spec: StrategySpec, who: str) -> None:
-        """Raise for devices that are no TPU chips, and where there are none."""
+        """Raise if a device is no TPU chip, or if there are no chips."""
         wrong = [name for name in spec.devices if not name.startswith("tpu:")]
         if wrong:
             raise OptionError(f"{who}: {wrong[0]} is no tpu device. Use mirrored for others.")

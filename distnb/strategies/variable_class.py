@@ -1,4 +1,4 @@
-"""`distnb.Variable`, which is made under the strategy that is in force."""
+"""`distnb.Variable`, which the strategy in force creates."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class WordOptions:
         word: The word.
         num_replicas: The number after `-n`; None without it.
         devices: The devices after `--devices`.
-        gradients: "sum" or "mean"; None where it is not given.
+        gradients: "sum" or "mean"; None if it is not given.
         oversubscribe: Whether several replicas may share a device.
     """
 
@@ -29,7 +29,7 @@ class WordOptions:
     oversubscribe: bool = False
 
     def refuse_others(self, honoured: Iterable[str], reason: str) -> None:
-        """Raise OptionError for an option that is given and is not among those that are honoured."""
+        """Raise OptionError if an option is given that is not honoured."""
         given = {
             "-n": self.num_replicas,
             "--devices": self.devices,
