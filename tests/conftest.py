@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests import processes, warm_python
+from tests import processes, warm_engines, warm_python
 from tests.kernel import Notebook, Shared
 
 # -- a separate folder for the files of a run -------------------------------------------------------------------------
@@ -68,8 +68,11 @@ _KEPT = ("pytest-of-", "torchinductor_")  # pytest's tmp_path, and torch.compile
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     warm_python.close()
+    warm_engines.close()
     shutil.rmtree(_ROOT, ignore_errors=True)
 
+
+warm_engines.patch()
 
 # -- limits -----------------------------------------------------------------------------------------------------------
 
@@ -190,6 +193,12 @@ def _test_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # -- shared fixtures --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start engines and kernels without a zygote."""
+    monkeypatch.setattr(warm_engines, "real", True)
 
 
 @pytest.fixture(scope="session")

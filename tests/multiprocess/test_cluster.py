@@ -18,7 +18,7 @@ from distnb.errors import NoClusterError, StartError
 from tests import processes
 from tests.multiprocess.clusters import make_cluster, running_cluster
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = [pytest.mark.timeout(170), pytest.mark.usefixtures("real_processes")]
 _WITHIN_S = 20.0  # the limit for immediate events on a busy machine
 
 

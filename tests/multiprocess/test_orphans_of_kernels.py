@@ -11,7 +11,7 @@ import pytest
 from tests import processes
 from tests.kernel import Notebook
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("real_processes")]
 
 _WITHIN_S = 10.0
 _WORKERS = """\

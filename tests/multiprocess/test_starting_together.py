@@ -20,7 +20,7 @@ from tests import processes
 from tests.multiprocess.clusters import make_cluster, running_cluster
 from tests.multiprocess.sessions import started
 
-pytestmark = pytest.mark.timeout(170)
+pytestmark = [pytest.mark.timeout(170), pytest.mark.usefixtures("real_processes")]
 _AGENT = "tests.multiprocess.importing_agent"
 _WITHIN_S = 20.0
 

@@ -15,18 +15,21 @@ from tests import processes
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("**/*.ipynb"))
 SHORTER = {"quickstart": ("EPOCHS = 15 ", "EPOCHS = 1 ")}
-"""What is changed for the tests in a notebook that is long enough to be watched."""
+"""The changes for the tests in a notebook that is long enough to be watched."""
 WITHOUT_CURVES = {"hang"}
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_shows_its_saved_output(notebook: Path, tmp_path: Path) -> None:
-    if notebook.stem in SHORTER:
-        text, (long, short) = notebook.read_text(encoding="utf-8"), SHORTER[notebook.stem]
-        assert text.count(long) == 1
-        notebook = tmp_path / notebook.name
-        notebook.write_text(text.replace(long, short), encoding="utf-8")
+@pytest.mark.timeout(900)
+def test_every_notebook_runs_and_shows_its_saved_output(tmp_path: Path) -> None:
+    """Run all in one process of nbval, whose start takes as long as a short notebook."""
+    notebooks = []
+    for notebook in NOTEBOOKS:
+        if notebook.stem in SHORTER:
+            text, (long, short) = notebook.read_text(encoding="utf-8"), SHORTER[notebook.stem]
+            assert text.count(long) == 1
+            notebook = tmp_path / notebook.name
+            notebook.write_text(text.replace(long, short), encoding="utf-8")
+        notebooks.append(notebook)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "nbval.plugin"]
     command += [
         "--nbval",
@@ -37,7 +40,7 @@ def test_a_notebook_runs_and_shows_its_saved_output(notebook: Path, tmp_path: Pa
         ROOT / "tests" / "notebooks" / "sanitize.cfg",
     ]
     run = subprocess.Popen(
-        [*command, notebook],
+        [*command, *notebooks],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
