@@ -31,7 +31,9 @@ SHARED_MARK = MARK + "-shared"
 """The mark of the notebook that modules share, whose processes belong to no test."""
 
 WARM_PYTHON = "warm-python"
-"""The name of the processes that `tests.warm_python` forks from. The forked ones have another name."""
+"""The name of the processes from which scripts, engines and kernels are forked. These have another name."""
+WARM_KERNEL = "warm-kernel"
+"""The name of kernels that were forked. Their command line is the one of the process from which they were forked."""
 
 _STACKS_S = 30.0
 _OF_LIBRARIES = ("multiprocessing.resource_tracker", "torch_shm_manager", "multiprocessing.forkserver")
@@ -42,7 +44,7 @@ _of_others: set[tuple[str, int]] = set()
 
 
 def marked(mark: str = MARK) -> dict[int, psutil.Process]:
-    """Return all living processes of this test run except the calling one."""
+    """Return all living processes of this test run, except the calling one and those that others are forked from."""
     needle = f"{MARK_NAME}={mark}\0".encode()
     found, others = {}, set()
     for entry in os.scandir("/proc"):
@@ -61,7 +63,7 @@ def marked(mark: str = MARK) -> dict[int, psutil.Process]:
             # The environment is empty during an exec. A child of this process belongs to the run in any case.
             if needle in environment or (not environment and _parent_of(entry.path) == os.getpid()):
                 process = psutil.Process(int(entry.name))
-                if process.status() != psutil.STATUS_ZOMBIE:
+                if process.status() != psutil.STATUS_ZOMBIE and process.name() != WARM_PYTHON:
                     found[process.pid] = process
             elif environment and _belongs_to_others(environment, entry.path):
                 others.add(known)
@@ -98,8 +100,6 @@ def _above() -> set[int]:
 
 def _ends_with_this_process(process: psutil.Process) -> bool:
     try:
-        if process.name() == WARM_PYTHON:
-            return True
         command = " ".join(process.cmdline())
     except psutil.Error:
         return True

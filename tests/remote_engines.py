@@ -192,7 +192,7 @@ def left() -> list[str]:
     found = []
     for process in processes.children_of_this_run().values():
         try:
-            command = " ".join(process.cmdline())
+            command = "" if process.name() == processes.WARM_KERNEL else " ".join(process.cmdline())
         except psutil.Error:
             continue
         if ("distnb." in command or "guardian.py" in command) and "sh -c" not in command:

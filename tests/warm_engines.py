@@ -223,7 +223,8 @@ def _be(name: str) -> None:
 def _become(arguments: list[str], environment: dict[str, str], cwd: str, streams: list[int]) -> None:
     """Give this process the state of one that has just started, and run its program."""
     global _of_this_process
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python")
+    is_engine = arguments == ["distnb.engine"]
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"python" if is_engine else processes.WARM_KERNEL.encode())
     for descriptor, stream in enumerate(streams):
         os.dup2(stream, descriptor)
     for stream in {each for each in streams if each > 2}:
@@ -233,7 +234,7 @@ def _become(arguments: list[str], environment: dict[str, str], cwd: str, streams
     os.environ.update(environment)
     _renew_environment()
     tempfile.tempdir = None
-    if arguments == ["distnb.engine"]:
+    if is_engine:
         sys.argv, sys.orig_argv = arguments, [sys.executable, *_ENGINES]
         runpy.run_module("distnb.engine", run_name="__main__", alter_sys=True)
         return

@@ -383,7 +383,7 @@ def test_contexts_allow_their_own_operations_only() -> None:
         assert "directly" in found["inside"][0]
         assert "all_reduce" in found["inside"][1]
         assert "before strategy.run" in found["inside"][2]
-        assert "outside the function" in found["kept"]
+        assert "outside its function" in found["kept"]
         assert found["thread"] == [(False, False, True)]
         assert found["default"] == 3
     assert [float(one) for one in joined([rank.result["merged"] for rank in ended])] == [3.0, 3.0]
