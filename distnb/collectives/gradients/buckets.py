@@ -108,7 +108,7 @@ class Bucket:
         for view in pack.views:
             AGGREGATED.add(view)
         del view  # no name may hold a view when the references are counted
-        # Two at most are kept: whoever keeps gradients of many steps shall own them alone.
+        # Keep two at most: a program that keeps the gradients of many steps must be their only owner.
         self._packs = [(pack, _references(pack)), *self._packs[:1]]
         return pack
 

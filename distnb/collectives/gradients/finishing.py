@@ -1,4 +1,4 @@
-"""The end of a backward pass: its gradients are added to those that were there before."""
+"""The end of a backward pass: its gradients are added to the existing gradients."""
 
 from __future__ import annotations
 

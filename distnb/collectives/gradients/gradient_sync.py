@@ -240,7 +240,7 @@ class GradientSync:
         return size / max(total, 1)
 
     def end(self) -> None:
-        """Aggregate the gradients of the pass that is over, and add them to those that were there before."""
+        """Aggregate the gradients of the finished pass and add them to the existing gradients."""
         this = self._pass
         if this is None:
             return

@@ -87,7 +87,7 @@ class TorchDistributed:
         self._installed = False
 
     def enter(self, world: World) -> None:
-        """Make a world the one that torch knows."""
+        """Make a world torch's current world."""
         if self._current is world:
             return
         if self._current is not None:

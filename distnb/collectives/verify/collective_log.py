@@ -56,7 +56,7 @@ _TROUBLE_NBYTES: Final = 1024
 _DATA_END_AT: Final = _TROUBLE_AT + 8 + _TROUBLE_NBYTES
 _DATA_END = struct.Struct("<QQ")
 HEADER_NBYTES: Final = _DATA_END_AT + _DATA_END.size
-# A slot: number, the record's key, program, position, length of text, text. What is compared at once stands together.
+# A slot: number, the record's key, program, position, length of text, text. Fields compared at once are adjacent.
 SLOT_NBYTES: Final = 256
 KEY_NBYTES: Final = 40
 _KEY_END: Final = 8 + KEY_NBYTES
