@@ -14,7 +14,7 @@ from tests.kernel import lines_of_each
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
 
-# In both, the same packages handle an interrupt and a restart in the page.
+# In both, the same packages handle a reload, an interrupt and a restart in the page.
 IN_LAB = pytest.mark.parametrize("front_end", ["lab", pytest.param("notebook", marks=pytest.mark.soak)], indirect=True)
 
 
@@ -40,6 +40,7 @@ def test_the_live_view_updates_and_leaves_a_picture(chrome: Any, front_end: Serv
         assert "widget-view" not in str(data)
 
 
+@IN_LAB
 def test_a_page_reloaded_during_a_cell_shows_the_rest_of_its_output(chrome: Any, front_end: Server) -> None:
     cells = [SETUP, "%%distribute mirrored\n# replay: train 3", "6 * 7", "7 * 7", "8 * 7"]
     front_end.write("reload.ipynb", cells)
@@ -138,6 +139,8 @@ def test_the_stop_button_ends_a_cell_and_the_next_cell_works(chrome: Any, front_
 SOURCE = "index => window.jupyterapp.shell.currentWidget.content.widgets[index].model.sharedModel.getSource()"
 
 
+# Notebook 7 places the panel differently; the tests above use it in JupyterLab.
+@pytest.mark.parametrize("front_end", [pytest.param("lab", marks=pytest.mark.soak), "notebook"], indirect=True)
 def test_the_extensions_panel_follows_and_ends_a_cell_and_survives_a_reload(chrome: Any, front_end: Server) -> None:
     front_end.write("extension.ipynb", [SETUP, "%%distribute mirrored\n# replay: train 60", "6 * 7"])
     with OpenNotebook(chrome, front_end, "extension.ipynb") as notebook:

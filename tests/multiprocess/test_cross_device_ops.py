@@ -130,7 +130,7 @@ def _plain_training() -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_training_equals_that_of_one_replica(n: int) -> None:
     program = """
     import torch.nn.functional as F

@@ -22,7 +22,7 @@ def outcomes(size: int) -> list[dict[str, Ended]]:
     return [rank.check().result for rank in run_ranks(program, size, timeout_s=120)]
 
 
-@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.timeout(200))])
+@pytest.fixture(params=[2, pytest.param(3, marks=[pytest.mark.timeout(200), pytest.mark.soak])])
 def ended(request: pytest.FixtureRequest) -> list[dict[str, Ended]]:
     return outcomes(request.param)
 

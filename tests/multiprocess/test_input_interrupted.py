@@ -51,8 +51,15 @@ def is_dead(pid: int) -> bool:
     return ") Z " in Path(f"/proc/{pid}/stat").read_text() and len(os.listdir(f"/proc/{pid}/task")) == 1
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("ended_by", ["interrupt", "another replica's error"])
+@pytest.mark.parametrize(
+    ("ended_by", "persistent"),
+    [
+        ("interrupt", True),
+        ("another replica's error", False),
+        pytest.param("interrupt", False, marks=pytest.mark.soak),
+        pytest.param("another replica's error", True, marks=pytest.mark.soak),
+    ],
+)
 def test_no_worker_continues_to_read(notebook: Notebook, ended_by: str, persistent: bool) -> None:
     before = set(notebook.processes())
     wait = "for batch in kept:\n    pass"

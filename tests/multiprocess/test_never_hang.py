@@ -225,8 +225,13 @@ next(alive)
 """
 
 
-@pytest.mark.parametrize("workers", [False, True], ids=["", "workers alive"])
-@pytest.mark.parametrize("where", WAITS)
+@pytest.mark.parametrize(
+    ("where", "workers"),
+    [
+        *((where, False) for where in WAITS),
+        *(pytest.param(each, True, marks=[] if each == "raw all_reduce" else pytest.mark.soak) for each in WAITS),
+    ],
+)
 def test_one_replica_raises_while_the_others_wait(
     notebook: Notebook, tmp_path: Path, where: str, workers: bool
 ) -> None:
@@ -332,8 +337,17 @@ INTERRUPTED = {
 }
 
 
-@pytest.mark.parametrize("by", ["stop button", "magic"])
-@pytest.mark.parametrize("what", INTERRUPTED)
+# Both interrupt the replicas in the same way.
+@pytest.mark.parametrize(
+    ("what", "by"),
+    [
+        *((what, "stop button") for what in INTERRUPTED),
+        *(
+            pytest.param(what, "magic", marks=[] if what == "a collective" else pytest.mark.soak)
+            for what in INTERRUPTED
+        ),
+    ],
+)
 def test_an_interrupt_ends_the_cell(notebook: Notebook, tmp_path: Path, what: str, by: str) -> None:
     before = set(processes.children_of_this_run())
     if by == "magic":  # from a thread: the main one is busy with the cell
@@ -823,8 +837,15 @@ def test_names_of_an_unfinished_scope_are_not_bound(notebook: Notebook, begins: 
 # -- (d) an engine dies -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [False, True], ids=["", "workers alive"])
-@pytest.mark.parametrize("waits", ["dist.all_reduce(torch.ones(3))", "time.sleep(600)"], ids=["collective", "sleep"])
+@pytest.mark.parametrize(
+    ("waits", "workers"),
+    [
+        pytest.param("dist.all_reduce(torch.ones(3))", True, id="collective, workers alive"),
+        pytest.param("time.sleep(600)", False, id="sleep"),
+        pytest.param("dist.all_reduce(torch.ones(3))", False, id="collective", marks=pytest.mark.soak),
+        pytest.param("time.sleep(600)", True, id="sleep, workers alive", marks=pytest.mark.soak),
+    ],
+)
 def test_a_killed_engine_ends_the_cell(notebook: Notebook, tmp_path: Path, waits: str, workers: bool) -> None:
     source = (
         "%%distribute mirrored"

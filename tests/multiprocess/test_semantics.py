@@ -52,7 +52,7 @@ def joined(results: list[Any]) -> Any:
     return tuple(one.component(rank) for rank, one in enumerate(results))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.soak), 3])
 def test_run_regroups_leaf_by_leaf(n: int) -> None:
     ended = ranks(
         """
@@ -147,7 +147,7 @@ def test_nested_distributed_values_are_selected_and_other_arguments_keep_their_i
     assert joined([rank.result["found"] for rank in ended]) == (10, 20)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_reduce_combines_components(n: int) -> None:
     ended = ranks(
         """
@@ -285,7 +285,7 @@ def test_a_script_that_catches_a_mismatch_ends_at_its_next_collective() -> None:
         )
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_gather_concatenates_components(n: int) -> None:
     ended = ranks(
         """
@@ -390,7 +390,7 @@ def test_contexts_allow_their_own_operations_only() -> None:
     assert joined([rank.result["spread"] for rank in ended]) == (0, 1)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_gradients_flow_through_collectives(n: int) -> None:
     ended = ranks(
         """
