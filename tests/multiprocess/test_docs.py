@@ -29,7 +29,8 @@ def test_code_on_a_page_gives_the_shown_output(notebook: Notebook, page: str) ->
 def test_code_on_the_page_of_parameter_servers_gives_the_shown_output() -> None:
     with Notebook(env={"OMP_NUM_THREADS": "1"}) as notebook:
         show(notebook, SERVERS)
-        notebook.run("temporary.cleanup()")  # Jupyter kills a kernel that ends slowly, and would leave the folder
+        # Jupyter kills a kernel that ends slowly, which would leave the folder and the cluster's files.
+        notebook.run("temporary.cleanup()\ndistnb.stop()")
 
 
 def show(notebook: Notebook, page: str) -> None:
