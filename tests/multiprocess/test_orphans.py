@@ -43,7 +43,7 @@ def started_notebook(
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "DISTNB_TEST_BEHAVIOUR": behaviour},
+        env={**os.environ, "DISTNB_TEST_BEHAVIOUR": behaviour, "DISTNB_PRELOAD": ""},
         preexec_fn=None if pidfds else forbid_pidfds,
     )
     assert notebook.stdout is not None
