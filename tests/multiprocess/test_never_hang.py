@@ -834,6 +834,16 @@ def test_names_of_an_unfinished_scope_are_not_bound(notebook: Notebook, begins: 
     notebook.run("%%distribute mirrored\nstrategy.assert_in_sync(made)\ndel made, seen")
 
 
+def test_an_error_in_a_coalescing_block_does_not_swallow_later_collectives(notebook: Notebook) -> None:
+    failed = notebook.try_run(
+        "%%distribute mirrored\nimport torch, torch.distributed as dist\nwith dist._coalescing_manager():\n"
+        "    dist.all_reduce(torch.ones(1))\n    raise ValueError('mine')"
+    )
+    assert failed.error_name == "ValueError"
+    after = notebook.run("%%distribute mirrored\ntotal = torch.ones(1)\ndist.all_reduce(total)\nprint(total.item())")
+    assert after.stdout == "[0-1] 2.0\n"
+
+
 # -- (d) an engine dies -----------------------------------------------------------------------------------------------
 
 

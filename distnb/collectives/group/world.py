@@ -114,7 +114,12 @@ class TorchDistributed:
         )
 
     def program_began(self) -> None:
-        """Restore the default group if an earlier program has destroyed it."""
+        """Undo what an earlier program may have left in torch: a destroyed default group, an open coalescing block.
+
+        torch collects the collectives of a `_coalescing_manager` block in a list. If an error or an interrupt leaves
+        the block, the list remains, and all later collectives would be appended to it instead of being called.
+        """
+        c10d_internals.world.pg_coalesce_state.clear()
         if self._current is not None and not dist.is_initialized():
             c10d_internals.set_default_group(self._current.group)
 
