@@ -54,7 +54,7 @@ elif strategy.kind == "multi_worker":
     assert refused(lambda: experimental.MultiWorkerMirroredStrategy(experimental.CollectiveCommunication.NCCL))
     # Seed 001, "cluster_resolver": what is only for one kind of task.
     task = strategy.cluster_resolver
-    if task.task_type is not None:  # else a notebook's engines are the replicas, without TF_CONFIG
+    if task.cluster_spec():  # else a notebook's engines are the replicas, without TF_CONFIG
         assert (task.task_type, task.task_id) == ("worker", rank)
         assert len(task.cluster_spec().as_dict()["worker"]) == n
     assert distnb.is_chief() == (rank == 0)
