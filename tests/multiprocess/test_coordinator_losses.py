@@ -75,7 +75,7 @@ def test_without_workers_a_notice_appears_and_work_resumes_when_one_joins(
         os.kill(row.pid, signal.SIGKILL)
     wait_until(lambda: all(each.state == "lost" for each in coordinator.status().workers), _WITHIN_S)
     values = [coordinator.schedule(whoami) for _ in range(5)]
-    assert capsys.readouterr().err.count("there is no worker to run them") == 1
+    assert capsys.readouterr().err.count("no worker is there to run them") == 1
     require().restart([0])
     coordinator.join()
     assert len(set(coordinator.fetch(values))) == 1

@@ -103,7 +103,7 @@ def test_an_engine_that_ends_during_the_start_ends_the_others_at_once(capfd: pyt
             template._answered(here)  # the notebook does not reply
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(parent, 0)[1]) == 1
-    assert "was killed by SIGKILL before it had begun" in capfd.readouterr().err
+    assert "was killed by SIGKILL before the engine began" in capfd.readouterr().err
 
 
 def test_without_a_loopback_interface_nothing_starts(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_unsupported_options_are_refused() -> None:
             distnb.CentralStorageStrategy(**arguments)  # type: ignore[arg-type]
     with pytest.raises(errors.OptionError, match="one machine"):
         check_places(StrategySpec(kind="central_storage"), ["cpu:0", "cpu:0"], [0, 1])
-    with pytest.raises(errors.OptionError, match="base of strategies"):
+    with pytest.raises(errors.OptionError, match="base class of strategies"):
         distnb.Strategy()
     with pytest.raises(errors.OptionError, match="no strategy"):
         resolve(StrategySpec(kind="nonsense"))
