@@ -30,7 +30,17 @@ def test_every_notebook_runs_and_shows_its_saved_output(tmp_path: Path) -> None:
             notebook = tmp_path / notebook.name
             notebook.write_text(text.replace(long, short), encoding="utf-8")
         notebooks.append(notebook)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "nbval.plugin"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "nbval.plugin",
+        "-p",
+        "tests.notebooks.warm_kernels",
+    ]
     command += [
         "--nbval",
         "--nbval-current-env",
