@@ -102,8 +102,8 @@ def raise_failure(
         engine, status = next(iter(outcome.died.items()))
         raise EngineDied(
             f"Engine {engine} (replica {team.rank_of(engine)} of {team.size}, {team.devices[team.rank_of(engine)]}) "
-            f"{status} while it ran its part; the other replicas' part was ended, and what lives there is still there. "
-            "The next program runs on the engines that are left; %distnb restart --missing starts a replacement."
+            f"{status} while it ran its part; the other replicas' parts were ended, and their objects are kept. "
+            "The next program runs on the remaining engines; %distnb restart --missing starts a replacement."
         )
     raise ProgramError(f"The program was ended: {_others(outcome, team, None)}.")
 
