@@ -37,8 +37,8 @@ def check_fits(error: TypeError, fn: Any, args: Sequence[Any], kwargs: Mapping[s
     except TypeError:
         name = getattr(fn, "__name__", type(fn).__name__)
         raise DistributedValueError(
-            f"strategy.run called {name}({_listed(args, kwargs)}): {error}. args holds what {name} is called with, one "
-            f"by one, so a batch that is a tuple is one of them: strategy.run({name}, args=(batch,))."
+            f"strategy.run called {name}({_listed(args, kwargs)}): {error}. args is the tuple of "
+            f"{name}'s arguments. A batch that is a tuple counts as one argument: strategy.run({name}, args=(batch,))."
         ) from None
 
 
@@ -74,20 +74,20 @@ def check_input_function(fn: Any, options: Any) -> None:
     if not callable(fn):
         raise DistributedValueError(
             f"distribute_datasets_from_function needs a function of an InputContext and got a {type(fn).__name__}. For "
-            "a dataset that is made already, use distribute_dataset."
+            "an existing dataset, use distribute_dataset."
         )
     _check_options(options, "distribute_datasets_from_function")
     if options is None:
         return
     if options.collate == "global":
         raise OptionError(
-            "collate='global' is for global batches that are cut; the batches of distribute_datasets_from_function are "
-            "made as its function makes them. Leave it out."
+            "collate='global' applies to global batches that distnb splits. distribute_datasets_from_function does not "
+            "split the batches of its function. Leave it out."
         )
     if options.auto_shard_policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.OFF):
         raise OptionError(
-            f"auto_shard_policy={options.auto_shard_policy.name!r} cannot be honoured: the function that is given to "
-            "distribute_datasets_from_function decides what each worker reads, by its context's input_pipeline_id."
+            f"auto_shard_policy={options.auto_shard_policy.name!r} cannot be honoured: the function passed to "
+            "distribute_datasets_from_function chooses each worker's data by its context's input_pipeline_id."
         )
 
 
@@ -101,8 +101,8 @@ def check_input_options(options: Any, batch_size: Any) -> None:
     _check_options(options, "distribute_dataset")
     if options is not None and options.replication_mode is InputReplicationMode.PER_REPLICA:
         raise OptionError(
-            "replication_mode='PER_REPLICA' makes an input pipeline for each replica, and distribute_dataset was given "
-            "one dataset. Use distribute_datasets_from_function, whose function makes them."
+            "replication_mode='PER_REPLICA' needs an input pipeline for each replica, but distribute_dataset got a "
+            "single dataset. Use distribute_datasets_from_function, which calls your function for each pipeline."
         )
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise OptionError(f"batch_size={batch_size!r}: give the size of the global batch, a whole number from 1.")

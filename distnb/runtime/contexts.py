@@ -150,8 +150,8 @@ def in_default_run(inside: bool) -> None:
 def mixing(outer: Any, inner: Any) -> ContextError:
     """Return the error for an object of one strategy that is used while another is in force."""
     return ContextError(
-        f"Mixing different Strategy objects: {inner!r} was used while {outer!r} is in force. Leave the one's scope "
-        "before the other is used; equal arguments give the same strategy object."
+        f"Mixing different Strategy objects: {inner!r} was used while {outer!r} is in force. Leave the scope "
+        "of one before you use the other. Equal arguments give the same strategy object."
     )
 
 

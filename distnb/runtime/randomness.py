@@ -1,4 +1,4 @@
-"""The two streams of torch's random numbers: a shared one for all replicas, and an own one for each replica.
+"""The two streams of torch's random numbers: one that all replicas share, and one for each replica.
 
 Outside replica contexts every process draws from the shared stream, so initial values and shuffles are equal. In `run`
 a replica draws from its own stream, which is seeded with a hash of the shared state and the replica's id. The states of

@@ -312,8 +312,8 @@ class Spmd:
             if process.size > 1 and not self._has_components(leaf):
                 raise DistributedValueError(
                     f"gather got a plain {type(leaf).__name__}, which is the same on all {process.size} replicas, so "
-                    "there is nothing to bring together. Give it what strategy.run returned per replica, or a value "
-                    "of strategy.distribute_values_from_function."
+                    "there is nothing to gather. Pass a PerReplica that strategy.run returned, or a value of "
+                    "strategy.distribute_values_from_function."
                 )
             if isinstance(leaf, DistributedValues):
                 leaf.require_same_kind("gather")

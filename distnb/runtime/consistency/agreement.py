@@ -88,9 +88,9 @@ class Agreement:
             gathered = group.all_gather_object((structure, kinds, values, list(map(_held, leaves)), batch))
         except CollectiveMismatchError as error:
             error.add_note(
-                f"strategy.run compares what {getattr(fn, '__name__', 'the function')} returned where that is of a new "
-                "kind: in the first call, or None instead of a tensor, say. Another replica has not returned yet, or "
-                "returned the same kind as in earlier calls. Return the same kind on every replica in one call."
+                f"strategy.run compares the results of {getattr(fn, '__name__', 'the function')} on all replicas "
+                "when a result is of a new kind: in the first call, or None instead of a tensor, for example. Another "
+                "replica has not returned yet, or returned the earlier kind. Return the same kind on every replica."
             )
             raise
         structures, all_kinds, all_values, all_held, batches = zip(*gathered, strict=True)

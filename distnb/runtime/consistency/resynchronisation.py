@@ -96,8 +96,8 @@ def resynchronise(
     known = all(other["steps_reported", None] for other in gathered) and any(what[0] == "writes" for what in unlike)
     if changed and not known:
         callsite.current().warn(
-            "The replicas had drifted apart, since a program ended half-way through a step. "
-            f"Set to what replica 0 holds: {', '.join(changed)}."
+            "The replicas had drifted apart, because a program ended in the middle of a step. "
+            f"Set to the values of replica 0: {', '.join(changed)}."
         )
 
 

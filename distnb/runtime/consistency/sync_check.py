@@ -19,16 +19,16 @@ __all__ = ["assert_in_sync", "contents", "drift_report"]
 
 _SHOWN = 5
 _CURE = (
-    "value = strategy.broadcast(value) gives every replica what replica 0 holds; a module or an optimizer takes it by "
-    "model.load_state_dict(strategy.broadcast(model.state_dict()))."
+    "To give every replica the value of replica 0, call value = strategy.broadcast(value). For a module or an "
+    "optimizer, call model.load_state_dict(strategy.broadcast(model.state_dict()))."
 )
 
 
 def assert_in_sync(group: Group, value: Any) -> None:
     """Compare all replicas' modules, optimizers, tensors and plain values, in any nesting, bit by bit.
 
-    Values of which replicas hold parts (sync-on-read variables, buffers of models made in a scope) are left out. So are
-    objects whose text has only their address.
+    Values that replicas hold in parts (sync-on-read variables, buffers of models made in a scope) are skipped. So are
+    objects whose repr shows only their address.
 
     Raises:
         OutOfSyncError: Values differ. The error names the values, the replicas and the size of the differences.
@@ -41,7 +41,7 @@ def assert_in_sync(group: Group, value: Any) -> None:
 
 
 def drift_report(group: Group, value: Any) -> str:
-    """Return the result of the comparison of `assert_in_sync` as a text, which is the same on every replica.
+    """Compare values like `assert_in_sync`, and return the result as text that is the same on every replica.
 
     All replicas must call this function.
     """
@@ -50,8 +50,8 @@ def drift_report(group: Group, value: Any) -> str:
     total, unlike = _compare(group, value)
     if not total:
         return (
-            "nothing to compare: each replica holds a part of its own, and reading makes one value of them, or it is "
-            "an object that does not tell what it holds."
+            "nothing to compare. Either each replica holds its own part of the value, and reading combines them, or "
+            "the object does not show its content."
         )
     if not unlike:
         return f"in sync. {group.size} replicas hold the same bits ({total} {'value' if total == 1 else 'values'})."

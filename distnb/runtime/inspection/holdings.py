@@ -49,8 +49,8 @@ def may_hold(value: Any) -> bool:
 def no_tensor(value: Any) -> OptionError:
     """Return the error for a value without anything to draw."""
     return OptionError(
-        f"visualize got a {type(value).__name__} without any tensor. It draws where models, optimizers, tensors, "
-        "batches, distributed datasets and strategies are, and whatever is nested of these."
+        f"visualize got a {type(value).__name__} without any tensor. It draws the places of models, optimizers, "
+        "tensors, batches, distributed datasets, strategies, and nested structures of these."
     )
 
 

@@ -80,5 +80,5 @@ def _refuse_unlike(descriptions: Sequence[Sequence[tuple[str, tuple[int, ...], s
             )
             raise StructureError(
                 f"The replicas made different variables in the scope. Variable {place} of it is\n{shown}\n"
-                "What decides shapes and options must not depend on the replica: make the same model on all of them."
+                "Shapes and options must not depend on the replica: make the same model on all of them."
             )

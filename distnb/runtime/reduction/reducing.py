@@ -38,7 +38,7 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 
 
 def tensor_of(value: Any, method: str, device: torch.device | None = None, *, sparse: bool = False) -> torch.Tensor:
-    """Return a leaf that is a tensor, an array or a number as a tensor.
+    """Convert a leaf that is a tensor, an array or a number to a tensor.
 
     Args:
         value: The leaf.
@@ -80,9 +80,9 @@ def plain_value_error(op: ReduceOp, value: Any, num_replicas: int) -> Distribute
     """Return the error for a plain value that was passed to `reduce`, which expects components."""
     return DistributedValueError(
         f"reduce {op.name} over {num_replicas} replicas got a plain value, the same on all of them: "
-        f"{_shown(value)}. It sums what strategy.run returned per replica. If a "
-        "function returns a Python number, replicas that return the same one give a plain value: return a "
-        "tensor, and it stays per replica. If it is the sum you mean, multiply by strategy.num_replicas_in_sync."
+        f"{_shown(value)}. It combines the PerReplica values that strategy.run "
+        "returns. If a function returns the same Python number on all replicas, strategy.run returns a plain value. "
+        "Return a tensor to get a PerReplica. If you want the sum, multiply by strategy.num_replicas_in_sync."
     )
 
 
@@ -98,8 +98,8 @@ def _summand(
     tensor = tensor_of(value, method, device, sparse=sparse)
     if tensor.dtype is torch.bool:
         raise DistributedValueError(
-            f"{method} {op.name} of booleans is not defined. Convert them to what you mean first: value.long() counts, "
-            "value.float() gives fractions."
+            f"{method} {op.name} of booleans is not defined. Convert them first: value.long() for counts, "
+            "value.float() for fractions."
         )
     is_exact = op is ReduceOp.SUM or tensor.is_floating_point() or tensor.is_complex()
     return tensor if is_exact else tensor.to(torch.float64)
@@ -117,13 +117,13 @@ def checked_axis(axis: object, tensor: torch.Tensor, method: str) -> int:
     if tensor.ndim == 0:
         other = "use axis=None to combine the replicas only" if method == "reduce" else "use reduce"
         raise OptionError(
-            f"{method} along axis {axis}: the value is a scalar on each replica and has no axis. Give it one first "
+            f"{method} along axis {axis}: the value is a scalar on each replica and has no axis. Add one first "
             f"(value.reshape(1)), or {other}."
         )
     if not -tensor.ndim <= axis < tensor.ndim:
         raise OptionError(
-            f"{method} along axis {axis}: the value has shape {tuple(tensor.shape)}, so axis is in [{-tensor.ndim}, "
-            f"{tensor.ndim})."
+            f"{method} along axis {axis}: the value has shape {tuple(tensor.shape)}, so axis must be in "
+            f"[{-tensor.ndim}, {tensor.ndim})."
         )
     return axis % tensor.ndim
 
@@ -177,9 +177,9 @@ def _reduce_elements(aggregation: Aggregation, op: ReduceOp, tensors: Sequence[t
         shapes = [tuple(tensor.shape) for tensor in tensors if tensor.ndim]
         if shapes:
             error.args = (
-                f"{error} reduce with axis=None puts components of equal shape together element by element; "
-                f"here {'it' if len(tensors) == 1 else 'one'} has shape {shapes[0]}. Where they are slices of unequal "
-                f'length, reduce along their examples, too: strategy.reduce("{op.name.lower()}", value, axis=0).',
+                f"{error} reduce with axis=None combines components of equal shape element by element; here "
+                f"{'it' if len(tensors) == 1 else 'one'} has shape {shapes[0]}. If the components are slices of "
+                f'unequal length, also reduce along the examples: strategy.reduce("{op.name.lower()}", value, axis=0).',
             )
         raise
 

@@ -107,14 +107,14 @@ def check(root: Any) -> None:
     for each in root.modules():
         if isinstance(each, torchmetrics.wrappers.Running):
             raise CannotTravelError(
-                f"{type(root).__name__} is over the latest updates, and workers have no order among them. Use it on "
-                "the coordinator, with the results of functions; or a metric of all updates, such as "
-                "distnb.metrics.Mean, that you reset."
+                f"{type(root).__name__} covers only the latest updates, and updates of different workers have no "
+                "order. Use it on the coordinator, with the results of functions, or reset a metric of all updates, "
+                "such as distnb.metrics.Mean."
             )
         if isinstance(each, torchmetrics.regression.NormalizedRootMeanSquaredError):
             raise CannotTravelError(
-                "torchmetrics combines NormalizedRootMeanSquaredError over two processes at most. Count by "
-                "MeanSquaredError in scheduled functions, and divide its root."
+                "torchmetrics can combine NormalizedRootMeanSquaredError over two processes at most. Use "
+                "MeanSquaredError in scheduled functions, and normalise its root yourself."
             )
 
 

@@ -104,7 +104,7 @@ def _as_taken(metric: Any, values: tuple[Any, ...], weight: Any) -> tuple[tuple[
         return (first, *values[1:]), {"weight": fitting.expand(first.shape)}
     raise OptionError(
         f"{name}.update_state got sample_weight, and torchmetrics' {name} weighs all examples alike. Leave out the "
-        "examples that shall not count, or average values of your own: distnb.metrics.Mean().update_state(values, "
+        "examples that should not count, or average your own values: distnb.metrics.Mean().update_state(values, "
         "sample_weight)."
     )
 

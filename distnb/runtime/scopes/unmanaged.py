@@ -116,15 +116,14 @@ class UnmanagedCheck:
             if find_mirror(parameter) is not None:
                 raise ContextError(
                     f"Mixing different Strategy objects: {shown} in strategy.run of {self._strategy!r} was made in the "
-                    "scope of another strategy. Run it with the strategy that made it; equal arguments give the same "
+                    "scope of another strategy. Run it with the strategy that made it. Equal arguments give the same "
                     "strategy object."
                 )
             raise ContextError(
                 f"{shown} has trainable parameters that were not made in strategy.scope(), and strategy.run of "
-                f"{self._strategy!r} uses it: every replica would train a copy of its own. Make the model within "
-                "`with strategy.scope():`; to take trained weights over, call model.load_state_dict(...) there, or "
-                "Keras's model.set_weights(...). A model that is not to be trained can be frozen: "
-                "model.requires_grad_(False)."
+                f"{self._strategy!r} uses it: every replica would train its own copy. Make the model within "
+                "`with strategy.scope():`. To copy trained weights, call model.load_state_dict(...) there, or Keras's "
+                "model.set_weights(...). If the model is not to be trained, freeze it: model.requires_grad_(False)."
             )
 
 

@@ -44,7 +44,9 @@ class _Patience:
         """Wait for a moment. Raise CollectiveError after the time limit."""
         now = time.monotonic()
         if now - self._began > _WAIT_S:
-            raise CollectiveError(f"{self._who} waited {_WAIT_S:.0f} s for {what}. Does it run, with the same cluster?")
+            raise CollectiveError(
+                f"{self._who} waited {_WAIT_S:.0f} s for {what}. Check that it runs and has the same cluster."
+            )
         if now > self._next_notice:
             self._next_notice = now + _NOTICE_S
             print(f"distnb: {self._who} waits for {what}.", file=sys.stderr, flush=True)
@@ -91,8 +93,8 @@ def meet_workers(store: Store, placement: WorkerPlacement, rank: int, replicas: 
         if isinstance(error, CollectiveError):
             raise
         raise CollectiveError(
-            f"{placement.me}: the connection to {placement.chief} was lost before all workers were there. It has "
-            f"ended, or cannot be reached any more: {error}"
+            f"{placement.me}: the connection to {placement.chief} was lost before all workers had arrived. It has "
+            f"ended or is no longer reachable: {error}"
         ) from error
     if found != me:
         raise CollectiveError(
@@ -121,8 +123,8 @@ def _compare(store: Store, placement: WorkerPlacement, rank: int, replicas: int,
         )
     else:
         text = (
-            f"{me} has {replicas} replica(s), and {chief} has {theirs['replicas']}. Start as many on every machine: "
-            "`distnb run script.py -n …`, or the script alone for one."
+            f"{me} has {replicas} replica(s), and {chief} has {theirs['replicas']}. Start the same number on every "
+            "machine: `distnb run script.py -n …`, or the script alone for one replica."
         )
     store.set("refused", text)
     raise OptionError(text)

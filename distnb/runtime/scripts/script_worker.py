@@ -113,7 +113,7 @@ def check_still(spec: StrategySpec) -> None:
         now = f"{placement.me} of {len(placement.workers)} workers" if placement is not None else "no worker of several"
         raise ContextError(
             f"This process has joined its cluster as {_joined.me} of {len(_joined.workers)} workers, and is {now} now. "
-            "A process has one place in one cluster: set TF_CONFIG before the first strategy is made, and leave it."
+            "A process has one place in one cluster: set TF_CONFIG before you make the first strategy, and keep it."
         )
 
 
@@ -134,7 +134,7 @@ def check_notebook(spec: StrategySpec, machines: Sequence[str]) -> None:
     raise OptionError(
         f"This notebook's strategies run on its engines, {where}, and {source} says that {own} the cluster "
         f"{cluster.as_dict()}. Start the engines there (distnb.start(cluster_resolver=…)), run the program as a script "
-        "on each machine, or take TF_CONFIG (the resolver) away."
+        "on each machine, or remove TF_CONFIG (the resolver)."
     )
 
 

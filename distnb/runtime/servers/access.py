@@ -524,8 +524,8 @@ class ServerAccess:
             if copy.guarded:
                 copy.doubtful = True
                 raise ProgramError(
-                    f"A function changed {copy.stored.name} in place on a worker, where it is a copy of what the "
-                    "servers hold. Change it by the optimizer, or outside scheduled functions, or make it a "
+                    f"A function changed {copy.stored.name} in place on a worker, which has only a copy of the "
+                    "servers' value. Change it by the optimizer, or outside scheduled functions, or make it a "
                     "distnb.Variable, whose assign, assign_add and scatter_* go to the servers."
                 )
             changes = copy.changes()

@@ -115,8 +115,9 @@ def change_in_place(
         if not left:
             return _joined([each.before if each.after is None else each.after for each in pieces]).to(access.device)
     raise ContextError(
-        f"{stored.name or 'A variable'} could not be changed in place: in {_ATTEMPTS} attempts others were faster. "
-        "Wait for them, coordinator.join(), or use assign, assign_add, assign_sub or scatter_*, which need one message."
+        f"{stored.name or 'A variable'} could not be changed in place: other processes changed it during each of "
+        f"{_ATTEMPTS} attempts. Wait for them with coordinator.join(), or use assign, assign_add, assign_sub or "
+        "scatter_*, which need one message."
     )
 
 

@@ -28,8 +28,8 @@ _logger = logging.getLogger("distnb.runtime.servers")
 
 
 _CURE = (
-    "What it held is gone: start another one in its place (%distnb restart --missing), and restore the last "
-    "checkpoint: coordinator.recover(checkpoint_manager)."
+    "Its variables are lost. Start a replacement (%distnb restart --missing), and restore the last checkpoint: "
+    "coordinator.recover(checkpoint_manager)."
 )
 
 

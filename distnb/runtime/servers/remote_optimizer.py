@@ -109,8 +109,8 @@ class RemoteSteps:
         """
         if hasattr(self, "_remote"):
             raise ContextError(
-                "add_param_group of an optimizer whose variables live on servers: it is there already. Make a new one "
-                "in strategy.scope(), with all the parameters."
+                "add_param_group was called on an optimizer that is already on the servers. Create a new optimizer in "
+                "strategy.scope(), with all the parameters."
             )
         super().add_param_group(param_group)  # type: ignore[misc]
 
@@ -255,14 +255,14 @@ def make_remote(optimizer: Any) -> None:
     servers = servers_here.access
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptionError(
-            "LBFGS computes the loss several times in each step, and the servers that take steps compute no losses. "
-            "Use another optimizer with ParameterServerStrategy."
+            "LBFGS computes the loss several times in each step, but the servers, which take the steps, cannot "
+            "compute it. Use another optimizer with ParameterServerStrategy."
         )
     found = [[servers.stored_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
     if not all(each for group in found for each in group):
         raise ContextError(
-            f"This {type(optimizer).__name__} was made in the scope of a ParameterServerStrategy, and not all its "
-            "parameters were. Make the model in the scope too."
+            f"This {type(optimizer).__name__} was made in the scope of a ParameterServerStrategy, but some of its "
+            "parameters were not. Make the model in the scope too."
         )
     groups = tuple(tuple(stored for stored in group if stored is not None) for group in found)
     remote = _ServerSide(next(_numbers), groups)
