@@ -34,8 +34,8 @@ def explain(error: BaseException) -> None:
         )
     elif process.rank and isinstance(error, FileNotFoundError) and _is_temporary(error.filename):
         met = (
-            "each has a temporary folder of its own, while replica 0 alone writes what callbacks and model.save write. "
-            "Make the folder in an ordinary cell, outside the scope; or give all replicas the same: "
+            "each made its own temporary folder, but only replica 0 writes the files of callbacks and model.save. "
+            "Make the folder in an ordinary cell, outside the scope, or use one folder on all replicas: "
             "strategy.broadcast(tempfile.mkdtemp())."
         )
     else:
@@ -48,14 +48,14 @@ def explain(error: BaseException) -> None:
 def _met_another(error: BaseException) -> str:
     """Return a description of the interference by another replica that may explain an error, or "" if none does."""
     if isinstance(error, FileExistsError):
-        return "another one has made this file or folder first."
+        return "another replica has already made this file or folder."
     if isinstance(error, FileNotFoundError):
         # The file exists by now, so another replica was about to make it. A wrong path would still not exist.
-        return "another one has made it meanwhile." if _is_there(error.filename) else ""
+        return "another replica has made it in the meantime." if _is_there(error.filename) else ""
     half_read = isinstance(error, (zipfile.BadZipFile, UnpicklingError, JSONDecodeError)) or (
         isinstance(error, (EOFError, RuntimeError, OSError)) and any(text in str(error) for text in _HALF_READ)
     )
-    return "a file that another one is writing is read half." if half_read else ""
+    return "this replica has read a file that another one is still writing." if half_read else ""
 
 
 def _is_there(path: object) -> bool:

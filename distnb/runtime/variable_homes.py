@@ -56,7 +56,7 @@ class AloneHome(Home):
         if writing and replica is not None and replica.num_replicas_in_sync > 1:
             raise ContextError(
                 f"A variable that was made outside strategy.scope() was assigned to in strategy.run of {strategy!r}: "
-                "every replica would change a copy of its own. Make the variable within `with strategy.scope():`."
+                "every replica would change its own copy. Make the variable within `with strategy.scope():`."
             )
         return replica is not None
 

@@ -170,7 +170,7 @@ def test_every_way_to_change_a_shard_works(
         (
             WriteShard(shard=W, method="assign_rows", value=torch.ones(2, 2), rows=2),
             OptionError,
-            "rows 2 to 3 are not in its 3",
+            "rows 2 to 3 are outside its 3",
         ),
         (WriteShard(shard=W, method="scatter_add", value=torch.ones(1, 2), rows=[3]), OptionError, "0 to 2"),
         (WriteShard(shard=W, method="assign_mul", value=2.0), OptionError, "no method 'assign_mul'"),
@@ -427,7 +427,7 @@ def test_staleness_is_the_maximum_number_of_changes_since_the_gradients(store: S
                 seen={},
             ),
             StructureError,
-            "names rows that are not in its 2",
+            "names rows outside its 2",
         ),
     ],
 )

@@ -163,7 +163,7 @@ class ServerVariable(Variable):
         if unique.numel() and not (int(unique[0]) >= 0 and int(unique[-1]) < self.shape[0]):
             raise IndexError(
                 f"Rows {int(unique[0])} to {int(unique[-1])} were asked for of {self.stored.name or 'a variable'}, "
-                f"which has the rows 0 to {self.shape[0] - 1}."
+                f"which has rows 0 to {self.shape[0] - 1}."
             )
         values = servers_here.access.read_rows(self.stored, unique)
         if sparse is not None:

@@ -45,7 +45,7 @@ class ServerOptimizer:
         if len(getattr(made, "param_groups", ())) != len(groups):
             raise OptionError(
                 f"A parameter server got a function that makes a {self._name} for {len(groups)} groups of parameters. "
-                "It has to return an optimizer of torch.optim with these groups."
+                "It must return an optimizer of torch.optim with these groups."
             )
         closure = inspect.signature(made.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -144,7 +144,7 @@ def _fitting(shard: Shard, parameter: torch.nn.Parameter, gradient: Gradient) ->
         rows = gradient.rows
         wanted = torch.Size((*rows.shape, *parameter.shape[1:]))
         if rows.ndim != 1 or rows.dtype != torch.int64 or not _within(rows, len(parameter)):
-            raise StructureError(f"The gradient of shard {shard} names rows that are not in its {len(parameter)}.")
+            raise StructureError(f"The gradient of shard {shard} names rows outside its {len(parameter)}.")
     if values.shape != wanted or values.dtype != parameter.dtype:
         raise StructureError(
             f"The gradient of shard {shard} is {values.dtype} of shape {list(values.shape)}, where its parameter "

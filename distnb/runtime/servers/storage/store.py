@@ -259,7 +259,7 @@ def _change(held: _Held, asked: WriteShard) -> None:
         count = len(asked.value)
         if not 0 <= asked.rows <= asked.rows + count <= len(own):
             raise OptionError(
-                f"{method} of {held.label}: rows {asked.rows} to {asked.rows + count - 1} are not in its {len(own)}."
+                f"{method} of {held.label}: rows {asked.rows} to {asked.rows + count - 1} are outside its {len(own)}."
             )
         own = own[asked.rows : asked.rows + count]
     value = value_for(own, held.label, method, asked.value)
