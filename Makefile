@@ -32,7 +32,7 @@ KERAS := $(shell sed -n 's/^keras==/keras==/p' constraints.txt)
 KERAS_NIGHTLY := keras-nightly==3.16.0.dev2026102704
 TENSORFLOW := tensorflow-cpu==2.21.0
 LOWEST := $(VENV)/lowest
-WORKERS ?= 4
+WORKERS ?= 3
 INSTALL := $(PIP) install -qq -c constraints.txt
 
 .PHONY: help demo lab docs test unit check lint style types imports tests soak bench gpu gpu-wheels extension hooks clean
