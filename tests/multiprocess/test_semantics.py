@@ -246,7 +246,7 @@ def test_reduce_refuses_wrong_arguments() -> None:
         assert "'x'" in found["badaxis"]
         assert "booleans" in found["bool"]
         assert all("plain value" in text for text in found["plain"])
-        assert "return a tensor" in found["number"]
+        assert "Return a tensor" in found["number"]
         assert found["itself"] == [3, [1.0, 1.0], {"a": 2}]
         assert "local_results" in found["text"]
         assert float(found["after"]) == 6
