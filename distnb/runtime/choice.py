@@ -84,6 +84,6 @@ def _check_team(strategy: Owner, devices: tuple[str, ...], nccl: bool, workers: 
         asked = ", ".join(spec.devices) or f"{wanted} replicas"
         raise OptionError(
             f"{strategy!r} was made for {asked}, and this program runs on {len(devices)} replica(s): "
-            f"{', '.join(devices)}. Make it without devices to take those that the program has, or start the program "
-            "on the devices that it names."
+            f"{', '.join(devices)}. Create it without devices to use the program's, or start the program on the named "
+            "devices."
         )

@@ -102,9 +102,9 @@ def _require_aggregated(group: ParameterGroup, place: int, before: torch.Tensor)
     if before not in AGGREGATED and group.serial <= AGGREGATED.stepped and _has_values(before):
         raise UnsyncedGradientError(
             f"A backward pass reached parameter {place} of {group.description}, whose gradient was made by hand "
-            "(torch.autograd.grad, or assigned) and never aggregated over the replicas: added up they would be neither "
-            "this replica's gradient nor that of all. Call optimizer.zero_grad() before the pass, or aggregate the "
-            "gradient first: `p.grad = distnb.get_replica_context().all_reduce('sum', gradient)`."
+            "(torch.autograd.grad, or assigned) and never aggregated over the replicas. The sum of both would be "
+            "neither this replica's gradient nor the aggregated one. Call optimizer.zero_grad() before the pass, or "
+            "aggregate the gradient first: `p.grad = distnb.get_replica_context().all_reduce('sum', gradient)`."
         )
 
 

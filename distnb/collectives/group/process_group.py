@@ -45,7 +45,7 @@ OWN = "group."
 """The prefix of the names of distnb's own operations. A program's time limits hold for torch's operations only."""
 
 _NOT_CONNECTED = (
-    "This process group belongs to a team of replicas that is not the one that runs now, or to a generation that ended."
+    "This process group belongs to another team of replicas than the running program, or to a generation that ended."
 )
 _IN_CHILD = "A forked child of a replica, such as a DataLoader's worker, cannot take part in its collectives."
 # The type checker sees Any: torch's stubs have overloads that only the old interface used.

@@ -98,9 +98,9 @@ def _check_launched(placement: WorkerPlacement) -> None:
     if found != expected:
         raise OptionError(
             f"This process was started as replica {found[0]} of {found[1]}, and with {replicas} on each worker "
-            f"{placement.me} has replica {expected[0]} of {expected[1]}. `distnb run` numbers them so if TF_CONFIG "
-            "is in its environment: a script that sets TF_CONFIG itself does so too late. Or unset TF_CONFIG for a "
-            "launcher that numbers the machines."
+            f"{placement.me} has replica {expected[0]} of {expected[1]}. `distnb run` assigns these numbers if "
+            "TF_CONFIG is in its environment. In the script itself it is too late to set TF_CONFIG. With a launcher "
+            "that numbers the machines, unset TF_CONFIG."
         )
 
 
