@@ -73,6 +73,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 warm_engines.patch()
+warm_engines.patch_kernels()
 
 # -- limits -----------------------------------------------------------------------------------------------------------
 

@@ -22,10 +22,9 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-import pytest
 from jupyter_client.manager import KernelManager
 
-from tests import processes, warm_engines
+from tests import processes
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -94,10 +93,7 @@ class Notebook:
         return reserved
 
     def __enter__(self) -> Notebook:
-        with pytest.MonkeyPatch.context() as patch:
-            if warm_engines.suits(self._env):
-                patch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", warm_engines.start_kernel)
-            self._manager.start_kernel(env=self._env)
+        self._manager.start_kernel(env=self._env)
         self._client = self._manager.client()
         self._client.start_channels()
         try:

@@ -1,7 +1,7 @@
 """Engines and kernels that need not import torch, because they are forked from a process that has: the zygote.
 
 A cluster of this machine forks its engines from a template, a process that imports torch first. `patch` makes a
-process of the tests fork its templates from a zygote, and `start_kernel` forks a kernel, with a zygote of its own for
+process fork its templates from a zygote; `patch_kernels` makes it fork kernels, too, each with a zygote of its own for
 its clusters. That spares each cluster and each kernel seconds of imports. All else is as in `python -m distnb.engine`
 and `python -m ipykernel_launcher`: the environment, the standard streams, the session, and the parent process, which
 adopts the template or kernel when the process in between has ended:
@@ -9,12 +9,11 @@ adopts the template or kernel when the process in between has ended:
     pytest ── starts ──▶ zygote ── forks ──▶ process in between, which ends ── forks ──▶ template ── forks ──▶ engines
 
 Modules whose subject is the start of processes set `real` (`pytestmark = pytest.mark.usefixtures("real_processes")`).
-Notebooks in browsers, nbval's and scripts start their engines without a zygote, too.
+Notebooks in browsers and scripts start their engines without a zygote, too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests import processes
+from tests.warm_python import bind_to_parent
 
 real = False
 """Whether processes are started without a zygote."""
@@ -39,10 +39,10 @@ _ROOT = str(Path(__file__).parents[1])
 _PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "distnb.engine.app", "distnb.engine.agent")
 _ENGINES = ("-P", "-m", "distnb.engine")
 _REQUEST_NBYTES = 1 << 20
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 
 
-class Forked:
+class AdoptedProcess:
     """A process that was forked from a zygote and adopted by this process, with the interface of `subprocess.Popen`."""
 
     stdin = stdout = stderr = None
@@ -147,14 +147,13 @@ def patch() -> None:
     popen = subprocess.Popen
 
     def start(command: Sequence[str], **settings: Any) -> Any:
-        environment = settings.get("env")
-        if tuple(command[1:]) != _ENGINES or environment is None or settings["stdin"] is None or not suits(environment):
-            return popen(command, **settings)
-        if not isinstance(settings["stdin"], socket.socket):
+        environment, stdin = settings.get("env"), settings.get("stdin")
+        is_template = tuple(command[1:]) == _ENGINES and isinstance(stdin, socket.socket)
+        if not is_template or environment is None or not suits(environment):
             return popen(command, **settings)
         streams = [_descriptor(settings[name]) for name in ("stdin", "stdout", "stderr")]
         mark = environment.get(processes.MARK_NAME, processes.MARK)
-        return Forked(_zygote(mark).fork(["distnb.engine"], environment, os.getcwd(), streams))
+        return AdoptedProcess(_zygote(mark).fork(["distnb.engine"], environment, os.getcwd(), streams))
 
     class Patched:
         """The module `subprocess`, as `distnb.cluster.local.processes` sees it."""
@@ -171,12 +170,21 @@ def _descriptor(stream: IO[bytes] | socket.socket | int) -> int:
     return stream if isinstance(stream, int) else stream.fileno()
 
 
-def start_kernel(command: Sequence[str], *, env: Mapping[str, str], cwd: str | None = None, **_: Any) -> Any:
-    """Replace `jupyter_client.launcher.launch_kernel`."""
-    with open(os.devnull, "r+b") as nowhere:
-        streams = [nowhere.fileno()] * 3
-        arguments = ["ipykernel_launcher", *command[command.index("-f") :]]
-        return Forked(_zygote(env[processes.MARK_NAME]).fork(arguments, env, cwd or os.getcwd(), streams))
+def patch_kernels() -> None:
+    """Fork the kernels that jupyter_client starts in this process from a zygote from now on."""
+    from jupyter_client.provisioning import local_provisioner
+
+    launch = local_provisioner.launch_kernel
+
+    def start(command: list[str], *, env: dict[str, str], cwd: str | None = None, **settings: Any) -> Any:
+        if not suits(env):
+            return launch(command, env=env, cwd=cwd, **settings)
+        with open(os.devnull, "r+b") as nowhere:
+            streams = [nowhere.fileno()] * 3
+            arguments = ["ipykernel_launcher", *command[command.index("-f") :]]
+            return AdoptedProcess(_zygote(env[processes.MARK_NAME]).fork(arguments, env, cwd or os.getcwd(), streams))
+
+    local_provisioner.launch_kernel = start
 
 
 # -- the zygote, from within -------------------------------------------------------------------------------------------
@@ -184,7 +192,7 @@ def start_kernel(command: Sequence[str], *, env: Mapping[str, str], cwd: str | N
 
 def serve() -> None:
     """Load the modules, and fork a process for each request. Return in no process; a kernel raises SystemExit."""
-    _be(processes.WARM_PYTHON)
+    bind_to_parent(processes.WARM_PYTHON)
     for name in _PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # a collection would copy the pages of all objects in each process
@@ -213,13 +221,6 @@ def _serve(connection: socket.socket) -> None:
             os.close(stream)
 
 
-def _be(name: str) -> None:
-    """Take a process name, and end with the process that started this one."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_NAME, name.encode())
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _become(arguments: list[str], environment: dict[str, str], cwd: str, streams: list[int]) -> None:
     """Give this process the state of one that has just started, and run its program."""
     global _of_this_process
@@ -242,15 +243,13 @@ def _become(arguments: list[str], environment: dict[str, str], cwd: str, streams
     if os.fork() == 0:
         here.close()
         os.setsid()
-        _be(processes.WARM_PYTHON)
+        bind_to_parent(processes.WARM_PYTHON)
         _serve(there)
     there.close()
     _of_this_process = _Zygote(here)
     patch()
     sys.argv = arguments
-    kernelapp = importlib.import_module("ipykernel.kernelapp")
-    with contextlib.suppress(KeyboardInterrupt):
-        kernelapp.launch_new_instance()
+    importlib.import_module("ipykernel.kernelapp").launch_new_instance()
     sys.exit()
 
 

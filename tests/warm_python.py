@@ -139,12 +139,11 @@ def main_of_script() -> ModuleType:
 
 def next_script() -> Any:
     """Serve. In forked processes only, return the code to run."""
-    _be(processes.WARM_PYTHON)
+    bind_to_parent(processes.WARM_PYTHON)
     for name in _PRELOADED:
         importlib.import_module(name)
-    multiprocessing.set_start_method(
-        "fork"
-    )  # the scripts have no `if __name__ == "__main__":`, and Python 3.14 forks nothing
+    # The scripts have no `if __name__ == "__main__":`, and Python 3.14 forks nothing by default.
+    multiprocessing.set_start_method("fork")
     gc.freeze()  # at its end Python visits all objects, and would copy these in each process
     answers = os.dup(1)
     os.dup2(2, 1)
@@ -162,8 +161,8 @@ def next_script() -> Any:
     os._exit(0)
 
 
-def _be(name: str) -> None:
-    """Take a process name, and end with the process that started this one."""
+def bind_to_parent(name: str) -> None:
+    """Give this process a name, and let it end with the process that started it."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_NAME, name.encode())
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -185,7 +184,7 @@ def _write_statuses(number: int, frame: Any) -> None:
 def _become(script: str, env: dict[str, str], out: str, err: str, status_file: str, cwd: str) -> Any:
     """Give this process the state of one that has just started."""
     os.setsid()
-    _be("python")
+    bind_to_parent("python")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, out, os.O_WRONLY), (2, err, os.O_WRONLY)):

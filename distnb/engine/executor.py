@@ -52,13 +52,13 @@ class Executor:
                 self._block(tree, filename, function)()
             else:
                 self._statements(tree, filename, silent=_is_silenced(text))
-            contexts.enter_default_scope(None)
+            contexts.enter_lasting_scope(None)
         except SystemExit as ended:
-            contexts.enter_default_scope(None, None if ended.code in (None, 0) else ended)
+            contexts.enter_lasting_scope(None, None if ended.code in (None, 0) else ended)
             if ended.code not in (None, 0):
                 raise
         except BaseException as error:
-            contexts.enter_default_scope(None, error)
+            contexts.enter_lasting_scope(None, error)
             raise
 
     def _statements(self, tree: ast.Module, filename: str, *, silent: bool) -> None:

@@ -33,7 +33,7 @@ __all__ = ["EngineStatus", "Engines"]
 _logger = logging.getLogger("distnb.notebook")
 
 _START_TIMEOUT_S = 120.0
-_WORD_S = LOST_AFTER_S + 4.0  # an engine of another machine that is silent for longer is busy, and not lost
+_ANSWER_S = LOST_AFTER_S + 4.0  # an engine of another machine that is silent for longer is busy, and not lost
 _RESTARTED = "was ended by a restart"
 
 
@@ -224,14 +224,14 @@ class Engines:
 
     def team(self, spec: StrategySpec) -> Team:
         """Return the team of a strategy, as `Teams.of` chooses it. The caller holds the turn."""
-        self._await_word()
+        self._await_answers()
         return self.teams.of(spec, self.cluster)
 
     def team_of(self, engines: Sequence[int]) -> Team:
         """Return the team of these engines, in this order."""
         return self.teams.made_of(engines, self.cluster)
 
-    def _await_word(self) -> None:
+    def _await_answers(self) -> None:
         """Wait until it is known whether silent engines of other machines are lost or only busy.
 
         A machine that is cut off, or a server that is killed, breaks the connections of the replicas first. The local
@@ -239,7 +239,7 @@ class Engines:
         """
         stuck = self.supervisor.stuck
         if stuck:
-            self.dispatch.await_answers([engine for engine in stuck if self.cluster.launcher.host(engine)], _WORD_S)
+            self.dispatch.await_answers([engine for engine in stuck if self.cluster.launcher.host(engine)], _ANSWER_S)
 
     # -- the end, and replacements ---------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class Engines:
 
     def choose(self, engines: Iterable[int] | None, *, missing: bool) -> tuple[int, ...]:
         """Return the engines that a restart with these arguments replaces. The caller holds the turn."""
-        self._await_word()
+        self._await_answers()
         known = self.ids
         if missing:
             self.cluster.notice_ends()

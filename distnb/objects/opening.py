@@ -282,9 +282,9 @@ def is_lost(obj: Any) -> bool:
 
 def pairs_in(packed: Packed) -> Iterator[tuple[int, int]]:
     """Yield (place in the memo, number) of each object in a pack that the receiver already has."""
-    numbers_of_places, parts = array("Q"), packed.parts
-    numbers_of_places.frombytes(packed.pairs)
-    for place, number in zip(numbers_of_places[::2], numbers_of_places[1::2], strict=True):
+    places_and_numbers, parts = array("Q"), packed.parts
+    places_and_numbers.frombytes(packed.pairs)
+    for place, number in zip(places_and_numbers[::2], places_and_numbers[1::2], strict=True):
         part, offset = divmod(number, 1 << OFFSET_BITS)
         yield place, parts[part] << OFFSET_BITS | offset
 

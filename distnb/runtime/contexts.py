@@ -19,13 +19,13 @@ __all__ = [
     "execute",
     "executing",
     "execution",
-    "in_default_scope",
+    "in_lasting_scope",
     "in_default_run",
     "in_replica",
     "innermost",
     "mixing",
     "require_cross_replica",
-    "enter_default_scope",
+    "enter_lasting_scope",
 ]
 
 
@@ -48,7 +48,7 @@ class _ThreadContext(threading.local):
     def __init__(self) -> None:
         self.execution: Execution | None = None
         self.stack: list[tuple[Any, ReplicaContext | None]] = []
-        self.default_scope: tuple[Any, AbstractContextManager[Any]] | None = None
+        self.lasting_scope: tuple[Any, AbstractContextManager[Any]] | None = None
         self.in_default_run = False
 
 
@@ -78,27 +78,27 @@ def innermost() -> tuple[Any, ReplicaContext | None] | None:
     return stack[-1] if stack else None
 
 
-def enter_default_scope(strategy: Any, error: BaseException | None = None) -> None:
-    """Enter a strategy's scope as the default scope, and leave the previous one.
+def enter_lasting_scope(strategy: Any, error: BaseException | None = None) -> None:
+    """Enter a strategy's scope as the lasting scope, and leave the previous one.
 
-    A default scope lasts until the program ends or this function is called again.
+    A lasting scope remains in force until the program ends or this function is called again.
 
     Args:
         strategy: The strategy. None: only leave the previous scope.
         error: The error with which the previous scope ends, if any.
     """
-    default_scope, _here.default_scope = _here.default_scope, None
-    if default_scope is not None:
-        default_scope[1].__exit__(type(error) if error is not None else None, error, None)
+    lasting_scope, _here.lasting_scope = _here.lasting_scope, None
+    if lasting_scope is not None:
+        lasting_scope[1].__exit__(type(error) if error is not None else None, error, None)
     if strategy is not None:
         scope = strategy.scope()
         scope.__enter__()
-        _here.default_scope = strategy, scope
+        _here.lasting_scope = strategy, scope
 
 
-def in_default_scope() -> bool:
-    """Return whether only a default scope is in force."""
-    return _here.default_scope is not None and len(_here.stack) == 1
+def in_lasting_scope() -> bool:
+    """Return whether only a lasting scope is in force."""
+    return _here.lasting_scope is not None and len(_here.stack) == 1
 
 
 def in_replica() -> bool:

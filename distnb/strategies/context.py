@@ -55,12 +55,12 @@ def set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise OptionError(f"set_strategy takes a strategy, or None, and got {strategy!r}.")
-    if has_strategy() and not contexts.in_default_scope():
+    if has_strategy() and not contexts.in_lasting_scope():
         raise ContextError(
             f"set_strategy was called while {get_strategy()!r} is in force by `with strategy.scope():` or "
             "strategy.run. Call it outside of these."
         )
-    contexts.enter_default_scope(None if isinstance(strategy, DefaultStrategy) else strategy)
+    contexts.enter_lasting_scope(None if isinstance(strategy, DefaultStrategy) else strategy)
 
 
 def in_cross_replica_context() -> bool:

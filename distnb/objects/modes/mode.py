@@ -19,8 +19,6 @@ class Mode:
     Attributes:
         name: The name under which the mode is sent.
         capture: Returns the mode's value as plain data, which can be opened before any module of the user is imported.
-            If the mode is captured around each call, this should be a function of the library itself: every call runs
-            these functions once, and a Python function around one costs as much as a system call.
         apply: Sets the mode to a value that `capture` returned in another process.
         when: The moments at which the mode is compared: around each "call" and each cell; at the "end" of cells, too,
             but not around calls; or at the "beginning" of cells only, so that changes on the replicas are not returned

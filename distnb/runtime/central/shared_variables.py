@@ -192,15 +192,15 @@ class SharedVariables:
             for number, place in places.items()
             if place.memory in pages and not pages[place.memory].isdisjoint(place.pages)
         ]
-        numbers = sorted({number for gathered in group.all_gather_object(mine) for number in gathered})
+        numbers = sorted({number for theirs in group.all_gather_object(mine) for number in theirs})
         digests = {number: _digest(_bytes(places[number].own)) for number in numbers if number in places}
         everyones: list[dict[int, bytes]] = group.all_gather_object(digests)
         for number in numbers:
             # A replica that has freed its tensor has no digest, and is left out of the comparison.
-            if len({gathered[number] for gathered in everyones if number in gathered}) > 1:
+            if len({theirs[number] for theirs in everyones if number in theirs}) > 1:
                 raise _drifted(places.get(number), number, everyones)
         for number in digests:
-            if next(rank for rank, gathered in enumerate(everyones) if number in gathered) == group.rank:
+            if next(rank for rank, theirs in enumerate(everyones) if number in theirs) == group.rank:
                 _bytes(places[number].common).copy_(_bytes(places[number].own))
         group.barrier()
         for memory, own in changed.items():
@@ -267,7 +267,7 @@ class SharedVariables:
 def _drifted(place: _Place | None, number: int, everyones: Sequence[Mapping[int, bytes]]) -> OutOfSyncError:
     shown = f"{place.label} of shape {list(place.own.shape)}" if place is not None else "a variable"
     first = everyones[0].get(number)
-    unlike = [str(rank) for rank, gathered in enumerate(everyones) if gathered.get(number, first) != first]
+    unlike = [str(rank) for rank, theirs in enumerate(everyones) if theirs.get(number, first) != first]
     return OutOfSyncError(
         f"Under central storage there is one {shown}, and replicas changed it in place to different values "
         f"(replica {', '.join(unlike)} and replica 0, for example). Change it by an optimizer's step; in the same "

@@ -48,13 +48,13 @@ def statistics_of(tensor: torch.Tensor) -> Statistics | None:
             nans, infinities = int(values.isnan().sum()), int(values.isinf().sum())
             values = values[values.isfinite()]
             if not values.numel():
-                unknown = math.nan if nans else math.inf
+                norm = math.nan if nans else math.inf
                 return Statistics(
                     elements=tensor.numel(),
                     low=math.nan,
                     high=math.nan,
                     mean=math.nan,
-                    norm=unknown,
+                    norm=norm,
                     nans=nans,
                     infinities=infinities,
                     histogram=(),

@@ -166,8 +166,8 @@ class Registration:
         # Replica 0's number is used: a replica that was replaced has counted fewer variables.
         number = torch.tensor(self._made_variables + 1)
         if self.group.size > 1:
-            shape = settings_of(variable).summary
-            make_equal(self.group, [("number", number), (shape, component_of(variable))], self._description)
+            summary = settings_of(variable).summary
+            make_equal(self.group, [("number", number), (summary, component_of(variable))], self._description)
         variable.number = self._made_variables = int(number)
         self._register(variable, _GroupKey(f"Variable {variable.name}" if variable.name else "Variable"))
 
