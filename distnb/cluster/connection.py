@@ -22,7 +22,7 @@ CONNECTION_VARIABLE = "DISTNB_CONNECTION"
 
 @dataclass(frozen=True)
 class Keys:
-    """CURVE key pairs of a cluster (Z85 text): the notebook's, and the one that all engines share."""
+    """The CURVE key pairs of a cluster (Z85 text): one for the notebook, and one that all engines share."""
 
     server_public: str
     server_secret: str
@@ -52,7 +52,7 @@ class Connection:
         program_url, control_url: The ZeroMQ addresses of the notebook. The first is "" if there is a `listener`.
         server_public: The notebook's CURVE key (Z85).
         client_public, client_secret: The engines' CURVE keys (Z85).
-        notebook_pid: The id of the notebook's process. When it ends, the engines end.
+        notebook_pid: The id of the notebook's process. The engines end when this process ends.
         listener: The path of the UNIX socket at which engines of the notebook's machine receive programs, or "".
         controller: True if ipyparallel's controller will run, for its own clients.
         directory: The private directory on this machine from which the connection was read.
@@ -71,7 +71,7 @@ class Connection:
     def write(self, directory: Path) -> Path:
         """Write the connection file (mode 0600) and return its path."""
         path = connection_path(directory)
-        # The mode is given at creation: a chmod afterwards would leave a moment in which others can read.
+        # The mode is set at creation: before a later chmod, other users could open the file.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w") as file:
             json.dump(dataclasses.asdict(self), file)

@@ -47,7 +47,7 @@ def plan_devices(
 
     Raises:
         OptionError: The numbers or names are invalid.
-        StartError: This machine does not have the requested devices; the text lists those that it has.
+        StartError: This machine does not have the requested devices. The message lists its devices.
 
     Example:
         >>> [str(device) for device in plan_devices(3, gpus=0)]
@@ -70,10 +70,10 @@ def plan_devices(
     for device in named:
         machine.check(device)
     tpu_chips.check_named(named)
-    doubles = sorted({device for device in named if named.count(device) > 1})
-    if doubles and not oversubscribe:
+    duplicates = sorted({device for device in named if named.count(device) > 1})
+    if duplicates and not oversubscribe:
         raise OptionError(
-            f"{_list(doubles)} appears more than once in {_list(named)}. Name each device once; "
+            f"{_list(duplicates)} appears more than once in {_list(named)}. Name each device once; "
             "oversubscribe=True lets several engines share one (replicas then communicate through host memory)."
         )
     return named
@@ -120,10 +120,10 @@ def _plan_by_count(n: int | None, gpus: int, oversubscribe: bool) -> tuple[Devic
     if n is None or n <= gpus:
         return tuple(Device("cuda", index) for index in range(n or gpus))
     if not oversubscribe:
-        there = _list(Device("cuda", index) for index in range(gpus))
+        names = _list(Device("cuda", index) for index in range(gpus))
         on_cpu = ",".join(f"cpu:{index}" for index in range(n))
         raise StartError(
-            f"{n} engines were asked for but this machine has {_count(gpus)} ({there}). Ask for at most {gpus}, "
+            f"{n} engines were asked for but this machine has {_count(gpus)} ({names}). Ask for at most {gpus}, "
             f"name CPU devices (devices={on_cpu!r}), or let engines share GPUs (oversubscribe=True)."
         )
     return tuple(Device("cuda", index % gpus) for index in range(n))
@@ -139,8 +139,8 @@ class _Machine:
     def count(self, kind: str) -> int:
         """Return the number of accelerators of a type."""
         if kind not in self._counts:
-            ways = {"cuda": available_gpus, "tpu": tpu_chips.chips}
-            self._counts[kind] = ways.get(kind, lambda: count(kind))() if self._here else 0
+            counters = {"cuda": available_gpus, "tpu": tpu_chips.chips}
+            self._counts[kind] = counters.get(kind, lambda: count(kind))() if self._here else 0
         return self._counts[kind]
 
     def check(self, device: Device) -> None:
@@ -154,19 +154,17 @@ class _Machine:
         if device.index < self.count(device.type):
             return
         if not self._here and device.type != "cuda":
-            raise StartError(
-                f"{device}: engines on other machines run on CPU and CUDA devices. {self._what_is_there()}"
-            )
+            raise StartError(f"{device}: engines on other machines run on CPU and CUDA devices. {self._inventory()}")
         why = f" {tpu_chips.why_none()}" if device.type == "tpu" and tpu_chips.why_none() else ""
-        raise StartError(f"There is no {device} on this machine.{why} {self._what_is_there()}")
+        raise StartError(f"There is no {device} on this machine.{why} {self._inventory()}")
 
-    def _what_is_there(self) -> str:
-        there = [f"{kind}:{index}" for kind, number in self._counts.items() for index in range(number)]
-        if not there:
+    def _inventory(self) -> str:
+        names = [f"{kind}:{index}" for kind, number in self._counts.items() for index in range(number)]
+        if not names:
             return f"It has the CPU only (cpu:0, cpu:1, …): {_why_no_gpu()}."
         gpus = self._counts.get("cuda")
-        what = f"{_count(gpus)} ({', '.join(there)})" if gpus == len(there) else ", ".join(there)
-        return f"It has {what} and the CPU (cpu:0, cpu:1, …)."
+        accelerators = f"{_count(gpus)} ({', '.join(names)})" if gpus == len(names) else ", ".join(names)
+        return f"It has {accelerators} and the CPU (cpu:0, cpu:1, …)."
 
 
 def _why_no_gpu() -> str:
@@ -198,7 +196,7 @@ def available_gpus() -> int:
 def _visible_gpus(setting: str | None, physical: int) -> int:
     """Return the number of GPUs that CUDA derives from CUDA_VISIBLE_DEVICES.
 
-    It reads entries up to the first that names no GPU, and sees none at all if one is repeated.
+    CUDA reads the entries up to the first that does not name a GPU. If an entry is repeated, it finds no GPU at all.
     """
     if setting is None:
         return physical
@@ -234,7 +232,7 @@ def _physical_gpus() -> int | None:
 
 @cache
 def _torch_has_cuda() -> bool:
-    """Return whether the installed torch was built with CUDA, by its files: importing it takes a second."""
+    """Return whether the installed torch was built with CUDA. Check its files, because importing it takes a second."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False

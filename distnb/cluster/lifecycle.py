@@ -35,10 +35,11 @@ class EngineProcess:
     """The process of an engine.
 
     Attributes:
-        pid: The process id; for an engine on another machine, that of ssh. The process leads a process group.
-        device: The device on which it computes.
-        ready: True once its agent serves programs.
-        ended: How the process ended, in words; "" while it lives.
+        pid: The process id; for an engine on another machine, the id of the local ssh. The process leads a process
+            group.
+        device: The device on which the engine computes.
+        ready: True once the engine's agent serves programs.
+        ended: The way in which the process ended, in words; "" while it runs.
     """
 
     engine: int
@@ -49,17 +50,18 @@ class EngineProcess:
 
 
 class Cluster:
-    """The engines of a cluster, with a watcher that notices at once when one ends.
+    """The engines of a cluster, with a watcher thread that handles the end of an engine at once.
 
-    A cluster is started once. All methods run in the notebook process, and any thread may call them.
+    Start a cluster only once. All methods run in the notebook process, and any thread may call them.
 
     Args:
         devices: One device per engine, from `plan_devices`.
-        connection: The information by which engines reach this process; written to a secret file.
+        connection: The information that engines need to reach this process. It is written to a secret file.
         on_exit: Called with (engine, pid, status in words) in the watcher's thread when an engine ends unexpectedly.
         agent: The module whose `install(shell, connection, engine, device)` makes an engine of a process.
-        launcher: The launcher of the engines; None for this machine's.
-        processes: The private directory and the keeper of the processes, closed with the cluster. None makes new ones.
+        launcher: The launcher of the engines; None for engines on this machine.
+        processes: The supervisor of the processes, with their private directory. The cluster closes it. None creates a
+            new one.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Cluster:
 
     @property
     def engines(self) -> dict[int, EngineProcess]:
-        """The latest process of every engine, dead or alive, by id."""
+        """The latest process of every engine, running or ended, by engine id."""
         return dict(sorted(self._engines.items()))
 
     @property
@@ -96,7 +98,7 @@ class Cluster:
         return tuple(process.engine for process in self.engines.values() if process.ended)
 
     def notice_ends(self) -> None:
-        """Update `missing` with engines that have ended but whose end the watcher has not handled yet."""
+        """Wait until `missing` includes the engines that have ended already."""
         if self._processes is not None:
             self._processes.notice([process.pid for process in self._engines.values() if not process.ended])
 
@@ -109,7 +111,7 @@ class Cluster:
 
     @property
     def client_file(self) -> Path:
-        """The file for `ipyparallel.Client(path)`, ipyparallel's own access. It appears soon after the start."""
+        """The file for `ipyparallel.Client(path)`, ipyparallel's own client. It is created soon after the start."""
         return self.directory / "security" / "ipcontroller-client.json"
 
     def log_tail(self, engine: int, lines: int = _LOG_LINES) -> str:
@@ -132,11 +134,11 @@ class Cluster:
         meanwhile: Callable[[], object] = lambda: None,
         timeout_s: float = _START_TIMEOUT_S,
     ) -> None:
-        """Start the engines and return when all agents serve. `meanwhile` runs in this thread while they start.
+        """Start the engines and return when all of them are ready. `meanwhile` runs in this thread while they start.
 
         Raises:
-            StartError: An engine ended or did not start in time. The text has the last lines of its log, and all
-                processes are ended.
+            StartError: An engine ended or did not start in time. The message contains the last lines of its log. All
+                processes of the cluster have been ended.
         """
         with self._lock:
             atexit.register(self.stop)
@@ -158,7 +160,11 @@ class Cluster:
                 raise
 
     def restart(self, engines: Sequence[int], *, on_progress: OnProgress = lambda text: None) -> None:
-        """Replace engines by new processes with the same ids and devices. An engine that fails to start is missing."""
+        """Replace engines with new processes of the same ids and devices.
+
+        Raises:
+            StartError: An engine ended or did not start in time. All of these engines are now `missing`.
+        """
         with self._lock:
             if self._processes is None:
                 raise NoClusterError("There is no running cluster whose engines could be restarted. Start one first.")
@@ -190,15 +196,15 @@ class Cluster:
         deadline = time.monotonic() + timeout_s
         ready = -1
 
-        def have_news() -> bool:
+        def has_progressed() -> bool:
             now = [self._engines[engine] for engine in engines]
             return any(process.ended for process in now) or sum(process.ready for process in now) != ready
 
         while ready < len(engines):
             with processes.changed:
-                news = processes.changed.wait_for(have_news, deadline - time.monotonic())
+                progressed = processes.changed.wait_for(has_progressed, deadline - time.monotonic())
                 now = [self._engines[engine] for engine in engines]
-            failed = next((process for process in now if process.ended or not (news or process.ready)), None)
+            failed = next((process for process in now if process.ended or not (progressed or process.ready)), None)
             if failed is not None:
                 what = f"did not come up within {timeout_s:.0f} s, and was ended."
                 if failed.ended:
@@ -216,7 +222,7 @@ class Cluster:
         self._engines[engine] = EngineProcess(engine=engine, pid=pid, device=self.devices[engine])
 
     def engine_ready(self, engine: int) -> None:
-        """Note that the agent of an engine serves. Any thread may call this."""
+        """Record that the agent of an engine serves programs. Any thread may call this."""
         processes = self._processes
         _logger.info("engine %d is ready", engine)
         if processes is not None and engine in self._engines:

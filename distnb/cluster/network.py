@@ -1,4 +1,4 @@
-"""The addresses and interfaces of this machine, and those by which it reaches another machine."""
+"""The network interfaces and addresses of this machine, and the address at which other machines reach it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distnb.errors import StartError
 __all__ = ["address_towards", "addresses_by_interface", "interface_of", "listening_address"]
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
-_ANY_PORT = 9  # nothing is sent to it
+_UNUSED_PORT = 9  # no packet is sent to it
 
 
 def addresses_by_interface() -> dict[str, list[str]]:
@@ -24,15 +24,15 @@ def addresses_by_interface() -> dict[str, list[str]]:
 
 
 def address_towards(host: str) -> str:
-    """Return the numeric address of this machine from which packets to a host leave."""
+    """Return the numeric address of this machine that is the source address of packets to a host."""
     try:
-        family, kind, _, _, there = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as asked:
-            asked.connect(there)  # a datagram socket only looks up the route
-            return str(asked.getsockname()[0]).partition("%")[0]
+        family, kind, _, _, target = socket.getaddrinfo(host, _UNUSED_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # for a datagram socket, this only looks up the route
+            return str(probe.getsockname()[0]).partition("%")[0]
     except OSError as error:
         raise StartError(
-            f"This machine has no route to {host!r}: {error}. If only ssh knows one, name the network interface that "
+            f"This machine has no route to {host!r}: {error}. If only ssh has one, name the network interface that "
             "leads there: interface='eth0'."
         ) from error
 
@@ -40,28 +40,30 @@ def address_towards(host: str) -> str:
 def interface_of(address: str) -> str:
     """Return the interface that has an address."""
     wanted = "127.0.0.1" if address.startswith("127.") else address  # all of 127.0.0.0/8 is this machine
-    there = addresses_by_interface()
-    for name, addresses in there.items():
+    interfaces = addresses_by_interface()
+    for name, addresses in interfaces.items():
         if wanted in addresses:
             return name
     raise StartError(
-        f"No network interface of this machine has the address {address}. Give one of these: {_list(there)}."
+        f"No network interface of this machine has the address {address}. Give one of these: {_list(interfaces)}."
     )
 
 
 def listening_address(hosts: Iterable[str], interface: str | None) -> str:
     """Return the address at which this machine listens for engines on other machines.
 
-    It is that of the interface (or the address) that the user named, or the one that leads to all hosts.
+    If the user named an interface or an address, return its address. Otherwise return the address from which this
+    machine reaches all hosts.
     """
     if interface is not None:
-        there = addresses_by_interface()
-        if there.get(interface):
-            return min(there[interface], key=lambda address: ":" in address)
-        if any(interface in addresses for addresses in there.values()):
+        interfaces = addresses_by_interface()
+        if interfaces.get(interface):
+            return min(interfaces[interface], key=lambda address: ":" in address)
+        if any(interface in addresses for addresses in interfaces.values()):
             return interface
         raise StartError(
-            f"This machine has no network interface and no address {interface!r}. Give one of these: {_list(there)}."
+            f"This machine has no network interface and no address {interface!r}. Give one of these: "
+            f"{_list(interfaces)}."
         )
     found = {host: address_towards(host) for host in hosts}
     if len(set(found.values())) > 1:
@@ -73,5 +75,5 @@ def listening_address(hosts: Iterable[str], interface: str | None) -> str:
     return next(iter(found.values()))
 
 
-def _list(there: dict[str, list[str]]) -> str:
-    return ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in there.items() if addresses)
+def _list(interfaces: dict[str, list[str]]) -> str:
+    return ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in interfaces.items() if addresses)

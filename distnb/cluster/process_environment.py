@@ -41,17 +41,17 @@ ENGINE_VARIABLE = "DISTNB_ENGINE_ID"
 DEVICE_VARIABLE = "DISTNB_DEVICE"
 THREADS_VARIABLE = "DISTNB_THREADS"
 STORE_VARIABLE = "DISTNB_STORE_FILE"
-"""The variable with the path of the file by which replicas of a script on this machine meet."""
+"""The variable with the path of the file that is the rendezvous store for replicas of a script on this machine."""
 AGENT_VARIABLE = "DISTNB_AGENT"
 """The variable with the module whose `install` makes an engine of the process. Tests use a small one."""
 PRELOAD_VARIABLE = "DISTNB_PRELOAD"
-"""The user's variable with the modules, divided by commas, that engines import before their first program."""
+"""The user's variable with the modules, separated by commas, that engines import before their first program."""
 
 PYTHON_MODULE = (sys.executable, "-P", "-m")
-"""The command that runs a module. With -P, a user's file such as random.py hides no module of the same name."""
+"""The command that runs a module. With -P, a user's file such as random.py does not hide the module of that name."""
 
-# Variables by which launchers describe the place of their own task. The SLURM_JOB_* ones describe the whole job.
-_OF_A_TASK = re.compile(r"TF_CONFIG|(OMPI|PMIX?|PMI2|PRTE|MPI|MPIR|HYD[A-Z]*)_.*|SLURM_(?!JOB|CONF).*")
+# Variables with which launchers describe their own task. The SLURM_JOB_* ones describe the whole job.
+_TASK_VARIABLES = re.compile(r"TF_CONFIG|(OMPI|PMIX?|PMI2|PRTE|MPI|MPIR|HYD[A-Z]*)_.*|SLURM_(?!JOB|CONF).*")
 
 
 def cores() -> int:
@@ -62,7 +62,7 @@ def cores() -> int:
 def threads_for(processes: int, environment: Mapping[str, str] = os.environ) -> int:
     """Return the number of threads for each of several computing processes, so that they do not compete for cores.
 
-    A number that the user set in OMP_NUM_THREADS is kept.
+    If the user set a number in OMP_NUM_THREADS, return it.
     """
     chosen = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(chosen) if chosen.isdigit() and int(chosen) > 0 else max(1, cores() // processes)
@@ -71,7 +71,7 @@ def threads_for(processes: int, environment: Mapping[str, str] = os.environ) -> 
 def compute_environment(processes: int) -> dict[str, str]:
     """Return the variables of a process that computes on this machine together with others.
 
-    All communication stays on the loopback interface. By default, Gloo and NCCL would listen on a public one.
+    All communication stays on the loopback interface. By default, Gloo and NCCL would listen on a public interface.
     """
     return {
         "OMP_NUM_THREADS": str(threads_for(processes)),
@@ -89,7 +89,7 @@ def compute_environment(processes: int) -> dict[str, str]:
 def hash_seed() -> str:
     """Return the seed of string hashes. With equal seeds, all replicas loop over a set in the same order.
 
-    That matters if the loop's body calls collectives.
+    In different orders, collectives in the loop's body would not match.
     """
     seed = os.environ.get("PYTHONHASHSEED", "0")
     return seed if seed.isdigit() else "0"
@@ -104,24 +104,24 @@ def import_environment() -> dict[str, str]:
 
 
 def without_task_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables by which a launcher describes its task: an engine is another task.
+    """Return an environment without the variables with which a launcher describes its own task.
 
-    Libraries would apply them to the engine; MPI would even wait for its launcher. Slurm's variables on the whole job
-    are kept.
+    An engine is not that task, but libraries in it would use the variables; MPI would even wait for its launcher.
+    Slurm's variables about the whole job are kept.
     """
-    return {name: value for name, value in environment.items() if not _OF_A_TASK.fullmatch(name)}
+    return {name: value for name, value in environment.items() if not _TASK_VARIABLES.fullmatch(name)}
 
 
 def keep_temporary_sockets_in(directory: Path) -> None:
-    """Make multiprocessing put the sockets of this process into a directory.
+    """Make multiprocessing put the sockets of this process into a directory that another process removes.
 
-    A killed process cannot remove a directory of its own; this one is removed by another process.
+    By default, multiprocessing creates a directory for each process, which remains if the process is killed.
     """
     multiprocessing.current_process()._config["tempdir"] = str(directory)  # type: ignore[attr-defined]
 
 
 def forwarded_environment() -> dict[str, str]:
-    """Return the notebook's variables that its engines get on other machines, too."""
+    """Return the notebook's environment variables that all of its engines get, also on other machines."""
     preload = os.environ.get(PRELOAD_VARIABLE)
     return log_environment() | ({PRELOAD_VARIABLE: preload} if preload else {})
 
@@ -139,13 +139,14 @@ def engines_environment(engines: int, directory: Path, *, agent: str) -> dict[st
 
 @dataclass(frozen=True)
 class Seat:
-    """The position of one worker's replicas in a cluster of machines. By default it is the only worker.
+    """The position of one worker's replicas in a cluster of machines. By default there is only this worker.
 
     Attributes:
-        store_host, store_port: The address of the rendezvous store. With `store_file`, an address that no process
-            listens on, for the script's own use.
-        store_file: The file, in a private directory, that is the rendezvous store; "" if workers meet over a network.
-        worker, workers: The number of this worker, and of all workers. All have the same number of replicas.
+        store_host, store_port: The address of the rendezvous store. With `store_file`, an address on which no process
+            listens, for the script's own use.
+        store_file: The file, in a private directory, that is the rendezvous store; "" if the workers use the network.
+        worker: The index of this worker.
+        workers: The number of workers. All have the same number of replicas.
         network: The variables from `worker_placement.network_environment`; empty to stay on loopback.
     """
 
@@ -177,8 +178,8 @@ def rank_environment(local_rank: int, replicas: int, seat: Seat) -> dict[str, st
 
 
 def script_environment(local_rank: int, device: Device, devices: Sequence[Device], seat: Seat) -> dict[str, str]:
-    """Return the whole environment of one replica of a script. `devices` are those of its worker."""
-    # Code for torchrun uses `cuda:LOCAL_RANK`, so the named GPUs are made visible under these numbers.
+    """Return the whole environment of one replica of a script. `devices` are the devices of its worker's replicas."""
+    # Code for torchrun uses `cuda:LOCAL_RANK`, so only the named GPUs are visible, with the numbers from 0 on.
     gpus = list(dict.fromkeys(device.index for device in devices if device.type == "cuda"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if "CUDA_VISIBLE_DEVICES" in os.environ else None
     if device.type == "cuda":

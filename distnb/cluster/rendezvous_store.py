@@ -1,4 +1,4 @@
-"""The rendezvous store, by which the replicas of a team find each other before they can communicate."""
+"""The rendezvous store, through which the replicas of a team exchange their addresses before they can communicate."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _TIMEOUT_S = 60.0
 
 def free_port() -> int:
     """Return a port of loopback on which no process listens now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as found:
-        found.bind((_LOOPBACK, 0))
-        return int(found.getsockname()[1])
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def use_rendezvous_files(path: str) -> None:
-    """Make torch's `env://` rendezvous, by which scripts meet, use files of a private directory in this process.
+    """Make torch's `env://` rendezvous in this process use files in a private directory instead of a port.
 
-    Imports torch.
+    Scripts use this rendezvous in `init_process_group`. This function imports torch.
     """
     from distnb.compat.c10d_internals import FileStore, rendezvous_handlers
 
     calls = count()
 
     def by_file(url: str, timeout: timedelta = timedelta(minutes=30), **given: Any) -> Iterator[tuple[Any, int, int]]:
-        asked = {name: values[-1] for name, values in parse_qs(urlparse(url).query).items()}
-        rank, size = (int(asked.get(name, os.environ[name.upper()])) for name in ("rank", "world_size"))
-        store = FileStore(f"{path}-{next(calls)}")  # a new file, without the remains of a destroyed group
+        query = {name: values[-1] for name, values in parse_qs(urlparse(url).query).items()}
+        rank, size = (int(query.get(name, os.environ[name.upper()])) for name in ("rank", "world_size"))
+        store = FileStore(f"{path}-{next(calls)}")  # a new file, without the entries of a destroyed group
         store.set_timeout(timeout)
         yield store, rank, size
 
@@ -50,12 +50,12 @@ def use_rendezvous_files(path: str) -> None:
 
 
 class RendezvousStore:
-    """A torch TCPStore on one address, served by threads of the process that makes it.
+    """A torch TCPStore on one address, served by threads of the process that creates it.
 
-    The port is taken at once, but torch is imported only in `serve`. So engines can get the store's address while torch
-    still loads. Those that connect early wait in the socket's queue.
+    The port is bound at once, but torch is imported only in `serve`. So engines can get the store's address while torch
+    is still loading. Engines that connect early wait in the socket's queue.
 
-    Any process that can reach the store can read and write it. An address other than loopback must be documented.
+    Any process that can reach the store can read and write it. Document each use of an address other than loopback.
     """
 
     def __init__(self, port: int = 0, host: str = _LOOPBACK) -> None:
@@ -64,7 +64,7 @@ class RendezvousStore:
             socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM
         )
         try:
-            # Connections of an earlier run that linger do not delay this one.
+            # Closed connections of an earlier run, in TIME_WAIT, do not block the port.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, port))
         except (OSError, OverflowError) as error:
@@ -80,7 +80,7 @@ class RendezvousStore:
         self._lock = threading.Lock()
 
     def serve(self) -> TCPStore:
-        """Start to answer and return the store. Imports torch; later calls return the same store."""
+        """Start serving and return the store. Import torch if necessary. Later calls return the same store."""
         from distnb.compat.c10d_internals import TCPStore
 
         with self._lock:
@@ -96,11 +96,11 @@ class RendezvousStore:
                     wait_for_workers=False,
                     master_listen_fd=self._socket.fileno(),
                 )
-                self._socket.detach()  # from here on the descriptor is the store's
+                self._socket.detach()  # from here on the store owns the descriptor
             return self._store
 
     def close(self) -> None:
-        """Stop listening. Replicas that have found each other continue."""
+        """Stop listening. Replicas that are connected to each other already continue."""
         with self._lock:
             self._store = None
             if self._socket is not None:

@@ -1,4 +1,4 @@
-"""The options of a start, which `%distnb start` and `distnb.start` create once."""
+"""The options of a cluster's start, common to `%distnb start` and `distnb.start`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ __all__ = ["StartOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class StartOptions:
-    """The arguments of `distnb.start`, which describes them.
+    """The arguments of `distnb.start`, which documents them.
 
-    A new option is a field here, an argument of `distnb.start`, a line in the parser of `%distnb start`, and its use.
+    To add an option, add a field here, an argument of `distnb.start`, a line in the parser of `%distnb start`, and the
+    code that uses the option.
 
     Attributes:
-        tasks: The task of each engine, by `workers` and `ps`; empty if all engines are alike.
-        data_limit_nbytes: The size `data_limit`, in bytes.
+        tasks: The task of each engine, derived from `workers` and `ps`; empty if all engines are alike.
+        data_limit_nbytes: The size `data_limit` in bytes.
 
     Raises:
         OptionError: The numbers of workers and servers, or the size, are invalid. `read_host_options` checks the

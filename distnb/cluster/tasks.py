@@ -18,10 +18,10 @@ def tasks_of(
 ) -> tuple[Task, ...]:
     """Return the task of each engine for the given numbers of workers and servers.
 
-    Without numbers, return no tasks: the engines are all alike.
+    Without these numbers, return no tasks, because all engines are alike.
 
     Raises:
-        OptionError: One of the two is missing, a number is not positive, or `n` is given as well.
+        OptionError: Only one of `workers` and `ps` is given, a number is not positive, or `n` is given as well.
 
     Example:
         >>> tasks_of(1, 2)
@@ -43,7 +43,7 @@ def tasks_of(
             raise OptionError(f"{name}={count!r}: give a whole number, 1 or more.")
     if n is not None:
         raise OptionError(
-            f"n={n} with workers={workers} and ps={ps}, which already give the number of engines. Leave out n."
+            f"n={n} with workers={workers} and ps={ps}, which already determine the number of engines. Leave out n."
         )
     assert workers is not None
     assert ps is not None
@@ -65,7 +65,8 @@ def tasks_in(spec: ClusterSpec) -> dict[Task, str]:
     """Return the workers and servers of a cluster with their addresses, in the order of its engines.
 
     Raises:
-        OptionError: It has no worker, no server or several chiefs, an unknown job, or tasks not numbered from 0.
+        OptionError: The cluster has no worker, no server, several chiefs or an unknown job, or the tasks of a job are
+            not numbered from 0.
     """
     workers_of(spec)
     tasks: dict[Task, str] = {}

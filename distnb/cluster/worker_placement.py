@@ -1,6 +1,6 @@
 """The position of this process among the workers of a cluster of machines, and the address on which it listens.
 
-It does not load torch, because `distnb run` uses it too.
+This module does not import torch, because `distnb run` starts its replicas before it loads torch.
 """
 
 from __future__ import annotations
@@ -64,15 +64,18 @@ class WorkerPlacement:
 
     @property
     def chief(self) -> Worker:
-        """The worker at which all workers meet."""
+        """The worker at whose address all workers connect to the rendezvous store."""
         return self.workers[0]
 
 
 def placement_of(resolver: ClusterResolver) -> WorkerPlacement | None:
     """Return the position of this process according to a resolver.
 
-    Return None if this process trains alone: there is no cluster, or it has only one worker, or this process is an
-    evaluator, which belongs to no group.
+    Return None if this process trains alone: if there is no cluster, if the cluster has only one worker, or if this
+    process is an evaluator, which belongs to no group.
+
+    Raises:
+        OptionError: The cluster is malformed, or the resolver does not determine the task of this process.
     """
     spec = resolver.cluster_spec()
     kind, index = resolver.task_type, resolver.task_id
@@ -99,17 +102,21 @@ def placement_of(resolver: ClusterResolver) -> WorkerPlacement | None:
         )
     split_address(workers[0].address)
     addresses = [worker.address for worker in workers]
-    doubles = {address for address in addresses if addresses.count(address) > 1}
-    if doubles:
+    duplicates = {address for address in addresses if addresses.count(address) > 1}
+    if duplicates:
         raise OptionError(
-            f"The cluster gives several tasks the same address, {min(doubles)}: {_list(workers)}. Give each its own."
+            f"The cluster gives several tasks the same address, {min(duplicates)}: {_list(workers)}. Give each its own."
         )
-    own = next(place for place, worker in enumerate(workers) if (worker.task_type, worker.task_id) == (kind, index))
+    own = next(rank for rank, worker in enumerate(workers) if (worker.task_type, worker.task_id) == (kind, index))
     return WorkerPlacement(workers, own)
 
 
 def workers_of(spec: ClusterSpec) -> tuple[Worker, ...]:
-    """Return the tasks of a cluster that hold replicas, in rank order. An unknown job is an error, not ignored."""
+    """Return the tasks of a cluster that hold replicas, in rank order.
+
+    Raises:
+        OptionError: The cluster has an unknown job, or several chiefs.
+    """
     unknown = [job for job in spec.jobs if job not in _JOBS]
     if unknown:
         raise OptionError(
@@ -140,29 +147,31 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def own_interface(placement: WorkerPlacement) -> tuple[str, str]:
-    """Return the network interface that carries this worker's address, and the address on it.
+    """Return the network interface that has this worker's address, and its numeric address.
 
-    GLOO_SOCKET_IFNAME names another interface, for clusters whose addresses are not those of the machines (behind
-    address translation).
+    GLOO_SOCKET_IFNAME can name another interface. That is necessary behind address translation, where the addresses in
+    the cluster are not the machines' own addresses.
     """
-    there = addresses_by_interface()
+    interfaces = addresses_by_interface()
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if named:
-        if not there.get(named):
-            raise StartError(f"GLOO_SOCKET_IFNAME is {named!r}, but this machine's interfaces are {', '.join(there)}.")
-        return named, min(there[named], key=lambda address: ":" in address)
+        if not interfaces.get(named):
+            raise StartError(
+                f"GLOO_SOCKET_IFNAME is {named!r}, but this machine's interfaces are {', '.join(interfaces)}."
+            )
+        return named, min(interfaces[named], key=lambda address: ":" in address)
     host = host_of(placement.me.address)
     for address in _resolve(host, placement.me):
         # All of 127.0.0.0/8 is this machine.
         wanted = "127.0.0.1" if address.startswith("127.") else address
-        for name, addresses in there.items():
+        for name, addresses in interfaces.items():
             if wanted in addresses:
                 _check_reachable(placement, host, address)
                 return name, address
-    all_of_them = ", ".join(address for addresses in there.values() for address in addresses)
+    own_addresses = ", ".join(address for addresses in interfaces.values() for address in addresses)
     raise StartError(
         f"This process is {placement.me} of its cluster, but no network interface of this machine has that address "
-        f"(they have {all_of_them}). Is it the right task? "
+        f"(they have {own_addresses}). Is it the right task? "
         "Behind address translation, name the interface to use: GLOO_SOCKET_IFNAME=eth0."
     )
 
@@ -186,13 +195,13 @@ def _check_reachable(placement: WorkerPlacement, host: str, address: str) -> Non
     hosts = {host_of(worker.address) for worker in placement.workers}
     if ip_address(address).is_loopback and len(hosts) > 1 and not all(map(is_loopback, hosts)):
         raise StartError(
-            f"{placement.me}: on this machine {host!r} means {address}, where other machines cannot reach it (often by "
-            "a line of /etc/hosts). Give the cluster this machine's address on the network."
+            f"{placement.me}: on this machine {host!r} means {address}, where other machines cannot reach it (often "
+            "because of a line in /etc/hosts). Give the cluster this machine's address on the network."
         )
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name means this machine and is not reachable from other machines."""
+    """Return whether a host name or an address is a loopback one, which other machines cannot reach."""
     if host == "localhost":
         return True
     try:

@@ -1,6 +1,7 @@
-"""The messages of a cluster with parameter servers: engines take tasks, and workers get closures.
+"""The messages of a cluster with parameter servers: the assignment of tasks to engines, and closures for workers.
 
-Workers receive closures, and news of servers, by a channel of their own. Their replies are those of any program.
+A worker has a separate channel for closures and for notices about parameter servers. It replies to a closure with a
+`wire.messages.Reply`, as to any other program.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ __all__ = ["NO_FENCE", "ClosureResult", "Fence", "RunClosure", "ServersReplaced"
 
 
 class AssignTask(NamedTuple):
-    """Take part in a cluster with parameter servers: serve variables, or take closures from a channel of their own.
+    """The request to work as a parameter server, or as a worker, which connects to the coordinator's channel.
 
-    The reply to a parameter server's gives the address of its service.
+    The value of a parameter server's reply is the address of its service.
 
     Attributes:
-        tasks: What each engine is.
-        listener, url: Where workers reach the coordinator: the path of a UNIX socket, or ZeroMQ's address.
+        tasks: The task of each engine.
+        listener, url: The address at which workers reach the coordinator: the path of a UNIX socket, or a ZeroMQ URL
+            if `listener` is "".
         servers: The address of each parameter server.
-        spread: Whether engines are on several machines.
+        spread: Whether the engines are on several machines.
     """
 
     program: int
@@ -35,17 +37,20 @@ class AssignTask(NamedTuple):
 
 
 class ServersReplaced(NamedTuple):
-    """Parameter servers are where these addresses say. It has no reply, and waits for the closure that runs."""
+    """A notice with the current addresses of the parameter servers. It has no reply.
+
+    A worker handles it after the closure that it is running.
+    """
 
     servers: Mapping[int, Any]
 
 
 class Fence(NamedTuple):
-    """The closures that have ended. A parameter server refuses their changes: a process may still ask for some.
+    """The closures that have ended. A parameter server refuses changes by them, which a process may still request.
 
     Attributes:
-        oldest: The smallest number that has not ended.
-        astray: Ended closures above it that a lost, stuck or interrupted worker had begun.
+        oldest: The smallest number of a closure that has not ended.
+        astray: The numbers above `oldest` of ended closures that a lost, stuck or interrupted worker had begun.
     """
 
     oldest: int = 0
@@ -56,19 +61,21 @@ NO_FENCE = Fence()
 
 
 class RunClosure(NamedTuple):
-    """Call a function that was scheduled. The reply's value is a `ClosureResult`.
+    """The request to call a scheduled function. The reply's value is a `ClosureResult`.
 
     Attributes:
-        closure: Its number, the same however often it is sent.
+        closure: The closure's number, which stays the same if the closure is sent again.
         fence: The closures that have ended, for the parameter servers.
-        definitions: What it needs that the worker has not been sent yet: numbers, and packed values.
-        data, buffers: The function and its arguments, packed.
-        inputs: Results of other closures that are among the arguments: their numbers, and packed values.
-        forget: Definitions that nothing will need any more.
-        sources: Of cells that functions are from, the first time: what code objects carry, the text, and the label.
-        team: The replicas of a worker that has several: each gets the message, and runs it with the others.
-        modes: Torch's and other modes, as they were when it was scheduled; None: as those of the last message.
-        seed: Of the worker's random numbers, with the first closure that it gets.
+        definitions: The numbers and packed values of resources that the closure needs and the worker lacks.
+        data, buffers: The packed function and its arguments.
+        inputs: The numbers and packed values of other closures' results among the arguments.
+        forget: The numbers of definitions that no closure will need any more.
+        sources: The cells that define functions, each sent once: the file name in code objects, the text, and the
+            cell's label.
+        team: The replicas of a worker with several replicas. Each receives the message, and they run it together.
+        modes: The modes of torch and of other libraries when the closure was scheduled; None if they equal those of the
+            last message.
+        seed: The seed of the worker's random numbers, in the first message to the worker.
     """
 
     program: int
@@ -86,12 +93,12 @@ class RunClosure(NamedTuple):
 
 
 class ClosureResult(NamedTuple):
-    """The value of a reply to `RunClosure`, if the closure ended well.
+    """The value of a reply to `RunClosure`, if the closure succeeded.
 
     Attributes:
         value: The function's result, packed by `coordinator.pickling.dump` unless it is a plain scalar.
-        contributions: What the closure added to the coordinator's metrics, by the metric's number.
-        staleness: For each optimizer step, the number of updates that the worker's copies had missed.
+        contributions: The closure's contributions to the coordinator's metrics, by the metric's number.
+        staleness: For each optimizer step, the number of updates that the worker's copies of the variables lacked.
     """
 
     value: Any

@@ -1,6 +1,6 @@
 """The messages about names and objects: snapshots to the engines, and results to the notebook.
 
-They are named tuples, since every call sends some of them, and a dataclass is pickled with the names of its fields.
+They are named tuples because every call sends some of them, and a pickled dataclass also contains its field names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TeamKey = tuple[tuple[int, ...], int]
 
 
 def former(name: str, serial: int) -> str:
-    """Return the name of a value whose own name was reassigned while engine objects may still hold the value."""
+    """Return the new name of a value whose name was reassigned, and which engine objects may still hold."""
     return f"{name}#{serial}"
 
 
@@ -78,7 +78,7 @@ _FUNCTIONS = frozenset({types.FunctionType, types.BuiltinFunctionType})
 
 
 def is_bare(arguments: Any) -> bool:
-    """Return whether arguments of a call are names and the simplest values only, which any pickler can send."""
+    """Return whether a call's arguments are only names and values of the simplest types, which any pickler can send."""
     kind = type(arguments)
     if kind is tuple or kind is list:
         return all(map(is_bare, arguments))
@@ -131,8 +131,8 @@ class Snapshot(NamedTuple):
         forget: The names whose values may differ between the two sides.
         unlike_parts: The numbers of parts of packs whose objects can no longer be identified by their numbers: the
             numbers differ between replicas, or the notebook has none of the objects.
-        adopt: Objects that become engine objects, by id. Each is given by the name of a value, or for each replica by
-            the number that it has given the object, or by the id that the object already has there.
+        adopt: The objects that become engine objects, by id. Each is identified by the name of a value; or, for each
+            replica, by the number that the replica assigned to the object or by the id that the object has there.
         release: The ids that the notebook no longer holds.
         handles: The engine objects that are described again after the program.
         environment: The parts of the environment that changed.
@@ -204,10 +204,10 @@ class Described(NamedTuple):
             "module": a module, whose name is `value`. The id is used if the notebook cannot import it.
             "sent": data or code in the pack. `value` is its number if the notebook has it. The id is used if the
             replicas differ.
-            "tracked": an object of the notebook's, whose number is `value`.
-            "object": an object that lives on the engine.
+            "tracked": an object of the notebook; `value` is its number.
+            "object": an object that stays on the engine.
         digest: The digest of the content, or None if it is unknown.
-        value: A scalar plain value, a module's name, or an object's number, as `kind` says; "method" for a method.
+        value: A scalar plain value, a module's name, or an object's number, depending on `kind`; "method" for a method.
         identity: The object's id on every replica.
         summary: The summary that the notebook shows, or None.
         mirrored: Whether the object was created in a scope, and so is kept equal on all replicas.
@@ -215,8 +215,8 @@ class Described(NamedTuple):
         reads: The global names that the object's code reads.
         holds: The notebook's names of objects within it, and the ids of engine objects within it.
         together: Whether the replicas hold parts of a whole value, which they read together.
-        why: The reason why the object lives on the engine although it is no device object; "" for a device object, and
-            for data.
+        why: The reason why the object stays on the engine although it is not a device object; "" for a device object
+            and for data.
         nbytes: The size in bytes of data that is too large to be sent; else 0.
     """
 
@@ -235,7 +235,7 @@ class Described(NamedTuple):
 
 
 class Leaf:
-    """The place of one described leaf in the structure of a result.
+    """A placeholder in the structure of a result for one described leaf.
 
     The class is neither a tuple nor a dataclass: those are structures, so their fields would be the leaves.
     """

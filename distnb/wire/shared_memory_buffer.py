@@ -1,8 +1,9 @@
-"""Large frames between processes of one host: written once into memory, of which each receiver gets a descriptor.
+"""Shared memory for large frames between processes of one host. Each receiver gets a descriptor of the memory.
 
-A frame that goes through a socket is copied for each receiver. Here it is copied once, into memory without a name, and
-the kernel hands a descriptor of it to every receiver (`wire.unix_socket`). A receiver maps it privately: what is built
-on it can be written to, and nobody else sees that. The kernel counts who has the memory: there is nothing to sweep up.
+A frame that is sent through a socket is copied for each receiver. Here it is copied once, into anonymous memory, and
+the kernel passes a descriptor of the memory to every receiver (`wire.unix_socket`). A receiver maps the memory
+privately, so it can write to objects that it builds on the frame, and no other process sees the change. The kernel
+frees the memory when no process has a descriptor or a mapping of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from distnb.wire.codec import Frame
 __all__ = ["LARGE_NBYTES", "SharedMemoryBuffer", "read_frame"]
 
 LARGE_NBYTES: Final = 128 << 10
-"""Smaller frames stay in the message: for them memory of their own costs more than it saves."""
+"""The least size of a frame in shared memory. For a smaller frame, separate memory costs more than it saves."""
 
 _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -31,20 +32,20 @@ _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class SharedMemoryBuffer:
-    """Memory that holds a copy of a frame and never changes; its descriptor is closed with this object.
+    """Immutable memory with a copy of a frame. Its descriptor is closed when this object is deleted.
 
     Raises:
-        OSError: No memory, or no descriptor, is to be had.
+        OSError: No memory or no descriptor is left.
     """
 
     __slots__ = ("descriptor",)
 
     def __init__(self, frame: Frame) -> None:
         self.descriptor = os.memfd_create("distnb-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        left = memoryview(frame).cast("B")
-        while left.nbytes:
-            left = left[os.write(self.descriptor, left) :]
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)  # whoever gets it can rely on it
+        rest = memoryview(frame).cast("B")
+        while rest.nbytes:
+            rest = rest[os.write(self.descriptor, rest) :]
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)  # no process can change or shrink it any more
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
@@ -52,33 +53,33 @@ class SharedMemoryBuffer:
 
 
 def read_frame(descriptor: int, nbytes: int) -> Frame:
-    """Return the frame in some shared memory. It belongs to the caller, who can write to it.
+    """Return the frame in shared memory. The caller may write to it; other processes do not see the changes.
 
     Raises:
-        MessageError: The memory holds less.
+        MessageError: The memory is smaller than the frame.
     """
     return _map(descriptor, nbytes) or _read(descriptor, nbytes)
 
 
 def _map(descriptor: int, nbytes: int) -> Frame | None:
-    """Memory mapped so that writing makes copies of pages; None if there is no room for it.
+    """Return shared memory mapped copy-on-write, or None if it cannot be mapped.
 
-    Not by `mmap.mmap`: before Python 3.13 that keeps a descriptor for as long as the mapping.
+    `mmap.mmap` is not used, because before Python 3.13 it keeps a descriptor open as long as the mapping exists.
     """
     address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
     if address == _MAP_FAILED:
         return None
     mapped = (ctypes.c_ubyte * nbytes).from_address(address)
-    # At exit others may still look at it, and the process takes its memory with it anyway.
+    # Not at exit: other objects may still use the memory then, and the kernel frees it with the process.
     weakref.finalize(mapped, _libc.munmap, address, nbytes).atexit = False
     return memoryview(mapped).cast("B")
 
 
 def _read(descriptor: int, nbytes: int) -> Frame:
-    frame, at = bytearray(nbytes), 0
-    while at < nbytes:
-        count = os.preadv(descriptor, [memoryview(frame)[at:]], at)
+    frame, offset = bytearray(nbytes), 0
+    while offset < nbytes:
+        count = os.preadv(descriptor, [memoryview(frame)[offset:]], offset)
         if not count:
-            raise MessageError(f"Shared memory ends after {at} bytes, where a message has a frame of {nbytes}.")
-        at += count
+            raise MessageError(f"The shared memory of a message has {offset} bytes, but its frame has {nbytes}.")
+        offset += count
     return frame
