@@ -1,4 +1,4 @@
-"""Digests: numbers that are equal for equal contents, by which replicas compare what they hold."""
+"""Digests: numbers that are equal for equal contents, by which replicas compare their values."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["digest", "digest_of_text"]
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """Return 63 bits of a tensor's elements, the same on every device and for every layout in memory."""
+    """Return a digest of 63 bits of a tensor's elements, the same on every device and for every memory layout."""
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
     return xxhash.xxh3_64_intdigest(bytes_of(dense.cpu().contiguous())) >> 1
 
 
 def digest_of_text(text: str) -> int:
-    """Return 63 bits of a text, the same in every process, which `hash` is not."""
+    """Return a digest of 63 bits of a text. Unlike `hash`, it is the same in every process."""
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1

@@ -28,7 +28,7 @@ _AGAIN_S = 0.2  # the interval at which `withdraw` sends SIGINT again
 class Interrupts:
     """A context in the main thread in which SIGINT is counted and makes `fd` readable instead of raising.
 
-    Python can raise KeyboardInterrupt between any two bytecodes. In this code a reply would be lost for ever:
+    Python can raise KeyboardInterrupt between any two bytecodes. In this code a reply would be lost:
 
         reply = socket.recv()     # SIGINT arrives here: the reply has left the socket,
         replies.append(reply)     # but it is never stored, so the wait for it never ends

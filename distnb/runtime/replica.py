@@ -165,7 +165,7 @@ class Spmd:
                     self._shared.synchronise()
             except BaseException as error:
                 shared_files.explain(error)
-                if self.registration.give_up_made():
+                if self.registration.discard_made():
                     self._unbind_names()  # unbinds the names of variables that were never made equal
                 calls.fail("strategy.scope", error)
                 raise

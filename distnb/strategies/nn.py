@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from distnb.errors import ContextError, OptionError
-from distnb.runtime.reduction.reducing import fitting_weight
+from distnb.runtime.reduction.reducing import broadcastable_weight
 from distnb.runtime.replica_context import ReplicaContext
 from distnb.strategies.context import get_replica_context, get_strategy
 from distnb.values import DistributedValues
@@ -50,7 +50,7 @@ def compute_average_loss(
         losses = losses.to(torch.get_default_dtype())
     count = _checked_size(global_batch_size) if global_batch_size is not None else _global_count(losses)
     if sample_weight is not None:
-        losses = losses * fitting_weight(sample_weight, losses, "compute_average_loss", "losses")
+        losses = losses * broadcastable_weight(sample_weight, losses, "compute_average_loss", "losses")
     return losses.sum() / count
 
 

@@ -43,7 +43,7 @@ _kinds: dict[type, _Kind] = {}
 
 
 def _kind_of(cls: type) -> _Kind:
-    """Return how instances of a class are taken apart. The answer is cached, because `select` asks for every leaf."""
+    """Return the kind of container that a class is. The result is cached, because `select` needs it for every leaf."""
     return _kinds.get(cls) or _kinds.setdefault(cls, _classify(cls))
 
 

@@ -404,7 +404,7 @@ class SyncOnReadVariable(Variable):
         with torch._C.DisableTorchFunctionSubclass():
             if getattr(getattr(function, "__self__", None), "__name__", "") != "data":
                 return function(*args, **kwargs)
-            # The case of `module.to(...)`: the whole value, converted or moved.
+            # From `module.to(...)`: the whole value, converted or moved.
             self.data = self._from_outside(self._strategy.home, args[1], "assign")
             return None
 

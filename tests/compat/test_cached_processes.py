@@ -90,9 +90,9 @@ def test_a_model_prepared_in_the_notebook_is_prepared_for_the_replicas(caching: 
 
 def test_accelerate_has_as_many_processes_as_a_program_has_replicas(caching: Notebook) -> None:
     fresh = "from accelerate.state import AcceleratorState\nAcceleratorState._reset_state(True)"
-    caching.run(f"%%distribute both\n{fresh}\nuntold = Accelerator()\nprocesses = untold.num_processes")
+    caching.run(f"%%distribute both\n{fresh}\nhas_unsent = Accelerator()\nprocesses = has_unsent.num_processes")
     assert caching.value("processes") == 1, "it did not count the CPU"
-    used = caching.try_run("%%distribute both\nuntold.num_processes")
+    used = caching.try_run("%%distribute both\nhas_unsent.num_processes")
     assert used.error_name == "AttributeError"
     assert "not reinitialized" in used.error_text
     caching.run("%%distribute both\nkept = Accelerator(cpu=True)\nprocesses = kept.num_processes")

@@ -375,7 +375,7 @@ def test_central_storage_survives_failures_and_a_replaced_engine(session: Sessio
         run_cell(session, one + "strategy.run(one)", "cell-a")
     text = str(caught.value).lower()
     assert "replica 0 called adam.step()" in text
-    assert "taken by all replicas together" in text
+    assert "call step() on all replicas together" in text
 
     # A step that fails half-way still leaves the replicas equal, and is reported.
     with pytest.raises(ValueError, match="half-way"):

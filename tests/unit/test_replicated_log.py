@@ -108,7 +108,7 @@ def test_a_withdrawn_record_reaches_readers_of_its_first_version(
     exchange(verifiers)
     assert all(verifier.agreed(1) for verifier in verifiers)
     verifiers[1].retract(1, ValueError("refused"))
-    assert verifiers[1].log.untold
+    assert verifiers[1].log.has_unsent
     exchange(verifiers)
     with pytest.raises(CollectiveMismatchError, match="failed with ValueError"):
         verifiers[0].check_departed(1)

@@ -60,7 +60,7 @@ def test_a_replica_that_returned_early_is_named():
     )
     assert "function of strategy.run at cell, line 7" in str(caught.value)
     assert "result()" not in str(caught.value)
-    assert "A function that returns early does so on all replicas" in str(caught.value)
+    assert "Return early from the function on all replicas" in str(caught.value)
 
 
 def test_a_replica_without_more_batches_is_named():

@@ -1,1 +1,1 @@
-"""Algorithms by which replicas make one tensor of many, one in each file. A strategy may be given one of them."""
+"""Algorithms that combine the replicas' tensors, one per file. Each is an option of a strategy."""

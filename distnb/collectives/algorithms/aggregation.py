@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Aggregation"]
 
 _FIRST_RESULTS = 3
-# Of an algorithm of the user's so many results are compared with the other replicas': one that forgets to communicate
-# would let the replicas drift apart without a word.
+# The number of results of a user's algorithm that are compared over the replicas: one that forgets to communicate would
+# let the replicas drift apart silently.
 
 _BACKENDS = {
     CommunicationImplementation.AUTO: "",
@@ -35,10 +35,10 @@ _BACKENDS = {
 
 
 class Aggregation:
-    """Sums and means over the replicas, by the algorithm that a strategy was given, or the group's own.
+    """Sums and means over the replicas, by the strategy's algorithm or, by default, the group's own.
 
-    `options` are those of one call, which replace the strategy's. If `is_groups_own`, the group itself adds up, and may
-    do so while a backward pass goes on.
+    `options` are the options of one call; they replace the strategy's. If `is_groups_own`, the group itself computes
+    the sums, and may do so while a backward pass is running.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Aggregation:
         self._unconfirmed = _FIRST_RESULTS if own else 0
 
     def with_options(self, options: CommunicationOptions) -> Aggregation:
-        """Return the aggregation of the same replicas with the options of one call, which are equal on all replicas.
+        """Return the same aggregation with the options of one call, which must be equal on all replicas.
 
         Raises:
-            OptionError: They cannot communicate so.
-            CollectiveMismatchError: Another replica says otherwise.
+            OptionError: These replicas cannot communicate as the options say.
+            CollectiveMismatchError: Another replica passed other options.
         """
         wanted, found = _BACKENDS[options.implementation], self.group.process_group.name()
         if wanted and (self._ops is not None or found != wanted):
@@ -123,7 +123,7 @@ class Aggregation:
             )
 
     def all_reduce_start(self, tensor: torch.Tensor) -> PendingCollective | SharedWork:
-        """Begin to sum in place. An algorithm of the strategy's own has done so when this returns."""
+        """Start an `all_reduce`. With an algorithm of the strategy's own it is complete when this returns."""
         if self._ops is None:
             return self.group.all_reduce_start(tensor)
         self.all_reduce(tensor)

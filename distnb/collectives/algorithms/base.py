@@ -1,4 +1,4 @@
-"""The interface of algorithms that bring the replicas' tensors together. This module does not load torch."""
+"""The interface of algorithms that combine the replicas' tensors. This module does not load torch."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 __all__ = ["CrossDeviceOps", "PackedOps", "checked_ops", "checked_packs"]
 
 _here: weakref.WeakValueDictionary[str, CrossDeviceOps] = weakref.WeakValueDictionary()
-_packed: dict[str, bytes] = {}  # of those that were sent; strategies, and with them these objects, live for ever
+_packed: dict[str, bytes] = {}  # of the objects that were sent; like strategies, they are never released
 
 
 class CrossDeviceOps(ABC):
     """The algorithm by which replicas of a `MirroredStrategy` combine tensors: gradients, in reduce, in all_reduce.
 
-    A subclass says how, in `reduce_implementation`. Every replica is a process of its own, which runs that method with
-    its own tensor; what it needs of the others it asks of `replicas`. In a distributed cell, and in a script, an
-    algorithm can be used by itself, too: `reduce`, `batch_reduce`, `broadcast`.
+    A subclass implements `reduce_implementation`. Every replica is a separate process, which runs that method with its
+    own tensor and communicates with the others through `replicas`. In a distributed cell or a script you can also use
+    an algorithm directly: `reduce`, `batch_reduce`, `broadcast`.
 
-    An object is the same in every process that it travels to, and arrives as it was when the first strategy was made
-    with it: functions and values that its methods read included. Two strategies are the same object if their
-    `cross_device_ops` are equal: a subclass that wants its instances to be equal defines `__eq__` and `__hash__`.
+    An object is sent to every process once, in the state that it had when the first strategy was made with it,
+    including the functions and values that its methods read. Two strategies are the same object if their
+    `cross_device_ops` are equal. To make the instances of a subclass equal, define `__eq__` and `__hash__`.
 
     Attributes:
-        num_packs: Into so many messages the tensors go that are reduced together (those of one dtype of one backward
-            pass, or of one call); 0 for one message each.
+        num_packs: The number of messages for tensors that are reduced together (those of one dtype in one backward pass
+            or one call); 0 sends each tensor by itself.
 
     Example:
         >>> import distnb
@@ -53,7 +53,7 @@ class CrossDeviceOps(ABC):
 
     num_packs: int = 1
     is_groups_own: bool = False
-    """Whether the group of the replicas adds up by itself, as it would without this algorithm."""
+    """Whether the replicas' group computes the sums itself, as it does without this algorithm."""
     _token: str
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
@@ -64,15 +64,15 @@ class CrossDeviceOps(ABC):
 
     @abstractmethod
     def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
-        """Make one tensor of all replicas' tensors. Runs on every replica, at the same point of the program.
+        """Combine all replicas' tensors. Runs on every replica, at the same point of the program.
 
         Args:
-            op: `ReduceOp.SUM` or `ReduceOp.MEAN`; MEAN is asked for of floating-point tensors only.
-            tensor: This replica's, contiguous and not needed any more: it may be changed, and returned. Shape and dtype
-                are the same on every replica. Where several tensors travel in one message it has one axis, holds
-                them one after another (flat, some numbers of distnb's own among them), and each element must be
-                reduced by itself.
-            replicas: Means to communicate. Every replica must call the same ones, in the same order.
+            op: `ReduceOp.SUM`, or `ReduceOp.MEAN` (floating-point tensors only).
+            tensor: This replica's tensor, contiguous. It may be modified and returned. Shape and dtype are the same on
+                every replica. If several tensors are sent in one message, it is the one-dimensional concatenation of
+                them, with a few numbers of distnb's own; reduce each element by itself.
+            replicas: The communication with the other replicas. Every replica must call the same methods in the same
+                order.
 
         Returns:
             The elementwise sum or mean, in the same shape and dtype, the same bits on every replica.
@@ -85,21 +85,21 @@ class CrossDeviceOps(ABC):
         destinations: Any = None,
         options: CommunicationOptions | None = None,
     ) -> torch.Tensor:
-        """Combine a value's components, in cross-replica context. All replicas call it together.
+        """Combine the components of a value, in cross-replica context. All replicas must call it together.
 
         Args:
             reduce_op: "sum" or "mean".
-            per_replica_value: What `strategy.run` returned: a tensor, an array or a number on each replica.
-            destinations: Devices of replicas, or a value that is on them: every replica gets the result in any case.
-            options: How to communicate in this call.
+            per_replica_value: A result of `strategy.run`: a tensor, an array or a number on each replica.
+            destinations: Devices of replicas, or a value on these devices. Every replica gets the result in any case.
+            options: The communication options of this call.
 
         Returns:
             The result, on each replica; MEAN of integers is float64.
 
         Raises:
-            ContextError: The value's replicas are not here: in a notebook's ordinary cell.
-            OptionError: An unknown op; a destination where no replica computes; options that cannot be honoured.
-            DistributedValueError: Booleans, unlike components, or no numbers at all.
+            ContextError: Called in an ordinary cell of a notebook, where the value's replicas are not.
+            OptionError: The op is unknown, no replica computes at a destination, or the options cannot be honoured.
+            DistributedValueError: The components are booleans, no numbers at all, or differ in shape or dtype.
         """
         from distnb.collectives.algorithms import direct
 
@@ -115,25 +115,25 @@ class CrossDeviceOps(ABC):
         return [self.reduce(reduce_op, value, destinations, options) for value, destinations in value_destination_pairs]
 
     def broadcast(self, tensor: Any, destinations: Any = None) -> torch.Tensor:
-        """Return replica 0's tensor on all replicas, which call it together with tensors of one shape and dtype.
+        """Return replica 0's tensor on all replicas. All of them call it, with tensors of the same shape and dtype.
 
         Args:
-            tensor: A tensor, an array, a number or a PerReplica of them.
+            tensor: A tensor, an array, a number, or a PerReplica of these.
             destinations: As in `reduce`.
         """
         from distnb.collectives.algorithms import direct
 
         return direct.broadcast(tensor, destinations)
 
-    def check(self, devices: Sequence[str], nccl: bool) -> None:  # noqa: B027  (there may be nothing to refuse)
-        """Refuse replicas that this cannot serve, when a strategy is made, and again where it runs.
+    def check(self, devices: Sequence[str], nccl: bool) -> None:  # noqa: B027 (an algorithm may support all replicas)
+        """Raise an error if it does not support these replicas. Called when a strategy is made and when it runs.
 
         Args:
             devices: Each replica's device, in replica order, such as "cuda:0".
-            nccl: Whether NCCL connects them: where each has a GPU of its own.
+            nccl: Whether NCCL connects the replicas, which needs a separate GPU for each.
 
         Raises:
-            OptionError: It cannot serve them.
+            OptionError: The algorithm does not support them.
         """
 
     def __repr__(self) -> str:
@@ -158,7 +158,7 @@ class CrossDeviceOps(ABC):
 
 
 class PackedOps(CrossDeviceOps):
-    """An algorithm whose only option is the number of packs. Two of one kind with equal numbers are equal."""
+    """An algorithm whose only option is the number of packs. Two objects of one class with equal numbers are equal."""
 
     def __init__(self, num_packs: int = 1) -> None:
         self.num_packs = checked_packs(num_packs)
@@ -188,7 +188,7 @@ def checked_packs(num_packs: object) -> int:
     """Check a number of packs and return it.
 
     Raises:
-        OptionError: It is no whole number, or negative.
+        OptionError: It is negative or not a whole number.
     """
     if isinstance(num_packs, bool) or not isinstance(num_packs, int) or num_packs < 0:
         raise OptionError(f"num_packs={num_packs!r}: give a whole number, 0 or more; 0 packs nothing.")
@@ -199,7 +199,7 @@ def checked_ops(ops: object) -> CrossDeviceOps:
     """Check the value of `cross_device_ops` and return it.
 
     Raises:
-        OptionError: It is none, or cannot be compared with others.
+        OptionError: It is not an algorithm, or cannot be compared with others.
     """
     if not isinstance(ops, CrossDeviceOps):
         raise OptionError(

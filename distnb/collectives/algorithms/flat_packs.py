@@ -1,4 +1,4 @@
-"""Flat packs of tensors that travel together: their division into messages, and the layout of one message."""
+"""Flat packs of tensors that are sent together: their division into messages, and the layout of one message."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Packs:
-    """The rule that closes a pack, so that the next tensor begins another. Without arguments one pack holds all."""
+    """The rule that closes a pack, so that the next tensor begins another. By default one pack holds all tensors."""
 
     nbytes: int | None = None
     """Once it holds so much."""
     count: int | None = None
-    """Once it holds its share, if there were so many; 0 for a pack of its own for each tensor."""
+    """The number of packs: each closes once it holds its share. With 0 each tensor has a pack of its own."""
 
     @classmethod
     def larger_than(cls, nbytes: int) -> Packs:
-        """Return a rule that closes packs once they are larger than so many bytes; 0 means one pack."""
+        """Return the rule that closes a pack once it is larger than this number of bytes; 0 means one pack."""
         return cls(nbytes=nbytes + 1) if nbytes else cls()
 
     def cut(self, sizes: Sequence[int]) -> list[list[int]]:
@@ -110,7 +110,7 @@ class Pack:
             self.extra = self.flat[end:]
 
     def fill(self, tensors: Sequence[torch.Tensor | None], scale: float = 1.0) -> bool:
-        """Write one tensor into each view, times a scale (0 writes zeros whatever they hold), and zeros for None.
+        """Write one tensor into each view, multiplied by a scale (0 writes zeros even for NaN), and zeros for None.
 
         Returns:
             Whether there was a tensor for every view.

@@ -1,4 +1,5 @@
-"""An all-reduce along a tree: tensors are copied from replica to replica and added up, and the sum is copied back."""
+"""An all-reduce along a tree: replicas send their tensors to a neighbour, which adds them up; the sum is copied
+back."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ Level = list[tuple[int, int]]
 def tree(size: int) -> list[Level]:
     """Return the edges of a binomial tree with replica 0 at its root: (child, parent), the lowest level first.
 
-    In each level half of those replicas that still hold a sum give it to a neighbour, so that replicas that are close
-    to each other (on one machine) are added up first.
+    At each level half of the replicas that still hold a sum send it to a neighbour, so that tensors of replicas that
+    are close to each other (on one machine) are added up first.
 
     Example:
         >>> tree(5)
@@ -36,14 +37,14 @@ def tree(size: int) -> list[Level]:
 
 
 class HierarchicalCopyAllReduce(PackedOps):
-    """Sums along a tree of copies: about 2 log2(replicas) steps, in each of which whole tensors are copied.
+    """An all-reduce along a tree, in about 2 log2(replicas) steps that each copy whole tensors.
 
-    Good for small tensors on many replicas, and where copies between neighbours are cheap. Large tensors on many
-    replicas travel less far in a ring.
+    Suited to small tensors on many replicas, and to cheap copies between neighbours. For large tensors on many replicas
+    a ring moves fewer bytes.
 
     Args:
-        num_packs: Into so many messages the gradients of each dtype go, and the tensors of one reduce; 0 for one
-            message each.
+        num_packs: The number of messages for the gradients of each dtype, and for the tensors of one reduce; 0 sends
+            each tensor by itself.
 
     Raises:
         OptionError: `num_packs` is negative.

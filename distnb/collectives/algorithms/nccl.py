@@ -18,14 +18,14 @@ __all__ = ["NcclAllReduce"]
 
 
 class NcclAllReduce(PackedOps):
-    """NCCL's all-reduce, which the default algorithm uses where it can, and which this one requires.
+    """NCCL's all-reduce. The default algorithm uses it if it can; this one requires it.
 
     Args:
-        num_packs: Into so many messages the gradients of each dtype go, and the tensors of one reduce; 0 for one
-            message each. With 1 nothing is sent before the backward pass has ended.
+        num_packs: The number of messages for the gradients of each dtype, and for the tensors of one reduce; 0 sends
+            each tensor by itself. With 1 nothing is sent before the backward pass ends.
 
     Raises:
-        OptionError: `num_packs` is negative; a strategy whose replicas have no GPU each raises it when it is made.
+        OptionError: `num_packs` is negative; or, when a strategy is made, not every replica has a GPU of its own.
     """
 
     def reduce_implementation(self, op: ReduceOp, tensor: torch.Tensor, replicas: Replicas) -> torch.Tensor:
@@ -34,7 +34,7 @@ class NcclAllReduce(PackedOps):
 
     @property
     def is_groups_own(self) -> bool:  # type: ignore[override]
-        """True, unless a subclass adds up otherwise."""
+        """True unless a subclass overrides `reduce_implementation`."""
         return type(self).reduce_implementation is NcclAllReduce.reduce_implementation
 
     def check(self, devices: Sequence[str], nccl: bool) -> None:

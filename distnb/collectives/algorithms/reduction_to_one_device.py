@@ -1,4 +1,4 @@
-"""A reduction on one device: one replica gets all tensors, adds them up, and sends the sum to the others."""
+"""A reduction on one device: one replica receives all tensors, adds them up, and sends the sum to the others."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class ReductionToOneDevice(CrossDeviceOps):
     """A reduction that gathers tensors on one device, adds them up there, and copies the result to all replicas.
 
     Args:
-        reduce_to_device: Where: the device of a replica, which then does it, or "cpu" for the host memory of
-            replica 0. None for replica 0's device.
-        accumulation_fn: Called there with a list of tensors, one of each replica, in replica order; returns their
-            elementwise sum, in the same shape and dtype. None adds them up one after another. What it gets may hold
-            several tensors, one after another (see `CrossDeviceOps.reduce_implementation`).
+        reduce_to_device: The device of the replica that adds up, or "cpu" for the host memory of replica 0. None means
+            replica 0's device.
+        accumulation_fn: A function of a list of tensors, one per replica in replica order, that returns their
+            elementwise sum in the same shape and dtype. None adds them up one after another. Each tensor may be a
+            concatenation of several (see `CrossDeviceOps.reduce_implementation`).
 
     Raises:
-        OptionError: `reduce_to_device` is no device (a strategy none of whose replicas has it raises it when it is
-            made), or `accumulation_fn` cannot be called.
+        OptionError: `reduce_to_device` is not a device, or `accumulation_fn` cannot be called; or, when a strategy is
+            made, no replica has that device.
     """
 
     def __init__(

@@ -17,16 +17,16 @@ __all__ = ["Replicas", "require_like"]
 
 
 class Replicas:
-    """The replicas, as a method of `CrossDeviceOps` sees them. Programs do not make one.
+    """The communication of a method of `CrossDeviceOps` with the replicas. distnb creates it.
 
-    Each method is one step that *every* replica takes, in the same order, with a tensor of the same shape and dtype,
-    also those that it sends nothing to. Steps are recorded and compared, like every collective: if the replicas take
-    different ones, all of them raise `CollectiveMismatchError`; if one raises or dies, the others do not wait for it.
+    *Every* replica calls each method, in the same order and with a tensor of the same shape and dtype, even if it sends
+    or receives nothing. The calls are recorded and compared like all collectives: if they differ, every replica raises
+    `CollectiveMismatchError`; if one replica raises or dies, the others do not wait for it.
 
     Attributes:
         rank: This replica's id.
-        size: How many replicas there are.
-        devices: Every replica's device, such as "cuda:0", in replica order.
+        size: The number of replicas.
+        devices: The replicas' devices, such as "cuda:0", in replica order.
     """
 
     def __init__(self, group: Group) -> None:
@@ -35,10 +35,10 @@ class Replicas:
         self.devices = tuple(map(str, group.devices))
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp | str = ReduceOp.SUM) -> torch.Tensor:
-        """Return the sum or mean of all replicas' tensors, by NCCL or Gloo (or in memory that the replicas share).
+        """Return the sum or mean of all replicas' tensors, computed by NCCL, Gloo or in shared memory.
 
         Args:
-            tensor: Left as it is.
+            tensor: This replica's tensor; it is not modified.
             op: SUM or MEAN.
         """
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -53,8 +53,8 @@ class Replicas:
         """Return the tensor of replica `source`, on all replicas.
 
         Args:
-            tensor: On the others its values do not matter, and are overwritten.
-            source: Whose tensor it is.
+            tensor: The tensor to send; on the other replicas, the tensor to overwrite.
+            source: The id of the replica that sends.
         """
         self._group.broadcast(tensor, source)
         return tensor
@@ -68,18 +68,18 @@ class Replicas:
         return self._group.all_gather(tensor)
 
     def exchange(self, tensor: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor | None:
-        """Send messages from replica to replica, in one step, which all replicas take, also if they send nothing.
+        """Send messages from replica to replica in one step. All replicas call it, even if they send nothing.
 
         Args:
-            tensor: What this replica sends, if it does.
-            pairs: (source, target) of each message, the same on all replicas. A replica sends to one other at most,
-                and gets from one at most.
+            tensor: The tensor that this replica sends, if it sends one.
+            pairs: (source, target) of each message, the same on all replicas. A replica sends at most one message and
+                receives at most one.
 
         Returns:
-            What this replica got, or None.
+            The tensor that this replica received, or None.
 
         Raises:
-            OptionError: Pairs that are impossible.
+            OptionError: A replica of the pairs does not exist, or is the source or target of two.
         """
         return self._group.exchange(tensor, pairs)
 
@@ -89,11 +89,11 @@ def _word(op: ReduceOp | str) -> str:
 
 
 def require_like(total: object, like: torch.Tensor, what: str, expected: str) -> None:
-    """Refuse the result of a user's function, unless it is a dense tensor of the shape and dtype of another.
+    """Raise an error unless the result of a user's function is a dense tensor of the expected shape and dtype.
 
     Args:
-        what: Which function it is and what it was given, for the error.
-        expected: What it must return, "in the same shape and dtype" apart, for the error.
+        what: The function and its argument, for the error.
+        expected: The expected result up to "the same shape and dtype", for the error.
     """
     got = repr(total)
     if isinstance(total, torch.Tensor):

@@ -1,4 +1,5 @@
-"""Sums and means of tensors over the replicas: packed into few messages, sparse rows apart, open to autograd."""
+"""Differentiable sums and means of tensors over the replicas, packed into few messages. Sparse tensors go
+separately."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["all_reduce", "combine", "is_sparse", "sum_sparse", "wire_dtype"]
 
-# Below this many elements a message's latency counts and its bytes do not: everything travels as float64.
+# Below this number of elements, latency counts and bytes do not: everything is sent as float64.
 _SMALL = 65536
 
 
 def all_reduce(
     aggregation: Aggregation, op: ReduceOp, tensors: Sequence[torch.Tensor], layout: object = None
 ) -> list[torch.Tensor]:
-    """Combine tensors so that gradients are the same sums or means of the upstream gradients; none if sparse."""
+    """Combine tensors differentiably: their gradients are the sums or means of the upstream gradients. Sparse ones have
+    none."""
     results = dict(enumerate(tensors))
     dense = [place for place, tensor in enumerate(tensors) if not is_sparse(tensor)]
     totals = _apply_all_reduce(aggregation, op, layout, *[tensors[place] for place in dense]) if dense else ()
@@ -44,7 +46,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        # Through the Function again, so that second derivatives are right too.
+        # By the same Function, so that second derivatives are right, too.
         return None, None, None, *_apply_all_reduce(ctx.aggregation, ctx.op, None, *upstream)
 
 
@@ -56,9 +58,10 @@ def combine(
 ) -> list[torch.Tensor]:
     """Return the elementwise sum or mean of each tensor over all replicas.
 
-    Several tensors travel in one message per kind of number, or in as many packs as the strategy's option says.
-    Half precision is added up in single precision. Of sparse tensors only the entries travel. The tensors, of equal
-    shapes, dtypes and layouts on all replicas, are not changed. The repr of `layout` must be equal on all, too.
+    Several tensors are sent in one message per kind of number, or in as many packs as the strategy's option says. Half
+    precision is summed in single precision. Of sparse tensors only the entries are sent. The tensors have the same
+    shapes, dtypes and layouts on all replicas, and are not modified. The repr of `layout` must be equal on all
+    replicas, too.
     """
     with torch.no_grad():
         results: dict[int, torch.Tensor] = {}
@@ -81,7 +84,7 @@ def combine(
 
 
 def wire_dtype(dtype: torch.dtype, small: bool) -> torch.dtype:
-    """Return the dtype in which a kind of number is added up. `small`: the tensors are several, and small."""
+    """Return the dtype in which a kind of number is summed. `small` means several small tensors."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.int64
     if small or dtype in (torch.float64, torch.complex128):

@@ -1,8 +1,8 @@
-"""Listeners of backward passes: notifications when one begins, and when it has ended.
+"""Notifications of the beginning and the end of backward passes.
 
-Every backward pass that Python starts goes through one function of `torch.autograd`, which is replaced while there are
-listeners. Hooks on the parameters would see the same, but they cost a call per parameter, run on autograd's own threads
-(where an interrupt does not reach), and cannot recognise the pass's first gradient.
+Every backward pass that Python starts calls one function of `torch.autograd`, which is replaced while there are
+listeners. Hooks on the parameters would do the same, but they cost a call per parameter, run on autograd's own threads
+(which an interrupt does not reach), and cannot recognise the first gradient of a pass.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ class PassListener(Protocol):
 
     @property
     def aggregates(self) -> bool:
-        """True if there is anything to do now. A replica alone has nothing to do, and gets no notifications."""
+        """True if notifications are needed now: with one replica they are not."""
 
     def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
-        """Handle the begin of a pass from these outputs."""
+        """Handle the beginning of a pass from these outputs."""
 
     def end(self) -> None:
-        """Handle the end of the pass, of those nested in it, and of those that other threads ran at the same time."""
+        """Handle the end of the pass, of passes nested in it, and of passes that other threads ran at the same time."""
 
     def failed(self) -> None:
         """Handle an error of the pass or of a listener."""
 
 
 class BackwardPasses:
-    """The replacement of autograd's entry, and the count of running passes.
+    """The replacement of autograd's entry point, and the count of running passes.
 
     A pass nested in another one (reentrant checkpointing) may run on another thread than the outer one, so
     the count belongs to the process and not to a thread. The last pass to end ends them all.
 
     Attributes:
-        nesting_seen: Whether a pass ever ran inside (or alongside) another: then a parameter may get gradients twice
-            in one pass.
+        nesting_seen: Whether a pass ever ran inside or alongside another. If so, a parameter may get gradients twice in
+            one pass.
     """
 
     def __init__(self) -> None:
@@ -60,16 +60,16 @@ class BackwardPasses:
             torch_internals.set_backward_function(self._run)
 
     def stop_listening(self, listener: PassListener) -> None:
-        """Notify it no more. Autograd is restored when nobody listens."""
+        """Remove a listener. Autograd is restored when there is none left."""
         if listener in self._listeners:
             self._listeners.remove(listener)
-        # Somebody may have wrapped ours meanwhile: then it stays, and passes everything on.
+        # If other code has wrapped our function meanwhile, it stays and passes everything on.
         if not self._listeners and self._original is not None and torch_internals.backward_function() == self._run:
             torch_internals.set_backward_function(self._original)
             self._original = None
 
     def any_aggregates(self) -> bool:
-        """Return whether a listener aggregates gradients in this process now, as one of several replicas."""
+        """Return whether a listener aggregates gradients over several replicas in this process now."""
         return any(listener.aggregates for listener in self._listeners)
 
     @always_eager

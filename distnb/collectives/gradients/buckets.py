@@ -30,11 +30,12 @@ __all__ = ["Bucket", "BucketPlan", "large_packs"]
 
 # A parameter group of at least this size is cut into buckets that start during the pass; smaller ones wait for its end.
 OVERLAP_NBYTES = {"cpu": 2**20, "cuda": 4 * 2**20}
-# A bucket holds at least so much, and at least an eighth of its group: each costs a round of messages.
+# The least size of a bucket, which also holds at least an eighth of its group: each costs a round of messages.
 BUCKET_NBYTES = {"cpu": 2**19, "cuda": 4 * 2**20}
 
 _SALTS = 61
-# So many buckets of a plan travel at once: a group has room for a few hundred messages that nobody has waited for.
+# The number of buckets of a plan under way at once: a group has room for a few hundred messages that nobody has waited
+# for.
 _UNDER_WAY = 16
 
 Member = tuple[ParameterGroup, int]
@@ -42,11 +43,12 @@ Member = tuple[ParameterGroup, int]
 
 
 class Bucket:
-    """A group of gradients of one device and dtype, and the flat tensor in which they travel.
+    """A group of gradients of one device and dtype, and the flat tensor in which they are sent.
 
     The tensor's views become the parameters' `.grad`, so nothing is copied back. Users may keep gradients for longer
-    than a step, so it is used again only while nobody else holds one of its views or shares its memory. It is longer by
-    `salt`: buckets of different salt cannot be taken for each other when replicas start them in different order.
+    than a step, so it is reused only if nobody else holds one of its views or shares its memory. It has `salt` more
+    elements than needed, so that two buckets which replicas start in different orders differ in size and are not
+    mistaken for each other.
     """
 
     def __init__(self, members: Sequence[Member], slots: Sequence[Slot], salt: int) -> None:
@@ -63,11 +65,11 @@ class Bucket:
         return [group.params[place].grad for group, place in self.members]
 
     def is_plain(self) -> bool:
-        """Return whether there was no gradient before the running pass."""
+        """Return whether no parameter had a gradient before the running pass."""
         return not any(group.aside for group in self._groups)
 
     def start(self, aggregation: Aggregation, scale: float) -> None:
-        """Pack the gradients, and what was gathered under no_sync, and begin to add them up."""
+        """Pack the gradients, with those accumulated under no_sync, and start to sum them."""
         gradients = self.fresh()
         if any(group.local for group in self._groups):
             pairs = zip(self.members, gradients, strict=True)
@@ -89,7 +91,7 @@ class Bucket:
             self._started = None
 
     def finish(self) -> tuple[list[torch.Tensor], list[bool] | None]:
-        """Wait, and return the sums, with those for which any replica had a gradient (None: all)."""
+        """Wait, and return the sums and the parameters for which any replica had a gradient (None: all)."""
         self.wait()
         pack, self._pack = self._pack, None
         assert pack is not None
@@ -97,7 +99,7 @@ class Bucket:
         return pack.views, used
 
     def reset(self) -> None:
-        """Prepare for the next pass, whatever became of this one."""
+        """Prepare for the next pass, even if this one failed."""
         self._pack = self._started = None
 
     def _idle_pack(self) -> Pack:
@@ -108,7 +110,7 @@ class Bucket:
         for view in pack.views:
             AGGREGATED.add(view)
         del view  # no name may hold a view when the references are counted
-        # Keep two at most: a program that keeps the gradients of many steps must be their only owner.
+        # Keep at most two: a program that keeps the gradients of many steps must be their only owner.
         self._packs = [(pack, _references(pack)), *self._packs[:1]]
         return pack
 
@@ -130,7 +132,7 @@ def _counts_are_exact() -> bool:
     return sys.getrefcount(gradient) == before + 1
 
 
-# Where torch counts otherwise, every step takes a new pack: slower, never wrong.
+# If torch counts differently, every step takes a new pack, which is slower and still correct.
 _COUNTS_ARE_EXACT = _counts_are_exact()
 
 
@@ -138,14 +140,14 @@ class BucketPlan:
     """The gradients of some parameter groups, laid out in buckets.
 
     Args:
-        groups: Whose gradients these are.
+        groups: The parameter groups.
         packs: How those of each device and dtype are divided into buckets.
-        start: Given for one large group whose buckets start during the pass, in the order in which gradients become
-            ready. Called, maybe on autograd's thread, when all gradients of the next bucket are there; says whether
-            it has started the bucket.
+        start: Needed for one large group whose buckets start during the pass, in the order in which gradients become
+            ready. Called, possibly on autograd's thread, when all gradients of the next bucket are ready; returns
+            whether it has started the bucket.
 
     Attributes:
-        sparse: The parameters whose gradients are sparse: those are gathered, not packed.
+        sparse: The parameters whose gradients are sparse, and therefore gathered, not packed.
         version: The layout version of the (first) group.
         launched: Number of buckets that have started in this pass, always the first ones.
     """
@@ -180,7 +182,7 @@ class BucketPlan:
             for indices in kinds.values()
             for places in packs.cut([slots[index].nbytes for index in indices])
         ]
-        # Buckets start in order: one whose last gradient comes early must not wait for those of another kind.
+        # Buckets start in order: one whose gradients are ready early must not wait for one of another kind.
         cut.sort(key=lambda indices: indices[-1])
         return [Bucket([members[i] for i in indices], [slots[i] for i in indices], salt) for indices in cut]
 
@@ -214,8 +216,8 @@ class BucketPlan:
     def reset(self) -> None:
         """Prepare for the next pass."""
         if self._last and self.launched:
-            # The first pass has shown which gradient of each bucket comes last: hooks on those are enough from now on.
-            # (A hook takes 3.5 µs.) Should the order change, buckets start later than they could.
+            # The first pass has shown which gradient of each bucket is ready last: hooks on these are enough from now
+            # on. (A hook takes 3.5 µs.) If the order changes, buckets start later than they could.
             for member in [member for member in self._hooks if member not in self._last.values()]:
                 self._hooks.pop(member).remove()
             self._last = None
@@ -235,7 +237,7 @@ class BucketPlan:
                     self._hooks[group, place] = parameter.register_post_accumulate_grad_hook(hook)
 
     def detach(self) -> None:
-        """Start no bucket during a pass any more."""
+        """Stop starting buckets during a pass."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
@@ -248,7 +250,7 @@ class BucketPlan:
             bucket = self.buckets[self.launched]
             if self._start is None or any(g is None for g in bucket.fresh()) or not self._start(self, bucket):
                 return
-            # What arrives later must not be taken for what the bucket carries.
+            # A gradient that arrives later must not be mistaken for one in the bucket.
             for group, place in bucket.members:
                 group.params[place].grad = None
 

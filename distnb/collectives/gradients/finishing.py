@@ -1,4 +1,4 @@
-"""The end of a backward pass: its gradients are added to the existing gradients."""
+"""The end of a backward pass, which adds its gradients to the existing ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["finish", "finish_with_graph", "keep_equal", "keep_local"]
 
 
 def finish(plan: BucketPlan, aggregation: Aggregation, scale: float) -> None:
-    """Wait for a plan's buckets, gather what is sparse, and set the gradients."""
+    """Wait for a plan's buckets, gather the sparse gradients, and set all gradients."""
     totals: dict[Member, torch.Tensor | None] = {}
     for bucket in plan.buckets:
         views, used = bucket.finish()
@@ -40,7 +40,7 @@ def finish(plan: BucketPlan, aggregation: Aggregation, scale: float) -> None:
 
 
 def finish_with_graph(plan: BucketPlan, aggregation: Aggregation, scale: float) -> None:
-    """Add up a plan's gradients so that the sums can be differentiated again, and set them."""
+    """Sum a plan's gradients differentiably, and set them."""
     members = [member for bucket in plan.buckets for member in bucket.members] + plan.sparse
     totals = _contributions(members, aggregation, scale)
     dense = {member: gradient.to_dense() for member, gradient in totals.items() if gradient is not None}
@@ -52,7 +52,7 @@ def finish_with_graph(plan: BucketPlan, aggregation: Aggregation, scale: float) 
 def _contributions(
     members: Sequence[Member], aggregation: Aggregation, scale: float
 ) -> dict[Member, torch.Tensor | None]:
-    """Return this replica's part of each gradient: zeros where only others have one, None where nobody has."""
+    """Return this replica's part of each gradient: zeros if only other replicas have one, None if no replica has."""
     own = [group.contribution(place, group.params[place].grad, scale) for group, place in members]
     slots = [group.slots[place] for group, place in members]
     used = torch.tensor([gradient is not None for gradient in own], dtype=torch.int64, device=slots[0].device)
@@ -71,10 +71,11 @@ def _contributions(
 
 
 def _set(plan: BucketPlan, totals: dict[Member, torch.Tensor | None]) -> None:
-    """Set gradients to the sum of those aggregated before the pass and those now. None: no replica had one."""
+    """Set gradients to the sum of those aggregated before the pass and the new ones. None means that no replica had
+    one."""
     add_to, added = [], []
     for (group, place), total in totals.items():
-        before = None if place in group.local else group.aside.get(place)  # the total has what is local
+        before = None if place in group.local else group.aside.get(place)  # the total contains the local gradient
         group.local.discard(place)
         parameter = group.params[place]
         if total is None:
@@ -98,7 +99,7 @@ def _set(plan: BucketPlan, totals: dict[Member, torch.Tensor | None]) -> None:
 
 
 def _require_aggregated(group: ParameterGroup, place: int, before: torch.Tensor) -> None:
-    # What is made from a gradient that no step has used yet may be derived from it (clipped, scaled).
+    # A gradient of an aggregation that no step has used yet may be derived from it (clipped, scaled).
     if before not in AGGREGATED and group.serial <= AGGREGATED.stepped and _has_values(before):
         raise UnsyncedGradientError(
             f"A backward pass reached parameter {place} of {group.description}, whose gradient was made by hand "
@@ -109,7 +110,7 @@ def _require_aggregated(group: ParameterGroup, place: int, before: torch.Tensor)
 
 
 def keep_local(groups: Sequence[ParameterGroup], scale: float) -> None:
-    """Add the new gradients to the old ones under no_sync, and remember that they are this replica's own."""
+    """Add the new gradients to the old ones under no_sync, and mark them as this replica's own."""
     for group in groups:
         for place, gradient in enumerate(group.fresh()):
             if gradient is None:
@@ -129,7 +130,8 @@ def keep_local(groups: Sequence[ParameterGroup], scale: float) -> None:
 
 
 def keep_equal(groups: Sequence[ParameterGroup]) -> None:
-    """Add new gradients, which are equal outside `strategy.run`, to the old ones. They count as aggregated."""
+    """Add new gradients to the old ones outside `strategy.run`, where they are equal on all replicas and count as
+    aggregated."""
     for group in groups:
         for place, gradient in enumerate(group.fresh()):
             if gradient is not None:

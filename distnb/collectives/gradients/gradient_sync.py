@@ -1,7 +1,7 @@
 """The synchronisation of mirrored parameters: the backward pass itself aggregates new gradients over the replicas.
 
-One `GradientSync` belongs to one strategy, on every replica. It needs no wrapper around modules or optimizers:
-parameters are registered when they are made, and a backward pass that reaches them ends in one packed collective.
+Each strategy has one `GradientSync` on every replica. It needs no wrapper around modules or optimizers: parameters are
+registered when they are made, and a backward pass that reaches them ends with one packed collective.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class _Pass:
     """A backward pass under way.
 
     Attributes:
-        synced: Whether gradients are aggregated at its end, and not kept under `no_sync`.
-        equal: Whether all replicas do the same in it, so that nothing is added up.
-        mean_loss: The error if it began with a loss that is not to be summed, raised if it reaches mirrored parameters.
+        synced: Whether gradients are aggregated at its end; under `no_sync` they are not.
+        equal: Whether all replicas compute the same in it, so that nothing is summed.
+        mean_loss: The error to raise if the pass reaches mirrored parameters, because its loss is a mean; else None.
         scale: Multiplies this replica's gradients.
     """
 
@@ -66,21 +66,21 @@ class _Entry:
 class GradientSync:
     """The aggregation of mirrored parameters' gradients over the replicas, at the end of each backward pass.
 
-    Only what a pass adds to `.grad` is aggregated: two passes that accumulate give the sum of their global
-    gradients. Runs on every replica.
+    Only the gradients that a pass adds to `.grad` are aggregated: two passes that accumulate give the sum of their
+    global gradients.
 
     Args:
-        aggregation: Gives the replicas of the present generation, and how they add up; asked at each pass.
+        aggregation: Returns the current aggregation. Called at each pass.
         reduction: "sum", or "mean": weighted by the sizes of the replicas' slices (see `weight`).
-        check_mean_loss: With "sum", raise MeanLossError where a loss is a mean.
-        in_replica: Whether a pass that begins now is one replica's part of a step; else all replicas do the same, and
-            nothing is added up.
-        before_common_pass: Called when a pass begins in which all replicas do the same: parameters may be registered.
-        after_pass: Called at the end of each pass that aggregated, with the keys (see `register`) of what it reached,
-            the same on every replica.
+        check_mean_loss: With "sum", whether to raise MeanLossError if a loss is a mean.
+        in_replica: Returns whether a pass that begins now is one replica's part of a step. Otherwise all replicas
+            compute the same, and nothing is summed.
+        before_common_pass: Called before a pass in which all replicas compute the same. It may register parameters.
+        after_pass: Called at the end of each pass that aggregated, with the keys (see `register`) of the groups that it
+            reached. The keys are the same on every replica.
 
     Attributes:
-        groups: The parameter groups, in the order of making.
+        groups: The parameter groups, in the order of their creation.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class GradientSync:
         BACKWARD_PASSES.listen(self)
 
     def register(self, parameter: torch.nn.Parameter, key: Any, at: tuple[Identity, int] | None = None) -> None:
-        """Keep a parameter in sync, which all replicas made with equal values. A second call changes nothing.
+        """Keep a parameter in sync. All replicas have made it with equal values. Idempotent.
 
-        Parameters of one key are reduced together. Its attribute `label` names them in errors.
+        Parameters with the same key are reduced together. The key's attribute `label` names them in errors.
 
         Args:
-            at: On a replica that takes a lost one's place: how the others call the group, and the place in it.
+            at: On a replica that replaces a lost one: the group's identity on the others, and the place in it.
         """
         if find_mirror(parameter) is not None:
             return
@@ -150,7 +150,8 @@ class GradientSync:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context in which backward passes gather gradients here. The next pass outside aggregates them."""
+        """Return a context in which backward passes accumulate gradients locally. The next pass outside aggregates
+        them."""
         self._unsynced += 1
         try:
             yield
@@ -160,22 +161,23 @@ class GradientSync:
     def weight(self, n: int | None, total: int | None) -> None:
         """Set the sizes of this replica's slice of the current batch and of the whole batch. `run` calls this.
 
-        Without a distributed batch they are None, and all replicas count alike.
+        Without a distributed batch the sizes are None, and all replicas have the same weight.
         """
         self._slice = None if n is None or total is None else (n, total)
 
     def identity_of(self, key: Any) -> Identity | None:
-        """Return the name by which all replicas know the group of a key, or None."""
+        """Return the identity of a key's group, which is the same on all replicas, or None."""
         group = self._by_key.get(key)
         return None if group is None else group.identity
 
     def changed_by_hand(self) -> dict[str, int]:
-        """Return the parameters changed since the last call, but not by an optimizer's step, with digests."""
+        """Return the parameters that were changed since the last call other than by an optimizer's step, with
+        digests."""
         return changed_by_hand(self.groups) if self.aggregates else {}
 
     @property
     def is_synced(self) -> bool:
-        """True if a pass that begins now is aggregated, and not within `no_sync`."""
+        """True if a pass that begins now is aggregated, False under `no_sync`."""
         return not self._unsynced
 
     @property
@@ -184,7 +186,7 @@ class GradientSync:
         return self._pass is not None
 
     def global_loss(self, loss: Any) -> Any:
-        """Return the loss of the whole batch, of which each replica gives its part."""
+        """Return the loss of the whole batch from each replica's part."""
         if not self._in_replica() or not isinstance(loss, torch.Tensor):
             return loss
         aggregation = self._aggregation()
@@ -198,7 +200,7 @@ class GradientSync:
         return self._aggregation().group.size > 1
 
     def detach(self) -> None:
-        """Release all parameters: their gradients are this process's own again."""
+        """Release all parameters. Their gradients are local again."""
         BACKWARD_PASSES.stop_listening(self)
         for group in self.groups:
             group.forget()
@@ -208,7 +210,7 @@ class GradientSync:
     # What autograd calls -------------------------------------------------------------------------------------
 
     def begin(self, roots: tuple[Any, ...], create_graph: bool) -> None:
-        """Move existing gradients out of the way of a pass that is about to run."""
+        """Move existing gradients aside before a pass."""
         self._pass = None
         if not self._in_replica():
             self._before_common_pass()
@@ -313,7 +315,7 @@ class GradientSync:
             plans.append(BucketPlan(small, packs))
         entry = _Entry(tuple(groups), [group.layout_version for group in groups], plans)
         if not alike:
-            # From pass to pass each replica may reach any of these groups: all such passes are one kind from now on.
+            # In each pass a replica may reach any of these groups: all such passes count as one kind from now on.
             self._varying.append(entry)
             self._entries = {key: known for key, known in self._entries.items() if not set(key) <= set(groups)}
         self._entries[touched] = entry
@@ -331,7 +333,7 @@ class GradientSync:
     def _start(self, plan: BucketPlan, bucket: Bucket) -> bool:
         this = self._pass
         if this is None or not this.synced or this.equal or this.create_graph or this.mean_loss is not None:
-            return False  # nothing is added up before the pass has ended
+            return False  # nothing is summed before the pass has ended
         if BACKWARD_PASSES.nesting_seen:
             return False
         plan.start_bucket(bucket, this.aggregation, this.scale)
@@ -355,7 +357,7 @@ class GradientSync:
     def _enter_generation(self, aggregation: Aggregation) -> None:
         generation = aggregation.group.generation
         if generation != self._generation:
-            # What was agreed may have been interrupted half-way: some replicas know of it, others do not.
+            # An agreement may have been interrupted half-way, so that only some replicas have it.
             self._generation = generation
             self._made = 0
             self._forget_entries(self.groups)

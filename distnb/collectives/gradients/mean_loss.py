@@ -1,7 +1,7 @@
-"""Detection of a mean loss where gradients are summed, since every replica's mean would count in full.
+"""Detection of a mean loss under summed gradients, where the mean of every replica would count in full.
 
-What is looked at is the short tail of the autograd graph between the loss and the first tensor that is no
-scalar. Means inside the model (pooling, normalisation) lie beyond it and are never reached.
+The search covers the end of the autograd graph, from the loss to the first tensors that are not scalars. Means inside
+the model (pooling, normalisation) are further away and are never reached.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _global: ContextVar[_Check | None] = ContextVar("check of losses of the whole ba
 
 @contextmanager
 def losses_are_global(check: _Check) -> Iterator[None]:
-    """Declare for a block that every replica differentiates the loss of the whole batch, of which a part flows back.
+    """Declare that every replica differentiates the loss of the whole batch in this block.
 
     Args:
-        check: Returns the error for the roots of a backward pass, or None. It replaces the search for a mean.
+        check: A function of the roots of a backward pass that returns an error or None. It replaces the search for a
+            mean.
     """
     before = _global.set(check)
     try:
@@ -50,7 +51,7 @@ def are_losses_global() -> bool:
 
 
 class MeanLossCheck:
-    """A check of each kind of backward pass, once: one line of the program, one kind of root."""
+    """A check that runs once for each kind of backward pass: each line of the program and each kind of root."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[bytes, tuple[type, ...]]] = set()
@@ -60,8 +61,8 @@ class MeanLossCheck:
     ) -> GradientError | None:
         """Return the error to raise if a pass from these roots reaches mirrored parameters.
 
-        It is None if there is no mean behind them, or this kind was checked before. The sizes of this replica's slice
-        of the batch, and of the whole batch, may be unknown.
+        It is None if the loss is not a mean, or if this kind was checked before. The sizes of this replica's slice and
+        of the whole batch may be unknown.
         """
         whole = _global.get()
         if whole is not None:
@@ -90,7 +91,7 @@ class MeanLossCheck:
 
 
 def _unscaled_mean(root: Any, replicas: int, slice_size: int | None, batch_size: int | None) -> str | None:
-    """Describe the first mean in the scalar end of a graph that is not scaled for the replicas."""
+    """Describe the first mean among the scalars of a graph that is not scaled for the replicas."""
     scales = [1 / replicas, *([1 / batch_size] if batch_size else [])]
     waiting: list[tuple[Any, tuple[float, ...]]] = [(root, ())]
     visited: set[tuple[Any, tuple[float, ...]]] = set()
@@ -109,7 +110,7 @@ def _unscaled_mean(root: Any, replicas: int, slice_size: int | None, batch_size:
 
 
 def _mean(node: Any, factors: tuple[float, ...], slice_size: int | None, batch_size: int | None) -> str | None:
-    """Describe a node if it is a mean over a batch, or a sum that is divided like one."""
+    """Describe a node if it is a mean over a batch, or a sum divided by the size of one."""
     name = node.name()
     if name.startswith("MeanBackward"):
         return "made by mean()" if _reduces_batch(node) else None
@@ -129,7 +130,7 @@ def _mean(node: Any, factors: tuple[float, ...], slice_size: int | None, batch_s
 
 
 def _extent(node: Any) -> int:
-    """Return the number of elements of a node's output; 0 if it has several outputs or they are not known."""
+    """Return the number of elements of a node's output; 0 if it has several outputs or their shape is unknown."""
     shapes = shapes_of_outputs(node)
     return math.prod(shapes[0]) if len(shapes) == 1 else 0
 
@@ -145,7 +146,7 @@ def _reduces_batch(node: Any) -> bool:
 
 
 def _scalars_beneath(node: Any) -> list[Any] | None:
-    """Return the nodes of the scalars that were stacked into a node's input; None if it was no list of scalars."""
+    """Return the nodes of the scalars that were stacked into a node's input; None if it was not a list of scalars."""
     below = [function for function, _ in node.next_functions]
     if len(below) != 1 or below[0] is None or below[0].name() not in _LISTS_OF_SCALARS:
         return None
@@ -154,7 +155,7 @@ def _scalars_beneath(node: Any) -> list[Any] | None:
 
 
 def _inputs(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[float, ...]]]:
-    """Yield the nodes below, each with the constant factors between it and the loss."""
+    """Yield a node's inputs, each with the constant factors between it and the loss."""
     scalars = _scalars_beneath(node)
     if scalars is not None:
         # A mean of several losses: its divisor is their number, and says nothing about the replicas.
@@ -176,7 +177,7 @@ def _inputs(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[
 
 
 def _constant(node: Any, name: str) -> float | None:
-    """Return a number that the graph saved, or None if it is no number or an earlier pass freed it."""
+    """Return a number that the graph saved, or None if it is not a number or an earlier pass freed it."""
     try:
         value = saved(node, name)
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""Optimizers' steps on mirrored parameters, which need aggregated gradients and write the same everywhere.
+"""Optimizers' steps on mirrored parameters, which need aggregated gradients and write the same values on all replicas.
 
-Tensors count the writes to them. What an optimizer's step writes is known to be equal, since its gradients are; so a
-parameter with other writes is all that has to be compared, and a cell that trains as usual costs nothing at its end.
+Tensors count the writes to them. An optimizer's step writes equal values, since its gradients are equal. So only
+parameters with other writes have to be compared, and the end of a cell that trains as usual costs nothing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class _Steps:
     """The observed steps of one optimizer.
 
     Attributes:
-        used: The number of the last aggregation that one of its steps has used.
+        used: The number of the last aggregation that one of its steps used.
         mirrored: Its parameters whose writes are counted: the counts, the place there, the parameter.
-        versions: What these parameters' versions were when the present step began.
+        versions: The versions of these parameters at the beginning of the current step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -39,7 +39,7 @@ class _Steps:
         self.see(optimizer)
 
     def see(self, optimizer: torch.optim.Optimizer) -> None:
-        """Handle the begin of a step."""
+        """Handle the beginning of a step."""
         count = sum([len(group["params"]) for group in optimizer.param_groups])
         if count != self._count:
             self._count = count
@@ -89,7 +89,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _with_global_loss(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Give an optimizer that computes with its closure's loss (a line search) that of the whole batch.
+    """Make the closure of an optimizer that computes with the loss (a line search) return the loss of the whole batch.
 
     torch's optimizers other than LBFGS only pass it on.
     """
@@ -117,7 +117,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _judge(optimizer: torch.optim.Optimizer, unknown: Sequence[Mirror], used: int) -> None:
-    """Accept gradients that were made from aggregated ones (`p.grad = p.grad / norm`); refuse the others."""
+    """Raise an error unless the gradients are aggregated, or were made from aggregated ones (`p.grad = p.grad /
+    norm`)."""
     wrong = [
         mirror
         for mirror in unknown
@@ -160,7 +161,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def note_versions(groups: Iterable[ParameterGroup], *, again: bool = False) -> None:
-    """Note that the parameters registered since are equal on all replicas now; with `again` that all are."""
+    """Note that parameters registered since the last call (with `again`, all parameters) are equal on all replicas
+    now."""
     for group in groups:
         if again:
             group.versions.clear()
@@ -173,7 +175,7 @@ def note_versions(groups: Iterable[ParameterGroup], *, again: bool = False) -> N
 def writes(group: ParameterGroup) -> int:
     """Count the writes to a group's parameters since the replicas last began with equal values.
 
-    Replicas that made the same steps give the same number, and no value is read: that would wait for the device.
+    Replicas that made the same steps return the same number. No value is read, because that would wait for the device.
     """
     return sum(
         parameter._version - group.versions_at_first.get(place, parameter._version)
@@ -182,7 +184,7 @@ def writes(group: ParameterGroup) -> int:
 
 
 def changed_by_hand(groups: Iterable[ParameterGroup]) -> dict[str, int]:
-    """Return the parameters changed since the last call, but not by steps: by name, with their digests."""
+    """Return the digests of the parameters that were changed since the last call other than by steps, by name."""
     changed = {}
     for group in groups:
         for place, parameter in _counting(group):

@@ -1,4 +1,4 @@
-"""The mirrored parameters of one model: those that exist in this process, and the state of their gradients."""
+"""The mirrored parameters of one model that exist in this process, and the state of their gradients."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class AggregatedTensors:
     `torch.autograd.grad` and aggregated by hand pass the optimizer's check.
 
     Attributes:
-        identities: May be read directly where a call per tensor would cost: an entry goes the moment its tensor dies,
-            before the identity can be given to another object.
+        identities: May be read directly where a call per tensor would cost too much: an entry is removed as soon as its
+            tensor is freed, before another object can get its identity.
         serial: Counts the aggregations of this process.
         stepped: The value of `serial` when an optimizer last stepped.
     """
@@ -48,7 +48,7 @@ class AggregatedTensors:
         self.stepped = 0
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Note that this very tensor holds an aggregated gradient."""
+        """Note that this tensor holds an aggregated gradient."""
         identity = id(tensor)
         if identity not in self.identities:
             forget = self.identities.pop
@@ -74,7 +74,7 @@ _mirrors: dict[int, Mirror] = {}
 
 
 def find_mirror(parameter: object) -> Mirror | None:
-    """Return the place of a parameter made in a scope; None for a copy of it (an EMA's, a deepcopy) and any other."""
+    """Return the place of a parameter made in a scope; None for all others, copies included (an EMA's, a deepcopy)."""
     return _mirrors.get(id(parameter))
 
 
@@ -116,25 +116,25 @@ def _nothing() -> None:
 
 
 Identity = tuple[int, int]
-"""What all replicas call a parameter group: the generation in which it was made, and the how manieth of it."""
+"""A parameter group's identity on all replicas: the generation in which it was made, and its number there."""
 
 
 class ParameterGroup:
     """The parameters of one model, in the order in which they were made. They are reduced together.
 
-    Nothing here keeps a parameter alive. A parameter that is gone keeps its place, so that a layout never
-    depends on when a replica's garbage collector ran.
+    The group does not keep parameters alive. A freed parameter keeps its place, so that the layout does not depend on
+    when a replica's garbage collector runs.
 
     Attributes:
         identity: The same on every replica.
-        key: What the caller of `GradientSync.register` calls it, by a weak reference.
+        key: A weak reference to the key that was passed to `GradientSync.register`.
         references: The parameters, by place.
         params: During a backward pass, the parameters; else empty.
-        aside: During a pass: the gradients that there were before it, by place.
+        aside: During a pass: the gradients from before it, by place.
         local: Places whose gradient is still this replica's own, made under `no_sync`.
-        serial: The number of the last aggregation that this group had part in.
-        versions: How often each parameter was written to, as far as all replicas did so alike, by place.
-        versions_at_first: The same when the replicas last began with equal values.
+        serial: The number of the last aggregation that this group took part in.
+        versions: The number of writes to each parameter that were the same on all replicas, by place.
+        versions_at_first: `versions` when the replicas last began with equal values.
         slots: The layout of each gradient that takes part, by place.
         layout_version: Grows when the slots may have changed.
         checked: Whether the replicas have compared the parameters' values.
@@ -166,7 +166,7 @@ class ParameterGroup:
         self._on_extinct = on_extinct
 
     def append(self, parameter: torch.nn.Parameter, place: int | None = None) -> None:
-        """Add a parameter, mirrored from now on, as the last one or at its place on other replicas."""
+        """Add a parameter as the last one, or at its place on other replicas."""
         identity = id(parameter)
         place = len(self.references) if place is None else place
         mirrors = _mirrors  # as the interpreter ends, modules' names are gone before their objects
@@ -181,7 +181,7 @@ class ParameterGroup:
         mirrors[identity] = Mirror(self._sync, self, place)
         self.references += [_nothing] * (place + 1 - len(self.references))
         earlier = self.references[place]()
-        if earlier is not None:  # a copy that came from another replica before, and is still held somewhere
+        if earlier is not None:  # a copy that was received from another replica before, and still exists
             mirrors.pop(id(earlier), None)
             self._alive -= 1
         self.references[place] = reference
@@ -189,19 +189,19 @@ class ParameterGroup:
         self._alive += 1
 
     def forget(self) -> None:
-        """Release the parameters, which are no longer mirrored."""
+        """Stop mirroring the parameters."""
         for identity in [identity for identity, mirror in _mirrors.items() if mirror.group is self]:
             del _mirrors[identity]
 
     def living(self) -> list[tuple[int, torch.nn.Parameter]]:
-        """Return the parameters that have values, with their places."""
+        """Return the parameters that exist, with their places."""
         found = [(place, reference()) for place, reference in enumerate(self.references)]
         return [(place, parameter) for place, parameter in found if parameter is not None and not is_lazy(parameter)]
 
     # During a pass ---------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Hold the parameters, move existing gradients out of the pass's way, and detect changes since."""
+        """Hold the parameters, move existing gradients aside, and detect changes since the last pass."""
         found = [reference() for reference in self.references]
         params: list[Any] = [_GONE if parameter is None else parameter for parameter in found]
         self.params = params
@@ -209,7 +209,7 @@ class ParameterGroup:
         for place in self.aside:
             params[place].grad = None
         if self.local:
-            # Not those that the user has set to None since, or to a gradient that is aggregated.
+            # Except those that the user has set to None or to an aggregated gradient since.
             self.local = {place for place in self.local & self.aside.keys() if self.aside[place] not in AGGREGATED}
         state = [(parameter.requires_grad, parameter.dtype, type(parameter)) for parameter in params]
         if any(parameter is None for parameter in found):
@@ -228,7 +228,8 @@ class ParameterGroup:
         return [parameter.grad for parameter in self.params]
 
     def contribution(self, place: int, fresh: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-        """Return this replica's part: the pass's gradient, scaled (by 0 to zeros), plus that gathered under no_sync."""
+        """Return this replica's part: the pass's gradient, scaled (by 0 to zeros), plus that accumulated under
+        no_sync."""
         if fresh is not None and scale != 1.0:
             fresh = fresh * scale if scale else torch.zeros_like(fresh)
         if place not in self.local:
@@ -236,7 +237,7 @@ class ParameterGroup:
         return self.aside[place] if fresh is None else self.aside[place] + fresh
 
     def end_pass(self, *, failed: bool = False) -> None:
-        """Restore the gradients to which nothing was added, all of them if the pass failed, and hold nothing more."""
+        """Restore gradients to which nothing was added (all if the pass failed), and release the parameters."""
         for place, parameter in enumerate(self.params) if failed else ():
             parameter.grad = self.aside.get(place)
         for place, before in self.aside.items():
@@ -248,7 +249,7 @@ class ParameterGroup:
     # Layout ----------------------------------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        """Decide after a pass, from the parameters' state, which of them take part, and lay them out."""
+        """Lay out the parameters that take part, according to their state after a pass."""
         slots = {}
         for place, parameter in enumerate(self.params):
             gradient, known = parameter.grad, self.slots.get(place)

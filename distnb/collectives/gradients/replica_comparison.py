@@ -1,8 +1,8 @@
 """The comparison of the replicas' backward passes: the groups that they reach, and the gradients outside `run`.
 
-A pass is known by the set of parameter groups that it reached. The first pass of each kind compares that set and the
-groups' layouts across the replicas; afterwards no word about it is needed. A group that only some replicas
-reached joins the pass of all, where it counts as zero on the others.
+A pass is identified by the set of parameter groups that it reached. The first pass of each kind compares that set and
+the groups' layouts across the replicas; later passes need no comparison. A group that only some replicas reached joins
+the pass of all, with zeros on the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["agree", "check_equal"]
 # (place, shape, stride, dtype, type of device)
 Layout = tuple[tuple[int, tuple[int, ...], tuple[int, ...] | None, str, str], ...]
 
-_TOLERANCE = 1e-5  # of a gradient's norm: the same sums on other processors differ in their last bits
+_TOLERANCE = 1e-5  # relative to a gradient's norm: the last bits of a sum differ between processors
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class _Proposal:
 def agree(
     replicas: Group, groups: Sequence[ParameterGroup], touched: Sequence[ParameterGroup], place: str
 ) -> tuple[list[ParameterGroup], bool]:
-    """Return the groups, laid out, that a pass reduces if it reached those `touched` on this replica.
+    """Return the groups, with layouts, that a pass reduces if it reached the groups `touched` on this replica.
 
     Returns:
-        The groups, in one order on all replicas; and whether the pass reached all of them on every replica.
+        The groups, in the same order on all replicas; and whether the pass reached all of them on every replica.
 
     Raises:
         GradientError: The replicas' models differ.
@@ -159,5 +159,5 @@ def _close(first: torch.Tensor, other: torch.Tensor) -> bool:
     if first.shape != other.shape:
         return False
     allowed = _TOLERANCE * (first[:, 1:].abs() + other[:, 1:].abs())
-    # What is infinite, or no number, on all replicas is equal, too.
+    # Infinities and NaNs on both replicas count as equal, too.
     return bool((((first - other).abs() <= allowed) | (first == other) | (first.isnan() & other.isnan())).all())

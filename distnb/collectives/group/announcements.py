@@ -1,7 +1,7 @@
-"""Texts that one replica leaves in the store for the replicas that wait for them, if any do.
+"""Texts that one replica leaves in the store for other replicas, which may or may not wait for them.
 
-A collective wants all replicas. An announcement does not: replica 0 may save a file, and the others wait until it has,
-or never ask. Both sides find the same name for it, since they have called as many collectives before.
+A collective needs all replicas; an announcement does not. For example, replica 0 saves a file, and the others wait for
+it or never ask. Both sides derive the announcement's name from the number of collectives that they have called.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ __all__ = ["announce", "await_announcement", "place"]
 
 
 def place(group: GuardedProcessGroup) -> str:
-    """Name the place in the program: it is the same on all replicas that have called the same collectives."""
+    """Return a name of the place in the program, which is equal on all replicas that have called the same
+    collectives."""
     communicator, _ = group.ready()
     number = communicator.verifier.number if communicator.verifier is not None else 0
     return f"{communicator.name}/announced/{number}"
 
 
 def announce(group: GuardedProcessGroup, name: str, text: str) -> None:
-    """Leave a text under a name that was not used before, beginning with a `place`."""
+    """Leave a text under a new name, which begins with a `place`."""
     group.member.client.store().set(name, text)
 
 
@@ -33,7 +34,7 @@ def await_announcement(group: GuardedProcessGroup, name: str, source: int, what:
         group: The replicas.
         name: Its name, which begins with a `place`.
         source: The replica that leaves it.
-        what: What that replica does before, for errors.
+        what: The work of that replica, for errors.
 
     Raises:
         CollectiveMismatchError: The source has ended its program, or waits for this replica elsewhere.
@@ -42,7 +43,7 @@ def await_announcement(group: GuardedProcessGroup, name: str, source: int, what:
     verifier = communicator.verifier
 
     def arrived() -> bool:
-        # First where the source is, then the text: it leaves the text before it goes on.
+        # Read the source's phase before the text, because it leaves the text before it goes on.
         ahead = finished = False
         if verifier is not None:
             program, phase, last = verifier.log.phase(source)

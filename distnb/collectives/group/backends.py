@@ -1,4 +1,4 @@
-"""The backends that carry a process group's data: Gloo and that of the replicas' devices, formed and ended as one."""
+"""The backends that carry a process group's data: Gloo and the devices' own, formed and ended as one."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Backends", "abort_all"]
 
-_FOREVER = timedelta(days=3650)  # a replica that computes for an hour is slow, not lost
+_FOREVER = timedelta(days=3650)  # a replica that computes for an hour is slow and not lost
 _DRAIN_S = 5.0
 _END_S = 1.0
-_THREADS = 2  # of Gloo's, as in torch: so many collectives are under way at once
+_THREADS = 2  # Gloo's, as in torch: the number of collectives under way at once
 _THREADS_ACROSS = 8  # between machines a model's buckets wait for the network, not for a core, and not for each other
 
 _device_making = threading.Lock()
@@ -45,12 +45,11 @@ _device_making = threading.Lock()
 
 @dataclass
 class Backends:
-    """The inner backends of one process group, by the type of device whose tensors they carry.
+    """The inner backends of one process group, by device type.
 
     Attributes:
         backends: "cpu" (Gloo), and the type of the replicas' devices if these have a backend of their own (NCCL).
-        plain: A C++ process group over the same backends, for the few operations that backends themselves don't offer
-            to Python.
+        plain: A C++ process group over the same backends, for the few operations that backends do not offer to Python.
         connections: The connected sockets of the Gloo backend.
     """
 
@@ -62,10 +61,10 @@ class Backends:
     def connect(cls, store: Store, group: GuardedProcessGroup, local: bool) -> Backends:
         """Connect with the other ranks of a group. Cannot be interrupted.
 
-        Addresses are exchanged in the store, under a prefix that nobody used before. Where all are `local`, on this
-        machine, they listen on loopback only.
+        Addresses are exchanged in the store, under a new prefix. If all ranks are `local` to this machine, they listen
+        on loopback only.
         """
-        with _device_making:  # its event loop is known by being new; what may block below must not hold the lock
+        with _device_making:  # its event loop is the new one; calls below may block, and must not hold the lock
             before = event_loops()
             device = _gloo_device(local)
             made = [poller for pipe, poller in event_loops().items() if pipe not in before]
@@ -90,7 +89,7 @@ class Backends:
 
     @property
     def of_device(self) -> Any:
-        """The devices' own backend; None where there is only Gloo."""
+        """The devices' own backend, or None if there is only Gloo."""
         return next((backend for kind, backend in self.backends.items() if kind != "cpu"), None)
 
     def abort(self) -> None:
@@ -98,19 +97,19 @@ class Backends:
         abort_all([self])
 
     def keep_for_ever(self) -> None:
-        """Leak the backends, so that no destructor ever runs."""
+        """Leak the backends, so that their destructors never run."""
         leak(self.plain, *self.backends.values())
 
     def end(self, idle: bool, until: float) -> None:
         """End the backends' threads before the interpreter ends, or keep those that could wait for others.
 
-        Without an operation of Gloo's under way it waits until a moment, but for a second at least.
+        If no operation of Gloo's is under way, wait for the threads until a deadline, and for at least a second.
         """
         if not idle:
             self.keep_for_ever()
             return
         of_device, nccl = self.of_device, is_nccl(self.of_device)
-        if nccl:  # its destructor may take its time, and its threads know nothing of Python
+        if nccl:  # its destructor may take long, and its threads do not use Python
             leak(of_device)
         self.connections.close()
         # Their destructors wait for the threads, without Python's lock.
@@ -125,10 +124,10 @@ class Backends:
         thread.join(max(_END_S, until - time.monotonic()))
 
     def release(self, idle: Callable[[], bool]) -> None:
-        """Give the backends back, on a thread: their destructors may take their time.
+        """Destroy the backends on a thread, because their destructors may take long.
 
-        A Gloo operation that was aborted can stay under way for ever, and the destructor would wait for it: a backend
-        that does not become idle is leaked, with its threads.
+        An aborted Gloo operation can stay under way for ever, and the destructor would wait for it. So a backend that
+        does not become idle is leaked, with its threads.
         """
         keep = [self.plain, *self.backends.values()]
 
@@ -161,7 +160,7 @@ def abort_all(transports: Sequence[Backends]) -> None:
 
 
 def leak(*objects: Any) -> None:
-    """Keep objects for ever, also through the interpreter's end, so that their destructors never run."""
+    """Keep objects beyond the interpreter's end, so that their destructors never run."""
     for each in objects:
         if each is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
@@ -185,11 +184,11 @@ def _gloo(store: Store, group: GuardedProcessGroup, device: Any, threads: int) -
 
 
 def _nccl(store: Store, group: GuardedProcessGroup) -> Any:
-    # Aborting is ours alone: torch's watchdog would end the process over a communicator that we aborted.
+    # Only distnb aborts: torch's watchdog would end the process because of a communicator that we aborted.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     backend = dist.ProcessGroupNCCL(store, group.rank(), group.size(), nccl_options(_FOREVER))
-    # Now, and not in the first operation, where the connecting would block uninterruptibly.
+    # Connect now: in the first operation it would block uninterruptibly.
     backend.eager_connect_single_device(torch_device(group.member.device))
     return backend
 

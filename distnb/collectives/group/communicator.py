@@ -1,4 +1,4 @@
-"""The communicator of a process group: formed when it is first needed, watched while replicas wait, ended as one.
+"""The communicator of a process group: formed at its first use, watched while replicas wait, ended as one.
 
 A group has one communicator in each generation. An old one cannot affect the next.
 """
@@ -25,21 +25,21 @@ __all__ = ["Beginning", "Communicator", "caught"]
 
 _ABORT_GRACE_S = 0.5
 _FAILED_GRACE_S = 3.0
-_ORDER_GRACE_S = 1.5  # until a notebook has an error, and has ordered the end of the other replicas
+_ORDER_GRACE_S = 1.5  # until the notebook has received an error and ordered the end of the other replicas
 _GRACE_S = 0.2
 _PAUSE_S = 0.002
 _EARLIER = "This operation belonged to an earlier generation of the process group, which was aborted."
 
 
 def caught(undone: str) -> str:
-    """Return the reason why an error ends a program that caught it, with what the error left undone."""
+    """Explain why an error ends a program that caught it, with the collective that the error left undone."""
     return f"This error ends the program on every replica, although the program went on after it. {undone}".rstrip()
 
 
 class Beginning:
-    """A placeholder for an operation of Gloo that begins, until its work exists.
+    """A placeholder for a Gloo operation that begins, until its work exists.
 
-    An order to end can come between the two. Then the placeholder stays, so that the backend never counts as idle.
+    An order to end can arrive in between. Then the placeholder stays, so that the backend never counts as idle.
     """
 
     def is_completed(self) -> bool:
@@ -52,7 +52,7 @@ class Communicator:
 
     Attributes:
         failure: The error that ended it, or that keeps it from being formed.
-        undone: The collective that the failure left undone, for people, if the program caught the error.
+        undone: A description of the collective that the failure left undone, if the program caught the error.
         name: Its name on all replicas.
         backends, verifier, shared: Its parts, while it is connected.
     """
@@ -71,7 +71,7 @@ class Communicator:
         self._deadlocks: DeadlockDetector | None = None
         self.open: dict[int, Any] = {}  # works of Gloo's by their numbers
         self._watched: set[Any] = set()
-        self._deadlines: dict[Any, tuple[Any, float, float]] = {}  # number or message -> (work, limit, until when)
+        self._deadlines: dict[Any, tuple[Any, float, float]] = {}  # number or message -> (work, limit, deadline)
         self._retired = False
         self._ends_program = self._raised = False
         self._failed_at = 0.0
@@ -80,7 +80,7 @@ class Communicator:
     # -- from beginning to end ---------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Connect with the other ranks, if that is not done. Raise the failure if there is one."""
+        """Connect with the other ranks unless connected. Raise the failure if there is one."""
         with self._connecting:
             if self.backends is None and self.failure is None:
                 self._connect()
@@ -108,13 +108,13 @@ class Communicator:
     def fail(self, error: BaseException, *, raised: bool = False, abort: bool = True) -> None:
         """End the program's communication with an error: every operation under way, and all later ones.
 
-        If an error of this replica's program has led to it, that one is the failure. Other replicas learn of it where
-        they wait. Safe from any thread.
+        If an error of this replica's program has caused the failure, that error is recorded instead. Other replicas
+        receive it where they wait. Safe from any thread.
 
         Args:
             error: The error.
             raised: Whether the program gets the error elsewhere.
-            abort: Whether to abort the backends. If not, the caller does.
+            abort: Whether to abort the backends. If False, the caller does.
         """
         left = self._error_left(_GRACE_S) if isinstance(error, CollectiveError) else None
         error, undone = left or (error, "")
@@ -158,7 +158,7 @@ class Communicator:
             self.posting.release()
 
     def retire(self, error: BaseException | None = None, abort: bool = True) -> None:
-        """Release the backends, because another communicator or none takes this one's place. Never blocks.
+        """Release the backends, because this communicator is replaced or no longer needed. Never blocks.
 
         Later operations raise the error. Operations under way may complete if they are not aborted.
         """
@@ -171,7 +171,7 @@ class Communicator:
             backends.release(lambda: not self.under_way())
 
     def end_process(self, until: float) -> None:
-        """End operations under way and the backends' threads before the interpreter ends, until a moment."""
+        """End operations under way and the backends' threads before the interpreter ends, until a deadline."""
         if (backends := self.backends) is None:
             return
         self.stop(CollectiveError("This replica's program has ended."), abort=self.under_way())
@@ -181,13 +181,13 @@ class Communicator:
         backends.end(idle=not self.under_way(), until=until)
 
     def lost(self, *ended: str) -> int:
-        """Return the number of other replicas that are gone without having ended their program in one of these ways."""
+        """Return the number of other replicas that have gone without ending their program in one of these phases."""
         if (backends := self.backends) is None or (verifier := self.verifier) is None:
             return 0
         return backends.connections.closed() - verifier.count(*ended)
 
     def under_way(self) -> bool:
-        """Return whether an operation runs outside of Python."""
+        """Return whether an operation is running outside of Python."""
         if any(not inner.is_completed() for inner in list(self.open.values())):
             return True
         return any(work.under_way() for work in list(self._watched))
@@ -204,8 +204,8 @@ class Communicator:
             to_program: Whether the program gets the error where this is called.
 
         Raises:
-            ProgramAborted: The program has had the error before, has caught it, and has called another collective. No
-                `except Exception` catches this.
+            ProgramAborted: The program has received the error before, has caught it, and calls another collective.
+                `except Exception` does not catch this.
         """
         failure = self.failure
         assert failure is not None
@@ -219,7 +219,7 @@ class Communicator:
 
     @property
     def ended_program(self) -> tuple[BaseException, str] | None:
-        """The error that ended the program on all replicas, and the reason for it in case the program caught it."""
+        """The error that ended the program on all replicas, and an explanation if the program caught it."""
         failure = self.failure
         if not self._fails_now or not self._ends_program or isinstance(failure, ProgramAborted):
             return None
@@ -230,8 +230,8 @@ class Communicator:
     def _fails_now(self) -> bool:
         """True if there is a failure that has arisen in this program.
 
-        A program may begin on connections that an earlier one broke: the notebook sends the reading of the next batches
-        before it knows that the current call fails. Without a collective such a program ends well.
+        A program may begin on connections that an earlier one broke, because the notebook requests the next batches
+        before it knows that the current call fails. If such a program calls no collective, it succeeds.
         """
         return self.failure is not None and self.failure is not self._earlier_failure
 
@@ -269,7 +269,7 @@ class Communicator:
         return number
 
     def _await(self, ready: Callable[[], bool], number: int | None) -> None:
-        """Wait for reports of the others, before Gloo is entered, which would notice the death of one of them."""
+        """Wait for reports of the others before entering Gloo, which would notice the death of one of them."""
         if ready():
             return
         what = verifier.describe(number) if number is not None and (verifier := self.verifier) is not None else ""
@@ -296,7 +296,7 @@ class Communicator:
             time.sleep(_PAUSE_S)
 
     def retract(self, number: int, error: BaseException) -> None:
-        """Report that a collective that was posted is not entered after all."""
+        """Report that a posted collective is not entered after all."""
         self._deadlines.pop(number, None)
         if not isinstance(error, (KeyboardInterrupt, ProgramAborted)):  # after these Gloo may be busy with it
             self.open.pop(number, None)
@@ -304,9 +304,9 @@ class Communicator:
             verifier.retract(number, error)
 
     def limit(self, what: Any, work: Any, limit_s: float | None) -> None:
-        """Fail if an operation (a collective's number, or a message) is not completed in time from now on.
+        """Give an operation (a collective's number, or a message) a time limit from now on.
 
-        While operations are coalesced they have no work, and no limit.
+        Coalesced operations have no work, and no limit.
         """
         if limit_s is None:
             return
@@ -316,20 +316,20 @@ class Communicator:
             self._deadlines[what] = (work, limit_s, time.monotonic() + limit_s)
 
     def watch(self, work: Any) -> None:
-        """Have a work concluded by an abort."""
+        """Register a work that an abort must conclude."""
         self._watched.add(work)
         if self.failure is not None:
             work.conclude()
 
     def finished(self, work: Any) -> None:
-        """Forget a work that ended, unless its future is yet to be completed."""
-        self.open.pop(work.number, None)  # none of a message
+        """Remove a work that has ended, unless its future is not completed yet."""
+        self.open.pop(work.number, None)  # a message has none
         self._deadlines.pop(work.number, None)
         if work in self._watched and not work.under_way():
             self._watched.discard(work)
 
     def waited(self) -> None:
-        """Withdraw the report of a long wait, which is over."""
+        """Withdraw the report of a long wait that is over."""
         if (deadlocks := self._whole_deadlocks) is not None:
             deadlocks.stop()
 
@@ -337,7 +337,7 @@ class Communicator:
 
     @property
     def _whole_deadlocks(self) -> DeadlockDetector | None:
-        """The detector to which this replica reports its waits: that of the whole team."""
+        """The detector of the whole team, to which this replica reports its waits."""
         parent = self.group.parent
         return self._deadlocks if parent is None else parent.communicator._whole_deadlocks
 
@@ -350,9 +350,9 @@ class Communicator:
             self._deadlocks.begin_program()
 
     def examine_forming(self, absent: Callable[[], list[int]]) -> None:
-        """Look for reasons to end the wait for a connection: an abort, or a replica that cannot come any more.
+        """Look for reasons to end the wait for a connection: an abort, or a replica that will not connect.
 
-        `absent` returns the ranks that have not come yet.
+        `absent` returns the ranks that have not connected yet.
         """
         group = self.group
         if self.failure is not None:
@@ -373,7 +373,7 @@ class Communicator:
             self.raise_failure()
 
     def examine(self, number: int | None, waiting: bool = True, grace_s: float = _FAILED_GRACE_S) -> None:
-        """Look for reasons to end a wait, and raise the error that is found.
+        """Look for reasons to end a wait, and raise the error of the first one.
 
         Args:
             number: The number of the operation; None for a message.
@@ -384,7 +384,7 @@ class Communicator:
             self.raise_failure(to_program=waiting)
         if (verifier := self.verifier) is None:
             return
-        if not (waiting and number in self.open):  # the thread that tends the groups does it for who waits there
+        if not (waiting and number in self.open):  # the thread that tends the groups does so for waits in C++
             verifier.log.exchange()
         failed: list[int] = []
         try:
@@ -410,7 +410,7 @@ class Communicator:
     def _raise_failed(self, failed: list[int], grace_s: float = _FAILED_GRACE_S, waiting: bool = True) -> None:
         """Raise in a script, after a grace period, if replicas ended their program with an error.
 
-        A notebook receives that error itself and orders the end of the others. An error raised here could arrive there
+        A notebook receives that error and orders the end of the others. An error raised here could reach the notebook
         first and hide it.
         """
         if self.group.member.supervised:
@@ -427,13 +427,13 @@ class Communicator:
             self.raise_failure(to_program=waiting)
 
     def explain(self, number: int | None, error: BaseException) -> NoReturn:
-        """Raise the meaning of an operation's failure in the backend."""
-        # Most likely another replica was aborted or died, and the notebook will say so in a moment.
+        """Raise the cause of an operation's failure in the backend."""
+        # Most likely another replica was aborted or died, and the notebook will report it in a moment.
         until = time.monotonic() + _ABORT_GRACE_S
         while time.monotonic() < until:
             self.examine(number)
             time.sleep(0.01)
-        self.examine(number, grace_s=0.0)  # a replica that ended with an error takes its connections along
+        self.examine(number, grace_s=0.0)  # a replica that ends with an error closes its connections
         self.fail(CollectiveError(f"The connection to another replica was lost, which may have died: {error}"))
         self.raise_failure()
 
@@ -449,9 +449,9 @@ class Communicator:
         )
 
     def tend(self, *, limits_held: bool = False) -> None:
-        """Examine waits in C++, and works that nobody waits for. A separate thread calls this ten times a second.
+        """Examine waits in C++ and works that nobody waits for. A separate thread calls this ten times a second.
 
-        With `limits_held` every time limit begins again, because the user is being asked something.
+        With `limits_held` every time limit starts again, because the user is asked for input.
         """
         for number, inner in list(self.open.items()):
             if inner.is_completed():
@@ -473,10 +473,10 @@ class Communicator:
         try:
             if self.open:
                 self.examine(min(self.open), waiting=False)
-            elif verifier.log.untold:
+            elif verifier.log.has_unsent:
                 verifier.log.exchange()
             elif self.group.member.backend_name != "gloo":
-                self.examine(None, waiting=False)  # waits for an accelerator see nothing
+                self.examine(None, waiting=False)  # waits for an accelerator do not notice it
         except Exception as error:  # noqa: BLE001  (raised where somebody waits)
             self.fail(error)
 
@@ -486,8 +486,8 @@ class Communicator:
         """End this replica's part of the program.
 
         Raises:
-            BaseException: It has not failed, but an error that it caught ends it all the same, or what it called
-                differs from what others did.
+            BaseException: The program did not fail, but it caught an error that ends it all the same, or its
+                collectives differ from another replica's.
         """
         if (verifier := self.verifier) is None:
             return
@@ -499,13 +499,14 @@ class Communicator:
         if failed:
             return
         if self.failure is None and self.group.calls.error is not None:
-            # Others may yet come to a collective that the error left undone.
+            # Others may still reach a collective that the error left undone.
             self._await(lambda: verifier.others_ended() or self._fails_by_error(_GRACE_S), None)
         if self._fails_now:
             self.raise_failure()
 
     def _fails_by_error(self, patience_s: float) -> bool:
-        """End the program if its latest error left a collective undone in which others wait. Return whether it did."""
+        """End the program if its latest error left a collective undone in which others wait. Return whether that is
+        so."""
         if (left := self._error_left(patience_s)) is not None:
             self._end_program(*left, raised=True, abort=True)
         return left is not None

@@ -1,4 +1,4 @@
-"""Keeping torch.compile's tracer out of our own functions, without importing it: that takes seconds."""
+"""Exclusion of functions from torch.compile's tracer, without importing it, which takes seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _C = TypeVar("_C", bound=type)
 
 
 def methods_always_eager(cls: _C) -> _C:
-    """Apply `always_eager` to every method that a class defines, since C++ calls them while the tracer is at work."""
+    """Apply `always_eager` to every method of a class, because C++ calls them while the tracer is active."""
     for member in vars(cls).values():
         if isinstance(member, FunctionType):
             always_eager(member)
@@ -22,7 +22,7 @@ def methods_always_eager(cls: _C) -> _C:
 
 
 def always_eager(function: _F) -> _F:
-    """Have a function, and all that it calls, run as plain Python where torch.compile's tracer meets it.
+    """Run a function and its callees as plain Python when torch.compile's tracer reaches it.
 
     `torch.compiler.disable` means the same, but imports the compiler.
     """

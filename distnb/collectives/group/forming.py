@@ -27,7 +27,7 @@ __all__ = ["Forming"]
 
 _PERIOD_S = 0.1
 _PAUSE_S = 0.0002
-_LOOKS = 5  # at a replica that is gone, until its last reports have surely arrived
+_LOOKS = 5  # after a replica has gone, until its last reports have certainly arrived
 _HOPELESS_S = 60.0
 
 
@@ -48,7 +48,8 @@ class Forming:
         self._local = False
 
     def run(self) -> tuple[Backends, CollectiveLog]:
-        """Form the communicator. Raise CollectiveError if another replica does not come in time or does not connect."""
+        """Form the communicator. Raise CollectiveError if another replica does not arrive in time or does not
+        connect."""
         try:
             self._log = log = self._share_log()
             return self._connect(log), log
@@ -67,7 +68,7 @@ class Forming:
             if self._local and memory is None:
                 with suppress(OSError):
                     memory = collective_log.open_memory(cards[0].pid, cards[0].log, size, extra_nbytes)
-            # A container or a security module may forbid it to some; then nobody shares memory.
+            # A container or a security module may forbid it to some replicas; then none shares memory.
             if self._local and self._all_agree("shares", memory is not None) and memory is not None:
                 return CollectiveLog(memory, rank, size)
         finally:
@@ -94,10 +95,10 @@ class Forming:
         return connected
 
     def _make_backends(self, log: CollectiveLog) -> Backends:
-        """Connect with the others, all of which are known to be on their way here.
+        """Connect with the others, all of which are about to connect, too.
 
         The constructors cannot be interrupted, so they run on a thread. If a peer dies in these milliseconds, this
-        replica leaves the thread behind instead of waiting with it.
+        replica abandons the thread.
         """
         made: list[Any] = []
 
@@ -133,7 +134,7 @@ class Forming:
         raise CollectiveError(f"{who} could not connect to the other {self._size - 1} replicas: {made[0]}") from made[0]
 
     def _leave_together(self, log: CollectiveLog) -> None:
-        """Wait until everyone is connected: an abort on one replica would spoil the connecting of another."""
+        """Wait until all replicas are connected, because an abort on one would make the connecting of another fail."""
         if not log.shared:
             self._all_agree("connected", True)
             return
@@ -141,11 +142,11 @@ class Forming:
         began = time.monotonic()
         while any(log.phase(rank)[1] == "idle" for rank in range(self._size)):
             self._check()
-            # Most are here within a millisecond; a replica that is not has lost its core to another process.
+            # Most arrive within a millisecond; one that does not has lost its core to another process.
             time.sleep(_PAUSE_S if time.monotonic() - began < 0.05 else 10 * _PAUSE_S)
 
     def _all_agree(self, name: str, agrees: bool) -> bool:
-        """Return whether every replica says yes. All get the same answer."""
+        """Return whether all replicas agree. The result is the same on each."""
         store = PrefixStore(name, self._store)
         answers = rendezvous.exchange(store, self._rank, self._size, "yes" if agrees else "no", self._check)
         return all(each == b"yes" for each in answers)
@@ -166,7 +167,7 @@ class Forming:
                     raise CollectiveError(trouble.text)
 
     def _lost(self) -> bool:
-        """Return whether a replica is gone that has not ended its program."""
+        """Return whether a replica has gone without ending its program."""
         if self._connected is not None:
             return self._connected.connections.closed() > 0
         return self._group.parent is not None and self._group.parent.communicator.lost("ended", "failed") > 0

@@ -1,8 +1,8 @@
-"""The sockets of one process group, which can be shut down from any thread.
+"""The sockets of one process group, which any thread can shut down.
 
-Gloo offers no way to end an operation from outside. Its sockets do: when they are shut down, every operation that waits
-for a peer ends with an error, at once and on this replica alone. A peer's death or `close` is not enough, because a
-forked DataLoader worker keeps copies of the sockets open.
+Gloo has no function that ends an operation from another thread. Shutting down its sockets does: every operation that
+waits for a peer fails at once, on this replica only. A peer's death or `close` is not enough, because a forked
+DataLoader worker keeps copies of the sockets open.
 
 Gloo does not reveal its sockets either, so they are found in /proc. Each Gloo device has an event loop: an epoll
 instance that watches a pipe, one listening socket, and the connections to the other ranks. For example, while this
@@ -48,7 +48,7 @@ _WATCHED = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
 def event_loops() -> dict[int, int]:
-    """Return the event loops of Gloo's devices: for the inode of each one's pipe the epoll instance that watches it.
+    """Return the event loops of Gloo's devices: the epoll instance of each by the inode of its pipe.
 
     A pipe's inode distinguishes a new loop from an earlier one with the same descriptor.
     """
@@ -89,9 +89,9 @@ def _state(descriptor: int) -> str:
 
 
 def give_up_on_silence(port: int) -> None:
-    """Make this process's connections to a port, whose server always reads, fail when that machine is gone.
+    """Make this process's connections to a port fail when the server's machine has gone. The server must read promptly.
 
-    torch's store has no other way to end a request that nobody answers.
+    Nothing else ends a request to torch's store that is not answered.
     """
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -134,11 +134,11 @@ def _in_hexadecimal(address: tuple[Any, ...]) -> str:
 
 
 class Connections:
-    """Duplicates of the connected sockets of one Gloo device.
+    """Duplicates of a Gloo device's connected sockets.
 
-    A bare descriptor could mean another file later: Gloo closes a connection that fails, and the next file that
-    anyone opens gets its number. The descriptor of the listening socket is kept, with that of the epoll instance that
-    watches it, only until all ranks have connected.
+    A descriptor that is not duplicated could refer to another file later: Gloo closes a failed connection, and the next
+    file that is opened gets its number. The descriptors of the listening socket and of its epoll instance are only kept
+    until all ranks have connected.
     """
 
     def __init__(self, descriptors: Iterable[int] = (), listening: Iterable[tuple[int, int]] = ()) -> None:
@@ -166,8 +166,8 @@ class Connections:
     def stop_listening(self) -> None:
         """Accept no more connections. Call it once, when all ranks have connected and before Gloo closes another file.
 
-        Gloo would listen for as long as the group lives. An eventfd that is never ready replaces its socket, under the
-        same descriptor, so Gloo's loop goes on and notices nothing.
+        Gloo would listen as long as the group exists. An eventfd that is never ready replaces its socket under the same
+        descriptor, so Gloo's loop continues undisturbed.
         """
         for number, poller in self._listening:
             nothing = os.eventfd(0, os.EFD_CLOEXEC)
@@ -189,9 +189,9 @@ class Connections:
                 )
 
     def expect_silence(self) -> None:
-        """Make the kernel notice when a peer on another machine is gone, also while nobody sends.
+        """Make the kernel notice that a peer's machine has gone even if nobody sends.
 
-        There is no TCP_USER_TIMEOUT: it would end the connection to a peer that is alive and too busy to read.
+        TCP_USER_TIMEOUT is not set: it would end the connection to a peer that is alive and too busy to read.
         """
         self._probed = True
         for opened in self._sockets:
@@ -199,9 +199,9 @@ class Connections:
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, int(LOST_AFTER_S / _PROBE_S) - 1)
 
     def silent(self) -> bool:
-        """Return whether a peer's machine has left data unconfirmed for long. Call it several times a second.
+        """Return whether a peer's machine has not confirmed data for too long. Call it several times a second.
 
-        It needs `expect_silence`: without the kernel's probes nothing is confirmed while nobody sends.
+        Requires `expect_silence`: without the kernel's probes nothing is confirmed while nobody sends.
         """
         # After a standstill of this machine, confirmations that arrived meanwhile may not have been processed.
         self._silent_looks = self._silent_looks + 1 if self._probed and self._unconfirmed() else 0

@@ -1,7 +1,7 @@
-"""The process groups of this process: joined, shared by everyone in it, aborted from any thread.
+"""The process groups of this process, which all of its code shares and any thread can abort.
 
-A team of engines forms one group per generation. Everything that communicates uses it: our own collectives, raw
-torch.distributed calls, DistributedDataParallel, and libraries. See `process_group.py` for what guards it.
+A team of engines forms one group per generation. All communication uses it: distnb's own collectives, calls of
+torch.distributed, DistributedDataParallel, and libraries. `process_group.py` guards it.
 
 This module runs on the replicas.
 """
@@ -41,8 +41,8 @@ _logger = logging.getLogger("distnb.collectives")
 
 _EXIT_GRACE_S = 3.0
 _PERIOD_S = 0.1
-_CAUGHT_S = 0.5  # an error that nobody catches has ended its program by then
-_SCRIPT = -1  # begins the key of a group that was joined from the environment
+_CAUGHT_S = 0.5  # an uncaught error has ended its program by then
+_SCRIPT = -1  # the prefix of the key of a group that was joined from the environment
 _SILENT = (
     f"The connection to another replica was lost: its machine has confirmed nothing for {LOST_AFTER_S:g} s. Is it "
     "down, or the network between?"
@@ -54,8 +54,8 @@ class Groups:
 
     Attributes:
         joining: The joining under way, if one is.
-        when_failed: Called with a program and a reason if that program goes on although an error has ended it on all
-            replicas: its code has caught the error.
+        when_failed: Called with a program and a reason if that program caught an error that has ended it on all
+            replicas, and continues.
     """
 
     def __init__(self) -> None:
@@ -76,15 +76,15 @@ class Groups:
     def join(
         self, team: Team, rank: int, device: Device, *, timeout_s: float | None = None, supervised: bool = False
     ) -> Group:
-        """Make the group of this team and generation the default process group, forming it if it is new.
+        """Make the group of this team and generation the default process group. Form it if it is new.
 
-        Waits for the other replicas of the team, without a time limit for as long as nobody aborts. Groups of other
-        teams stay connected alongside it, as long as they are of the newest generation. RANK, WORLD_SIZE, LOCAL_RANK,
-        LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. `supervised`: A notebook orders the end of this replica's
-        program, by `abort`, when another replica's has failed.
+        Waits for the other replicas of the team without a time limit; `abort` ends the wait. Groups of other teams stay
+        connected if they are of the newest generation. Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
+        and MASTER_PORT. `supervised` means that a notebook orders the end of this replica's program by `abort` when
+        another replica's program has failed.
 
         Raises:
-            CollectiveError: The others did not come in time, or could not be connected to.
+            CollectiveError: Another replica did not arrive in time, or could not be reached.
             ProgramAborted: `abort` was called meanwhile.
         """
         active = self._active
@@ -139,9 +139,9 @@ class Groups:
         return member
 
     def leave(self) -> None:
-        """Drop the connections of the current group. The next `join` forms it again, in the same generation.
+        """Close the connections of the current group. The next `join` forms it again in the same generation.
 
-        This is for a team of one replica, which learns of no new generation.
+        Needed for a team of one replica, which is not notified of a new generation.
         """
         with self._lock:
             if self._active is not None:
@@ -152,8 +152,8 @@ class Groups:
     def join_from_env(self, *, sockets_only: bool = False, timeout_s: float | None = None) -> Group:
         """Join the group that torchrun or `distnb run` describes by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-        A default group that the program initialised before is taken over: it gives the rank, the size and the store.
-        With `sockets_only` Gloo is used also where each replica has a GPU of its own.
+        A default group that the program has initialised before supplies the rank, the size and the store. With
+        `sockets_only` Gloo is used even if each replica has a GPU of its own.
 
         Raises:
             CollectiveError: The variables are not set, or the others cannot be reached in time.
@@ -195,7 +195,7 @@ class Groups:
         return self._active.interface if self._active is not None else None
 
     def failure(self) -> BaseException | None:
-        """Return the error that ended the current group, or None. Waits in C++ raise a RuntimeError instead of it."""
+        """Return the error that ended the current group, or None. Waits in C++ raise a RuntimeError in its place."""
         return self._active.group.communicator.failure if self._active is not None else None
 
     def abort(self, reason: str) -> None:
@@ -213,13 +213,13 @@ class Groups:
             member.fail(ProgramAborted(reason))
 
     def hold_limits(self, on: bool) -> None:
-        """Suspend every time limit, or let them all begin again. Safe from any thread."""
+        """Suspend all time limits, or restart them. Safe from any thread."""
         self._limits_held = on
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def program_began(self, program: int) -> None:
-        """Begin a program on this replica; its serial number is equal on all replicas, and grows.
+        """Begin a program on this replica. Its serial number is equal on all replicas and increases.
 
         If an earlier program has set RANK or a related variable, it gets this replica's value again, with a notice.
         """
@@ -238,11 +238,11 @@ class Groups:
     def program_completed(self) -> None:
         """End a program that has not failed on this replica: it calls no further collectives.
 
-        If the program caught an error, this waits until the others have ended theirs: they may come to a collective
-        that the error left undone.
+        If the program caught an error, wait until the others have ended theirs: they may reach a collective that the
+        error left undone.
 
         Raises:
-            CollectiveMismatchError: Another replica's part ended well, too, but with more or fewer collectives.
+            CollectiveMismatchError: Another replica completed its part, too, with more or fewer collectives.
             BaseException: An error that the program caught left a collective undone; or that error's consequence,
                 ProgramAborted, if the error has been raised before.
         """
@@ -260,12 +260,12 @@ class Groups:
         self._cause = active.group.communicator.ended_program
         if self._cause is None and (left := active.error_left()) is not None:
             self._cause = left[0], caught(left[1])
-        active.group.calls.error = None  # it holds all that the program held
+        active.group.calls.error = None  # its traceback keeps the program's objects alive
 
     def take_cause(self) -> tuple[BaseException | None, str]:
-        """Return, once, the error that ended the program on all replicas, if that arose here.
+        """Return the error that ended the program on all replicas if it arose here, once.
 
-        The program may have caught it: the text says why it ends the program all the same.
+        The text explains why the error ends the program even if the program caught it.
         """
         cause, self._cause = self._cause, None
         return cause or (None, "")
@@ -288,7 +288,7 @@ class Groups:
             self._order_end()
 
     def _order_end(self) -> None:
-        """Order the end of a program that goes on for a while after an error that ends it."""
+        """Order the end of a program that continues for a while after an error that ends it."""
         member = self._active
         if member is None or self.when_failed is None or self._ordered == member.group.program:
             return
@@ -323,7 +323,7 @@ class Groups:
             # Garbage of the parent can be the last to hold what Gloo's threads served.
             gc.freeze()
         else:
-            self._pid = os.getpid()  # what it joins from now on is its own
+            self._pid = os.getpid()  # groups that it joins from now on are its own
         for group in self._groups():
             group.forget_in_child()
         self._active = None

@@ -39,7 +39,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 class PendingCollective:
-    """A reduction under way in a tensor's own memory or in a contiguous copy. Without a work it is done."""
+    """A reduction under way in a tensor's own memory or in a contiguous copy. Without a work it is complete."""
 
     def __init__(self, work: Any, tensor: Tensor, divisor: int, whole: Tensor | None = None) -> None:
         self._work = work
@@ -48,7 +48,7 @@ class PendingCollective:
         self._whole = tensor if whole is None else whole
 
     def wait(self) -> None:
-        """Wait for the end; the tensor holds the result then. An abort ends the wait."""
+        """Wait for the end, when the tensor holds the result. An abort ends the wait."""
         if self._work is None:
             return
         self._work.wait()
@@ -66,7 +66,7 @@ class Group:
     """The replicas of one program, as this replica sees them.
 
     Attributes:
-        process_group: torch's process group, which is its default one too.
+        process_group: torch's process group, which is its default group, too.
         rank: This replica's id.
         size: The number of replicas.
         device: This replica's device.
@@ -95,7 +95,7 @@ class Group:
         return self.calls
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        """Replace each replica's tensor by the "sum" ("mean", "max", "min") of all, which have one shape and dtype."""
+        """Replace each replica's tensor by the "sum" ("mean", "max", "min") of all. Shapes and dtypes are equal."""
         self.all_reduce_start(tensor, op).wait()
 
     def all_reduce_start(self, tensor: Tensor, op: str = "sum") -> PendingCollective | SharedWork:
@@ -117,7 +117,7 @@ class Group:
                 f"The mean of a {tensor.dtype} tensor would be rounded. Convert it to a floating dtype first, or use "
                 "op='sum'."
             )
-        # Not torch's name: a replica that calls this and one that calls torch's would never meet.
+        # The name differs from torch's, because a replica that calls this and one that calls torch's would never meet.
         key = of_tensors(OWN + word, _NUMBERS[op], root, [tensor])
         in_memory = self.process_group.start_in_memory(key, tensor, op)
         if in_memory is not None:
@@ -197,11 +197,11 @@ class Group:
         return parts if self.rank == to else None
 
     def exchange(self, tensor: Tensor, pairs: Sequence[tuple[int, int]]) -> Tensor | None:
-        """Pass tensors between replicas, in one step. Every replica calls it with the same pairs.
+        """Send tensors between replicas in one step. Every replica calls it with the same pairs.
 
         Args:
-            tensor: The tensor that this replica sends, if it does. Shape and dtype are the same everywhere.
-            pairs: (source, target) of each message; a replica sends to one other at most, and gets from one at most.
+            tensor: The tensor that this replica sends, if it sends one. Shape and dtype are the same everywhere.
+            pairs: (source, target) of each message. A replica sends at most one message and receives at most one.
 
         Returns:
             The tensor that this replica received, or None.
@@ -222,7 +222,7 @@ class Group:
         return next(iter(self._pass_on(key, tensor, mine, [b for a, b in pairs if a == self.rank])), None)
 
     def _pass_on(self, key: Key, tensor: Tensor, sources: Sequence[int], targets: Sequence[int]) -> list[Tensor]:
-        """Send a tensor to a replica, or to none, and get others', source by source. All are of one shape and dtype."""
+        """Send a tensor to a replica or to none, and receive those of the sources. Shapes and dtypes are equal."""
         mine = tensor.detach()
         in_memory = self.process_group.start_in_memory(key, mine, GATHER, sources, wanted=bool(targets))
         if in_memory is not None:
@@ -236,18 +236,19 @@ class Group:
         return list(got)
 
     def note(self, operation: str, tensors: Sequence[Tensor]) -> None:
-        """Record something that all replicas do together, and that takes several collectives, under its own name.
+        """Record an operation of all replicas that consists of several collectives, under its own name.
 
-        Raises CollectiveMismatchError if another replica does something else, or with other shapes or dtypes.
+        Raises CollectiveMismatchError if another replica's operation, shapes or dtypes differ.
         """
         self.process_group.note(of_tensors(operation, None, None, tensors))
 
     def note_pack(self, tensors: Sequence[Tensor], layout: object) -> None:
-        """Record what is about to be sent as one message: tensors, and a layout whose repr is equal on all replicas."""
+        """Record a message that is about to be sent: its tensors, and a layout whose repr is equal on all replicas."""
         self.process_group.note(of_tensors(OWN + "pack", None, None if layout is None else repr(layout), tensors))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every replica's value, in replica order. A small pickle takes one collective, a larger one two."""
+        """Return every replica's value, in replica order. A small pickle takes one collective, a larger one takes
+        two."""
         data = cloudpickle.dumps(value)
         heads = self._gather_bytes(len(data).to_bytes(8, "little") + data, _SMALL_NBYTES)
         sizes = [int.from_bytes(each[:8], "little") for each in heads]
@@ -256,11 +257,11 @@ class Group:
         return [pickle.loads((head[8:] + tail)[:size]) for head, tail, size in zip(heads, tails, sizes, strict=True)]
 
     def place(self) -> str:
-        """Name the place in the program for announcements: it is the same on all replicas."""
+        """Return a name of the place in the program, for announcements. It is the same on all replicas."""
         return announcements.place(self.process_group)
 
     def announce(self, name: str, text: str) -> None:
-        """Leave a text under a new name, which begins with a place, for replicas that wait for it; they need not."""
+        """Leave a text under a new name, which begins with a place, for replicas that may wait for it."""
         announcements.announce(self.process_group, name, text)
 
     def await_announcement(self, name: str, source: int, what: str) -> str:

@@ -46,8 +46,8 @@ class Member:
         backend_name: The backend for tensors of the replicas' own devices; "gloo" if there is no other.
         device_types: The types of devices whose tensors the groups carry; `staged` ones go through host memory.
         interface: The group of this generation, as the rest of distnb uses it.
-        client, prefix: The store in which this generation meets, and the prefix of its keys.
-        attempt, timeout_s: The attempt to join, and its time limit; None waits while all replicas are alive.
+        client, prefix: The store of this generation, and the prefix of its keys.
+        attempt, timeout_s: The attempt to join, and its time limit. None waits as long as all replicas are alive.
         supervised: Whether a notebook orders the end of this replica's program when another replica's has failed.
     """
 
@@ -70,7 +70,7 @@ class Member:
         self.device = device
         self.devices = devices
         self.supervised = supervised
-        # The devices' own backend needs one of them for each replica: `apart` says whether there is.
+        # The devices' own backend needs a separate device for each replica (`apart`).
         alike = apart and len({each.type for each in devices}) == 1
         self.backend_name = (c10d_backend(device.type) if alike else None) or "gloo"
         self.device_types = tuple(dict.fromkeys(("cpu", device.type)))
@@ -81,7 +81,7 @@ class Member:
         kind = "cuda" if device.type == "cpu" else device.type
         config = f"cpu:gloo,{kind}:{self.backend_name}"
         self.world = World.of_group(self.group, HashStore(), self.backend_name, config)
-        self._environment: dict[str, str] = {}  # empty in a script: there the launcher has set it
+        self._environment: dict[str, str] = {}  # empty in a script, where the launcher has set it
         self._names: Counter[str] = Counter()
         self._subgroups: tuple[weakref.ref[GuardedProcessGroup], ...] = ()
 
@@ -103,7 +103,7 @@ class Member:
     # -- forming -----------------------------------------------------------------------------------------------------
 
     def advance(self, team: Team, client: StoreClient, attempt: Attempt, timeout_s: float | None) -> None:
-        """Connect in the team's generation, unless that is done."""
+        """Connect in the team's generation unless connected."""
         if self.generation == team.generation:
             return
         self.suspend()
@@ -115,7 +115,7 @@ class Member:
             self.suspend()
             raise
         for group in self.groups()[1:]:
-            group.renew()  # the parts connect when they are first used
+            group.renew()  # subgroups connect at their first use
         self.generation = team.generation
         self.interface = Group(self.group, self.device, team.generation, self.devices)
         self.attempt = Attempt()
@@ -125,7 +125,7 @@ class Member:
         return Forming(communicator, self).run()
 
     def suspend(self) -> None:
-        """Drop the connections. Never blocks."""
+        """Close the connections. Never blocks."""
         self.generation = -1
         self._names.clear()
         for group in self.groups():
@@ -149,7 +149,7 @@ class Member:
         """Set the variables of `set_environment` again.
 
         Returns:
-            Each variable that a program had changed, with the value that it had left there (None: it was deleted).
+            The variables that a program had changed, with the values that it had set (None if it had deleted one).
         """
         changed = {name: found for name, own in self._environment.items() if (found := os.environ.get(name)) != own}
         if changed:
@@ -164,7 +164,7 @@ class Member:
             group.begin(program)
 
     def end(self, failed: bool) -> None:
-        """End a program. All groups learn of the end before an error is raised."""
+        """End a program. All groups are notified before an error is raised."""
         problem: BaseException | None = None
         for group in self.groups():
             try:
@@ -175,7 +175,8 @@ class Member:
             raise problem
 
     def error_left(self) -> tuple[BaseException, str] | None:
-        """Return the error of this replica's program that left a collective undone, and what that was, if any."""
+        """Return the error of this replica's program that left a collective undone, and a description of that, if
+        any."""
         verifiers = [group.communicator.verifier for group in self.groups()]
         return next((left for each in verifiers if each is not None and (left := each.error_left())), None)
 

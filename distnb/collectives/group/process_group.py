@@ -1,8 +1,8 @@
-"""The process group that torch and its users see: its operations are recorded, compared, and can be ended.
+"""The process group that torch and its users see. Its operations are recorded, compared, and can be aborted.
 
-It represents Gloo's or NCCL's own group, which its communicator holds, and outlives it. After an abort it has a new
-communicator for the next generation, so that a DistributedDataParallel module or a subgroup made in an earlier cell
-stays usable.
+It represents Gloo's or NCCL's own group, which belongs to its communicator, and outlives that group. After an abort it
+gets a new communicator for the next generation, so that a DistributedDataParallel module or a subgroup that was made in
+an earlier cell stays usable.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 __all__ = ["OWN", "GuardedProcessGroup"]
 
 OWN = "group."
-"""The prefix of the names of distnb's own operations. A program's time limits hold for torch's operations only."""
+"""The prefix of the names of distnb's own operations. A program's time limits apply to torch's operations only."""
 
 _NOT_CONNECTED = (
     "This process group belongs to another team of replicas than the running program, or to a generation that ended."
 )
 _IN_CHILD = "A forked child of a replica, such as a DataLoader's worker, cannot take part in its collectives."
-# The type checker sees Any: torch's stubs have overloads that only the old interface used.
+# Any for the type checker: torch's stubs have overloads that only the old interface used.
 _ProcessGroup: Any = dist.ProcessGroup
 Work = dist.Work
 _T = TypeVar("_T")
@@ -64,8 +64,8 @@ def _collective(
         word: The operation's name in errors.
         method: The backend's method.
         written: Whether the operation writes to each of the tensor arguments.
-        default: Makes the options if none are given.
-        compared: The place of the tensor argument whose shape is equal on all replicas.
+        default: Returns the options if none are given.
+        compared: The index of the tensor argument whose shape is equal on all replicas.
     """
 
     def call(self: GuardedProcessGroup, *args: Any) -> Work:
@@ -85,8 +85,8 @@ def _collective(
 def _reduce_scatter(word: str, method: str) -> Callable[..., Work]:
     """Return a reduce-scatter of torch's ProcessGroup, whose arguments are two tensors, or two lists of equal length.
 
-    Over Gloo it is an all-reduce of a copy, as in torch. But torch wraps that in a work that ignores the time limit of
-    its `wait`, never reports its completion, and has no future. The main thread would wait in C++ for ever.
+    Over Gloo it is an all-reduce of a copy, as in torch. torch wraps that in a work that ignores the time limit of its
+    `wait`, never reports its completion, and has no future, so that the main thread could wait in C++ for ever.
     """
 
     def call(self: GuardedProcessGroup, outputs: Any, inputs: Any, opts: Any = None) -> Work:
@@ -123,7 +123,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group whose operations are recorded, compared and can be aborted.
 
     The operations have the names and arguments of torch's ProcessGroup; where torch renamed one, both names are here.
-    C++ knows no backends of it, since it could go around the guard.
+    C++ is not given its backends, because it could bypass the guard.
 
     Args:
         member: This process in the team.
@@ -136,7 +136,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         calls: The counts of this replica's program.
     """
 
-    # C++ keeps these in its backends, of which it knows none here.
+    # C++ keeps these in its backends, and has none here.
     group_name = ""
     group_desc = "undefined"
 
@@ -156,7 +156,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._patience_s: float | None = None
         self._in_memory = True
 
-    # -- torch's questions about it -----------------------------------------------------------------------------------
+    # -- torch's queries -----------------------------------------------------------------------------------
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -167,7 +167,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.ready()[1].backends[kind]
 
     def _carried_as(self, kind: str) -> str:
-        """Return the type of device whose backend carries tensors of a type, since some go through host memory."""
+        """Return the device type whose backend carries tensors of another type: some go through host memory."""
         if kind not in self.member.device_types:
             raise RuntimeError(
                 f"No backend type associated with device type {kind}: these replicas communicate tensors on "
@@ -181,7 +181,8 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     name = _get_backend_name
 
     def getBackendName(self) -> str:
-        """Return the backend's name for C++: none that it knows, or it would assume one of its own classes."""
+        """Return the backend's name for C++. It is not one of torch's, for which C++ would assume one of its own
+        classes."""
         return "distnb"
 
     def _set_group_name(self, name: str) -> None:
@@ -214,26 +215,27 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # -- life --------------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta | None) -> None:
-        """Set the time limit of torch's operations, which ends the communicator. None and torch's default mean none."""
+        """Set the time limit of torch's operations; exceeding it ends the communicator. None and torch's default mean
+        none."""
         self._time_limit_s = _limit(timeout)
 
     def prefer(self, patience_s: float | None, in_memory: bool) -> tuple[float | None, bool]:
-        """Set the preferences of the strategy that computes now, on all replicas alike. Return those that held before.
+        """Set the preferences of the current strategy, equally on all replicas. Return the previous ones.
 
-        A collective that takes longer than `patience_s` ends the communicator. `in_memory` allows memory that replicas
-        share instead of sockets.
+        A collective that takes longer than `patience_s` ends the communicator. `in_memory` allows shared memory in
+        place of sockets.
         """
         before = self._patience_s, self._in_memory
         self._patience_s, self._in_memory = patience_s, in_memory
         return before
 
     def reset(self) -> None:
-        """Release the connections. Every operation is refused until `renew`. Never blocks."""
+        """Release the connections. Every operation raises an error until `renew`. Never blocks."""
         self.communicator.retire()
         self.communicator = Communicator(self, CollectiveError(_NOT_CONNECTED))
 
     def renew(self) -> None:
-        """Let the next operation connect again, for a new generation, unless the group was destroyed."""
+        """Allow the next operation to connect again, for a new generation, unless the group was destroyed."""
         if not self._destroyed:
             self.communicator = Communicator(self)
 
@@ -242,7 +244,8 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.communicator.stop(CollectiveError("The process group was aborted."))
 
     def shutdown(self) -> None:
-        """End a group that is no longer used. torch calls this; others may still be in their last operation."""
+        """End a group that is no longer used, while other replicas may still be in their last operation. torch calls
+        this."""
         self._destroyed = True
         self.communicator.retire(CollectiveError("The process group was destroyed. Make a new one."), abort=False)
 
@@ -339,16 +342,16 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def start_in_memory(
         self, key: Key, tensor: Tensor, op: str, sources: Sequence[int] | None = None, wanted: bool = True
     ) -> SharedWork | None:
-        """Begin a reduction, or the copying of tensors, in memory that the replicas share.
+        """Begin a reduction, or a gather of tensors, in memory that the replicas share.
 
         Args:
             tensor: The tensor to reduce in place, or to gather. Its size is the same on all replicas.
             op: "sum", "mean", "max", "min" or "gather".
-            sources: The replicas whose tensors this one gathers; None for all.
+            sources: The replicas whose tensors this one gathers; None means all.
             wanted: Whether any replica gathers this one's tensor.
 
         Returns:
-            The work; None, on all replicas, if such a tensor or this group needs a backend.
+            The work, or None (on all replicas) if such a tensor or this group needs a backend.
         """
         shared = self.ready()[0].shared
         if shared is None or not self._in_memory or self._carried_as(key[3]) != "cpu" or not shared.takes(tensor, op):
@@ -364,7 +367,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def note(self, key: Key) -> int:
-        """Record an act that every replica must do alike, though it communicates nothing. Return its number."""
+        """Record an action that all replicas must take alike although it does not communicate. Return its number."""
         return self._enter(signature.record(key), None, lambda current, backends, arrival: None)[1]
 
     # -- collectives -------------------------------------------------------------------------------------------------
@@ -414,7 +417,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         key = of_tensors("all_to_all_single", None, None, [sent])
         self.run(key, "alltoall_base", (coming, sent), _BOTH, [], [], AllToAllOptions()).wait()
         if not torch.equal(coming, expected):
-            # A replica that expects other sizes raises. The others notice that it does not enter.
+            # A replica that expects other sizes raises an error. The others notice that it does not enter.
             raise ValueError(
                 f"all_to_all_single: this replica expects {expected.tolist()} rows from the ranks, but they send "
                 f"{coming.tolist()}. output_split_sizes[j] must be what rank j has as input_split_sizes for this rank."
@@ -428,7 +431,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Work:
         given = opts or BarrierOptions()
-        # A time limit of Gloo's own would break the connections when it passes.
+        # A time limit of Gloo's own would break the connections when it expires.
         inner = BarrierOptions()
         inner.device_ids, inner.device = given.device_ids, given.device
         kind = given.device.type if given.device is not None else "cpu"
@@ -438,7 +441,7 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self.run(key, "barrier", (), (), inner, timeout=given.timeout)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait at a barrier with a time limit, whose error names all replicas that did not come."""
+        """Wait at a barrier with a time limit. The error names all replicas that did not arrive."""
         limit_s = _limit(timeout)
         limit = timedelta(seconds=limit_s) if limit_s is not None else None
         self.run(("monitored_barrier", None, None, "cpu"), "barrier", (), (), BarrierOptions(), timeout=limit).wait()
@@ -480,10 +483,10 @@ class GuardedProcessGroup(_ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         backend: str | None = None,
     ) -> GuardedProcessGroup | None:
-        """Return a part of this group, which connects when it is first used; None on replicas outside it.
+        """Return a part of this group, which connects at its first use; None on replicas outside it.
 
-        The part has the backends of the whole, one for each type of device, whichever backend is asked for (torch
-        passes it since 2.14).
+        The part has the backends of the whole group, one for each device type, regardless of the backend that is asked
+        for (torch passes it since 2.14).
         """
         name = str(group_name)
         if name.isdigit():
@@ -517,7 +520,7 @@ def _device_of(value: Any) -> torch.device:
 
 
 def _limit(timeout: timedelta | None) -> float | None:
-    """Return a time limit in seconds, or None. torch passes its default of half an hour as if it had been given."""
+    """Return a time limit in seconds, or None. torch's default of half an hour, which it always passes, means None."""
     if timeout is None or timeout in (constants.default_pg_timeout, constants.default_pg_nccl_timeout):
         return None
     if timeout.total_seconds() <= 0:

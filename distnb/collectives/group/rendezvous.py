@@ -1,4 +1,4 @@
-"""The rendezvous of a process group's replicas, by cards that each leaves in a store."""
+"""The rendezvous of a process group's replicas, which leave a card each in a store."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Card:
     """A replica's description of itself.
 
     Attributes:
-        host: Equal on two replicas if they can open each other's memory.
-        pid: Its process.
-        log: File descriptor of the collective log's memory, on the replica that made it; else -1.
-        device: Identity of its accelerator, or "" on the CPU.
+        host: A text that is equal on two replicas if they can open each other's memory.
+        pid: Its process id.
+        log: The file descriptor of the collective log's memory on the replica that made it; -1 on the others.
+        device: The identity of its accelerator, or "" on the CPU.
     """
 
     host: str
@@ -37,7 +37,7 @@ class Card:
 
 
 class StoreClient:
-    """A connection to a store, made when it is first needed and kept, since a new one can take seconds."""
+    """A connection to a store, made at its first use and kept, because a new one can take seconds."""
 
     def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect
@@ -45,32 +45,32 @@ class StoreClient:
 
     @classmethod
     def of(cls, team: Team) -> StoreClient:
-        """Return the client of the store where a team of a generation meets; one for the whole process."""
+        """Return this process's client of the store of a team and generation."""
         if not team.store_directory:
             return cls.at(team.store_host, team.store_port)
-        # A file for each generation: a replica that is killed while it writes spoils none but that.
+        # One file per generation, because a replica that is killed while it writes corrupts the file.
         return cls.in_file(os.path.join(team.store_directory, f"store-{team.generation}"))
 
     @staticmethod
     @functools.cache
     def at(address: str, port: int) -> StoreClient:
-        """Return the client of the TCPStore that listens there; one for the whole process."""
+        """Return this process's client of the TCPStore at that address."""
         return StoreClient(lambda: _connect(address, port))
 
     @staticmethod
     @functools.cache
     def in_file(path: str) -> StoreClient:
-        """Return the client of the store that is a file; one for the whole process."""
+        """Return this process's client of the store in that file."""
         return StoreClient(lambda: _open(path))
 
     def store(self) -> Store:
-        """Return the connection. Raise CollectiveError if nobody answers."""
+        """Return the connection. Raise CollectiveError if the store does not answer."""
         if self._store is None:
             self._store = self._connect()
         return self._store
 
     def spoil(self) -> None:
-        """Use another connection from now on, since a thread that was left behind may block in this one."""
+        """Use another connection from now on, because an abandoned thread may block in this one."""
         self._store = None
 
 
@@ -97,11 +97,10 @@ def meet(
     timeout_s: float | None = None,
     what: str = "the process group",
 ) -> list[Card]:
-    """Exchange cards in a store; see `exchange`.
+    """Exchange cards in a store (see `exchange`).
 
     Raises:
-        CollectiveError: Somebody did not come to `what` is formed in time; without a limit it takes as long as `check`
-            allows.
+        CollectiveError: A replica did not arrive in time for `what`. Without a limit, `check` ends the wait.
     """
     began = time.monotonic()
 
@@ -120,14 +119,13 @@ def meet(
 def exchange(
     store: Store, rank: int, size: int, value: str, check: Callable[[Callable[[], list[int]]], None]
 ) -> list[bytes]:
-    """Leave a value in the store and wait for everyone's, in rank order.
+    """Leave a value in the store, and return all ranks' values in rank order.
 
     Args:
-        store: Under a prefix that nobody used before.
+        store: The store, under a new prefix.
         rank, size: This replica's rank, and the number of replicas.
-        value: This replica's.
-        check: Called while waiting, with a function that gives the ranks that have not come; raises when there is
-            no point any more.
+        value: This replica's value.
+        check: Called while waiting, with a function that returns the absent ranks; raises an error to end the wait.
     """
     store.set(str(rank), value)
     keys = [str(other) for other in range(size)]

@@ -1,9 +1,8 @@
-"""Interruptible waits for torch's stores, whose own waits in C++ no signal ends.
+"""Interruptible waits for torch's stores, whose own waits in C++ ignore signals.
 
-A program may make a store of its own, or use the one of its process group: `store.get(key)` waits for a key, and
-`TCPStore(host, port)` for somebody who listens there. torch does both in C++, for minutes, on the main thread. Here the
-main thread waits in Python: it asks again and again whether the keys are there, or waits for a thread that it can leave
-behind.
+A program may make a store of its own, or use that of its process group: `store.get(key)` waits for a key, and
+`TCPStore(host, port)` waits for a listener. torch does both in C++, for minutes, on the main thread. Here the main
+thread waits in Python: it polls for the keys, or waits for a thread that it can abandon.
 
 This module runs on the replicas.
 """
@@ -33,7 +32,7 @@ _CONNECT_S = 2.0
 
 
 def install() -> None:
-    """Replace the methods of torch's stores that wait. Idempotent."""
+    """Replace the waiting methods of torch's stores. Idempotent."""
     methods: dict[str, Callable[..., Any]] = {
         "get": _get,
         "multi_get": _get,
@@ -42,7 +41,7 @@ def install() -> None:
         "barrier": _on_thread,
     }
     for name, wrapper in methods.items():
-        if hasattr(Store, name):  # some are newer than others
+        if hasattr(Store, name):  # not every version of torch has all of them
             patches.wrap(f"torch.distributed:Store.{name}", wrapper)
     patches.wrap("torch.distributed:TCPStore.__init__", _connect)
 
@@ -82,10 +81,10 @@ def _connect(
 
 
 def _require_listener(host: str, port: int) -> None:
-    """Raise CollectiveError if nobody is going to listen where this program looks for a store.
+    """Raise CollectiveError if no replica is going to listen at the address where this program looks for a store.
 
-    Replicas of one machine meet without a store at MASTER_ADDR and MASTER_PORT. A program may make one there on replica
-    0 while the others wait for it; where replica 0 is among those who look for it, all would wait in vain.
+    Replicas of one machine need no store at MASTER_ADDR and MASTER_PORT. A program may make one there on replica 0
+    while the others wait for it. If replica 0 looks for it, too, all would wait in vain.
     """
     environment = os.environ
     named = (environment.get("MASTER_ADDR"), environment.get("MASTER_PORT"))
@@ -103,7 +102,7 @@ def _require_listener(host: str, port: int) -> None:
 
 
 def _on_thread(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method on a thread of its own, which is left behind if the wait for it is interrupted."""
+    """Call a method on a separate thread, which is abandoned if the wait for it is interrupted."""
     called: Future[Any] = Future()
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""Operations under way: works whose waits can be ended from any thread, and by the user's Ctrl-C."""
+"""Operations under way: works whose waits any thread, and the user's Ctrl-C, can end."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _SLICE = timedelta(milliseconds=100)
 
 
 def _ended(inner: Any) -> RuntimeError | None:
-    """Wait a while for a work of Gloo. Return None if it completed, otherwise its error, or that of the timeout."""
+    """Wait a while for a work of Gloo. Return None if it completed, otherwise its error or a timeout error."""
     try:
-        inner.wait(_SLICE)  # one that times out leaves the work as it is: it can be waited for again, or left alone
+        inner.wait(_SLICE)  # a wait that times out does not change the work, which can be waited for again
     except RuntimeError as error:
         return error.with_traceback(None)
     return None
@@ -42,14 +42,14 @@ def positive_seconds(timeout: timedelta | None) -> float | None:
 class Staging:
     """Host memory that represents an operation's tensors, and the copies to make when the operation has ended.
 
-    Two kinds of operations need it: those on tensors of a device, where replicas share one GPU and only Gloo can carry
-    them, and reduce-scatters.
+    Two kinds of operations need it: those on tensors of a GPU that replicas share, which only Gloo can carry, and
+    reduce-scatters.
 
     Args:
         device: The device of the tensors.
 
     Attributes:
-        devices: The same, unless it is the host, as torch's futures want it.
+        devices: The devices as torch's futures expect them: none for the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +72,7 @@ class Staging:
     ) -> torch.Tensor:
         """Copy the inputs of a reduce-scatter into one tensor, whose sum over the replicas is to be scattered.
 
-        `inputs[i]` has a part for each rank; in the end `outputs[i]` gets the sum of those for this one.
+        `inputs[i]` has a part for each rank; in the end `outputs[i]` receives the sum of the parts for this rank.
 
         Raises:
             ValueError: An output and its part differ in size, or the dtypes of the tensors differ.
@@ -98,7 +98,7 @@ class Staging:
         return flat
 
     def copy_back(self) -> Sequence[torch.Tensor]:
-        """Copy what the operation wrote to where it belongs, and return those tensors. Idempotent, on any thread."""
+        """Copy the operation's results to the caller's tensors, and return these. Idempotent, on any thread."""
         with self._lock, torch.no_grad():
             for original, copy in self._pairs:
                 original.copy_(copy)
@@ -109,7 +109,7 @@ class Staging:
 
 @methods_always_eager
 class _GuardedWork(dist.Work):
-    """A work that represents the backend's own, and ends with its communicator."""
+    """A work that represents the backend's own work and ends with its communicator."""
 
     def __init__(self, communicator: Communicator, inner: Any) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _GuardedWork(dist.Work):
 
 @methods_always_eager
 class DeviceWork(_GuardedWork):
-    """An operation under way in NCCL: waiting only makes the current stream wait, and never blocks."""
+    """An operation under way in NCCL. Its `wait` makes the current stream wait, and never blocks."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._communicator.failed:
@@ -152,9 +152,9 @@ class DeviceWork(_GuardedWork):
 
 
 class Message(Future[list[Any]]):
-    """A work for Gloo's send or receive, whose own wait has no time-out that leaves the connection intact.
+    """A work for Gloo's send or receive, whose own wait would break the connection when it times out.
 
-    A separate thread waits in Gloo. The caller waits for the thread, and an abort frees the caller, not the thread.
+    A separate thread waits in Gloo, and the caller waits for the thread. An abort releases the caller only.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -173,7 +173,7 @@ class Message(Future[list[Any]]):
             self.set_result([])
 
     def wait(self, timeout: timedelta) -> None:
-        """Wait for a while. Raise a RuntimeError as Gloo's other works do."""
+        """Wait for a while. Raise a RuntimeError at a time-out, as Gloo's other works do."""
         try:
             self.result(timeout.total_seconds())
         except TimeoutError as error:
@@ -199,7 +199,7 @@ class HostWork(_GuardedWork):
     """A collective or a message under way in Gloo.
 
     Args:
-        arrival: The replica's arrival at it. Messages have no number in the collective log.
+        arrival: The replica's arrival at the operation. Messages have no number in the collective log.
         staging: The host memory that represents the tensors, if there is any.
         limit_s: The program's time limit for each wait, or None.
     """
@@ -248,7 +248,7 @@ class HostWork(_GuardedWork):
     def _wait_longer(self) -> None:
         communicator, inner = self._communicator, self._inner
         while True:
-            # What timed out while it ended shows no error when asked again.
+            # A work that ends while its wait times out shows no error when asked again.
             if inner.is_completed() and (error := _ended(inner)) is not None:
                 communicator.explain(self.number, error)
             communicator.examine(self.number)
@@ -259,7 +259,7 @@ class HostWork(_GuardedWork):
         if not self._inner.is_completed():
             return self._communicator.failed
         if self._staging is not None and self._inner.is_success():
-            self._staging.copy_back()  # who asks need not wait any more
+            self._staging.copy_back()  # later callers need not wait
         return True
 
     def result(self) -> Any:
@@ -273,16 +273,16 @@ class HostWork(_GuardedWork):
         if self._future is None:
             devices: list[Any] = list(self._staging.devices) if self._staging else []
             self._root: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-            # torch's set_exception is known to Python only; an error raised in a callback is known to C++ too.
+            # torch's set_exception is visible to Python only; an error raised in a callback also reaches C++.
             self._future = self._root.then(self._conclude)
-            self._notified = False  # the future has yet to be completed
+            self._notified = False  # the future is not completed yet
             activity.begin("background", self._arrival, key=id(self))
             self._inner.get_future().add_done_callback(self._inner_done)
             self._communicator.watch(self)
         return self._future
 
     def _inner_done(self, inner: Any) -> None:
-        """Complete the future, with all that follows from it, on Gloo's own thread."""
+        """Complete the future, with its callbacks, on Gloo's own thread."""
         activity.end(key=id(self))
         try:
             self.conclude()

@@ -1,6 +1,6 @@
-"""torch.distributed's own state: its default group, and the meaning of the user's calls that set it up.
+"""torch.distributed's own state: its default group, and the user's calls that set it up.
 
-torch knows one world at a time. Here each team has its own, with the subgroups that were made in it, and
+torch has one world at a time. Here each team has a world, with the subgroups that were made in it, and
 `TorchDistributed.enter` exchanges the whole state.
 """
 
@@ -25,7 +25,7 @@ _MAPS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag
 
 
 class World:
-    """The state of torch.distributed for one default group and its subgroups, kept while it knows another one."""
+    """The state of torch.distributed for one default group and its subgroups, kept while another world is current."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -34,7 +34,7 @@ class World:
 
     @classmethod
     def of_group(cls, group: Any, store: Store, backend_name: str, backend_config: str) -> World:
-        """Return the world of a new default group, with its store and the results of `get_backend` and its config."""
+        """Return the world of a new default group, given its store and the results of `get_backend` and its config."""
         made, name = cls(group), "0"
         made.maps["pg_map"][group] = (backend_name, store)
         made.maps["pg_names"][group] = name
@@ -70,7 +70,7 @@ class World:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A default group that is not ours: its rank, size and store, and the time limit of its operations."""
+    """A default group that distnb did not make: its rank, size, store, and the time limit of its operations."""
 
     rank: int
     size: int
@@ -93,7 +93,7 @@ class TorchDistributed:
         if self._current is not None:
             self._current.save()
         elif dist.is_initialized():
-            self._set_aside = World(c10d_internals.world.default_pg)  # the user's own; it lives on, though unused
+            self._set_aside = World(c10d_internals.world.default_pg)  # the user's own; it continues to exist, unused
             self._set_aside.save()
         world.load()
         self._current = world
@@ -104,7 +104,7 @@ class TorchDistributed:
         maps[world.group] = (maps[world.group][0], store)
 
     def foreign_default(self) -> Foreign | None:
-        """Return the default group that is not ours, or None."""
+        """Return the default group if distnb did not make it, or None."""
         if self._current is not None or not dist.is_initialized():
             return None
         group: Any = c10d_internals.default_group()
@@ -123,10 +123,11 @@ class TorchDistributed:
         if self._current is not None and not dist.is_initialized():
             c10d_internals.set_default_group(self._current.group)
 
-    # -- the user's own calls while a world of ours is entered --------------------------------------------------------
+    # -- the user's own calls while a world of distnb is current
+    # --------------------------------------------------------
 
     def install(self) -> None:
-        """Make init_process_group and destroy_process_group adopt our group, and give it back. Idempotent.
+        """Make init_process_group and destroy_process_group adopt and return distnb's group. Idempotent.
 
         Raises:
             OptionError: torch is set to communicate by torchcomms.
@@ -183,7 +184,7 @@ class TorchDistributed:
         ours = self._current.group if self._current is not None else None
         if ours is None or (group is not None and group is not ours) or not dist.is_initialized():
             return original(group)
-        # The default group is given back, not ended: the strategies still use it. Its subgroups are the user's own.
+        # The default group is returned, not ended, because strategies still use it. Its subgroups are the user's own.
         for subgroup in [each for each in c10d_internals.world.pg_names if each is not ours]:
             original(subgroup)
         ours.set_timeout(None)
@@ -191,7 +192,7 @@ class TorchDistributed:
         return None
 
     def _set_timeout(self, original: Callable[..., None], timeout: Any, group: Any = None) -> None:
-        """Set our group's time limit. torch would set the backends' limits, which break their connections."""
+        """Set the group's own time limit. torch would set the backends' limits, which break their connections."""
         group = group or (self._current.group if self._current is not None else None)
         if not isinstance(group, GuardedProcessGroup):
             return original(timeout, group)
@@ -210,7 +211,7 @@ class TorchDistributed:
         name: str,
         **given: Any,
     ) -> Any:
-        """Make a subgroup of ours from ours, as torch 2.13 does: earlier ones would make it of their own backends.
+        """Make a subgroup by the group's own method, as torch 2.13 does; earlier versions would use their own backends.
 
         Returns:
             The group, and its store.

@@ -47,7 +47,7 @@ _FLAGS_AT, _PRESENT, _SWAPPED, _OF_FILE = 61, 4, 2, 1
 
 @dataclass(frozen=True)
 class _Card:
-    """A replica's description of itself, and replica 0's of the memory that it made."""
+    """A replica's description of itself and, from replica 0, of the memory that it made."""
 
     host: str
     pid: int
@@ -56,7 +56,7 @@ class _Card:
 
 
 class SharedMemory:
-    """A piece of common memory. All replicas make it together, or all raise CollectiveError."""
+    """A segment of common memory. All replicas create it together, or all raise CollectiveError."""
 
     def __init__(self, group: Group, nbytes: int) -> None:
         self.nbytes = -(-nbytes // _PAGE) * _PAGE
@@ -83,15 +83,15 @@ class SharedMemory:
         self._address = torch.frombuffer(self._own, dtype=torch.uint8).data_ptr()
 
     def common(self, begin: int, nbytes: int) -> torch.Tensor:
-        """Return a range of bytes as all replicas see them."""
+        """Return the common view of a range of bytes."""
         return torch.frombuffer(self._common, dtype=torch.uint8, count=nbytes, offset=begin)
 
     def own(self, begin: int, nbytes: int) -> torch.Tensor:
-        """Return a range of bytes as this replica sees them."""
+        """Return the own view of a range of bytes."""
         return torch.frombuffer(self._own, dtype=torch.uint8, count=nbytes, offset=begin)
 
     def changed(self) -> list[int]:
-        """Return the numbers of the pages of which this replica has a private copy because it wrote to them."""
+        """Return the numbers of the pages that this replica has written to, and so has private copies of."""
         count = self.nbytes // _PAGE
         with open(_PAGEMAP, "rb", buffering=0) as file:
             entries = bytearray(os.pread(file.fileno(), 8 * count, 8 * (self._address // _PAGE)))
@@ -106,7 +106,7 @@ class SharedMemory:
         return range(begin // _PAGE, (begin + nbytes - 1) // _PAGE + 1)
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Drop this replica's private copies of pages, so that the own view shows the common memory there."""
+        """Drop this replica's private copies of pages, so that its own view shows the common memory there."""
         begin = 0
         while begin < len(pages):
             end = begin + 1
@@ -122,11 +122,11 @@ def _made(nbytes: int) -> tuple[int, str]:
         return -1, f"this system does not report which pages of memory were written to ({_PAGEMAP})"
     available = psutil.virtual_memory().available
     if nbytes > available:
-        # The kernel would hand out pages until it has to kill processes, of any user.
+        # Otherwise the kernel would grant pages until it has to kill processes of any user.
         return -1, f"{nbytes} bytes are not available (free: {available})"
     descriptor = os.memfd_create("distnb-variables")
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)  # a limit shows now, and not as a signal when the memory is used
+        os.posix_fallocate(descriptor, 0, nbytes)  # a limit raises an error now, not a signal at the memory's use
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, OSError):

@@ -8,8 +8,8 @@ Each replica has a header and an area that only it writes to:
 
 To reduce a tensor, a replica copies it to its area, writes its offset to the header, and then raises `posted`. It waits
 until the others have raised theirs, and adds up the tensors of all areas in replica order, so that every replica gets
-the same bits. A gather copies the tensors instead. At the end the replica raises `done`: when all have, its own place
-in the area is free again.
+the same bits. A gather copies the tensors instead. At the end the replica raises `done`. When all replicas have done
+so, the place in its area is free again.
 
 For example, operation 5 sums two tensors of 1 KB. Replica 0 arrives first, and replica 1 while replica 0 sleeps:
 
@@ -22,11 +22,12 @@ For example, operation 5 sums two tensors of 1 KB. Replica 0 arrives first, and 
     reads 5: adds up area 0 and area 1              reads 5 in header 0: adds up area 0 and area 1
     done = 5                                        done = 5
 
-Memory order. Nobody takes a lock. A reader that sees `posted = 5` must also see the tensor and the offset, which were
-written before. x86 never reorders plain stores, nor plain loads, so the order in the source is enough; C calls between
-the stores keep the compiler from moving them. ARM reorders both, so Gloo is used there. The waiting replica passes the
-value that it has read to the kernel (a futex): the kernel lets it sleep only if the word still has that value, so a
-wake-up in between is not lost. It sleeps in slices of 100 ms, between which it notices an abort or a mismatch.
+Memory order. No replica takes a lock. A reader that sees `posted = 5` must also see the tensor and the offset, which
+were written before. x86 never reorders plain stores, nor plain loads, so the order in the source is enough; C calls
+between the stores keep the compiler from moving them. ARM reorders both, so Gloo is used there. The waiting replica
+passes the value that it has read to the kernel (a futex): the kernel lets it sleep only if the word still has that
+value, so a wake-up in between is not lost. It sleeps in slices of 100 ms, between which it notices an abort or a
+mismatch.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ GATHER = "gather"
 
 _PAGE = 4096
 _LINE = 64
-_AREA_NBYTES = 2**30  # of addresses; pages are only there once they were written to
+_AREA_NBYTES = 2**30  # of addresses: a page takes memory once it is written to
 _MOST_NBYTES = 16 * 2**20
-_SLOTS = 256  # operations that a replica may have under way
-_POSTED, _DONE, _OFFSETS = 0, 1, 16  # words of a replica's header
+_SLOTS = 256  # the number of operations that a replica may have under way
+_POSTED, _DONE, _OFFSETS = 0, 1, 16  # the number of words in a replica's header
 _WORDS = _OFFSETS + _SLOTS
 _HEADER_NBYTES = -(-4 * _WORDS // _LINE) * _LINE
 _KNOWN_VIEWS = 256
@@ -82,7 +83,7 @@ _syscall.restype = ctypes.c_long
 
 
 def nbytes(size: int) -> int:
-    """Return the size of the areas of so many replicas, behind a collective log, in bytes."""
+    """Return the size of the areas of this number of replicas, behind a collective log, in bytes."""
     return _PAGE + size * (_HEADER_NBYTES + _AREA_NBYTES) + _PAGE if _POSSIBLE else 0
 
 
@@ -103,17 +104,17 @@ class SharedSum:
             for rank in range(size)
         ]
         self._number = 0
-        self._under_way: list[tuple[int, int, int]] = []  # (number, begin, end) of what others may still read
+        self._under_way: list[tuple[int, int, int]] = []  # (number, begin, end) of tensors that others may still read
         self._finished: set[int] = set()
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
 
     @classmethod
     def of(cls, log: CollectiveLog) -> SharedSum | None:
-        """Return the areas behind a log, or None if replicas share no memory."""
+        """Return the areas behind a log, or None if the replicas do not share memory."""
         return cls(log) if _POSSIBLE and log.shared and log.size > 1 else None
 
     def takes(self, tensor: torch.Tensor, op: str) -> bool:
-        """Return whether a tensor is reduced, or gathered, here. The answer is the same on all replicas."""
+        """Return whether a tensor can be reduced or gathered here. The result is the same on all replicas."""
         size = tensor.numel() * tensor.dtype.itemsize
         if not 0 < size <= _MOST_NBYTES or size * self.size > 4 * _MOST_NBYTES:
             return False
@@ -122,10 +123,10 @@ class SharedSum:
     # Writing -------------------------------------------------------------------------------------------------
 
     def post(self, tensor: torch.Tensor, communicator: Communicator, number: int, wanted: bool = True) -> int:
-        """Copy a tensor to this replica's area and notify the others. Return the operation's own number.
+        """Copy a tensor to this replica's area and notify the others. Return the operation's number here.
 
-        Call it in the order of the collectives, one at a time. A tensor that is not wanted is not copied: it only has
-        the size of those that others send.
+        Call it in the order of the collectives, one at a time. With `wanted` False the tensor is not copied; only its
+        size is used.
         """
         own = self._number = self._number + 1
         begin = self._room(tensor.numel() * tensor.dtype.itemsize, own, communicator, number)
@@ -138,10 +139,11 @@ class SharedSum:
         return own
 
     def _room(self, size: int, own: int, communicator: Communicator, number: int) -> int:
-        """Return a free place in the area, as near to its beginning as possible, where the caches are warm."""
+        """Return a free place in the area, as near to the beginning as possible, where caches are warm."""
         size = -(-size // _LINE) * _LINE
         while True:
-            # The least of all replicas, this one included: it reads its own part too, and may be the last.
+            # The least number over all replicas, including this one, which reads its own part, too, and may be the
+            # last.
             read = min([words[_DONE] for words in self._words])
             self._under_way = taken = [entry for entry in self._under_way if entry[0] > read]
             begin = 0
@@ -163,7 +165,7 @@ class SharedSum:
     # Reading -------------------------------------------------------------------------------------------------
 
     def collect(self, own: int, tensor: torch.Tensor, op: str, work: SharedWork) -> list[torch.Tensor]:
-        """Wait for the others. Write a reduction's result into the tensor, and return a gather's."""
+        """Wait for the others. Write a reduction's result into the tensor, or return a gather's tensors."""
         sources = work.sources
         if not self.posted(own, sources):
             self._wait_for(sources, own, work)
@@ -202,7 +204,7 @@ class SharedSum:
         return all(self._words[rank][_POSTED] >= own for rank in ranks)
 
     def done(self, own: int) -> None:
-        """Report that this replica reads nothing of that operation any more."""
+        """Report that this replica no longer reads tensors of that operation."""
         words = self._words[self._me]
         self._finished.add(own)
         while words[_DONE] + 1 in self._finished:
@@ -241,7 +243,7 @@ class SharedSum:
 
 
 class SharedWork:
-    """A reduction or gather under way, of the tensors of some sources in this order, or of all."""
+    """A reduction or gather under way, of all tensors or those of some sources in this order."""
 
     def __init__(
         self,
@@ -263,7 +265,7 @@ class SharedWork:
         self.sources = range(shared.size) if sources is None else sources
 
     def wait(self) -> None:
-        """Wait for the end; the tensor holds the result then."""
+        """Wait for the end, when the tensor holds the result."""
         self.result()
 
     def result(self) -> list[torch.Tensor]:
@@ -284,7 +286,7 @@ class SharedWork:
         self._shared.wake()
 
     def under_way(self) -> bool:
-        """Return False, because it does not run outside of Python."""
+        """Return False: it does not run outside of Python."""
         return False
 
     def is_completed(self) -> bool:
@@ -292,6 +294,6 @@ class SharedWork:
         return self._shared.posted(self._own, self.sources)
 
     def __del__(self) -> None:
-        # Nobody waits for it, so the others' data is not needed any more.
+        # Nobody waits for it, so the others' data is no longer needed.
         if self._tensor is not None:
             self._shared.done(self._own)

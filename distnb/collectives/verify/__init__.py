@@ -1,1 +1,1 @@
-"""Finding collectives that do not match, before they are entered."""
+"""Detection of collectives that do not match, before they are entered."""

@@ -41,11 +41,11 @@ class CallSite:
     """A line of the user's program, with the lines that called it.
 
     Attributes:
-        identity: Four times 8 bytes, equal on two replicas if: the innermost line is; the lines that called it are
-            too; the innermost line's text is; the texts of those that called it are too.
+        identity: Four digests of 8 bytes each: of the innermost line; of that line and the lines that called it; of the
+            innermost line's text; and of that text and the texts of the lines that called it.
         place: The innermost line, for people: `train.py, line 12`.
-        text: What it says.
-        file: The innermost line's file, as the code object names it.
+        text: The source of that line.
+        file: The innermost line's file, as in its code object.
         line: Its number.
     """
 
@@ -59,7 +59,7 @@ class CallSite:
         return f"{self.place}: {self.text}" if self.text else self.place
 
     def warn(self, text: str) -> None:
-        """Warn as if that line did so."""
+        """Issue a warning that is attributed to that line."""
         warnings.warn_explicit(text, UserWarning, self.file, self.line)
 
 
@@ -77,7 +77,7 @@ def _classify(code: CodeType) -> int:
         kind = _LIBRARY
     else:
         kind = _USER
-    # The code object is kept: its id would otherwise be given to another one.
+    # The code object is kept, because another one could otherwise get its id.
     _kinds[id(code)] = (kind, code)
     return kind
 
@@ -115,7 +115,7 @@ def find(identity: bytes) -> CallSite:
 def _describe(key: tuple[int, ...]) -> CallSite:
     frames = [(_kinds[known][1], instruction) for known, instruction in zip(key[::2], key[1::2], strict=True)]
     lines = [(code.co_filename, _line(code, instruction)) for code, instruction in frames]
-    # Replicas of one script can be started from different folders, but run the same files.
+    # The replicas of a script run the same files, and may have been started from different folders.
     chain = [f"{os.path.basename(file)}:{line}" for file, line in lines]
     texts = [linecache.getline(file, line).strip() for file, line in lines]
     file, line = lines[0]
@@ -137,7 +137,7 @@ def _line(code: CodeType, instruction: int) -> int:
 
 
 def _name_of(filename: str) -> str:
-    """Return a file's name for people: a cell by its number, where IPython knows it."""
+    """Return a file's name for people: a cell is named by its number if IPython has it."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and (cell := shell.compile.format_code_name(filename)) is not None:
         return " ".join(cell)

@@ -1,7 +1,7 @@
 """The collective log: the reports of each replica of a process group about its collectives.
 
-Replicas of one machine share the log's memory, so each sees at once what the others have called. Across machines each
-replica has a copy of its own, and the store keeps the copies equal (`replicated_log.py`).
+Replicas of one machine share the log's memory, so each sees the others' calls at once. Across machines each replica has
+a copy, and the store keeps the copies equal (`replicated_log.py`).
 
 Each replica writes to its own part only, so no lock is needed. A part is a header and a ring of slots:
 
@@ -71,7 +71,7 @@ _PHASES: Final[tuple[Phase, ...]] = ("idle", "running", "ended", "failed")
 
 
 class CollectiveWait(NamedTuple):
-    """A replica's wait: the group, the number of the collective, the replicas that are not there, a text for people."""
+    """A replica's wait: the group, the number of the collective, the absent replicas, and a description."""
 
     group: str
     number: int
@@ -80,7 +80,7 @@ class CollectiveWait(NamedTuple):
 
 
 class Position(NamedTuple):
-    """The position of a replica in its program as it calls a collective (see `program_calls.py`).
+    """The position of a replica in its program when it calls a collective (see `program_calls.py`).
 
     Attributes:
         errors: The number of errors that have left a call of `run`, a scope or a collective.
@@ -131,7 +131,7 @@ class CollectiveRecord:
 
     @property
     def line_text(self) -> bytes:
-        """A digest of what the innermost line says."""
+        """A digest of the innermost line's source."""
         return self.key[24:32]
 
 
@@ -139,7 +139,7 @@ class CollectiveLog:
     """The records of every replica, in memory that is zeroed at first, and shared by the replicas of one machine."""
 
     shared = True
-    """True if the others see at once what a replica writes."""
+    """True if the others see a replica's reports at once."""
     lost = False
     """True if the others' reports no longer arrive here."""
 
@@ -149,31 +149,31 @@ class CollectiveLog:
         self.size = size
         self._mine = me * _PART_NBYTES
 
-    # -- copies on several machines; where memory is shared there is one log, and nothing to do ---------------------
+    # -- copies on several machines; with shared memory there is one log, and these do nothing ---------------------
 
     @property
-    def untold(self) -> bool:
-        """True if `exchange` has yet to send something that is written here."""
+    def has_unsent(self) -> bool:
+        """True if this replica has reports that `exchange` has not sent yet."""
         return False
 
     def exchange(self) -> None:
         """Update this copy and the others'."""
 
     def send_soon(self) -> None:
-        """Have the log send to the others what is written here, without waiting for that."""
+        """Request that this replica's reports are sent soon, without waiting for that."""
 
     def publish(self) -> None:
-        """Exchange for certain: the others can read all that was written before."""
+        """Exchange now: the others can read all earlier reports afterwards."""
 
     def acknowledged(self, replica: int) -> int:
-        """Return the number up to which another replica surely has this one's records."""
+        """Return the number up to which another replica has certainly received this one's records."""
         return self.last(self.me)
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """Return the size of the log of so many replicas, in bytes."""
+        """Return the size of the log of this number of replicas, in bytes."""
         return size * _PART_NBYTES
 
     @staticmethod
@@ -181,10 +181,10 @@ class CollectiveLog:
         return replica * _PART_NBYTES + HEADER_NBYTES + number % RING * SLOT_NBYTES
 
     def write(self, number: int, record: CollectiveRecord, program: int, position: Position = Position()) -> None:  # noqa: B008
-        """Post this replica's collective of that number (numbers begin with 1)."""
+        """Post this replica's collective under that number (numbers begin with 1)."""
         at = self._slot(self.me, number)
         content = record.key + _NUMBER.pack(program) + _POSITION.pack(*position) + record.stored
-        # The number goes last: it says that the rest is valid.
+        # The number is written last: it marks the rest as valid.
         self.memory[at + 8 : at + 8 + len(content)] = content
         self.memory[at : at + 8] = _NUMBER.pack(number)
 
@@ -203,7 +203,7 @@ class CollectiveLog:
         return CollectiveRecord(slot[8:_KEY_END], operation, place), program
 
     def position(self, replica: int, number: int) -> Position:
-        """Return a replica's position as it called its collective of that number, which must not be overwritten."""
+        """Return a replica's position at its collective of that number, which must not be overwritten."""
         return Position._make(_POSITION.unpack_from(self.memory, self._slot(replica, number) + _POSITION_AT))
 
     def same(self, replica: int, number: int) -> bool:
@@ -219,7 +219,7 @@ class CollectiveLog:
 
     def set_phase(self, program: int, phase: Phase) -> None:
         """Report this replica's program, and its phase in it."""
-        # In this order: a program that begins is never seen in the phase in which the last one ended.
+        # In this order, so that a new program is never seen in the phase in which the last one ended.
         _NUMBER.pack_into(self.memory, self._mine + 8, _PHASES.index(phase))
         _NUMBER.pack_into(self.memory, self._mine, program)
 
@@ -228,7 +228,7 @@ class CollectiveLog:
         at = replica * _PART_NBYTES
         found = _HEADER.unpack_from(self.memory, at)
         while (again := _HEADER.unpack_from(self.memory, at)) != found:
-            found = again  # it went on while it was read: the end of one program with the collectives of the next
+            found = again  # written during the read, maybe by two programs
         program, phase, last = found
         return program, _PHASES[phase], last
 
@@ -247,12 +247,12 @@ class CollectiveLog:
         _DATA_END.pack_into(self.memory, self._mine + _DATA_END_AT, number + 1, batches)
 
     def data_end_of(self, replica: int, number: int) -> int | None:
-        """Return the number of batches of a replica's loop over data that ended just before a collective, or None."""
+        """Return the number of batches of the loop over data that a replica ended just before a collective, or None."""
         before, batches = _DATA_END.unpack_from(self.memory, replica * _PART_NBYTES + _DATA_END_AT)
         return int(batches) if before == number else None
 
     def set_wait(self, wait: CollectiveWait | None) -> None:
-        """Report this replica's wait, or that it does not wait."""
+        """Report this replica's wait, or None."""
         text = "" if wait is None else "\0".join([wait.group, str(wait.number), *map(str, wait.absent), wait.text])
         self._set_text(_WAIT_AT, text.encode()[:_WAIT_NBYTES])
 
@@ -264,7 +264,7 @@ class CollectiveLog:
                 group=group, number=int(numbers[0]), absent=tuple(map(int, numbers[1:-1])), text=numbers[-1]
             )
         except (IndexError, ValueError):
-            return None  # none, or it is being written
+            return None  # none, or one that is being written
 
     def _set_text(self, at: int, content: bytes) -> None:
         at += self._mine
@@ -277,9 +277,9 @@ class CollectiveLog:
 
 
 def create_memory(size: int, extra: int = 0) -> tuple[mmap.mmap, int]:
-    """Return memory for a log with `extra` bytes behind it, and the descriptor by which other processes can open it.
+    """Return memory for a log with `extra` bytes behind it, and the descriptor through which other processes open it.
 
-    The memory has no name: nothing of it is left behind when the processes end, however they end.
+    The memory has no name, so it is freed when the processes end, however they end.
     """
     descriptor = os.memfd_create("distnb-log")
     os.ftruncate(descriptor, CollectiveLog.nbytes(size) + extra)

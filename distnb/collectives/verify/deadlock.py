@@ -1,8 +1,8 @@
-"""Replicas that wait for each other in different process groups.
+"""Detection of replicas that wait for each other in different process groups.
 
 Each group's verifier compares the calls in that group. If one replica waits in the whole group and the other in a
-subgroup, both groups match, and both replicas would wait for ever. So a replica that waits for long reports in the log
-of the whole group for whom it waits, and looks for a chain of waits that leads back to itself.
+subgroup, the calls of both groups match, and both replicas would wait for ever. So a replica that waits for long
+reports its wait in the log of the whole group, and looks for a chain of waits that leads back to itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class DeadlockDetector:
         self._since = 0.0
 
     def issued(self) -> None:
-        """Note that this thread issued a collective. If several threads do, the wait of one says nothing about all."""
+        """Note that this thread issued a collective. If several threads do, one thread's wait does not mean that all
+        wait."""
         if self._thread != threading.get_ident():
             self._several_threads = self._thread is not None
             self._thread = threading.get_ident()
@@ -50,17 +51,17 @@ class DeadlockDetector:
     def wait(self, wait: CollectiveWait) -> None:
         """Report that this replica waits in a collective or to connect a group, and look for a cycle.
 
-        A replica that waits calls this every 100 ms or so.
+        A waiting replica calls this about every 100 ms.
 
         Raises:
-            CollectiveMismatchError: A replica that it waits for waits, directly or through others, for this one.
+            CollectiveMismatchError: A replica that this one waits for waits for this one, directly or through others.
         """
         if self._several_threads or not wait.absent:
             self.stop()
             return
         self._log.set_wait(wait)
         cycle = self._find_cycle()
-        # Only a cycle that lasts counts: a report may be about to change, or be on its way.
+        # Only a cycle that lasts counts, because a report may be about to change or to arrive.
         if cycle != self._cycle:
             self._cycle, self._since = cycle, time.monotonic()
         elif cycle and time.monotonic() - self._since >= (_PATIENCE_S if self._log.shared else 4 * _PATIENCE_S):
@@ -71,10 +72,10 @@ class DeadlockDetector:
             )
 
     def _find_cycle(self) -> dict[int, CollectiveWait]:
-        """Return the waits by which this replica waits for itself; empty if it does not.
+        """Return the cycle of waits that this replica is in; empty if there is none.
 
-        Within one group no replica waits for one that is ahead of it. A cycle there consists of outdated reports, or
-        of reports that no longer arrive because a machine is lost. Another watcher reports that.
+        Within one group no replica waits for one that is ahead of it. A cycle there consists of outdated reports, or of
+        reports that no longer arrive because a machine is lost, which is detected elsewhere.
         """
         me = self._log.me
         waits = {rank: wait for rank in range(self._log.size) if (wait := self._log.wait_of(rank)) is not None}

@@ -1,6 +1,6 @@
-"""Counts of a program's calls of `strategy.run` and its scopes, and the latest error that left one.
+"""Counts of a program's calls of `strategy.run` and scopes, and the latest error that was raised through one.
 
-An error that one replica catches may have taken it past a collective in which the others wait. Its next collective can
+An error that one replica catches may have made it skip a collective in which the others wait. Its next collective can
 look exactly like theirs: same line, same shape. The counts show the difference. Two replicas run
 
     for batch in batches:
@@ -34,22 +34,23 @@ class ProgramCalls:
 
     Attributes:
         crossed: The number of times that a call or a scope has begun or ended.
-        errors: The number of errors that have left a call, a scope or a collective whose arguments were refused.
+        errors: The number of errors that were raised through a call or a scope, or by a collective that refused its
+            arguments.
         error: The latest of these errors, until all replicas have met in a later collective.
-        place: What that error left, for people.
+        place: A description of the call, scope or collective that this error was raised through.
     """
 
     def __init__(self) -> None:
         self.begin_program()
 
     def begin_program(self) -> None:
-        """Start the counts at zero."""
+        """Set the counts to zero."""
         self.crossed = self.errors = 0
         self.error: BaseException | None = None
         self.place = ""
 
     def enter(self) -> None:
-        """Count the begin of a call or a scope."""
+        """Count the beginning of a call or a scope."""
         self.crossed += 1
 
     def leave(self) -> None:
@@ -57,9 +58,9 @@ class ProgramCalls:
         self.crossed += 1
 
     def fail(self, place: str, error: BaseException) -> None:
-        """Note an error that leaves `place`: a call, a scope or a collective.
+        """Note an error that is raised through `place`: a call, a scope or a collective.
 
-        ProgramAborted is not counted: it carries out the order to end, whose cause is an error of another replica.
+        ProgramAborted is not counted: it carries out the order to end that another replica's error has caused.
         """
         if isinstance(error, ProgramAborted):
             return
@@ -68,5 +69,5 @@ class ProgramCalls:
 
     @property
     def position(self) -> Position:
-        """The counts, as a collective that is posted now reports them."""
+        """The current counts, for the report of a collective."""
         return Position(self.errors, self.crossed)

@@ -1,11 +1,11 @@
-"""A collective log for replicas that share no memory: each has a copy, and the store keeps the copies equal.
+"""A collective log for replicas without shared memory: each has a copy, and the store keeps the copies equal.
 
-Several times a second each replica publishes the records of its own part that others have not acknowledged, and reads
-theirs. A separate thread does so, because a question to the store takes a round trip. Only a collective whose signature
-is new waits for it: a replica enters that one when all have posted the same. Any other difference is found within a
-second here, and at once where memory is shared.
+Several times a second each replica publishes the records that others have not acknowledged, and reads theirs. A
+separate thread does so, because a request to the store takes a round trip. Only a collective whose signature is new
+waits for it: a replica enters that one when all have posted the same. Any other difference is found within a second
+here, and at once if memory is shared.
 
-The store is plain text on the network, so no source text goes through it: digests do.
+The store is plain text on the network, so it carries digests and no source text.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ReplicatedLog(CollectiveLog):
         super().__init__(bytearray(self.nbytes(size)), me, size)
         self._store = store
         self._others = [rank for rank in range(size) if rank != me]
-        self._pulled = [0] * size  # up to which number this replica knows each other's collectives
-        self._acknowledged = [0] * size  # up to which number each other knows this replica's
+        self._pulled = [0] * size  # the number up to which this replica has each other's collectives
+        self._acknowledged = [0] * size  # the number up to which each other has this replica's
         self._published = b""
         self._published_last = 0
         self._changed = False
@@ -52,21 +52,21 @@ class ReplicatedLog(CollectiveLog):
 
     def write(self, number: int, record: CollectiveRecord, program: int, position: Position = Position()) -> None:  # noqa: B008
         super().write(number, record, program, position)
-        if number <= self.last(self.me):  # a rewritten record, of which others may have read the first words
+        if number <= self.last(self.me):  # a rewritten record, whose first words others may have read
             self._rewritten = number
             self._changed = True
 
     @property
-    def untold(self) -> bool:
+    def has_unsent(self) -> bool:
         return not self.lost and (self._changed or self.last(self.me) != self._published_last)
 
     def send_soon(self) -> None:
-        """Have the thread that tends the groups publish what has changed."""
+        """Request that the thread that tends the groups publishes the changes."""
         self._changed = True
 
     def exchange(self) -> None:
-        """Publish and read. A store that no longer answers does not end a collective."""
-        if self._lock.acquire(blocking=False):  # otherwise another thread does it now
+        """Publish and read. A store that no longer answers does not end collectives."""
+        if self._lock.acquire(blocking=False):  # otherwise another thread is doing it
             self._exchange()
 
     def publish(self) -> None:
@@ -90,12 +90,12 @@ class ReplicatedLog(CollectiveLog):
                 for rank, found in zip(there, packets, strict=True):
                     self._unpack(rank, found)
         except RuntimeError:
-            self.lost = True  # for good: torch's store does not connect again, and logs each attempt at length
+            self.lost = True  # permanently: torch's store does not reconnect, and logs each attempt at length
         finally:
             self._lock.release()
 
     def _pack(self) -> tuple[bytes, int]:
-        # The header first: another thread may post meanwhile, and the header must not count a record that is missing.
+        # The header is read first: another thread may post meanwhile, and the header must not count a missing record.
         header = bytes(self.memory[self._mine : self._mine + HEADER_NBYTES])
         last = int(_NUMBER.unpack_from(header, _LAST_AT)[0])
         known = min(self._acknowledged[rank] for rank in self._others)
@@ -120,6 +120,6 @@ class ReplicatedLog(CollectiveLog):
             into = self._slot(rank, number)
             self.memory[into : into + SLOT_NBYTES] = packet[at : at + SLOT_NBYTES]
             self._pulled[rank] = max(self._pulled[rank], number)
-        # The header goes last: it holds the number of the last record.
+        # The header is written last: it has the number of the last record.
         start = self._slot(rank, 0) - HEADER_NBYTES
         self.memory[start : start + HEADER_NBYTES] = packet[:HEADER_NBYTES]

@@ -1,9 +1,9 @@
-"""The comparison of the replicas' collectives. It does no communication itself.
+"""The comparison of the replicas' collectives. It does not communicate itself.
 
 Every collective has a number, per process group and replica, beginning with 1. A replica posts its record before it
-enters the collective, and then reads the others' records of the same number. Of two replicas at least one thus sees
-the other's record before it enters, so two that differ never meet inside Gloo. There they would hang, end the process
-or get wrong sums. The replica that entered first compares later: at its next collective, or while it waits.
+enters the collective, and then reads the others' records of the same number. So at least one of two replicas sees the
+other's record before it enters, and different collectives never meet inside Gloo, where they would hang, end the
+process or compute wrong sums. The replica that entered first compares later: at its next collective, or while it waits.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ _EVEN: Final = (
     "distribute_datasets_from_function goes on with empty ones until the longest pipeline has ended."
 )
 _RETURNED: Final = "strategy.run's result("  # the comparison after the function of `run` has returned
-_ADVICE_ON: Final = {  # by what the names of operations contain
-    ".step(": "step() under central storage is taken by all replicas together: each has variables that it updates for "
-    "all.",
-    ".scope(": "What is made in strategy.scope() is made equal on all replicas, so all of them enter it; what only one "
-    "needs is made outside.",
-    ".build(": "Parameters that a model gets in strategy.run are made equal on all replicas, so all of them call it, "
-    "with an empty slice as well.",
-    _RETURNED: "A function that returns early does so on all replicas, or else after its last collective.",
+_ADVICE_ON: Final = {  # by a part of the operation's name
+    ".step(": "Under central storage call step() on all replicas together: each updates some variables for all.",
+    ".scope(": "Enter strategy.scope() on all replicas: objects made in it become equal on all of them. Make objects "
+    "that only one replica needs outside.",
+    ".build(": "Call a model that creates parameters in strategy.run on all replicas, also with an empty slice: its "
+    "parameters are made equal on all of them.",
+    _RETURNED: "Return early from the function on all replicas, or only after its last collective.",
 }
 _AHEAD: Final = RING - 64
-_REFUSED: Final = bytes(KEY_NBYTES)  # the key of a collective that was posted, and whose arguments were refused then
-# Nothing of the replicas is put together in these, and taking turns with barriers is a custom.
+_REFUSED: Final = bytes(KEY_NBYTES)  # the key of a collective whose arguments were refused after it was posted
+# These combine no data of the replicas, and programs take turns by barriers.
 _EMPTY: Final = ("barrier(", "monitored_barrier(", "new_group(")
-# What two calls of equal collectives can have in common, in bytes of their keys: the signature, and the line, the
-# lines that led there, the line's text, or the texts of the lines that led there.
+# The parts of the key that two calls of equal collectives can share, as ranges of bytes: the signature, and the line,
+# the lines that led there, the line's text, or the texts of the lines that led there.
 _PLACES: Final = tuple((slice(0, 8), slice(begin, begin + 8)) for begin in (8, 16, 24, 32))
 
 
@@ -52,11 +51,11 @@ class Verifier:
     Not thread-safe: its process group calls it under a lock.
 
     Args:
-        log: The log in which the replicas post.
+        log: The replicas' log.
         replicas: The replica id of each rank of the process group, for messages.
         calls: The counts of this replica's program.
-        patience_s: The time to wait for an order to end, after another replica has reported an error of its program,
-            before this one raises a consequence of it.
+        patience_s: The time to wait for an order to end after another replica has reported an error of its program.
+            Then this replica raises a consequence of that error.
 
     Attributes:
         number: The number of this replica's newest collective.
@@ -76,7 +75,7 @@ class Verifier:
         self._errors_posted = 0  # the number of errors that this replica's newest collective reports
         self._first_after_error = 0  # the number of the first collective that reports them
         self._patience_s = patience_s
-        self._reported_since = 0.0  # the time when another replica's error was first seen
+        self._reported_since = 0.0  # the time at which another replica's error was first seen
         self._refused = 0  # the number of the latest collective whose arguments were refused here
         self._replicas = replicas
         self._peers = [rank for rank in range(log.size) if rank != log.me]
@@ -87,7 +86,7 @@ class Verifier:
         self._warned: set[tuple[bytes, bytes]] = set()
 
     def post(self, record: CollectiveRecord) -> int:
-        """Post a collective that this replica is about to enter, under the next number, and compare it.
+        """Post a collective that this replica is about to enter under the next number, and compare it.
 
         Raises:
             CollectiveMismatchError: Another replica called something else.
@@ -106,13 +105,13 @@ class Verifier:
         return number
 
     def _report_data_end(self, number: int) -> None:
-        """Report if a loop over data ended since the collective before that number."""
+        """Report a loop over data that has ended since the collective before that number."""
         batches = activity.pop_data_end()
         if batches is not None:
             self.log.set_data_end(number - 1, batches)
 
     def check(self) -> None:
-        """Compare what the others have posted since, as far as it is known here. Raises as `post`."""
+        """Compare the others' new posts, as far as they have arrived. Raises as `post`."""
         for rank in self._peers:
             trouble = self.log.trouble_of(rank)
             if trouble is not None and trouble.kind == "failed":
@@ -123,7 +122,7 @@ class Verifier:
             self._catch_up(rank)
 
     def _raise_reported(self, rank: int) -> None:
-        """Raise the error by which another replica says that the program ends, if it does."""
+        """Raise the error that another replica reports as the end of the program, if any."""
         trouble = self.log.trouble_of(rank)
         if trouble is not None and trouble.kind != "raised":
             raise (CollectiveMismatchError if trouble.kind == "mismatch" else CollectiveError)(trouble.text)
@@ -132,7 +131,7 @@ class Verifier:
 
     @property
     def pending_error(self) -> BaseException | None:
-        """The program's latest error, if some replica has not called an equal collective since."""
+        """The program's latest error, until every replica has called an equal collective after it."""
         calls = self._calls
         if calls.error is None:
             return None
@@ -145,7 +144,7 @@ class Verifier:
         """Return the error of this replica's program that left a collective undone in which others wait, if any.
 
         Returns:
-            The error, and what it left undone, for people.
+            The error, and a description of the collective.
         """
         error = self.pending_error
         if error is None:
@@ -169,7 +168,7 @@ class Verifier:
         return None
 
     def report_failure(self, error: BaseException, undone: str = "") -> None:
-        """Report an error that ends the program to the others, which raise it where they wait."""
+        """Report an error that ends the program to the other replicas, which raise it where they wait."""
         if undone:
             text = f"{self._error_text()} {undone}"
         elif isinstance(error, CollectiveError):
@@ -194,8 +193,8 @@ class Verifier:
     def room(self) -> bool:
         """Return whether the next collective can be posted now.
 
-        It must not overwrite a record that another replica has yet to compare. After a collective whose arguments were
-        refused, the others must have been refused there, too.
+        It must not overwrite a record that another replica has not compared yet. After a collective whose arguments
+        were refused here, they must have been refused on the others, too.
         """
         oldest = max(self.number - _AHEAD, self._refused - 1)
         for rank in self._peers:
@@ -206,7 +205,7 @@ class Verifier:
     def must_agree(self, record: CollectiveRecord) -> bool:
         """Return whether all replicas must have posted the same before this one enters.
 
-        That is so once for each call where memory is not shared: a difference is not seen at once there.
+        Without shared memory, where a difference is not seen at once, this is needed once for each call.
         """
         if self.log.shared or record.key in self._known:
             return False
@@ -214,15 +213,15 @@ class Verifier:
         return True
 
     def agreed(self, number: int) -> bool:
-        """Return whether all others posted the same under that number, or their reports no longer arrive."""
+        """Return whether all others have posted the same under that number, or their reports no longer arrive."""
         return self.log.lost or all(self._compared[rank] >= number for rank in self._peers)
 
     def absent(self, number: int) -> list[int]:
-        """Return the replicas that have not called the collective of that number yet."""
+        """Return the replicas that have not yet called the collective of that number."""
         return [self._replicas[rank] for rank in self._peers if self.log.last(rank) < number]
 
     def describe(self, number: int, rank: int | None = None) -> str:
-        """Return what this replica, or another one, called under that number, for people."""
+        """Describe the collective that this replica, or another one, called under that number."""
         posted = self.log.read(self.log.me if rank is None else rank, number)
         return f"{posted[0].operation} at {posted[0].place}" if posted else "a collective"
 
@@ -252,8 +251,8 @@ class Verifier:
         """End this replica's part of the program.
 
         Raises:
-            CollectiveMismatchError: It ended well, but called something else than another replica, or another number of
-                collectives than one that has ended well too.
+            CollectiveMismatchError: The program succeeded, but this replica's collectives differ from another
+                replica's, or their number from that of a replica that has succeeded, too.
             CollectiveError: Another replica reports an error that ends the program.
         """
         self._report_data_end(self.number + 1)
@@ -286,7 +285,7 @@ class Verifier:
     # -- replicas that will not come -----------------------------------------------------------------------------------
 
     def check_departed(self, number: int) -> list[int]:
-        """Return the ranks whose error ended their program, so that they do not come to this replica's collective.
+        """Return the ranks whose program an error ended, so that they will not call this replica's collective.
 
         Raises:
             CollectiveMismatchError: A replica ended its program, or went on to the next, without calling it.
@@ -300,7 +299,7 @@ class Verifier:
             if program == self.program and phase == "failed":
                 failed.append(rank)
             elif self._has_finished(program, phase):
-                # What is waited in may be the second of what takes several.
+                # The collective may be the second one of an operation that consists of several.
                 self._raise_missing(self.log.me, rank, last + 1 if program == self.program else number)
         return failed
 
@@ -308,7 +307,7 @@ class Verifier:
         return (program == self.program and phase == "ended") or program > self.program
 
     def check_coming(self, replicas: Sequence[int]) -> list[int]:
-        """Return the ranks whose error ended their program, so that they do not help to connect these replicas.
+        """Return the ranks whose program an error ended, so that they will not connect to these replicas.
 
         Raises:
             CollectiveMismatchError: One of the replicas ended its program.
@@ -334,11 +333,12 @@ class Verifier:
     # -- comparison ------------------------------------------------------------------------------------------------
 
     def _catch_up(self, rank: int, entering: int = 0) -> None:
-        """Compare with what a replica has posted since, before this one enters a collective or later.
+        """Compare a replica's new posts, before this one enters a collective or later.
 
-        Arguments that are wrong are refused on each replica after it has posted. So who was refused waits, before its
-        next collective, until the others are refused there, too, or report a mismatch; and who enters a collective that
-        another was refused in sees whether its own arguments are refused before it reports one.
+        Wrong arguments are refused on each replica after it has posted. So a replica whose arguments were refused
+        waits, before its next collective, until the others' are refused there, too, or the others report a mismatch. A
+        replica that enters a collective whose arguments were refused elsewhere first finds out whether its own are
+        refused, before it reports a mismatch.
         """
         log = self.log
         number = self._compared[rank] + 1
@@ -348,7 +348,7 @@ class Verifier:
                 if other is None and log.last(rank) < number:
                     break  # not there yet
                 mine = log.read(log.me, number)
-                # Where one is overwritten, the replica that came later has compared them.
+                # If one is overwritten, the replica that came later has compared them.
                 if mine is not None and other is not None:
                     refused = mine[0].key == _REFUSED, other[0].key == _REFUSED
                     if refused == (True, False) or (number == entering and refused == (False, True)):
@@ -381,16 +381,16 @@ class Verifier:
     def _compare_order(self, number: int, mine: CollectiveRecord, rank: int, other: CollectiveRecord) -> None:
         """Compare the order of equal collectives that two replicas called at different places.
 
-        That is fine if each place belongs to one of them (`if rank == 0: … else: …`). If both visit a place, but with
-        different numbers, their orders differ, and the sums are over different things. Lines with equal text count as
-        one place, because each replica may have lines of its own.
+        That is correct if each place belongs to one of them (`if rank == 0: … else: …`). If both visit a place with
+        different numbers, their orders differ, and sums combine different things. Lines with equal text count as one
+        place, because each replica may have lines of its own.
         """
         me = self.log.me
         for what, (head, part) in enumerate(_PLACES):
             if mine.key[part] == other.key[part]:
                 continue
             for record, here, there in ((mine, me, rank), (other, rank, me)):
-                # `here` is at this place now; has `there` been at it before, while `here` was elsewhere?
+                # `here` is at this place now. Was `there` at it before, while `here` was elsewhere?
                 earlier = self._visits.get((rank, there, what, record.key[head] + record.key[part]))
                 if earlier is not None:
                     self._raise_swapped(here, number, there, earlier, record)
@@ -398,11 +398,11 @@ class Verifier:
                 self._visits.setdefault((rank, who, what, record.key[head] + record.key[part]), number)
 
     def _warn_of_texts(self, mine: CollectiveRecord, rank: int, other: CollectiveRecord) -> None:
-        """Warn once if two lines with different texts were one collective."""
+        """Warn once if two lines with different texts called one collective."""
         if self.log.me != 0 or mine.line_text == other.line_text:
-            return  # of any two replicas that differ, one differs from replica 0
+            return  # if any two replicas differ, one of them differs from replica 0
         if "root=" in mine.operation and not mine.operation.startswith(("reduce(", "group.reduce(")):
-            return  # the root, or all but it, may well have another argument
+            return  # the root, or all replicas but the root, may have another argument
         lines = (mine.key[8:16], other.key[8:16])
         if lines not in self._warned:
             self._warned.add(lines)
@@ -432,7 +432,7 @@ class Verifier:
         raise CollectiveMismatchError(f"{cause}{what}: {calls} (collective number {number}). {advice}")
 
     def _cause(self, rank: int) -> str:
-        """Return the error that another replica reports, as the first sentences of a message; "" if it reports none."""
+        """Return the error that another replica reports as the beginning of a message; "" if there is none."""
         trouble = self.log.trouble_of(rank) if rank != self.log.me else None
         return f"{trouble.text} " if trouble is not None and trouble.kind == "raised" else ""
 
@@ -466,12 +466,12 @@ class Verifier:
 
 
 def _did(record: CollectiveRecord) -> str:
-    """Return what a replica did, for people."""
+    """Describe a replica's collective."""
     if record.operation.startswith(_RETURNED):
         return f"has returned from the function of strategy.run at {record.place}"
     return f"called {record.operation} at {record.place}"
 
 
 def _advice(*operations: str) -> str:
-    """Return the cure for replicas that called these operations instead of one."""
+    """Return the cure for replicas that called these different operations."""
     return next((cure for part, cure in _ADVICE_ON.items() if any(part in each for each in operations)), _ADVICE)

@@ -271,8 +271,8 @@ def _drifted(place: _Place | None, number: int, everyones: Sequence[Mapping[int,
     return OutOfSyncError(
         f"Under central storage there is one {shown}, and replicas changed it in place to different values "
         f"(replica {', '.join(unlike)} and replica 0, for example). Change it by an optimizer's step; in the same "
-        "way on every replica; or to a value that was brought together first, "
-        "distnb.get_replica_context().all_reduce(op, value). What each replica needs for itself is a plain tensor."
+        "way on every replica; or to a value that was reduced first, distnb.get_replica_context().all_reduce(op, "
+        "value). For a value that differs by replica use a plain tensor."
     )
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "all_reduce_tree",
     "checked_axis",
-    "fitting_weight",
+    "broadcastable_weight",
     "plain_value_error",
     "reduce_alone",
     "reduce_leaves",
@@ -222,7 +222,7 @@ def all_reduce_tree(aggregation: Aggregation, op: ReduceOp, tree: Any) -> Any:
     return unflatten(shape, every)
 
 
-def fitting_weight(sample_weight: Any, values: torch.Tensor, method: str, what: str) -> torch.Tensor:
+def broadcastable_weight(sample_weight: Any, values: torch.Tensor, method: str, what: str) -> torch.Tensor:
     """Return weights in Keras's format, reshaped so that they broadcast to the values without enlarging them.
 
     Weights broadcast from the left: weights `[batch]` become `[batch, 1]` for values `[batch, time]`. A last axis of
@@ -230,7 +230,7 @@ def fitting_weight(sample_weight: Any, values: torch.Tensor, method: str, what: 
 
     Args:
         sample_weight: The weights.
-        values: The values to weigh.
+        values: The values that the weights apply to.
         method: The name of the user's call, for errors.
         what: A description of the values, for errors.
 
@@ -247,6 +247,6 @@ def fitting_weight(sample_weight: Any, values: torch.Tensor, method: str, what: 
     if len(sizes) > values.ndim or any(one not in (1, size) for one, size in zip(sizes, values.shape, strict=True)):
         raise OptionError(
             f"{method} got sample_weight of shape {list(given)} for {what} of shape {list(values.shape)}. Give one "
-            "weight for each of them, one for each example, or a number: what is weighted may not become more."
+            "weight for each of them, one for each example, or a number. Weights cannot enlarge the values."
         )
     return weight

@@ -10,7 +10,7 @@ import torch
 
 from distnb.compat import patches, torchmetrics_internals
 from distnb.errors import OptionError
-from distnb.runtime.reduction.reducing import fitting_weight
+from distnb.runtime.reduction.reducing import broadcastable_weight
 from distnb.runtime.this_process import this_process
 from distnb.values.distributed import PerReplica
 from distnb.values.structure import has_distributed, select
@@ -37,7 +37,7 @@ def _update_state(self: Any, *args: Any, **kwargs: Any) -> None:
     axis of size 1 that only one of y_true and y_pred has is dropped, and labels may be floating-point numbers.
 
     Raises:
-        OptionError: `sample_weight` was given for a metric that weighs all examples equally.
+        OptionError: `sample_weight` was given for a metric that gives all examples the same weight.
     """
     if _compares(self):
         if "preds" in kwargs:
@@ -88,7 +88,7 @@ def _as_taken(metric: Any, values: tuple[Any, ...], weight: Any) -> tuple[tuple[
     """Return the positional and named arguments for the metric's own `update`.
 
     Raises:
-        OptionError: There are weights, and the metric weighs all examples equally.
+        OptionError: There are weights, and the metric gives all examples the same weight.
     """
     from torchmetrics import SumMetric
 
@@ -98,14 +98,14 @@ def _as_taken(metric: Any, values: tuple[Any, ...], weight: Any) -> tuple[tuple[
     if not compares and ("weight" in _parameters(metric) or isinstance(metric, SumMetric)):
         first = _tensor(metric, values[0])
         first = first if first.is_floating_point() else first.to(torch.get_default_dtype())
-        fitting = fitting_weight(weight, first, f"{name}.update_state", "values")
+        fitting = broadcastable_weight(weight, first, f"{name}.update_state", "values")
         if isinstance(metric, SumMetric):
             return (first * fitting, *values[1:]), {}
         return (first, *values[1:]), {"weight": fitting.expand(first.shape)}
     raise OptionError(
-        f"{name}.update_state got sample_weight, and torchmetrics' {name} weighs all examples alike. Leave out the "
-        "examples that should not count, or average your own values: distnb.metrics.Mean().update_state(values, "
-        "sample_weight)."
+        f"{name}.update_state got sample_weight, and torchmetrics' {name} gives all examples the same weight. Leave "
+        "out the examples that should not count, or average your own values: "
+        "distnb.metrics.Mean().update_state(values, sample_weight)."
     )
 
 

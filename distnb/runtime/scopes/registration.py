@@ -209,7 +209,7 @@ class Registration:
         self._unfinished = False
         return is_any_new
 
-    def give_up_made(self) -> bool:
+    def discard_made(self) -> bool:
         """Discard the objects that `take_made` has not registered. Return whether there were any."""
         unfinished = self._unfinished or self._made.pending
         self._made.forget()

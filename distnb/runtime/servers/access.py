@@ -208,15 +208,15 @@ class ServerAccess:
         self._stored[owner] = stored
 
     def drop_copy(self, stored: Stored) -> None:
-        """Forget the copy of a variable's whole value."""
+        """Drop the copy of a variable's whole value."""
         self._copies.pop(stored.number, None)
 
-    def free_what_is_gone(self) -> None:
-        """Drop the variables on the servers whose owners were garbage-collected."""
+    def free_unowned(self) -> None:
+        """Free the variables on the servers whose owners were garbage-collected."""
         with self._turn:
-            self._free_what_is_gone()
+            self._free_unowned()
 
-    def _free_what_is_gone(self) -> None:
+    def _free_unowned(self) -> None:
         gone = [stored for stored, owner in self._owners.items() if owner() is None]
         if not gone:
             return
@@ -237,7 +237,7 @@ class ServerAccess:
     def recreate(self, server: int) -> None:
         """Fill a new, empty server once, with the values that the coordinator knows or with zeros."""
         with self._turn:
-            self.free_what_is_gone()
+            self.free_unowned()
             generation = self.servers.generation(server)
             if self._recreated.get(server, 0) == generation:
                 return  # another ClusterCoordinator has filled the server and may have restored its variables already
@@ -425,7 +425,7 @@ class ServerAccess:
     def refresh(self, numbers: Iterable[int] | None = None) -> None:
         """Update the copies of some variables, or of all, with one message to each server."""
         with self._turn:
-            self.free_what_is_gone()
+            self.free_unowned()
             wanted = self._copies if numbers is None else numbers
             copies = [self._copies[each] for each in wanted if each in self._copies]
             answers = self.exchange({server: [pull] for server, pull in _pulls(copies).items()})
@@ -442,7 +442,7 @@ class ServerAccess:
             self._copies[variable].take(parts)
         self._stale.difference_update(copy.stored.number for copy in copies)
 
-    def distrust(self) -> None:
+    def mark_doubtful(self) -> None:
         """Mark all copies to be read completely before their next use: a program may have left them half changed."""
         for copy in self._copies.values():
             copy.doubtful = True
@@ -471,7 +471,7 @@ class ServerAccess:
             thorough: See `Copy.is_changed`.
         """
         with self._turn:
-            self.free_what_is_gone()
+            self.free_unowned()
             if self.is_worker:
                 self.exchange(self._additions())
                 return
@@ -668,7 +668,7 @@ class ServerAccess:
 
     def _forget_the_latest(self) -> None:
         """Discard the changes and gradients left by a closure that failed, which must not affect the next one."""
-        self.distrust()
+        self.mark_doubtful()
         for copy in self._copies.values():
             copy.tensor.grad = None
         for variable in self.representatives.values():

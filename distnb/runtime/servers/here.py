@@ -31,7 +31,7 @@ class _ServersHere:
         access: The ServerAccess with which this process, a coordinator or a worker, reads and changes variables on the
             servers. None if the process has none.
         link: Returns the coordinator's connection to the workers and servers. Raises NoClusterError if there are none.
-        require: Ensures that a cluster with workers and servers runs: starts the one that a resolver describes.
+        require: Ensures that a cluster with workers and servers is running. Starts a resolver's cluster if necessary.
     """
 
     def __init__(self) -> None:

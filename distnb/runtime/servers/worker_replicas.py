@@ -88,7 +88,7 @@ class WorkerReplicas:
         if self._group.generation != self._generation:
             # The failure that ended the previous group may have left the replicas with different copies.
             self._generation = self._group.generation
-            access.distrust()
+            access.mark_doubtful()
 
     def keep_in_sync(self, models: Sequence[torch.nn.Module], parameters: Iterable[torch.nn.Parameter]) -> None:
         """Sum the gradients of new copies over the replicas from now on. The copies are equal on all replicas."""

@@ -52,7 +52,7 @@ class Service:
         self._peers = Peers(remote, self._listener, recycles=True)
         self.address = Address(self._listener.path, url, public.decode())
         # Clients identify the content of their copies by version. Versions that start at the current time differ from
-        # those of any earlier server, so clients never mistake a copy from an earlier server for this one's.
+        # those of any earlier server, so clients never mistake a copy from an earlier server for one of this server.
         self._store = ShardStore(first_version=time.time_ns())
         self._end = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name="distnb-parameter-server", daemon=True)
@@ -95,12 +95,12 @@ class Service:
         else:
             answer = self._store.handle(message)
         if answer.error is not None:
-            answer = answer._replace(error=_that_travels(answer.error))
+            answer = answer._replace(error=_sendable(answer.error))
         # The answer holds the store's own tensors. Encoding copies them before the next request changes them.
         self._peers.send_frames([client], encode_tensors(answer))
 
 
-def _that_travels(error: BaseException) -> BaseException:
+def _sendable(error: BaseException) -> BaseException:
     """Return an error, or a RemoteError with its text if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
