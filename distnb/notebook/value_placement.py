@@ -58,7 +58,7 @@ def placement_of(value: Any) -> PlacementModel:
     if not any(found_by_replica.values()) and not notes:
         if not any(isinstance(leaf, HANDLES) or may_hold(leaf) for leaf in structure.flatten(value)[0]):
             raise no_tensor(value)
-        notes.append("It holds no tensor now.")
+        notes.append("The value contains no tensor now.")
     kind = kinds[0] if len(set(kinds)) == 1 and not structure.children(value) else type(value).__name__
     title = f"{kind} on {size} replica{'s' * (size != 1)}" if size > 1 else kind
     return PlacementModel.of(title, size, found_by_replica, dict.fromkeys(notes))

@@ -1,7 +1,7 @@
 """`distnb.live`: values to watch while the program runs. This module draws nothing.
 
-An engine sends the values to the notebook. In the notebook they go to the running cell's view. In a plain script
-replica 0 prints the latest ones in a line from time to time.
+An engine sends the values to the notebook. In the notebook they go to the running cell's view. In a plain script,
+replica 0 prints a line with the latest values from time to time.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Point = dict[str, Any]
 def live(*values: Any, run: Any = "", **scalars: Any) -> None:
     """Show values while the program runs. Each name gets a curve that grows.
 
-    Call it wherever values arise: in the function that `strategy.run` calls, at the top level of a distributed
+    Call it where the values are computed: in the function that `strategy.run` calls, at the top level of a distributed
     cell, in ordinary cells, in a script. It never waits for an accelerator: a tensor's value is read later.
 
     Args:
-        run: The name of the run that the values belong to, such as "lr=0.1". Charts of cells that name their runs show
-            those of earlier cells, too, for comparison. A run begins at step 0 in each cell.
+        run: The name of the run that the values belong to, such as "lr=0.1". If a cell names its runs, its charts
+            also show the named runs of earlier cells, for comparison. A run begins at step 0 in each cell.
         **scalars: Numbers, tensors of one element, or distributed values of them (a replica shows its own component,
-            the notebook every replica's).
+            the notebook shows all components).
 
     Raises:
-        OptionError: A value is not a scalar, or has no name; or the run's name is not a text.
+        OptionError: A value is not a scalar or has no name, or `run` is not a string.
 
     Example:
         >>> import distnb
@@ -50,8 +50,8 @@ def live(*values: Any, run: Any = "", **scalars: Any) -> None:
         )
     if not isinstance(run, str):
         raise OptionError(
-            f'live(run={repr(run)[:80]}): run= is the name of a run, a text such as "lr=0.1". Choose another name for '
-            "a value."
+            f'live(run={repr(run)[:80]}): `run` is the name of a run, a string such as "lr=0.1". To draw '
+            "a value, choose another name."
         )
     point = {name: _scalar(name, value) for name, value in scalars.items()}
     if point:
@@ -64,7 +64,7 @@ def is_ready(point: Mapping[str, Any]) -> bool:
 
 
 class _OnDevice:
-    """A number on its way from an accelerator to host memory. The copy is queued behind the computation."""
+    """A number that is being copied from an accelerator to host memory. The copy is queued behind the computation."""
 
     def __init__(self, tensor: Any) -> None:
         import torch
@@ -92,18 +92,18 @@ def _scalar(name: str, value: Any) -> Any:
         return next(iter(components.values())) if len(components) == 1 else components
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        # After a training step torch's code is in no cache, so each of its functions takes a microsecond to call.
+        # After a training step, torch's code is in no CPU cache, so each call of a torch function takes a microsecond.
         if value.is_cuda and value.numel() == 1 and not value.is_complex():
             return _OnDevice(value.detach())
         try:
             return float(value.item())
         except (RuntimeError, TypeError):
             if value.numel() == 1 and not value.is_complex():
-                raise  # an error of a device, say: it explains the failure better
+                raise  # for example an error of a device, which explains the failure better
             received = f"a tensor of shape {list(value.shape)}, {value.dtype}"
             raise _no_scalar(name, received, "Reduce it first, for example by .mean().") from None
     if isinstance(value, str | bytes):
-        raise _no_scalar(name, repr(value)[:80], "Text can be printed; its lines are merged over the replicas.")
+        raise _no_scalar(name, repr(value)[:80], "Print text instead. The output merges equal lines of the replicas.")
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -115,8 +115,8 @@ def _no_scalar(name: str, received: str, cure: str) -> OptionError:
 
 
 class TextProgress:
-    """A text display for a terminal or a log: a line with the step and the latest values, from time to time and at the
-    end.
+    """A text display for a terminal or a log: a line with the step and the latest values, printed periodically and at
+    the end.
 
     Args:
         stream: The stream to write to; None for stderr.
@@ -136,7 +136,7 @@ class TextProgress:
         """Accept a point, and write a line if enough time has passed since the last."""
         now, (step, call) = self._clock(), place
         if run != self._run:
-            self.finish()  # write the last point of the other run
+            self.finish()  # write the last point of the previous run
             self._run, self._point = run, {}
         self._step = self._axis.put((max(step, 1), call), point)
         self._point, self._is_new = {**self._point, **point}, True
@@ -148,7 +148,7 @@ class TextProgress:
             self.finish()
 
     def finish(self) -> None:
-        """Write the latest values, unless they are written already."""
+        """Write the latest values, unless they have already been written."""
         if self._is_new:
             self._is_new = False
             values = (f"{name} {_shown(value)}" for name, value in self._point.items())

@@ -19,6 +19,6 @@ def event_writer(folder: str | None = None) -> Any:
         from torch.utils.tensorboard import SummaryWriter  # a slow import
     except ImportError as error:
         raise OptionError(
-            f"TensorBoard's files are written by the package tensorboard: pip install tensorboard ({error})."
+            f"Writing TensorBoard's files needs the package tensorboard. Install it: pip install tensorboard ({error})."
         ) from None
     return SummaryWriter if folder is None else SummaryWriter(folder)

@@ -15,9 +15,9 @@ def visualize(value: Any) -> None:
     """Show which part of a value each replica and each device holds, with its size in bytes.
 
     The picture covers mirrored copies, variables of central storage and on parameter servers, the rows of a batch, and
-    any sharding of a `torch.distributed.tensor.DTensor`. In a notebook's ordinary cells the notebook asks the engines.
-    In a distributed cell each replica reports its part, and the notebook combines the reports. In a terminal the result
-    is text. The values themselves are not sent, and replicas do not wait for each other.
+    any sharding of a `torch.distributed.tensor.DTensor`. In an ordinary cell, the notebook requests the parts from
+    the engines. In a distributed cell, each replica reports its part, and the notebook combines the reports. In a
+    terminal, the result is text. The values themselves are not sent, and the replicas do not wait for each other.
 
     Args:
         value: A model, an optimizer, a tensor, a batch, a distributed dataset (the picture shows which rows of its

@@ -29,7 +29,7 @@ from distnb.wire.messages import (
 __all__ = ["VIEW_EVENTS", "CellView"]
 
 VIEW_EVENTS = (Output, Display, Live, TelemetrySample, Status, ProgramEnded, Died, InputRequest, InputFinished)
-"""The events that `CellView.feed` takes."""
+"""The events that `CellView.feed` handles."""
 
 _APPEAR_S = 0.5  # a cell that ends sooner and draws nothing gets no live view
 _KEPT_CHARACTERS = 4_000_000
@@ -42,7 +42,7 @@ class CellView:
 
     Args:
         publisher: The destination of the cell's output.
-        make_view: Makes the live view when it is time.
+        make_view: A function that creates the live view.
         replicas: The number of replicas of a program that was not announced (`strategy.run` from an ordinary cell).
         counted_before: (steps, examples) that each engine, and the notebook, had counted before.
         devices: The device of each engine.
@@ -53,7 +53,7 @@ class CellView:
         history: The history that keeps the cell's runs, see `LiveModel`.
 
     Attributes:
-        written: The text that each replica wrote, unmerged; only the end of a very long one.
+        written: The text that each replica wrote, unmerged; limited to the end of a very long text.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CellView:
         return OutputMerger(self._replicas, f"{self._name}-0")
 
     def watches(self, subject: object) -> bool:
-        """Return whether the view samples this object now, and will go on to."""
+        """Return whether the view samples this object now and will continue to."""
         return self._watch is not None and self._watch.subject is subject and self._watch.due
 
     def watch(self, watch: Watch, now: float) -> None:
@@ -199,7 +199,7 @@ class CellView:
         self._mergers = {program: merger for program, merger in self._mergers.items() if program in self._running}
 
     def show_all_of(self, program: int, replica: int, now: float) -> None:
-        """Show everything received so far, including the unfinished line that a replica wrote before it asks."""
+        """Show everything received so far, including the unfinished line that a replica wrote before its prompt."""
         merger = self._mergers.get(program) or self._mergers.get(0)
         if merger is not None:
             merger.break_off(replica, now)
@@ -223,6 +223,6 @@ class CellView:
             self._view.finish(now)
 
     def close(self) -> None:
-        """Free the live view; the picture that it left stays."""
+        """Free the live view. Its last picture stays in the notebook."""
         if self._view is not None:
             self._view.close()

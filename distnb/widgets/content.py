@@ -1,4 +1,4 @@
-"""The texts and table cells of the live view, the same for widgets, saved pictures and terminals."""
+"""The texts and table cells of the live view, shared by widgets, saved pictures and terminals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 _COLORS = {"failed": "#ef4444", "died": "#ef4444", "interrupted": "#ca8a04"}
 """The colours of the dot in a cell's status line if something went wrong."""
 
-_SHORT_S = 0.05  # a closure's running time is shown from here on
+_SHORT_S = 0.05  # shorter running times of closures are not shown
 _SIDE_BY_SIDE = "display:inline-block;vertical-align:top;margin-right:24px"
 _WHOLE = "white-space:nowrap"
 
@@ -88,7 +88,7 @@ def head_text(model: LiveModel, now: float) -> str:
 
 
 def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and a row for each replica, without the columns that are empty in all rows."""
+    """Return the column titles and a row for each replica, without the columns that are empty in all rows."""
     header = ["replica", "device", "state", "step", "examples/s", "memory", "on device", *model.curves, "at"]
     rows = [
         [
@@ -108,7 +108,7 @@ def replica_table(model: LiveModel) -> tuple[list[str], list[list[str]]]:
 
 
 def worker_table(model: LiveModel, closures: ClosuresModel) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and a row for each worker of a coordinator."""
+    """Return the column titles and a row for each worker of a coordinator."""
     header = ["worker", "device", "runs", "for", "done", "steps", "examples/s", "memory", "on device", *model.curves]
     rows = []
     for worker in closures.status.workers:
@@ -153,7 +153,7 @@ def closures_lines(closures: ClosuresModel) -> list[str]:
 
 
 def _tables_html(model: LiveModel) -> str:
-    """Return the table of the replicas, or the tables of the workers and the servers' shards; "" without any."""
+    """Return the table of the replicas, or the tables of the workers and the servers' shards, or "" without rows."""
     if model.closures is None:
         header, rows = replica_table(model)
         table = html_table(header, rows, numeric=set(header) - {"device", "state", "at"}) if rows else ""
@@ -184,7 +184,7 @@ def _queue_svg(closures: ClosuresModel) -> str:
 
 
 class LiveHtml(NamedTuple):
-    """The widget's HTML above and below the charts, which the page draws itself."""
+    """The widget's HTML above and below the charts. The page itself draws the charts."""
 
     above: str
     below: str

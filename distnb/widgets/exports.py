@@ -27,8 +27,8 @@ def history(*runs: str) -> pandas.DataFrame:
     kept until they hold two million values together. Then the oldest runs are dropped.
 
     Args:
-        *runs: The names of the runs: the `run` that was passed to `distnb.live`, or "In[3]" for a cell that named none.
-            Without names, all runs are returned.
+        *runs: The names of the runs: the `run` that was passed to `distnb.live`, or "In[3]" for a cell
+            without a run name. By default, all runs are returned.
 
     Returns:
         A pandas DataFrame with the columns step (as in the chart), replica, name (of the curve), value, run and time
@@ -50,9 +50,9 @@ def live_figure(*names: str, runs: Sequence[str] = (), log: bool = False, smooth
     `.savefig("loss.png")` of the figure writes a file.
 
     Args:
-        *names: The names of the curves. Without names, all curves of the runs are drawn.
-        runs: The names of the runs, see `history`. Without names, the latest run is drawn; if the latest run was
-            named, all named runs are.
+        *names: The names of the curves. By default, all curves of the runs are drawn.
+        runs: The names of the runs, see `history`. By default, the latest run is drawn, or all named runs if the
+            latest run has a name.
         log: Draw values on a log scale.
         smoothing: The weight of the earlier values at each value, from 0 to below 1, as in the live view's slider.
 

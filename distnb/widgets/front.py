@@ -1,7 +1,7 @@
-"""The front end of one IPython shell: routes every event to the cell that it belongs to, and draws.
+"""The front end of one IPython shell, which routes each event to its cell and draws it.
 
 One thread publishes everything, at most ten to twenty times a second, however many replicas write. The Jupyter server
-drops messages when they come faster, including those of the cell itself.
+drops messages that come faster, including the cell's own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Front"]
 
-Seen = TypeVar("Seen")
+Result = TypeVar("Result")
 
 _TICK_S = 0.05
 _EVENTS_S = 1.0
@@ -59,7 +59,7 @@ class Front:
             "widget", "picture", "text" and "off".
         history: The runs of this notebook.
         busy: True while a cell runs.
-        on_news: Called on any thread when the state of something has changed. It must not block.
+        on_news: Called on any thread when a session, cell, program or engine has changed its state. It must not block.
         on_end: Called with a cell's view when the cell has ended.
     """
 
@@ -77,7 +77,7 @@ class Front:
         self._lock = threading.RLock()
         # Each cell with the number of the last program before it. The latest cell is the last.
         self._cells: deque[tuple[int, CellView]] = deque()
-        self._of_output: CellView | None = None  # the latest cell in which a replica wrote something
+        self._of_output: CellView | None = None  # the latest cell with output of a replica
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._session: Session | None = None
@@ -88,18 +88,18 @@ class Front:
         self._who = ""  # the noun for these numbers
         self._samples: dict[int, TelemetrySample] = {}  # the latest sample of each engine
         self._widgets = ReplicaWidgets(shown=hasattr(shell, "kernel"))
-        self._complained = False
+        self._has_printed_error = False
 
     # -- the session -----------------------------------------------------------------------------------------------
 
     def attach(self, session: Session | None) -> None:
-        """Subscribe to this session's events in place of the earlier session's."""
+        """Subscribe to a session's events, and unsubscribe from the previous session's."""
         if session is self._session:
             return
         self._unsubscribe()
         with self._lock:
-            # The next session counts its programs from one again, so the queue is emptied first: none of its programs
-            # may be taken for an earlier one.
+            # The next session numbers its programs from one again. The queue is emptied first, so that they cannot be
+            # confused with earlier programs.
             self._drain()
             self._samples.clear()
             self._widgets.ended()
@@ -141,7 +141,7 @@ class Front:
             self._wake_up()
 
     def watch(self, subject: Any, make: Callable[[Any], Watch]) -> None:
-        """Show an object that the running cell uses. This is called under the object's lock, so it takes none."""
+        """Show an object that the running cell uses. The caller holds the object's lock, so this takes no lock."""
         view = self._current
         if view is not None and not view.watches(subject):
             self._queue.append((partial(view.watch, make(subject)), None))
@@ -159,7 +159,7 @@ class Front:
             self._drain()
             previous = self._current
             if previous is not None and isinstance(previous.publisher, NotebookPublisher):
-                previous.publisher.current = False  # what still comes for it is addressed to it
+                previous.publisher.current = False  # its later output is sent as messages with its parent
             boundary = self._session.latest_program if self._session is not None else 0
             publisher = publisher_for(self._shell)
             counted = {engine: (sample.steps, sample.examples) for engine, sample in self._samples.items()}
@@ -171,18 +171,18 @@ class Front:
             )
             self._cells.append((boundary, view))
             while len(self._cells) > _KEPT_CELLS:
-                # A widget is kept for a while: closing it at once would blank a slow browser's view of it.
+                # Close a widget late: a slow browser would lose its view if it were closed immediately.
                 self._cells.popleft()[1].close()
             self.busy = True
         self.on_news()
 
     @property
     def title(self) -> str:
-        """The word of the strategy that the cell runs, or "" if the cell has none."""
+        """The name of the cell's strategy, or "" if the cell has none."""
         return self._current.model.title if self._current is not None else ""
 
     def write_events(self, files: EventFiles | None) -> None:
-        """Write drawn values to TensorBoard's files, too, from now on. None stops that."""
+        """Start to write drawn values to TensorBoard's files, or stop if `files` is None."""
         with self._lock:
             before, self._events = self._events, files
         if before is not None:
@@ -195,7 +195,7 @@ class Front:
             self._events.flush()
 
     def name_cell(self, title: str) -> None:
-        """Set the word of the strategy that the cell runs."""
+        """Set the name of the cell's strategy."""
         if self._current is not None:
             self._current.model.title = title
 
@@ -204,7 +204,7 @@ class Front:
 
         Args:
             each_wait: Show in detail how replicas spend their time.
-            run: The run of values that are recorded without a run's name.
+            run: The name of the run of values that are recorded without one.
             quiet: Draw nothing.
         """
         view = self._current
@@ -220,22 +220,22 @@ class Front:
             self._guarded(partial(self._widgets.send, final=True), time.monotonic())
 
     def catch_up(self) -> None:
-        """Fetch and show everything the replicas have written so far. Calls end without waiting for output."""
+        """Fetch and show everything the replicas have written so far. Calls return without waiting for output."""
         session = self._session
         if session is not None and session.alive and self._cells and session.latest_program > self._cells[-1][0]:
             session.flush_events()
         self.flush()
 
-    def ask(self, asks: InputRequest) -> str:
+    def ask(self, request: InputRequest) -> str:
         """Ask the user for a line, below everything received so far for the running cell."""
         with self._lock:
             self._drain()
             view = self._current
             if view is not None:
-                self._guarded(partial(view.show_all_of, asks.program, asks.replica), time.monotonic())
+                self._guarded(partial(view.show_all_of, request.program, request.replica), time.monotonic())
             if not isinstance(view and view.publisher, NotebookPublisher):
-                return ask_here(asks)  # with the lock held, so that a terminal draws nothing else meanwhile
-        return ask_here(asks)
+                return ask_here(request)  # the lock is held, so that nothing else is drawn in the terminal meanwhile
+        return ask_here(request)
 
     def end_cell(self, *, failed: bool) -> None:
         """End the running cell: draw its final state, and write its values to event files."""
@@ -252,8 +252,8 @@ class Front:
         """Return what each replica wrote in the latest cell with output of a replica."""
         return dict(sorted(self._of_output.written.items())) if self._of_output is not None else {}
 
-    def read(self, function: Callable[[list[CellView], dict[int, TelemetrySample]], Seen]) -> Seen:
-        """Call a function with the latest cells' views and the engines' samples, while nothing changes them."""
+    def read(self, function: Callable[[list[CellView], dict[int, TelemetrySample]], Result]) -> Result:
+        """Call a function with the latest cells' views and the engines' samples. They cannot change during the call."""
         with self._lock:
             self._drain()
             return function([view for _, view in self._cells], self._samples)
@@ -273,7 +273,7 @@ class Front:
             self._wake.clear()
             while True:
                 with self._lock:
-                    self._guarded(self._adopt_thread)  # before anything is shown, so that it appears in this cell
+                    self._guarded(self._adopt_thread)  # first, so that everything appears in this cell
                     self._drain()
                     for _, view in self._cells:
                         self._guarded(view.tick, time.monotonic())
@@ -328,9 +328,9 @@ class Front:
         try:
             action(*args)
         except Exception:  # noqa: BLE001
-            # A view that cannot be drawn must not end a training. The error is printed once.
-            if not self._complained:
-                self._complained = True
+            # An error in a view must not end the training. Only the first error is printed.
+            if not self._has_printed_error:
+                self._has_printed_error = True
                 traceback.print_exc(file=sys.__stderr__)
 
     def _make_view(self, model: LiveModel, publisher: Publisher, name: str) -> LiveView:

@@ -1,4 +1,4 @@
-"""The kinds of live view without a widget: none, a picture that is replaced, and a line in a terminal."""
+"""The live views without a widget: an empty view, a picture that is replaced, and a line in a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LiveView:
         self.name = name
 
     def show(self, now: float) -> None:
-        """Appear, and appear again after the cell's output was cleared."""
+        """Show the view. This is called again after the cell's output was cleared."""
 
     def update(self, now: float) -> None:
         """Draw the changes."""

@@ -60,8 +60,8 @@ def picture(chart: Chart, *, wide: bool = False) -> str:
 def as_image(svg: str, alt: str, *, wide: bool = False) -> str:
     """Return a picture as an `<img>` element with a data URL.
 
-    Of all forms, only this one survives reopening, a notebook without trust, and every export. Two pictures are side
-    by side if there is room; a wide one is alone.
+    Only an image in this form is still shown after the notebook is reopened, without trust, and in every export. Two
+    pictures are placed side by side if there is room. A wide picture takes a whole line.
     """
     encoded = base64.b64encode(svg.encode()).decode()
     look = "width:100%;max-width:640px;display:block;margin:2px 0"
@@ -114,7 +114,7 @@ def _chart(chart: Chart, width: int, height: int) -> str:
 def _title(chart: Chart, area: _Area) -> str:
     labels: list[tuple[str, str]] = []
     for series in chart.series[:_MOST_LABELS]:
-        # With many lines the title only says which line is which; their values are in the facts and in the table.
+        # With many lines the title contains only their labels. The values are in the facts and in the table.
         words = [short_number(series.last)] if len(chart.series) <= 2 else []
         words += [series.label] if series.label else []
         labels.append((" ".join(words), series.css_color))
@@ -127,7 +127,7 @@ def _title(chart: Chart, area: _Area) -> str:
 
 
 def _epochs(epochs: Mapping[int, int], area: _Area) -> str:
-    """Draw a dotted line where an epoch begins, with its number from 1 on. With many epochs, only some are drawn."""
+    """Draw a dotted line and a number, counted from 1, where an epoch begins. With many epochs, only some are drawn."""
     low, high = area.x_span
     inside = [(step, number) for step, number in sorted(epochs.items()) if low < step < high]
     parts = []
@@ -142,14 +142,14 @@ def _epochs(epochs: Mapping[int, int], area: _Area) -> str:
 
 
 def short_name(name: str, room: float) -> str:
-    """Shorten a name in the middle, since its end says as much as its beginning."""
+    """Shorten a name in the middle, since its end is as informative as its beginning."""
     most = max(int(room / 7.3), 8)  # a letter takes about 7.3 units of the picture
     kept = most - 1
     return name if len(name) <= most else f"{name[: (kept + 1) // 2]}…{name[-(kept // 2) :]}"
 
 
 def _finite_runs(points: Sequence[Point]) -> list[list[Point]]:
-    """Return the runs of points between values that are nan or infinite, where the line is broken."""
+    """Return the runs of points with finite values. The line is broken at values that are nan or infinite."""
     runs = itertools.groupby(points, key=lambda point: math.isfinite(point[1]))
     return [list(run) for finite, run in runs if finite]
 

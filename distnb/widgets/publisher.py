@@ -32,7 +32,7 @@ class Publisher(ABC):
     """The notebook's id of the cell, or "" if the front end does not send it."""
 
     latest = ""
-    """The end of the text that was written. A page that is reloaded while the cell runs misses the rest."""
+    """The end of the written text, for a page that was reloaded while the cell ran and missed the text."""
 
     def apply(self, instructions: list[Instruction]) -> None:
         """Carry out instructions in order."""
@@ -73,11 +73,11 @@ def publisher_for(shell: InteractiveShell) -> Publisher:
 
 
 class NotebookPublisher(Publisher):
-    """A publisher for the cell that was running when it was made. It works after that cell has ended, too.
+    """A publisher for the cell that runs when the publisher is created. It also works after that cell has ended.
 
     Attributes:
         current: True while that cell is the latest. Output then takes the shell's usual path, so `%%capture` can
-            capture it. Later messages are addressed to the cell.
+            capture it. Later output is sent in messages whose parent is the cell.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -92,7 +92,7 @@ class NotebookPublisher(Publisher):
         if not self.current:
             return
         self._shell.parent_header = self._parent
-        # One by one, like the shell's own method: the objects that %%capture puts in their place have no set_parent.
+        # The shell's own method sets them one by one, too: the objects that %%capture substitutes have no set_parent.
         for output in (self._shell.displayhook, self._shell.display_pub, sys.stdout, sys.stderr):
             if hasattr(output, "set_parent"):
                 output.set_parent(self._parent)
@@ -165,5 +165,5 @@ class TerminalPublisher(Publisher):
     def _wipe(self) -> None:
         if self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()  # before text that may go to stdout
+            sys.stderr.flush()  # stdout's text must come after
             self._width = 0

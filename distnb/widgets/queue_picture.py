@@ -17,7 +17,7 @@ def queue_picture(counts: Mapping[str, int], also: str = "") -> str:
     """Draw the bar and the legend below it, with the text `also` at the end of the legend.
 
     Args:
-        counts: The numbers by kind: "done", "failed", "cancelled", "running", "waiting" and "retried". The last is in
+        counts: The numbers by kind: "done", "failed", "cancelled", "running", "waiting" and "retried". "retried" is in
             the legend only.
         also: A text for the right end of the legend.
     """

@@ -1,7 +1,7 @@
 """The widgets that replicas create, shown by copies in this kernel.
 
-Replicas send changes (`WidgetChange`), and pages get them a few times a second. Text and displays that a replica
-produces inside `with ipywidgets.Output():` become part of that widget's copy.
+Replicas send changes (`WidgetChange`), which the kernel forwards to pages a few times a second. Text and displays that
+a replica produces inside `with ipywidgets.Output():` become part of that widget's copy.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Captured:
     """The content of an `Output` widget.
 
     Attributes:
-        own: The outputs that the replica put there itself (`append_stdout`).
-        outputs: The captured outputs in nbformat's form, each with the display id by which it can be changed.
+        own: The outputs that the replica appended itself (`append_stdout`).
+        outputs: The captured outputs in nbformat's form, each with the display id that updates refer to.
         cleared: True if the next output replaces all others.
     """
 
@@ -40,7 +40,7 @@ class Captured:
     cleared: bool = False
 
     def apply(self, event: Output | Display) -> None:
-        """Add a text or display of a replica, or change or clear the content."""
+        """Add a replica's text or display, or update or clear the content."""
         if isinstance(event, Display) and event.clear != "no":
             self.cleared = event.clear == "wait"
             if not self.cleared:
@@ -77,7 +77,7 @@ class ReplicaWidgets:
     """The copies of the replicas' widgets. Used by one thread at a time.
 
     Args:
-        shown: False in a terminal, which shows no widgets. Then there are no copies, and displays are text.
+        shown: False in a terminal, which cannot show widgets. Then no copies are made, and displays become text.
     """
 
     def __init__(self, *, shown: bool) -> None:
@@ -85,7 +85,7 @@ class ReplicaWidgets:
         self._copies: dict[str, WidgetCopy] = {}
         self._captured: dict[str, Captured] = {}  # by widget, for `Output` widgets
         self._capturing: defaultdict[int, list[str]] = defaultdict(list)  # by engine, the innermost widget last
-        self._changed: defaultdict[str, set[str]] = defaultdict(set)  # the traits that pages do not know yet
+        self._changed: defaultdict[str, set[str]] = defaultdict(set)  # the traits to send to pages
         self._next = 0.0
 
     def feed(self, change: WidgetChange) -> None:
@@ -112,7 +112,7 @@ class ReplicaWidgets:
             self._copies.pop(name).close()
 
     def _state(self, change: WidgetChange) -> dict[str, Any]:
-        """Return the state that pages get. Controls are disabled, because using them would have no effect."""
+        """Return the state to send to pages. Controls are disabled, because using them would have no effect."""
         state = dict(change.content)
         if "disabled" in state:
             state["disabled"] = True
@@ -131,7 +131,7 @@ class ReplicaWidgets:
     def capture(self, event: Output | Display) -> Output | Display | None:
         """Put an event into the widget that captures it and return None, or return the event for the cell to show.
 
-        If the event is a display of a widget that has no copy, its text is returned.
+        A display of a widget without a copy is reduced to its text.
         """
         if isinstance(event, Display) and event.data.get(WIDGET_VIEW, {}).get("model_id", "") not in self._copies:
             event = replace(event, data=_without_view(event.data))
@@ -163,7 +163,7 @@ class ReplicaWidgets:
         return _size(self._copies[name].get_state(names))
 
     def ended(self, engine: int | None = None) -> None:
-        """Stop capturing for an engine that has ended, or for all: the engine that follows starts without a capture."""
+        """Stop capturing for an engine that has ended, or for all engines. The next engine starts without a capture."""
         for each in [engine] if engine is not None else list(self._capturing):
             self._capturing.pop(each, None)
 

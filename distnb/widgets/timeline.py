@@ -43,7 +43,7 @@ class Timeline:
         return pd.DataFrame(self.rows, columns=Piece._fields)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open. Returns the file's path."""
+        """Write a Chrome trace and return its path. https://ui.perfetto.dev and chrome://tracing can open the file."""
         events: list[dict[str, Any]] = []
         for replica in sorted({each.replica for each in self.rows}):
             name = {"name": "process_name", "ph": "M", "pid": replica, "args": {"name": f"replica {replica}"}}
@@ -98,17 +98,17 @@ class Timeline:
 
 
 def timeline(steps: int = 10) -> Timeline:
-    """Return how the replicas of the running cluster spent their latest training steps. Call it in the notebook.
+    """Return a breakdown of the time of the replicas' latest training steps. Call it in the notebook.
 
-    Every replica keeps its latest few thousand waits, so nothing needs to be enabled beforehand.
+    Every replica records its latest few thousand waits, so nothing needs to be enabled beforehand.
 
     Args:
-        steps: The number of the latest steps to include. If no step was counted, everything that is kept is included.
+        steps: The number of the latest steps to include. If no step was counted, everything recorded is included.
 
     Raises:
         NoClusterError: No cluster runs.
         OptionError: `steps` is not a positive whole number.
-        ProgramError: No replica has run anything yet, or all are too busy to answer.
+        ProgramError: No replica has run anything yet, or all are too busy to reply.
 
     Example:
         >>> import distnb
@@ -119,6 +119,6 @@ def timeline(steps: int = 10) -> Timeline:
     model = compose.require().timeline()
     if not model.replicas:
         raise ProgramError(
-            "There is no timeline: no replica has run anything yet, or none answers. Run a distributed cell first."
+            "There is no timeline: no replica has run anything yet, or none replies. Run a distributed cell first."
         )
     return Timeline(model, steps)

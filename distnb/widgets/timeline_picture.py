@@ -1,4 +1,4 @@
-"""The time of replicas as SVG pictures: a bar for each replica, or a box for each piece of its time; and as text."""
+"""The time of replicas as text and as SVG pictures: a bar for each replica, or a box for each piece of its time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distnb.widgets.picture import as_image, nice_ticks
 
 __all__ = ["gantt_picture", "shares_picture", "timeline_html", "timeline_image", "timeline_text", "waits_html"]
 
-# Distinguishable with colour blindness, in light and dark themes. Lost time is striped, too.
+# Distinguishable with colour blindness, in light and dark themes. Lost time is also striped.
 _COLORS = {
     "compute": "#0072b2",
     "communication": "#e69f00",
@@ -25,12 +25,12 @@ _GREY = "#808080"  # an image cannot follow the theme
 _WIDTH = 480  # small, so that the text is legible on a narrow page
 _LEFT = 62  # the left edge of the bars
 _LEAST_STEPS = 3  # the first steps are dominated by work that happens only once
-_READ_S = 1.0  # a reader follows one sentence a second, and one costs as much as everything else in the view
+_READ_S = 1.0  # readers need no more than one new sentence a second, and it costs as much as the rest of the view
 _NARROW = 0.3  # units of the picture; narrower bars are not drawn
 
 
 def timeline_text(model: LiveModel) -> str:
-    """Return the sentence, or "" if too little is known yet."""
+    """Return the breakdown of the time in words, or "" if too little has been measured."""
     spent = _spent(model)
     return sentence(spent) if spent is not None else ""
 
@@ -54,7 +54,7 @@ def timeline_image(model: LiveModel) -> str:
 
 
 def waits_html(model: LiveModel, now: float) -> str:
-    """Return the lines that say who waits for whom, now or when the program ended; "" if no replica waits for long."""
+    """Return the sentences on long waits, now or at the end of the program, as HTML; "" if there are none."""
     lines = "".join(f"<div>{html.escape(line)}</div>" for line in model.waits.lines(now) or model.waited)
     style = "border-left:3px solid #d55e00;padding-left:8px;margin:2px 0"
     return f'<div class="waits" role="status" style="{style}">{lines}</div>' if lines else ""
@@ -91,7 +91,7 @@ def _fill(name: str, kind: str) -> str:
 
 
 def shares_picture(spent: Spent) -> str:
-    """Draw a bar for each replica, with the average parts of the latest steps."""
+    """Draw a bar for each replica with the kinds of time in its latest steps, on average."""
     height = _row_height(len(spent.seconds))
     top = len(spent.seconds) * (height + 3) + 4
 

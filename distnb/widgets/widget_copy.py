@@ -1,4 +1,4 @@
-"""The copy, in this kernel, of a widget that lives on a replica. Pages show it and ask this kernel for its state."""
+"""The kernel's copy of a widget that exists on a replica. Pages show the copy and request its state from the kernel."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["WidgetCopy"]
 
 
 class WidgetCopy(ipywidgets.Widget):  # type: ignore[misc]
-    """A widget of any kind that is defined by its state alone. It only displays: changes from a page are ignored.
+    """A read-only widget of any kind, defined by its state alone. Changes from a page are ignored.
 
     Args:
         model_id: The id of the replica's widget. The states of other widgets refer to it.
-        state: The state that pages get.
+        state: The state to send to pages.
     """
 
     def __init__(self, model_id: str, state: dict[str, Any]) -> None:

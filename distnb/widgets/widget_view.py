@@ -1,7 +1,7 @@
-"""The live view as a widget, which changes without a flicker and survives a reload of the page.
+"""The live view as a widget, which updates without flicker and survives a reload of the page.
 
-Texts and tables are sent as HTML. Of the curves, only new points are sent, in binary. The page keeps the rest and
-draws.
+Texts and tables are sent as HTML. Curves are sent in binary, and only their new points. The page keeps the earlier
+points and draws the curves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class LiveWidget(anywidget.AnyWidget):
         above, below: The HTML above and below the charts; empty at first.
         curves: All points, as one message (see `WidgetView.message`), for a page that requests the whole state.
         written: The end of the cell's text output, once the cell has ended.
-        adopted: True if a page that was reloaded while the cell ran shows the widget. No picture will replace it there.
+        adopted: True if a page that was reloaded while the cell ran shows the widget. In that
+            page, no picture replaces the widget when the cell ends, so the widget must stay open.
     """
 
     adopted = False
@@ -78,7 +79,7 @@ class WidgetView(LiveView):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._numbers: dict[int, int] = {}  # the number of each line that was drawn, by id(); lines are kept alive
+        self._numbers: dict[int, int] = {}  # the number of each line, by id(); `_lines` keeps the lines alive
         self._lines: list[Line] = []  # by number
         self._lock = threading.Lock()  # a page's request is answered on another thread
         self._sent: dict[int, _Sent] = {}  # by a line's number
@@ -103,13 +104,14 @@ class WidgetView(LiveView):
     def message(self, drawn: list[Chart], sent: dict[int, _Sent]) -> tuple[dict[str, Any], array[float]]:
         """Return a page's next message, with the points that `sent` does not have yet, and update `sent`.
 
-        For example, with `lines = [[4, 2, 10, 3]]` the points of line 4 stand for 2 values each, and 3 new points
-        replace everything from place 10 on.
+        For example, with `lines = [[4, 2, 10, 3]]` each point of line 4 represents 2 values, and 3 new points
+        replace all points from index 10 on.
 
         Returns:
             A message with `charts`, whose series refer to lines by number, and `lines`: [number, width, at, count]. The
-            page joins its points until one stands for `width` values, and puts `count` new points at place `at`. And
-            the new points of all lines in this order, four numbers each: step, value, least, greatest.
+            page merges a line's points until each represents `width` values, and inserts `count` new points at index
+            `at`. The second item is the new points of all lines in this order, four numbers each: step, value, least,
+            greatest.
         """
         lines: list[list[int]] = []
         points, described = array("f"), []
@@ -129,9 +131,9 @@ class WidgetView(LiveView):
         return {"charts": described, "lines": lines}, points
 
     def _repeat_some(self) -> None:
-        """Mark some lines as unsent, so that a page that missed a message, or came late, soon has all of them."""
+        """Mark some lines as unsent, so that a page that missed a message or was opened late soon has all points."""
         room = _REPEATED_POINTS
-        for number in list(self._sent):  # the line that was sent whole longest ago is the first
+        for number in list(self._sent):  # the first line is the one whose points were all sent longest ago
             room -= len(self._lines[number].points)
             del self._sent[number]
             if room < 0:

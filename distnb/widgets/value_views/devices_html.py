@@ -43,7 +43,7 @@ def _rows(model: DevicesModel) -> list[list[str]]:
 
 
 def _bar(memory: MemoryPool) -> str:
-    """Draw a memory as a bar: the bytes of each engine, those of other processes, and the free ones."""
+    """Draw a memory as a bar: the bytes used by each engine, those used by other processes, and the free bytes."""
     parts = [*((name, nbytes, _COLORS[i % len(_COLORS)], 0.75) for i, (name, nbytes) in enumerate(memory.used.items()))]
     parts.append(("others", memory.others, _GREY, 0.45))
     drawn, begin, scale = [], 0.0, _WIDTH / (memory.total or 1)

@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT = 96, 18
 
 
 def histogram(statistics: Statistics | None) -> str:
-    """Draw the distribution of a tensor's elements as an image; "" if all elements are equal."""
+    """Draw the distribution of a tensor's elements as an image, or return "" if all elements are equal."""
     if statistics is None or not statistics.histogram:
         return ""
     most, step = max(statistics.histogram), _WIDTH / len(statistics.histogram)

@@ -39,7 +39,7 @@ def grids(
 
 
 def placement_svg(tensor: PlacedTensor) -> str:
-    """Draw a tensor whose parts are in different places; "" if the picture would be too large."""
+    """Draw a tensor whose parts are in different places, or return "" if the picture would be too large."""
     axes = tensor.cut_axes
     drawn = list(itertools.islice(grids(tensor), _MOST_GRIDS + 1))
     if len(drawn) > _MOST_GRIDS or any(len(rows) * len(columns) > _MOST_CELLS for _, rows, columns, _ in drawn):
@@ -123,7 +123,7 @@ def _cell(
 
 
 def _text(text: str, x: float, y: float, room: float, *, bold: bool = False, color: str = _GREY) -> str:
-    """Draw a text in the middle of some room, shortened to fit."""
+    """Draw a text centered at a position, shortened to fit the available width."""
     most = int(room / 6.4)
     if most < 1:
         return ""

@@ -42,7 +42,7 @@ def result_html(value: RemoteValue) -> str:
 
 
 def drawn(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a display's data, with the replicas' reports of values replaced by pictures and texts."""
+    """Return a display's data, with replicas' reports of values replaced by HTML and text."""
     if VALUE in data:
         model = _value_model(data[VALUE])
         made = {"text/html": value_html(model), "text/plain": value_text(model)}
@@ -91,5 +91,5 @@ def _value_model(report: Mapping[str, Any]) -> ValueModel:
 
 def _placement_model(report: Mapping[str, Any]) -> PlacementModel:
     size, held = report["size"], report["replicas"]
-    notes = [] if any(held.values()) else ["It holds no tensor now."]
+    notes = [] if any(held.values()) else ["The value contains no tensor now."]
     return PlacementModel.of(f"{report['kind']} on {size} replica{'s' * (size != 1)}", size, held, notes)

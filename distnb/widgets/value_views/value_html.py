@@ -25,7 +25,7 @@ Parts = Mapping[int, Inspected]
 
 
 def value_html(model: ValueModel) -> str:
-    """Draw the value. Equal components share a row; drifted ones are red, with a warning."""
+    """Draw the value. Equal components share a row. Drifted components are red, with a warning."""
     drawing = _Drawing(model)
     body = drawing.section("", model.components) if model.components else ""
     absent = [f"{replicas_text((replica,))}: {why}" for replica, why in model.absent.items()]

@@ -13,7 +13,7 @@ __all__ = ["value_text"]
 
 
 def value_text(model: ValueModel) -> str:
-    """Return a line for each part of the value, with equal components together."""
+    """Return a line for each part of the value. Equal components share a line."""
     lines = [model.title, *_lines("", model.components, model, "  ")]
     lines += [f"  {replicas_text((replica,))}: {why}" for replica, why in model.absent.items()]
     return "\n".join([*lines, *filter(None, [model.warning()]), *model.notes])
