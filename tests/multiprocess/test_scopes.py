@@ -155,7 +155,7 @@ def test_later_parts_of_a_model_belong_to_its_strategy() -> None:
         name, text = found["on one"]
         assert name == "CollectiveMismatchError"
         assert "replica 0 called BuildsItself.build() at" in text
-        assert "with an empty slice as well" in text
+        assert "also with an empty slice" in text
 
 
 def test_objects_made_outside_a_scope_are_refused_at_any_time() -> None:

@@ -219,7 +219,7 @@ def test_a_scope_on_one_replica_alone_is_an_error() -> None:
     for text in ranks(program, 2):
         assert "replica 0 called strategy.scope() at" in text
         assert "replica 1 called barrier() at" in text
-        assert "made equal on all replicas, so all of them enter it" in text
+        assert "Enter strategy.scope() on all replicas" in text
 
 
 def test_assert_in_sync_names_the_element_and_the_replica() -> None:

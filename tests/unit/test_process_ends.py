@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,34 @@ def test_a_descriptor_reports_the_end_of_a_process_that_is_not_a_child() -> None
     gone.wait()
     with pytest.raises(ProcessLookupError):
         end_descriptor(gone.pid)
+
+
+def test_a_process_with_the_number_of_an_earlier_one_is_not_taken_for_it() -> None:
+    ends: queue.SimpleQueue[tuple[int, str, bool]] = queue.SimpleQueue()
+    processes = Processes()
+    try:
+        earlier = processes.start(["sleep", "600"], lambda *end: ends.put(end)).pid
+        processes.kill([earlier])
+        assert ends.get(timeout=_WITHIN_S) == (earlier, "was killed by SIGKILL", True)
+        wait_until(lambda: not Path(f"/proc/{earlier}").exists(), _WITHIN_S, "it is not reaped")
+        later = _start_as(earlier, lambda: processes.start(["sleep", "600"], lambda *end: ends.put(end)).pid)
+        assert processes.wants(later)
+        assert processes.status(later) is None
+        os.kill(later, signal.SIGKILL)
+        assert ends.get(timeout=_WITHIN_S) == (later, "was killed by SIGKILL", False)
+    finally:
+        processes.close()
+
+
+def _start_as(pid: int, start: Callable[[], int]) -> int:
+    """Start processes until one has this number, which another program of the machine may take first."""
+    last = Path("/proc/sys/kernel/ns_last_pid")
+    if not os.access(last, os.W_OK):
+        pytest.skip("the number of the next process can be set by root only")
+    while True:
+        last.write_text(str(pid - 1))
+        if (started := start()) == pid:
+            return started
 
 
 def test_a_process_that_cannot_be_watched_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,9 @@ class Processes:
     def _watch(self, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None = None) -> None:
         descriptor = end_descriptor(pid)
         self._guarded.end_with_owner(pid)
+        # An earlier process may have had the same number: machines with many processes use each again within hours.
+        self._statuses.pop(pid, None)
+        self._expected.discard(pid)
         self._living.add(pid)
         self.loop.call_soon_threadsafe(self.loop.add_reader, descriptor, self._end_of, descriptor, pid, ended, process)
 
