@@ -226,6 +226,7 @@ where = strategy.run(step)
 """
 
 
+@pytest.mark.soak  # a script does the same, and test_tpu.py has engines on accelerators
 def test_a_notebook_runs_on_accelerators() -> None:
     """Train in a cell, fail on one replica in another, and continue in the next ones."""
     with Notebook(env=CHIPS) as notebook:
