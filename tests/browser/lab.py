@@ -27,6 +27,10 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+_PAGE = {
+    "buildCheck": False,  # each page would start Node
+    "disabledExtensions": {"@jupyterlab/extensionmanager-extension": True},  # it asks PyPI
+}
 _SETTINGS = {
     "@jupyterlab/apputils-extension/notification.jupyterlab-settings": {"fetchNews": "false", "checkForUpdates": False},
     "@jupyterlab/notebook-extension/tracker.jupyterlab-settings": {"windowingMode": "none"},
@@ -58,6 +62,8 @@ class Server:
             path = home / ".jupyter/lab/user-settings" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values))
+        (home / ".jupyter/labconfig").mkdir()
+        (home / ".jupyter/labconfig/page_config.json").write_text(json.dumps(_PAGE))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]

@@ -11,10 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).parents[2]
 EXERCISES = sorted((ROOT / "notebooks" / "exercises").glob("*.ipynb"))
@@ -79,6 +76,10 @@ def test_students_copies_have_no_solutions(notebook: Path, handout: Path) -> Non
 
 @pytest.mark.timeout(120)
 def test_a_check_names_the_unsolved_exercise(handout: Path) -> None:
+    import nbformat  # loads in seconds, in each process that collects the tests
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
     notebook = nbformat.read(handout / "default_strategy.ipynb", as_version=4)
     client = NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(ROOT)}})
     with pytest.raises(CellExecutionError, match="Exercise 1: "):
