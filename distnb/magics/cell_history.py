@@ -1,4 +1,4 @@
-"""The history of the cells that used the cluster: their strategies, durations and ends."""
+"""The history of the cells that used the cluster: their strategies, durations and outcomes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CellHistory:
         self._began, self._program, self._text = time.monotonic(), _latest_program(), raw_cell
 
     def end(self, result: ExecutionResult | None) -> None:
-        """End a cell; without a result if a stop came between two of IPython's own steps."""
+        """End a cell. `result` is None if a stop came between two of IPython's own steps."""
         session, title = compose.current(), self._front.title
         if session is None or not (title or _latest_program() > self._program):
             return

@@ -70,7 +70,7 @@ def read_request(line: str, user_ns: Mapping[str, Any]) -> CellRequest:
         spec = class_of(word).spec_of_word(given)
     else:
         spec = _spec_of_object(word, user_ns)
-        given.refuse_others((), "it is an object that has its options already; give them where it is made")
+        given.refuse_others((), "it is an object, whose options were set when it was created. Set them there")
     request = CellRequest(
         word=word,
         spec=spec,

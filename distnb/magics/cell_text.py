@@ -72,8 +72,8 @@ def transformed(source: str, filename: str, shell: InteractiveShell) -> str:
 def check_syntax(text: str, filename: str, shell: InteractiveShell) -> None:
     """Raise a syntax error before anything is sent, and before a cluster is started.
 
-    It is shown as in any cell, with the line and the error but without frames. Of the compiler's flags, only those of
-    `from __future__` imports in earlier cells apply: another one says that a cell may be incomplete.
+    It is shown as in any cell, with the line and the error but without frames. Only the compiler's flags of
+    `from __future__` imports in earlier cells apply, because another flag of the shell's accepts incomplete cells.
     """
     flags = shell.compile.flags & _FUTURE | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     try:

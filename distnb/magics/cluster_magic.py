@@ -89,7 +89,7 @@ class ClusterMagic:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def start(self, found: Namespace) -> None:
-        """`%distnb start [-n N | --workers N --ps N] [--devices …] [--oversubscribe] [--hosts a,b …] …`."""
+        """Run `%distnb start [-n N | --workers N --ps N] [--devices …] [--oversubscribe] [--hosts a,b …] …`."""
         given = vars(found)
         word = given.pop("resolver")
         resolver = None if word is None else self._resolver(word)
@@ -105,7 +105,7 @@ class ClusterMagic:
         return session
 
     def stop(self, found: Namespace) -> None:
-        """`%distnb stop`."""
+        """Run `%distnb stop`."""
         if sessions.current() is None:
             print("No cluster is running.")
             return
@@ -113,17 +113,17 @@ class ClusterMagic:
         print("The cluster has ended.")
 
     def restart(self, found: Namespace) -> None:
-        """`%distnb restart [ENGINE …] [--missing]`."""
+        """Run `%distnb restart [ENGINE …] [--missing]`."""
         if found.engines and found.missing:
             raise OptionError("%distnb restart: give the engines' numbers, or --missing, not both.")
         session = sessions.require()
         with _progress(self._shell) as show:
             replaced = session.restart(tuple(found.engines) or None, missing=found.missing, on_progress=show)
-        who = ", ".join(map(str, replaced))
-        print(f"{_count(len(replaced), 'engine')} replaced: {who}." if replaced else "No engine is missing.")
+        engines = ", ".join(map(str, replaced))
+        print(f"{_count(len(replaced), 'engine')} replaced: {engines}." if replaced else "No engine is missing.")
 
     def status(self, found: Namespace) -> None:
-        """`%distnb status`."""
+        """Run `%distnb status`."""
         if sessions.current() is None:
             print("No cluster is running. Start one with %distnb start.")
             return
@@ -137,18 +137,18 @@ class ClusterMagic:
         self._table(tuple(header), [tuple(row) for row in rows], numeric=("engine", "pid"))
 
     def devices(self, found: Namespace) -> None:
-        """`%distnb devices`."""
+        """Run `%distnb devices`."""
         gpus = [f"cuda:{index}" for index in range(available_gpus())]
-        there = gpus + [f"tpu:{index}" for index in range(tpu_chips.chips())] or ["cpu:0"]
-        model = value_placement.devices_model(self._shell.user_ns, there)
+        devices = gpus + [f"tpu:{index}" for index in range(tpu_chips.chips())] or ["cpu:0"]
+        model = value_placement.devices_model(self._shell.user_ns, devices)
         self._shell.display_pub.publish({"text/plain": devices_text(model), "text/html": devices_html(model)})
 
     def stacks(self, found: Namespace) -> None:
-        """`%distnb stacks`."""
+        """Run `%distnb stacks`."""
         print(stacks_text(sessions.require()), end="")
 
     def memory(self, found: Namespace) -> None:
-        """`%distnb memory`."""
+        """Run `%distnb memory`."""
         session = sessions.require()
         measured = session.memory()
         rows = []
@@ -166,7 +166,7 @@ class ClusterMagic:
         )
 
     def logs(self, found: Namespace) -> None:
-        """`%distnb logs [ENGINE] [--level LEVEL] [--lines N] [--save FILE]`."""
+        """Run `%distnb logs [ENGINE] [--level LEVEL] [--lines N] [--save FILE]`."""
         session = sessions.require()
         if found.level is not None:
             session.set_log_level(found.level)
@@ -185,7 +185,7 @@ class ClusterMagic:
         print(bug_report.log_text(session, found.engine, found.lines), end="")
 
     def history(self, found: Namespace) -> None:
-        """`%distnb history`."""
+        """Run `%distnb history`."""
         rows = self._history.rows()
         if rows:
             self._table(HEADER, rows, numeric=("cell", "replicas", "seconds"))
@@ -193,7 +193,7 @@ class ClusterMagic:
             print("No cell has run on engines.")
 
     def debug(self, found: Namespace) -> None:
-        """`%distnb debug [--replica N | --here]`."""
+        """Run `%distnb debug [--replica N | --here]`."""
         if found.here and found.replica is not None:
             raise OptionError("%distnb debug: give --replica, or --here, not both.")
         if found.here:
@@ -202,7 +202,7 @@ class ClusterMagic:
             sessions.require().debug(found.replica)
 
     def interrupt(self, found: Namespace) -> None:
-        """`%distnb interrupt`."""
+        """Run `%distnb interrupt`."""
         session = sessions.require()
         if session.interrupt():
             print("The program is being ended.")
@@ -217,7 +217,7 @@ class ClusterMagic:
             print("No program is running.")
 
     def variables(self, found: Namespace) -> None:
-        """`%distnb variables`."""
+        """Run `%distnb variables`."""
         session = sessions.current()
         status = session.status() if session is not None else ()
         rows = variables(self._shell.user_ns, {row.engine: row.device for row in status})
@@ -227,43 +227,43 @@ class ClusterMagic:
             print("No variable of the notebook lives on the engines.")
 
     def check(self, found: Namespace) -> None:
-        """`%distnb check [NAME …]`."""
+        """Run `%distnb check [NAME …]`."""
         sessions.require()
         reports = drift_reports(self._shell.user_ns, found.names)
         print("\n".join(f"{name}: {text}" for name, text in reports.items()) or "Nothing is mirrored.")
 
     def output(self, found: Namespace) -> None:
-        """`%distnb output [REPLICA] [--save FILE]`."""
+        """Run `%distnb output [REPLICA] [--save FILE]`."""
         written, session = self._front.written(), sessions.current()
-        who = "worker" if session is not None and session.tasks else "replica"
+        role = "worker" if session is not None and session.tasks else "replica"
         if found.replica is not None:
             if found.replica not in written:
-                there = ", ".join(map(str, written)) or "none"
+                known = ", ".join(map(str, written)) or "none"
                 raise OptionError(
-                    f"%distnb output {found.replica}: this {who} wrote nothing in the latest cell with output. "
-                    f"Give one of those that did: {there}."
+                    f"%distnb output {found.replica}: this {role} wrote nothing in the latest cell with output. "
+                    f"The {role}s with output: {known}."
                 )
             written = {found.replica: written[found.replica]}
         text = "".join(
-            f"── {who} {replica} ──\n{part}{'' if part.endswith(chr(10)) else chr(10)}"
+            f"── {role} {replica} ──\n{part}{'' if part.endswith(chr(10)) else chr(10)}"
             for replica, part in written.items()
         )
         if found.save:
             Path(found.save).expanduser().write_text(text)
             print(f"{text.count(chr(10)):,} lines written to {found.save}.")
         else:
-            print(text or f"No {who} has written anything.")
+            print(text or f"No {role} has written anything.")
 
     def timeline(self, found: Namespace) -> None:
-        """`%distnb timeline [--steps N] [--save FILE]`."""
+        """Run `%distnb timeline [--steps N] [--save FILE]`."""
         made = timeline(found.steps)
         if found.save:
-            print(f"{len(made.rows):,} pieces of time written to {made.save(found.save)}. {made.text}")
+            print(f"{len(made.rows):,} intervals written to {made.save(found.save)}. {made.text}")
         else:
             self._shell.display_pub.publish({"text/plain": repr(made), "text/html": made._repr_html_()})
 
     def live(self, found: Namespace) -> None:
-        """`%distnb live [auto|widget|picture|text|off] [--tensorboard DIR]`."""
+        """Run `%distnb live [auto|widget|picture|text|off] [--tensorboard DIR]`."""
         if found.tensorboard is not None:
             self._front.write_events(None if found.tensorboard == "off" else EventFiles(found.tensorboard))
         elif found.mode is None:
@@ -271,7 +271,7 @@ class ClusterMagic:
         self._front.mode = found.mode or self._front.mode
 
     def curves(self, found: Namespace) -> None:
-        """`%distnb curves [NAME …] [--runs A,B] [--log] [--smoothing S] [--save FILE]`."""
+        """Run `%distnb curves [NAME …] [--runs A,B] [--log] [--smoothing S] [--save FILE]`."""
         runs = [name.strip() for name in found.runs.split(",")] if found.runs else []
         path = Path(found.save).expanduser() if found.save else None
         if path is not None and path.suffix == ".csv":
@@ -288,7 +288,7 @@ class ClusterMagic:
         picture = io.BytesIO()
         figure.savefig(picture, format="png")
         titles = ", ".join(axes.get_title() for axes in figure.axes)
-        text = f"Charts of {titles}. --save FILE writes them where no pictures are shown."
+        text = f"Charts of {titles}. If no pictures are shown here, write them to a file with --save FILE."
         self._shell.display_pub.publish({"image/png": picture.getvalue(), "text/plain": text})
 
     # -- pieces ----------------------------------------------------------------------------------------------------
@@ -320,9 +320,9 @@ ClusterMagic.distnb.__doc__ = distnb_help()  # shown by `%distnb?`
 
 @contextlib.contextmanager
 def _progress(shell: InteractiveShell) -> Iterator[Callable[[str], None]]:
-    """Show a line that changes while engines start, and is removed when they have.
+    """Show a line of progress while engines start, and remove it afterwards.
 
-    The result is printed below it, so that it is also last in a front end that does not show changes of a display.
+    The result is printed below the line, so that it comes last even in a front end that cannot update a display.
     """
     publisher = publisher_for(shell)
     try:

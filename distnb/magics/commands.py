@@ -18,7 +18,7 @@ LIVE_MODES = ("auto", "widget", "picture", "text", "off")
 
 
 class LineParser(argparse.ArgumentParser):
-    """An argparse parser for a line of a notebook, named as its magic is written ("%distnb start")."""
+    """An argparse parser for a line of a notebook. Its name is the magic as the user writes it ("%distnb start")."""
 
     def __init__(self, magic: str, about: str) -> None:
         super().__init__(
@@ -228,7 +228,7 @@ AUTODISTRIBUTE = _autodistribute()
 
 
 def distnb_help() -> str:
-    """Return the text of all commands of `%distnb` with their arguments."""
+    """Return the help text of `%distnb`, with all commands and their arguments."""
     width = 42
     lines = []
     for parser in COMMANDS.values():

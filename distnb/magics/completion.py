@@ -1,4 +1,7 @@
-"""Tab completion of the words of the magics. IPython completes the notebook's names, and handles their attributes."""
+"""Tab completion of the words of the magics.
+
+IPython itself completes the notebook's names. A handle's `__dir__` provides the attributes of its object.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _LINE = re.compile(r"^(?:(%%distribute)|(%distnb|%autodistribute))[ \t]+(?P<befo
 def complete(shell: InteractiveShell) -> None:
     """Make Tab complete the words of the magics, and suppress the output of its requests to handles."""
     completer = shell.Completer
-    plainly = completer.completions
+    original = completer.completions
 
     @context_matcher(identifier="distnb")  # type: ignore[untyped-decorator]
     def words(context: CompletionContext) -> SimpleMatcherResult:
@@ -37,7 +40,7 @@ def complete(shell: InteractiveShell) -> None:
     def completions(text: str, offset: int) -> Iterator[Any]:
         session = compose.current()
         with session.inspecting() if session is not None else nullcontext():
-            found = list(plainly(text, offset))  # complete now, because a later read would be outside of the block
+            found = list(original(text, offset))  # complete now, because a later read would be outside of the block
         yield from found
 
     completer.custom_matchers.append(words)

@@ -1,8 +1,8 @@
 """The `%%distribute` cell magic, which passes the cell to the session, or makes it an ordinary cell.
 
-Under `default` and `one_device` an input transformer removes the magic line before IPython makes a magic call of the
-cell. So everything works as in any cell: plain objects, breakpoint() and %debug, top-level await, tracebacks with the
-cell's own lines. A call that binds the name `strategy` replaces the magic line, or follows the cell's
+Under `default` and `one_device` an input transformer removes the magic line before IPython turns the cell into a magic
+call. Everything then works as in an ordinary cell: plain objects, breakpoint() and %debug, top-level await, tracebacks
+with the cell's own lines. A call that binds the name `strategy` replaces the magic line, or follows the cell's
 `from __future__` imports.
 """
 
@@ -61,7 +61,7 @@ class DistributeMagic(ast.NodeTransformer):
         self._users: dict[str, Any] = {}  # the values of these names before
 
     def cell_begins(self, raw_cell: str) -> None:
-        """Note a cell that IPython begins to run."""
+        """Record the text of a cell that IPython begins to run."""
         self._raw_cell = raw_cell
 
     def _names(self, request: CellRequest) -> None:
@@ -107,8 +107,8 @@ class DistributeMagic(ast.NodeTransformer):
             with presented():
                 check_no_nested_magic(text)
             check_syntax(text, filename, self._shell)
-            # IPython holds a single magic call as the cell's text. Functions from the replicas have their lines in this
-            # text: for tracebacks, for inspect, and for replicas that they are sent to later.
+            # To IPython the cell's text is a single magic call. Functions that come from the replicas need the lines of
+            # this text: for tracebacks, for `inspect`, and for replicas that receive the functions later.
             linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
             with presented():
                 profile = profile_folder(request.profile) if request.profile else None
@@ -219,8 +219,11 @@ class DistributeMagic(ast.NodeTransformer):
             else:
                 self._auto = line
 
-    def complain(self, line: str) -> None:
-        """Raise an error for a magic line that is not the cell's first, or has one %, a line magic to IPython."""
+    def refuse_line_magic(self, line: str) -> None:
+        """Raise OptionError for a magic line that is not the first of its cell, or that has only one %.
+
+        IPython treats such a line as a line magic.
+        """
         with presented():
             raise OptionError(
                 "%%distribute must be the first line of its cell, with two %: IPython reads a cell magic nowhere else. "
@@ -242,8 +245,8 @@ def _in_words(times: CellTimes) -> str:
     """Return the breakdown of a cell's time in words."""
     slowest, fastest = max(times.running, default=0.0), min(times.running, default=0.0)
     ran = f"{slowest:.3f} s" if len(times.running) < 2 else f"{fastest:.3f} to {slowest:.3f} s"
-    sent, taken = f"{times.packing:.3f} s to send it", f"{times.taking:.3f} s to take over"
-    return f"{times.total:.3f} s: {sent}, {ran} on the replicas, {taken}"
+    sent, merged = f"{times.packing:.3f} s to send the cell", f"{times.merging:.3f} s to merge the results"
+    return f"{times.total:.3f} s: {sent}, {ran} on the replicas, {merged}"
 
 
 def _restore_first_line(filename: str, line: str) -> None:

@@ -56,8 +56,8 @@ class Extension:
         register = shell.magics_manager.register_function
         register(self._cluster.distnb, "line", "distnb")
         register(self._distribute.distribute, "cell", "distribute")
-        register(self._distribute.complain, "line", "%distribute")
-        register(self._distribute.complain, "line", "distribute")
+        register(self._distribute.refuse_line_magic, "line", "%distribute")
+        register(self._distribute.refuse_line_magic, "line", "distribute")
         register(self._distribute.autodistribute, "line", "autodistribute")
         self._distribute.install()
         complete(shell)
@@ -88,10 +88,12 @@ class Extension:
         _choose_debugger()
         self._front.begin_cell(_cells_stored(self._shell) - 1)
 
-    def _settle(self, result: ExecutionResult | None, *, stop: bool) -> None:
+    def _finish_calls(self, result: ExecutionResult | None, *, stop: bool) -> None:
         """Wait for calls that were sent with `wait=False`. An error of one of them is also this cell's error.
 
-        There is no result if a stop came between two of IPython's own steps. With `stop`, the user has ended the calls.
+        Args:
+            result: The cell's result; None if a stop came between two of IPython's own steps.
+            stop: Whether the user stopped the cell, which also ends the calls.
         """
         session = compose.current()
         if session is None:
@@ -109,10 +111,10 @@ class Extension:
             result.error_in_exec = result.error_in_exec or error
 
     def _before(self, info: ExecutionInfo) -> None:
-        # %%capture and others run a cell within a cell. Its output belongs to the outer one.
+        # %%capture and other magics run a cell within a cell. The inner cell's output belongs to the outer cell.
         if _cells_under_way() > 1:
             return
-        if self._open:  # after a stop between two of IPython's own steps, it did not report the last cell's end
+        if self._open:  # IPython did not report the last cell's end: a stop came between two of its own steps
             self._end(None)
         self._begin(info.raw_cell or "")
 
@@ -131,7 +133,7 @@ class Extension:
 
     def _end(self, result: ExecutionResult | None) -> None:
         self._leave()
-        self._settle(result, stop=result is None or isinstance(result.error_in_exec, KeyboardInterrupt))
+        self._finish_calls(result, stop=result is None or isinstance(result.error_in_exec, KeyboardInterrupt))
         folder_locks.release_kept()
         self._history.end(result)
         self._front.end_cell(failed=result is None or not result.success)
@@ -142,7 +144,10 @@ class Extension:
 
 
 def _autoreloaded(shell: InteractiveShell, name: str) -> object:
-    """Return the time of a file when %autoreload last checked it. It changes modules without reloading them."""
+    """Return the modification time of a module's file when %autoreload last updated the module, or None.
+
+    %autoreload changes modules in place, so their identity does not show the update.
+    """
     reloader = autoreloader(shell)
     if reloader is None:
         return None
@@ -158,7 +163,7 @@ def _cells_stored(shell: InteractiveShell) -> int:
 
 
 def _cells_under_way() -> int:
-    """Return the number of IPython's cells under way, one within the other."""
+    """Return the number of IPython's cells that are running, each within the previous one."""
     count, frame = 0, sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -173,20 +178,20 @@ def _choose_debugger() -> None:
     """Make `breakpoint()` stop in a notebook.
 
     ipykernel loads debugpy, whose hook stops only while the front end's own debugger is attached, and otherwise ignores
-    a user's `breakpoint()` silently. Then IPython's debugger is used, with a prompt below the cell.
+    a user's `breakpoint()` silently. In that case IPython's debugger is used, with a prompt below the cell.
     """
     global _debugpys_hook
     debugpy = sys.modules.get("debugpy")
-    theirs = debugpy is None or debugpy.is_client_connected()
-    if sys.breakpointhook is _prompt and theirs and _debugpys_hook is not None:
+    usable = debugpy is None or debugpy.is_client_connected()
+    if sys.breakpointhook is _prompt and usable and _debugpys_hook is not None:
         sys.breakpointhook = _debugpys_hook
-    elif not theirs and str(getattr(sys.breakpointhook, "__module__", "")).startswith("debugpy"):
+    elif not usable and str(getattr(sys.breakpointhook, "__module__", "")).startswith("debugpy"):
         _debugpys_hook, sys.breakpointhook = sys.breakpointhook, _prompt
 
 
 def _prompt(*args: Any, **keywords: Any) -> Any:
     if "PYTHONBREAKPOINT" in os.environ:
-        return sys.__breakpointhook__(*args, **keywords)  # noqa: T100  (it is what the variable asks for)
+        return sys.__breakpointhook__(*args, **keywords)  # noqa: T100  (as the variable requests)
     from IPython.core.debugger import set_trace
 
     set_trace(sys._getframe(1), *args, **keywords)

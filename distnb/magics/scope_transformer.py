@@ -13,8 +13,8 @@ does not have the dispatcher, so the scope is checked first.
                                                 with _scope_ as s:
                                                     body
 
-In a function, the block gets the locals that it reads, and those that it assigns are bound after it. At the top level
-of a cell, and in its `if`, `for` and `try` statements, names are the notebook's, so nothing is bound there.
+In a function, the block receives the locals that it reads, and the locals that it assigns are bound after it. At the
+top level of a cell, and in its `if`, `for` and `try` statements, names are the notebook's, so nothing is bound there.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 __all__ = ["RunInScope", "ScopeDispatch", "ScopeTransformer"]
 
 RunInScope = Callable[[str, StrategySpec, str, UsersFunction | None], None]
-"""A function that runs a source text in a strategy's scope on the replicas: (source, spec, filename, its function)."""
+"""A function that runs a text in a strategy's scope on the replicas: (source, spec, filename, enclosing function)."""
 
 _DISPATCH = "get_ipython()._distnb_scope"
 _IS_REMOTE = "type(_scope_).__name__ == 'StrategyScope' and _scope_.is_remote"
 _GIVEN, _MADE, _BLOCK = "_given_", "_made_", "_block_"
-"""The names of a function's locals, and of the block, where the block runs."""
+"""The prefixes of the locals that a block reads and assigns, and the name of the block's function on the replicas."""
 
 
 class ScopeTransformer(ast.NodeTransformer):
@@ -111,7 +111,10 @@ class ScopeTransformer(ast.NodeTransformer):
 
 
 def _leaving(node: ast.With) -> str:
-    """Return the word for a statement in a block that belongs to the code around it, and cannot be sent; "" if none."""
+    """Return the keyword of a statement in a block that belongs to the code around the block; "" if there is none.
+
+    A block with such a statement cannot be sent.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):  # the compilation of the cell warns
             compile(ast.Module([node], []), "", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -124,7 +127,7 @@ def _leaving(node: ast.With) -> str:
 
 
 def _assigned(node: ast.With, function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, list[str]]:
-    """Return the names that a block in a function assigns, and the word for a forbidden use of one; "" if none."""
+    """Return the names that a block in a function assigns, after the keyword of a forbidden use of a name, or ""."""
     declared = {name for each in ast.walk(function) if isinstance(each, ast.Global) for name in each.names}
     deleted = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Del)}
     lines = [*(f"global {name}" for name in declared), ast.unparse(node)]
@@ -186,15 +189,15 @@ class ScopeDispatch:
             scope: The value of the context expression, a remote scope of a strategy.
             first, last: The first and last line of the statement.
             unparsed: The statement as text, for lines that cannot be found.
-            leaves: The word for a statement in it that belongs to the code around it.
-            names: The names in a statement of a function. Those that are the function's locals are sent with it.
-            stores: The names among these that it assigns.
+            leaves: The keyword of a statement in the block that belongs to the code around the block; "" if none does.
+            names: The names in the statement, if it is in a function. The function's locals among them are sent along.
+            stores: The names among these that the statement assigns.
         """
         if leaves:
             raise ContextError(
                 f"The block of `with strategy.scope():` runs on the replicas, but contains a `{leaves}` that belongs "
-                "to the code around it, which does not. Put the whole code in a %%distribute cell, or the statement "
-                "after the block."
+                "to the code around it, which runs in the notebook. Put the whole code in a %%distribute cell, or the "
+                "statement after the block."
             )
         frame = sys._getframe(1)
         user_ns, filename = frame.f_globals, frame.f_code.co_filename
@@ -235,7 +238,7 @@ class ScopeDispatch:
 def _refuse_captured(function: Any, around: CodeType, stores: Sequence[str]) -> None:
     """Raise ContextError for a function outside the block that uses a name which the block assigns.
 
-    On the replicas that name belongs only to the block, and the function would find its earlier value.
+    On the replicas the name belongs only to the block, and the function would find the name's earlier value.
     """
     waiting, seen = [function], set[int]()
     while waiting:

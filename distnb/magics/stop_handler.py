@@ -19,12 +19,13 @@ _UNNOTICED_S = 0.05
 
 
 class StopHandler:
-    """A handler of SIGINT that raises KeyboardInterrupt as Python's own does, but later where that would do harm.
+    """A SIGINT handler that raises KeyboardInterrupt as Python's own does, but delays it where it would do harm.
 
     A stop while one of Python's locks changes hands would leave the lock taken, and a thread that needs it waiting.
-    Such threads are the kernel's, which sends all output (each flush of a stream waits for an Event that it sets), and
-    those of ours that draw and supervise. A stop in IPython's hooks before and after a cell would leave them half done,
-    and IPython would drop the stop and still run the cell. In such code (`whole`) nothing is raised for up to a second.
+    Such threads are the kernel's IO thread, which sends all output (each flush of a stream waits for an Event that this
+    thread sets), and distnb's own threads for drawing and supervision. A stop in IPython's hooks before and after a
+    cell would leave them half done, and IPython would drop the stop and still run the cell. In such code (`whole`)
+    nothing is raised for up to a second.
     """
 
     def __init__(self, whole: Collection[CodeType]) -> None:
@@ -34,7 +35,7 @@ class StopHandler:
         self._is_repeated = False
 
     def install(self) -> None:
-        """Handle SIGINT from now on in place of Python's own handler, which a kernel installs again for each cell."""
+        """Replace Python's own handler of SIGINT, which a kernel installs again for each cell."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
 

@@ -27,7 +27,7 @@ __all__ = ["callers_lines", "debug_on_replicas", "presented", "show_plainly", "u
 _IPYTHON = os.path.dirname(IPython.__file__) + os.sep
 _MANAGERS = contextlib.__file__  # its frames are between frames of ours
 _HANDLE = (
-    "({} is a handle: the object itself lives on the replicas. Do this where it is: in a %%distribute cell, in the "
+    "({} is a handle: the object itself lives on the replicas. Use the object there: in a %%distribute cell, in the "
     "body of `with strategy.scope():`, or in a function that strategy.run calls. strategy.local_results(handle)[0] is "
     "a copy of it.)"
 )
@@ -62,8 +62,8 @@ def _show(
     shell: Any, kind: type[BaseException], error: BaseException, traceback: Any, tb_offset: int | None = None
 ) -> Any:
     own = getattr(error, "_render_traceback_", None)
-    # IPython does not ask errors of these types for their rendering, and forgets `%xmode Minimal` for those that it
-    # asks. In the other modes a terminal gets the ends of lines.
+    # IPython ignores the rendering that errors of these types have, and ignores `%xmode Minimal` for other errors with
+    # a rendering of their own. If it joins lines without a separator, as in a terminal, each line needs its end.
     minimal = shell.InteractiveTB.mode == "Minimal"
     joined = not hasattr(shell, "kernel") and not shell.InteractiveTB.tb_join_char
     if own is not None and (minimal or joined or isinstance(error, SyntaxError | BaseExceptionGroup)):
@@ -92,7 +92,7 @@ def _note_handles(error: BaseException) -> None:
 
 
 def _shown(error: BaseException) -> Sequence[TracebackType]:
-    """Return the frames of one error: all of them for an unexpected error in distnb, which is a defect."""
+    """Return the frames of an error that are shown: all of them for an unexpected error in distnb, a defect."""
     frames = frames_of(error.__traceback__)
     known = isinstance(error, DistnbError) or not isinstance(error, Exception) or hasattr(error, "_render_traceback_")
     if not known and frames and raised_by_distnb(frames[-1].tb_frame):
@@ -101,9 +101,9 @@ def _shown(error: BaseException) -> Sequence[TracebackType]:
 
 
 def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
-    """Return the lines from the user's cell to the failed call of replicas, drawn by IPython; none outside of cells.
+    """Return the traceback's lines from the user's cell to the failed call on replicas, as IPython draws them.
 
-    The error's traceback ends there from now on, also for %debug.
+    Return [] outside of cells. The error's traceback is reduced to these frames, also for %debug.
     """
     part = users_part(error.__traceback__, (OWN, _IPYTHON))
     while part is not None and shell.compile.format_code_name(part.tb_frame.f_code.co_filename) is None:
@@ -113,7 +113,7 @@ def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
     if sys.exc_info()[1] is error or getattr(sys, "last_value", None) is error:
         sys.last_traceback = part
     error.__traceback__ = part
-    # The frames that it draws are also those where %debug begins. Only frames are needed, without title and message.
+    # %debug begins in the frames that this call draws. The title and the message are left out of the result.
     drawer = shell.InteractiveTB
     drawn = drawer.structured_traceback(type(error), Exception(), part, tb_offset=0)
     return [line.rstrip("\n") for line in drawn[2 if drawer.mode in drawer.verbose_modes else 1 : -1] if line.strip()]
@@ -122,9 +122,7 @@ def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
 def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (OWN,)) -> TracebackType | None:
     """Return the traceback without distnb's frames, including those between the user and a function of theirs.
 
-    Return all of it if all frames, or none, are distnb's.
-
-    All of it where every frame is distnb's, or none.
+    Return the whole traceback if all frames, or none, are distnb's.
     """
     frames = frames_of(traceback)
     if not any(frame.tb_frame.f_code.co_filename.startswith(own) for frame in frames):
@@ -146,6 +144,6 @@ def presented() -> Iterator[None]:
     except (DistnbError, KeyboardInterrupt) as error:
         if not hasattr(error, "_render_traceback_"):
             line = f"\x1b[31m{type(error).__name__}\x1b[0m" + (f": {error}" if str(error) else "")
-            # IPython asks the exception itself for its rendering.
+            # IPython shows the result of this method of the exception.
             error._render_traceback_ = lambda: [line]  # type: ignore[union-attr]
         raise

@@ -58,13 +58,13 @@ class CellTimes(NamedTuple):
     Attributes:
         packing: From the beginning until the cell was sent, with the values that it reads.
         running: The time on each replica, in replica order.
-        taking: From the last reply until the cell's results were merged.
+        merging: From the last reply until the cell's results were merged.
         total: From the beginning to the end.
     """
 
     packing: float
     running: tuple[float, ...]
-    taking: float
+    merging: float
     total: float
 
 
@@ -329,7 +329,7 @@ class Session:
                         self.namespace.failed(snapshot)
         running = tuple(outcome.replies[each].seconds for each in team.engines if each in outcome.replies)
         now = time.monotonic()
-        self.latest_times = CellTimes(packing=sent - began, running=running, taking=now - ended, total=now - began)
+        self.latest_times = CellTimes(packing=sent - began, running=running, merging=now - ended, total=now - began)
         if profile is not None:
             write_profiles(profile, {team.rank_of(engine): reply.profile for engine, reply in outcome.replies.items()})
         warn_of_drift(outcome)

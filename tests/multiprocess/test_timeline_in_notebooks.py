@@ -69,7 +69,7 @@ def test_a_sleeping_replica_is_named_within_ten_steps_and_each_wait_is_kept(note
     assert waited[1][1] > 5 * 0.03
     assert "all_reduce" in notebook.value("str({row.what for row in timeline.rows})")
     saved = tmp_path / "trace.json"
-    assert "pieces of time written to" in notebook.run(f"%distnb timeline --steps 3 --save {saved}").text
+    assert "intervals written to" in notebook.run(f"%distnb timeline --steps 3 --save {saved}").text
     spans = [each for each in json.loads(saved.read_text())["traceEvents"] if each["ph"] == "X"]
     assert {each["pid"] for each in spans} == {0, 1}
     assert "Replica 1 is the straggler" in notebook.run("%distnb timeline").text

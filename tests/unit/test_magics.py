@@ -394,7 +394,7 @@ def test_a_strategy_object_can_be_named(shell: InteractiveShell, session: Replay
     run(shell, "import distnb\nmine = distnb.OneDeviceStrategy('cpu:0')\nmy_default = distnb.get_strategy()")
     assert run(shell, "%%distribute mine\nstrategy is mine")[0].result is True
     assert run(shell, "%%distribute my_default\nstrategy is my_default")[0].result is True
-    assert "has its options already" in error_of(shell, "%%distribute mine -n 2\nx")
+    assert "whose options were set when it was created" in error_of(shell, "%%distribute mine -n 2\nx")
 
 
 def test_the_users_strategy_variable_is_kept(shell: InteractiveShell) -> None:
@@ -506,7 +506,7 @@ def test_status_and_output_are_printed(shell: InteractiveShell, session: ReplayS
     text = run(shell, "%distnb output")[1]
     assert "── replica 1 ──\nhello\nI am 1\n" in text
     assert "I am 0" not in run(shell, "%distnb output 1")[1]
-    assert "Give one of those that did: 0, 1" in error_of(shell, "%distnb output 7")
+    assert "The replicas with output: 0, 1" in error_of(shell, "%distnb output 7")
     run(shell, f"%distnb output --save {tmp_path / 'all.txt'}")
     assert "I am 1" in (tmp_path / "all.txt").read_text()
 
