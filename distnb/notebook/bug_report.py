@@ -23,7 +23,7 @@ _LIBRARIES = ("distnb", "torch", "numpy", "ipython", "ipykernel", "ipyparallel",
 
 
 def log_text(session: Session, engine: int | None, lines: int) -> str:
-    """Return the latest lines of the logs of all processes, in the order of time, or of one engine's log.
+    """Return the latest lines of the logs of all processes, in order of time, or of one engine's log.
 
     The text is "" if no process of the cluster logs.
     """

@@ -65,7 +65,7 @@ def attach(front: FrontEnd) -> None:
 
 
 def _register_remote() -> None:
-    """Run strategies of several replicas on the session, or on one that the front end starts for them."""
+    """Make strategies of several replicas run on the session, or on a session that the front end starts for them."""
     from distnb.notebook.remote_runtime import Remote
     from distnb.runtime.this_process import this_process
 
@@ -112,42 +112,44 @@ def start(
             of each host.
         workers, ps: The numbers of workers and of parameter servers for a ParameterServerStrategy, in place of `n`.
             Workers compute, and parameter servers keep the variables, on the CPU. The workers are the first engines.
-            With `hosts`, the workers are dealt to the machines in turn, and then the servers, each from the first
-            machine on.
+            With `hosts`, the workers are assigned to the machines in turn, beginning with the first machine, and then
+            the servers in the same way.
         replicas_per_worker: The number of engines, and of devices, of each worker. None for one, or for the number of
             accelerators that `cluster_resolver` reports.
-        oversubscribe: Whether several engines may share one device, and whether engines may crowd their machine: more
-            than eight and more than two per core, or more than fit its memory. The limit of the machine's
-            administrator (DISTNB_MAX_ENGINES, /etc/distnb/max_engines) applies in any case.
+        oversubscribe: Whether several engines may share one device, and whether a machine may have more engines than it
+            can hold: more than eight and more than two per core, or more than fit in its memory. The limit of the
+            machine's administrator (DISTNB_MAX_ENGINES, /etc/distnb/max_engines) applies in any case.
         hosts: The machines that run the engines, as the launcher names them. None for this machine, or with
             launcher="slurm" for all nodes of the allocation.
         per_host: The number of engines on each host. By default one per GPU, or two on the CPU without GPUs, or the
-            number of tasks that Slurm was asked for.
+            number of tasks requested from Slurm.
         launcher: "local", "ssh", "slurm" (srun), "mpi" (mpiexec) or "server". By default the other arguments decide.
         interface: The network interface, or the address, at which this machine listens for the hosts. None for the
             interface that leads to them.
         ssh_args: More arguments for ssh.
-        cluster_resolver: The cluster's chief and workers, in place of `hosts`. Each runs a `distnb.Server`, unless
-            `launcher` names another way to reach them; those of a SlurmClusterResolver are reached by srun. The
-            resolver's numbers of accelerators determine the numbers of engines. With ps tasks, each worker and each ps
-            is a server (or a machine, for other launchers) at its own address, and this process is the chief: it is the
-            coordinator, and listens at no address of its own. Servers that do not listen yet are waited for, 60 seconds
-            or as long as DISTNB_START_TIMEOUT says.
-        secret: The secret file (mode 0600) that those servers have too. None for the file that the environment
-            variable DISTNB_SECRET_FILE names, or without it, if all servers listen on loopback, one of the user's own.
+        cluster_resolver: The resolver that names the cluster's chief and workers, in place of `hosts`. Each of these
+            runs a `distnb.Server`, unless `launcher` names another way to reach them; the tasks of a
+            SlurmClusterResolver are reached by srun. The resolver's numbers of accelerators determine the numbers of
+            engines. With ps tasks, each worker and each ps is a server (or a machine, for other launchers) at its own
+            address, and this process is the chief: it is the coordinator, and does not listen at an address. The start
+            waits for servers that do not listen yet, for 60 seconds or the seconds in the environment variable
+            DISTNB_START_TIMEOUT.
+        secret: The secret file (mode 0600), which the servers have too. None for the file that the environment variable
+            DISTNB_SECRET_FILE names. Without that variable, if all servers listen on loopback, the user's own secret
+            file is used.
         launcher_args: More arguments for srun or mpiexec.
         data_limit: The size, in bytes or as text ("2 GB"), above which data that a cell assigns stays on the engines.
             The notebook then has a handle of it.
         on_progress: Called with a text whenever the start makes progress.
 
     Returns:
-        The session. It ends with `stop`, or with this process, however that ends.
+        The session. It ends when `stop` is called, or when this process ends for any reason.
 
     Raises:
-        StartError: A cluster runs already, this machine lacks something that was asked for, or an engine did not come
-            up. No process is left behind.
+        StartError: A cluster runs already, this machine lacks something that was requested, or an engine did not start.
+            No process is left behind.
         OptionError: The numbers or names are invalid.
-        ContextError: This is a process of multiprocessing, which imports the script.
+        ContextError: This process was started by multiprocessing, and is importing the script.
 
     Example:
         >>> import distnb
@@ -189,10 +191,10 @@ def start_with(options: StartOptions, on_progress: Callable[[str], None] = lambd
         if running is not None:
             devices_there = ", ".join(row.device for row in running.status())
             raise StartError(
-                f"A cluster is running already ({devices_there}). Use it, "
-                "or end it first, and what lives on its engines with it: %distnb stop, or distnb.stop()."
+                f"A cluster is running already ({devices_there}). Use it, or stop it first, which also discards the "
+                "variables on its engines: %distnb stop, or distnb.stop()."
             )
-        stop()  # a session that was ended by its own method: its followers are notified
+        stop()  # notifies the followers of a session that was ended by its own `stop`
         _session = Session.start(options, user_ns=_user_namespace(), on_progress=on_progress)
         _session.namespace.most_nbytes = options.data_limit_nbytes
         atexit.register(stop)
@@ -202,7 +204,7 @@ def start_with(options: StartOptions, on_progress: Callable[[str], None] = lambd
 
 
 def stop() -> None:
-    """End the cluster and all its processes. Without a cluster do nothing."""
+    """End the cluster and all its processes. Do nothing if there is no cluster."""
     global _session
     with _lock:
         session, _session = _session, None

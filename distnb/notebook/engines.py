@@ -55,7 +55,7 @@ class EngineStatus:
 
 
 class Engines:
-    """The owner of the engines' processes, both channels to them, and the store where those on other machines meet.
+    """The owner of the engines' processes, of both channels to them, and of the store where remote engines meet.
 
     It notifies the namespace of engines that end and of their replacements.
 
@@ -118,7 +118,7 @@ class Engines:
         self._cluster = Cluster(
             self._plan.devices, connection, on_exit=self._on_exit, launcher=launcher, processes=self._processes
         )
-        # torch loads here while it loads in the engines: opening their replies needs it.
+        # Import torch here while the engines import it. Their replies cannot be opened without it.
         meanwhile = partial(importlib.import_module, "torch.distributed") if self._store is None else self._store.serve
         self._cluster.start(on_progress=on_progress, meanwhile=meanwhile)
         self._await(tuple(self._cluster.engines))
@@ -132,7 +132,7 @@ class Engines:
 
         hellos = self.supervisor.hellos
         for engine in self.dispatch.meet([hellos[engine] for engine in engines], failed):
-            what = self._ended.get(engine, f"said nothing for {_START_TIMEOUT_S:.0f} s")
+            what = self._ended.get(engine, f"did not respond for {_START_TIMEOUT_S:.0f} s")
             raise StartError(f"Engine {engine} {what} while it started.\n{self.cluster.log_tail(engine)}")
 
     def _engine_ready(self, engine: int) -> None:
@@ -170,7 +170,7 @@ class Engines:
 
     @property
     def _ended(self) -> dict[int, str]:
-        """The way in which each engine ended that has ended and was not replaced."""
+        """The exit status, in words, of each engine that has ended and was not replaced."""
         processes = {} if self._cluster is None else self._cluster.engines
         return {engine: process.ended for engine, process in processes.items() if process.ended}
 
@@ -234,8 +234,8 @@ class Engines:
     def _await_answers(self) -> None:
         """Wait until it is known whether silent engines of other machines are lost or only busy.
 
-        A machine that is cut off, or a server that is killed, breaks the connections of the replicas first. The local
-        process that is connected with it gives it up later.
+        If a machine is cut off, or a server is killed, the connections between replicas break first. The local process
+        that is connected to it reports the loss later.
         """
         stuck = self.supervisor.stuck
         if stuck:
@@ -248,7 +248,7 @@ class Engines:
         _logger.info("engine %d (process %d) %s", engine, pid, status)
         if engine not in self._no_replicas:
             self._namespace.engine_died(engine)
-            self.teams.renew()  # before the report below, after which a new team may be asked for
+            self.teams.renew()  # before the report below, after which a new team may be requested
         self.supervisor.engine_died(engine, pid, status)
 
     def choose(self, engines: Iterable[int] | None, *, missing: bool) -> tuple[int, ...]:
@@ -274,12 +274,12 @@ class Engines:
         survivors = tuple(engine for engine in replicas if engine not in chosen and engine not in ended)
         self.supervisor.forget(chosen)
         if awaited:
-            self._lose(chosen)
+            self._report_lost(chosen)
         try:
             self.cluster.restart(chosen, on_progress=on_progress)
             self._await(chosen)
         except BaseException:
-            self._lose(self._ended.keys() & set(chosen))
+            self._report_lost(self._ended.keys() & set(chosen))
             raise
         for engine in chosen:
             self.dispatch.engine_replaced(engine)
@@ -287,7 +287,7 @@ class Engines:
             self.teams.renew()
             self._namespace.engines_replaced(lost, survivors)
 
-    def _lose(self, engines: Iterable[int]) -> None:
+    def _report_lost(self, engines: Iterable[int]) -> None:
         """Report engines that the restart has ended or is about to end."""
         for engine in engines:
             self._on_exit(engine, self.cluster.engines[engine].pid, _RESTARTED)

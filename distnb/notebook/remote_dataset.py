@@ -51,8 +51,9 @@ class RemoteDataset:
 
     def __iter__(self) -> RemoteIterator:
         iterator = self._call(iter, self._handle)
-        # This call has compared the user's data with the engines'. A comparison for each batch would take longer than
-        # the batch. The notebook receives the changes that reading makes in the data at the iteration's end.
+        # This call has compared the user's data with the engines'. Comparing them again for each batch would take
+        # longer than the batch. Changes that reading makes in the data are sent to the notebook when the iteration
+        # ends.
         facts = state_of_handle(iterator).facts
         for replica, fact in facts.items():
             facts[replica] = fact._replace(holds=tuple(held for held in fact.holds if not isinstance(held, str)))
@@ -107,7 +108,7 @@ class RemoteIterator(BatchIterator):
         self._defer = defer
         self._note = note
         self._here: deque[Any] = deque()
-        self._given = 0  # of the batches fetched ahead; the next fetch reports the number to the replicas
+        self._given = 0  # the number of batches returned since the last fetch, which the next fetch reports
         self._asked: DeferredCall | None = None
         self._ahead = 0
         self._ended = False
@@ -149,7 +150,7 @@ class RemoteIterator(BatchIterator):
         return batches
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._here.clear()  # the program may use these batches itself
+        self._here.clear()  # the program may read these batches itself
         self._asked = None
         return itself, (self._handle,)
 
@@ -190,7 +191,7 @@ def _read_ahead(iterator: DistributedIterator, given: int, here: int, more: int)
     Args:
         given: The number of batches that the cell has received since the last fetch.
         here: The number of batches that the notebook has and the cell has not received.
-        more: The number of batches to return, after those.
+        more: The number of batches to return, after these.
     """
     for _ in range(given):
         next(iterator)

@@ -24,7 +24,7 @@ __all__ = ["Remote", "RemoteScope"]
 
 
 class Remote:
-    """The runtime that forwards a strategy's methods to the SPMD runtime of the engines, the only implementation."""
+    """The runtime that forwards a strategy's methods to the SPMD runtime of the engines, which implements them."""
 
     is_remote = True
     """True: the notebook sends the blocks of scopes to the engines (`StrategyScope`)."""
@@ -49,7 +49,7 @@ class Remote:
         return tuple(map(str, self._session().team(self._strategy.spec).devices))
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the representative of a scope, whose block the notebook sends to the engines."""
+        """Return a placeholder for a scope. The notebook sends the scope's block to the engines."""
         return RemoteScope()
 
     def run(
@@ -97,7 +97,7 @@ class Remote:
         return self._ask("distribute_values_from_function", (fn,), {})
 
     def distribute_dataset(self, dataset: Any, batch_size: int | None, options: InputOptions | None) -> Any:
-        """Create a dataset of which every replica reads its slices."""
+        """Create a dataset from which every replica reads its slices."""
         keywords = {"batch_size": batch_size, "options": options}
         handle = self._ask("distribute_dataset", (dataset,), keywords)
         return RemoteDataset(handle, self.call, self._defer, self._note_batch)
@@ -116,7 +116,7 @@ class Remote:
     def no_sync(self) -> AbstractContextManager[None]:
         """Raise ContextError: gradients exist only in functions that `run` calls, and in distributed cells."""
         raise ContextError(
-            "strategy.no_sync() was called in the notebook, where no gradients are. Use it in the function that "
+            "strategy.no_sync() was called in the notebook, where there are no gradients. Use it in the function that "
             "strategy.run calls, or in a %%distribute cell."
         )
 
@@ -132,7 +132,7 @@ def _fetched_number(value: Any) -> Any:
 
 
 class RemoteScope:
-    """The representative of a scope in the notebook. Entering it raises.
+    """A placeholder for a scope in the notebook. Entering it raises ContextError.
 
     A `with` statement in a cell never enters it: the notebook's transformer sends the block to the replicas.
     """
@@ -148,4 +148,4 @@ class RemoteScope:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Never reached: entering raises."""
+        """Do nothing. This is never called, because entering raises."""

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 __all__ = ["process_text", "stacks_text"]
 
-_UNHEARD = "It does not answer: it has ended, or native code holds Python's lock.\n"
+_NO_ANSWER = "It does not answer: it has ended, or native code holds Python's lock.\n"
 
 
 def stacks_text(session: Session) -> str:
-    """Return the stack of each engine. Works from any thread, and while programs run."""
+    """Return the stack of each engine, from any thread, and while programs run."""
     stacks = session.stacks()
     lines = []
     for row in session.status():
         task = f"{row.task}, " if row.task else ""
-        stack = stacks.get(row.engine, _UNHEARD) or row.state
+        stack = stacks.get(row.engine, _NO_ANSWER) or row.state
         lines.append(f"── {task}engine {row.engine} ({row.device}) ──\n{stack}".rstrip())
     return "\n".join(lines) + "\n"
 

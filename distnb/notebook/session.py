@@ -69,14 +69,14 @@ class CellTimes(NamedTuple):
 
 
 class Session:
-    """A running cluster, as the notebook sees it. `start` creates one.
+    """The notebook's session with a running cluster. `start` creates it.
 
     Attributes:
         events: The events of all engines, to which widgets and output subscribe.
         front: The front end that shows output and progress.
-        namespace: The notebook's side of the one namespace.
-        unshown: The programs that no cell asked for (see `inspecting`). Their output is not shown.
-        failure: The failure of the latest cell or call, for `debug`; None if it went well.
+        namespace: The notebook's side of the namespace that it shares with the engines.
+        unshown: The programs that no cell started (see `inspecting`). Their output is not shown.
+        failure: The failure of the latest cell or call, for `debug`; None if it succeeded.
         latest_strategy: The kind of the strategy of the latest call.
         latest_times: The times of the latest cell that ended.
     """
@@ -228,7 +228,7 @@ class Session:
         return self._supervisor.ask_stacks(self._engines.left, timeout_s)
 
     def timeline(self, timeout_s: float = 2.0) -> TimelineModel:
-        """Return how the replicas have spent their time lately, without engines that do not answer in time."""
+        """Return the recent activity of the replicas. Engines that do not answer in time are missing."""
         model = TimelineModel()
         for sample in self._supervisor.ask_activity(self._engines.left, timeout_s):
             model.feed(sample)
@@ -277,7 +277,7 @@ class Session:
             filename: The file name of the cell's code objects.
             label: The cell's name in tracebacks, such as "Cell In[3]".
             in_scope: Whether to run the cell within `strategy.scope()`.
-            function: The user's function of which the source is a block, if it is one (see `RunCell`).
+            function: The user's function that contains the source as a block; None if there is none (see `RunCell`).
             only: The replicas that run the cell; None for all.
             detailed: Whether events report each wait of the replicas.
             profile: A folder for the records of torch.profiler on each replica.
@@ -345,7 +345,7 @@ class Session:
         """Raise the error or the interrupt that ended a program, if one did.
 
         Args:
-            called: Whether an ordinary cell called it.
+            called: Whether an ordinary cell called the program.
             kept: Whether it was the user's program, which `debug` can open.
         """
         if not outcome.ok or outcome.interrupted:
@@ -415,7 +415,7 @@ class Session:
 
         Args:
             ask: Returns the function and its arguments when the call is sent.
-            changed: The handles of the objects that it changes. It is sent before a program that reads them.
+            changed: The handles of the objects that the call changes. It is sent before a program that reads them.
         """
 
         def send() -> PendingCall:
@@ -427,7 +427,7 @@ class Session:
         return deferred
 
     def _send_deferred(self, *, urgent_only: bool = False) -> None:
-        """Send the deferred calls, or the urgent ones of them."""
+        """Send the deferred calls, or only the urgent ones."""
         calls, self._deferred = self._deferred, [each for each in self._deferred if urgent_only and not each.urgent]
         for call in calls:
             if call.urgent or not urgent_only:
@@ -436,7 +436,7 @@ class Session:
     def _post(
         self, spec: StrategySpec, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, users: bool = True
     ) -> _Call:
-        """Pack a call and send it. The caller has the turn, and is within `interrupts`."""
+        """Pack a call and send it. The caller holds the turn, and is within `interrupts`."""
         team = self.team(spec)
         self.latest_strategy = spec.kind
         with self._dispatch.interrupts.brief():
@@ -483,7 +483,7 @@ class Session:
         """Wait for a call and merge its effects.
 
         Args:
-            known: Whether the user knows already that the call was interrupted.
+            known: Whether the interrupt of the call has been raised already.
             keep: Called with the result before SIGINT can raise again.
         """
         outcome, team, snapshot = call.outcome, call.team, call.snapshot
@@ -526,8 +526,7 @@ class Session:
         Args:
             engines: The engines, in replica order.
             payload: Further input of the operation.
-            give_up: Called if the operation fails, with its results until then by replica; with nothing if these are
-                unknown.
+            give_up: Called if the operation fails, with its results so far by replica, or {} if these are unknown.
 
         Returns:
             The operation's value by engine.
@@ -585,24 +584,25 @@ class Session:
             replica: The replica's number; None for the replica that failed.
 
         Raises:
-            ProgramError: The program went well, or this replica's part of it did; or another program has begun since.
+            ProgramError: The program or this replica's part of it succeeded, or another program has begun since.
             OptionError: There is no such replica, or the process of the failing replica has ended.
         """
         if self.failure is None:
             raise ProgramError(
-                "There is nothing to look into: the latest distributed cell or call went well, or none has run. (Of a "
-                "coordinator's closure that fails, only the error is kept.)"
+                "There is nothing to debug: the latest distributed cell or call succeeded, or none has run. (If a "
+                "coordinator's closure fails, only its error is kept.)"
             )
         engine = self.failure.engine_of(replica)
         try:
             found = self._ask((engine,), PostMortem)[engine]
         except KeyboardInterrupt as stop:
-            self.failure = replace(self.failure, error=stop)  # the error that was shown last still leads there
+            # IPython shows this interrupt as the last error, and %debug must still open the failure.
+            self.failure = replace(self.failure, error=stop)
             raise
         if not found:
             raise ProgramError(
-                f"Replica {self.failure.team.rank_of(engine)} keeps nothing to look at: its part went well, or no line "
-                "of the user's failed there."
+                f"Replica {self.failure.team.rank_of(engine)} has nothing to debug: its part of the program succeeded, "
+                "or no line of your code failed there."
             )
 
     def part(self, kind: type[Part]) -> Part:
@@ -627,7 +627,7 @@ class Session:
 
     @contextmanager
     def inspecting(self) -> Iterator[None]:
-        """Inspect objects for a user who has run nothing, as Tab does. Output of the replicas is not shown."""
+        """Hide the replicas' output while objects are inspected although no cell runs, as by Tab completion."""
         self._inspecting.depth = getattr(self._inspecting, "depth", 0) + 1
         try:
             yield

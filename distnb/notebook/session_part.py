@@ -40,7 +40,7 @@ class SessionPart:
         """Release engines that are about to be replaced."""
 
     def user_interrupts(self) -> bool:
-        """End the programs of this part, as the user asks. Return False if none runs."""
+        """End the programs of this part at the user's request. Return False if none runs."""
         return False
 
     def work(self) -> Mapping[str, tuple[str, str]]:
@@ -48,4 +48,4 @@ class SessionPart:
         return {}
 
     def close(self) -> None:
-        """Free the part's resources: the cluster ends."""
+        """Free the part's resources when the cluster ends."""

@@ -85,7 +85,7 @@ class Teams:
 
 
 def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]:
-    """Return a strategy's engines in replica order: all alive, the number it asks for, or those of its devices."""
+    """Return a strategy's engines in replica order: all alive, as many as it needs, or those of its devices."""
     if not alive:
         raise ClusterError("Every engine of the cluster has ended. Replace them with %distnb restart.")
     there = ", ".join(map(str, alive.values()))
@@ -94,14 +94,14 @@ def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]
         alive = {engine: device for engine, device in alive.items() if device.type == device_type}
         if not alive:
             raise OptionError(
-                f"The strategy {spec.kind} needs engines on {device_type} devices, and the cluster's engines have "
-                f"{there}. Start one that has them: %distnb stop, then %distnb start --devices {device_type}."
+                f"The strategy {spec.kind} needs engines on {device_type} devices, but the cluster's engines have "
+                f"{there}. Start another cluster: %distnb stop, then %distnb start --devices {device_type}."
             )
     if not spec.devices:
         wanted = spec.num_replicas or len(alive)
         if wanted > len(alive):
             raise OptionError(
-                f"The strategy asks for {wanted} replicas and the cluster has {len(alive)} engine(s) ({there}). "
+                f"The strategy needs {wanted} replicas, but the cluster has {len(alive)} engine(s) ({there}). "
                 f"Start a larger one: %distnb stop, then %distnb start -n {wanted}."
             )
         return list(alive)[:wanted]

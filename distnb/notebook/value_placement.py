@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["devices_model", "devices_of", "placement_of", "server_placement"]
 
 _HERE = "this process"
-_EARLIER = "An engine is stuck, and tells nothing (%distnb status)."
+_STUCK = "An engine is stuck and does not answer (%distnb status)."
 
 
 def placement_of(value: Any) -> PlacementModel:
@@ -32,7 +32,7 @@ def placement_of(value: Any) -> PlacementModel:
     Raises:
         OptionError: The value has no tensor.
     """
-    from distnb.runtime.inspection.holdings import holdings_of, may_hold, no_tensor  # with torch
+    from distnb.runtime.inspection.holdings import holdings_of, may_hold, no_tensor  # loads torch
 
     value = value.handle if isinstance(value, RemoteDataset) else value
     found_by_replica: dict[int, list[Holding]] = {}
@@ -50,7 +50,7 @@ def placement_of(value: Any) -> PlacementModel:
         size = leaf.num_replicas
         kinds.append(state.type_name.rsplit(".", 1)[-1])
         found = state.operations.holdings(leaf)
-        notes += [_EARLIER] if found is None else []
+        notes += [_STUCK] if found is None else []
         for replica, holdings in (found or {}).items():
             found_by_replica.setdefault(replica, []).extend(
                 each._replace(name=_joined(path, each.name)) for each in holdings
@@ -77,7 +77,7 @@ def devices_model(user_ns: Mapping[str, Any], idle: Iterable[str]) -> DevicesMod
     """
     session = sessions.current()
     if session is None:
-        return DevicesModel.of_nobody(idle)
+        return DevicesModel.without_engines(idle)
     return DevicesModel.of(session.status(), session.memory(), {} if session.stuck else _held(user_ns), idle=idle)
 
 
@@ -85,7 +85,7 @@ def devices_of(strategy: Strategy) -> DevicesModel:
     """Return the devices that a strategy's replicas compute on, with their memory use and the variables on them."""
     devices, session = strategy.worker_devices, sessions.current()
     if session is None or not strategy.needs_engines:
-        return DevicesModel.of_nobody(devices)
+        return DevicesModel.without_engines(devices)
     rows = session.status()
     names = {row.engine: row.task for row in rows}
     if not strategy.is_local:

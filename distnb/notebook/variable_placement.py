@@ -46,7 +46,7 @@ def _described(state: RemoteState, devices: Mapping[int, str]) -> tuple[str, ...
 
 
 def _type_name(state: RemoteState) -> str:
-    """Return the name of the object's class. For components that are plain values it is the class of the values."""
+    """Return the name of the object's class, or of the values' class if the components are plain values."""
     values = [*(fact.value for fact in state.facts.values() if fact.summary is None), *state.local.values()]
     return type(values[0]).__name__ if values and state.type_name == "object" else state.type_name.rsplit(".", 1)[-1]
 
@@ -63,11 +63,11 @@ def drift_reports(user_ns: Mapping[str, Any], names: Sequence[str] = ()) -> dict
     Without `names` compare all mirrored variables.
 
     Raises:
-        OptionError: A name is not that of a variable that lives on engines.
+        OptionError: A name does not belong to a variable on engines.
     """
     for name in names:
         if type(user_ns.get(name)) not in HANDLES:
-            what = "is no variable" if name not in user_ns else "lives in the notebook, where it is one object"
+            what = "is not a variable" if name not in user_ns else "lives in the notebook, where it is one object"
             raise OptionError(f"`{name}` {what}. %distnb variables lists what lives on the engines.")
     mirrored = [
         name

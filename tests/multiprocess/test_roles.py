@@ -78,7 +78,7 @@ there = strategy.reduce("sum", strategy.run(lambda: torch.tensor(1)), axis=None)
     ran = notebook.run("%%distribute mirrored\nthere = strategy.num_replicas_in_sync")
     assert "ended" not in ran.text  # a server is not a replica of a program
     failed = notebook.try_run("%%distribute mirrored -n 3\npass")
-    assert "asks for 3 replicas and the cluster has 2" in failed.error_text
+    assert "needs 3 replicas, but the cluster has 2" in failed.error_text
 
 
 def test_a_server_and_a_worker_can_be_replaced(notebook: Notebook) -> None:

@@ -513,7 +513,7 @@ def test_status_and_output_are_printed(shell: InteractiveShell, session: ReplayS
 
 def test_drift_can_be_checked_after_each_cell(shell: InteractiveShell, session: ReplaySession) -> None:
     assert "Nothing is mirrored." in run(shell, "%distnb check")[1]
-    assert "`nothing` is no variable" in error_of(shell, "%distnb check nothing")
+    assert "`nothing` is not a variable" in error_of(shell, "%distnb check nothing")
     run(shell, "here = 1")
     assert "`here` lives in the notebook" in error_of(shell, "%distnb check here")
 

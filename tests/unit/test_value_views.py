@@ -284,5 +284,5 @@ def test_memory_is_divided_into_engines_others_and_free() -> None:
 
 
 def test_devices_without_a_cluster_show_the_machine() -> None:
-    (memory,) = DevicesModel.of_nobody(["cpu:0"]).memories
+    (memory,) = DevicesModel.without_engines(["cpu:0"]).memories
     assert 0 < memory.free < memory.total

@@ -85,9 +85,9 @@ class ClosureChannel(SessionPart):
         self._peers, self._url = engines.open_peers()
         self._addresses: dict[int, Any] = {}
         self._client: Servers | None = None
-        # Only the thread changes the following, except for adding programs that are sent.
+        # Only the thread changes the following, but any thread may add a program that it sends.
         self._under_way: dict[int, Outcome] = {}  # by program
-        self._up: dict[int, int] = {}  # by engine, its process
+        self._up: dict[int, int] = {}  # the pid of each connected engine
         self._listeners: list[tuple[Callable[[Event | None], None], Callable[[], float | None]]] = []
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -96,26 +96,26 @@ class ClosureChannel(SessionPart):
         self._thread = threading.Thread(target=self._serve, name="distnb-closures", daemon=True)
         self._thread.start()
 
-    # -- engines take their tasks ----------------------------------------------------------------------------------
+    # -- the assignment of tasks -----------------------------------------------------------------------------------
 
     def enlist(self, engines: Iterable[int]) -> None:
-        """Send their tasks to engines that have just come up. The caller holds the session's turn."""
+        """Send tasks to engines that have just started. The caller holds the session's turn."""
         engines = [engine for engine in engines if engine in self._tasks]
         servers = [engine for engine in engines if self._tasks[engine].job == PS]
         # All replicas of a worker start over together, because the new one lacks the state of the others.
         indices = sorted({self._tasks[engine].index for engine in engines if self._tasks[engine].job == WORKER})
-        mates = [self._engines_of[index] for index in indices]
-        workers = [engine for its in mates if set(its) <= set(self._engines.left) for engine in its]
+        groups = [self._engines_of[index] for index in indices]
+        workers = [engine for group in groups if set(group) <= set(self._engines.left) for engine in group]
         if servers:
             for engine, address in self._ask(servers, self._task_message).items():
                 self._accept_server(self._tasks[engine].index, address)
-            # The other workers learn the new addresses before the closures that need them.
+            # The other workers receive the new addresses before the closures that need them.
             others = [engine for engine in self._up if engine in self._engines.left and engine not in workers]
             self._run(partial(self._peers.send, others, ServersReplaced(dict(self._addresses))))
         if workers:
             self._run(lambda: [self._up.pop(engine, None) for engine in workers])
             self._ask(workers, self._task_message)
-            self._meet(workers)
+            self._await_hellos(workers)
         for engine in servers:
             self._run(partial(self._report, ServerUp(self._tasks[engine].index)))
 
@@ -143,7 +143,7 @@ class ClosureChannel(SessionPart):
         else:
             self._client.replace(server, address)
 
-    def _meet(self, engines: Sequence[int]) -> None:
+    def _await_hellos(self, engines: Sequence[int]) -> None:
         """Wait until workers have sent their hello on the new channel."""
         hellos = [self._supervisor.hellos[engine] for engine in engines]
 
@@ -160,7 +160,7 @@ class ClosureChannel(SessionPart):
             time.sleep(0.001)
 
     def leave(self, engines: Iterable[int]) -> None:
-        """Drop engines that are about to be replaced."""
+        """Release engines that are about to be replaced."""
         for engine in engines:
             self._run(partial(self._lose, engine, "was ended by a restart"))
 
@@ -168,12 +168,12 @@ class ClosureChannel(SessionPart):
 
     @property
     def servers(self) -> Servers:
-        """The connections of this process with the parameter servers."""
+        """The connections of this process to the parameter servers."""
         if self._client is None:
             from distnb.errors import NoClusterError
 
             raise NoClusterError(
-                "The cluster has no parameter servers. Start one that has: %distnb stop, then %distnb start "
+                "The cluster has no parameter servers. Start a cluster with servers: %distnb stop, then %distnb start "
                 "--workers 2 --ps 1, or distnb.start(workers=2, ps=1)."
             )
         return self._client
@@ -190,7 +190,7 @@ class ClosureChannel(SessionPart):
         self._under_way[program] = Outcome(program, engines, team=message.team)
         self._supervisor.program_began(program, engines)
         if all(map(self._peers.is_near, engines)):
-            self._peers.send(engines, message)  # the pidfd of an engine that has ended reports that
+            self._peers.send(engines, message)  # if an engine has ended, its pidfd reports that
         else:
             self._do(partial(self._peers.send, engines, message))
 
@@ -218,7 +218,7 @@ class ClosureChannel(SessionPart):
         return cell_name(filename)
 
     def catch_up(self) -> None:
-        """Show all that workers have written so far."""
+        """Show the workers' output so far."""
         if self._is_shown():
             self._front().catch_up()
         elif not self.closed:
@@ -227,7 +227,7 @@ class ClosureChannel(SessionPart):
     def subscribe(
         self, listener: Callable[[Event | None], None], deadline: Callable[[], float | None]
     ) -> Callable[[], None]:
-        """Report events to a listener from now on, and first the workers that are up."""
+        """Report the workers that are up to a listener, and then all events. Return the function that ends this."""
         entry = listener, deadline
 
         def begin() -> None:
@@ -239,10 +239,10 @@ class ClosureChannel(SessionPart):
         self._run(begin)
         return lambda: self._run(partial(self._listeners.remove, entry))
 
-    # -- the session's -----------------------------------------------------------------------------------------------
+    # -- SessionPart -------------------------------------------------------------------------------------------------
 
     def user_interrupts(self) -> bool:
-        """End all closures that are under way, as the user asks. Return False if there are none."""
+        """End all closures that are under way at the user's request. Return False if there are none."""
         busy = bool(self._under_way)
         self._run(partial(self._report, UserInterrupted()))
         return busy
@@ -264,7 +264,7 @@ class ClosureChannel(SessionPart):
         return found
 
     def close(self) -> None:
-        """Close the channel: the cluster is stopped."""
+        """Close the channel when the cluster is stopped."""
         if self.closed:
             return
         self.closed = True
@@ -315,11 +315,11 @@ class ClosureChannel(SessionPart):
                     if job is None:
                         return
                     self._guarded(job)
-            came = False
+            received = False
             for engine, message in self._peers.receive(readable):
-                came = True
+                received = True
                 self._guarded(partial(self._handle, engine, message))
-            if not came:
+            if not received:
                 self._report(None)
 
     def _guarded(self, job: Callable[[], object]) -> None:
@@ -340,7 +340,7 @@ class ClosureChannel(SessionPart):
     def _handle(self, engine: int, message: Any) -> None:
         worker = self._tasks[engine].index
         if isinstance(message, Hello):
-            _logger.info("engine %d of worker %d is there: process %d", engine, worker, message.pid)
+            _logger.info("engine %d of worker %d has connected: process %d", engine, worker, message.pid)
             self._up[engine] = message.pid
             if self._is_up(worker):
                 self._report(WorkerUp(worker))
@@ -434,5 +434,5 @@ class ClosureChannel(SessionPart):
             self._report(ClosureReclaimed(self._tasks[event.engine].index, event.program))
 
     def _is_shown(self) -> bool:
-        """Return whether a front end shows the replicas' output: a plain script has none."""
+        """Return whether a front end shows the replicas' output. A plain script has no front end."""
         return self._front() != FrontEnd()

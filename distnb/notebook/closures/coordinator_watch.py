@@ -30,7 +30,7 @@ class CoordinatorWatch(Watch):
         coordinator: The coordinator whose closures the cell schedules or waits for. None of these has ended yet.
 
     Attributes:
-        model: The data that the view shows of the coordinator.
+        model: The data about the coordinator that the view shows.
     """
 
     def __init__(self, coordinator: ClusterCoordinator) -> None:

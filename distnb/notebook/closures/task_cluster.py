@@ -1,4 +1,4 @@
-"""The running cluster as a ParameterServerStrategy needs it: with workers and parameter servers."""
+"""The cluster of a ParameterServerStrategy, which has workers and parameter servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NONE = (
 
 
 def link() -> ClosureChannel:
-    """Return the coordinator's connection with workers and servers, which receive their tasks at its first use.
+    """Return the coordinator's connection to workers and servers. The first call assigns their tasks to them.
 
     Raises:
         NoClusterError: No cluster is running.
@@ -38,8 +38,8 @@ def require(resolver: ClusterResolver | None = None) -> None:
     """Make sure that a cluster with workers and parameter servers runs.
 
     Args:
-        resolver: The description of the cluster, which is started if none runs. None for the running cluster, or
-            for the one in TF_CONFIG.
+        resolver: The resolver that describes the cluster, which is started if none runs. None for the running cluster,
+            or for the cluster in TF_CONFIG.
 
     Raises:
         OptionError: The resolver's cluster lacks workers or servers, or another cluster runs.

@@ -1,1 +1,1 @@
-"""Handles: the notebook's representatives of objects that live on the engines."""
+"""Handles: the notebook's references to objects that live on the engines."""

@@ -24,7 +24,7 @@ __all__ = ["FORWARDED", "compute", "special_methods"]
 _BITWISE = ("and_", "or_", "xor", "lshift", "rshift")
 _TWO_SIDED = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", *_BITWISE)
 _IN_PLACE = frozenset(f"i{name.rstrip('_')}" for name in _TWO_SIDED)
-"""Names of the functions of `operator` that change their first argument, where it can be changed."""
+"""Names of the functions of `operator` that change their first argument in place, if it is mutable."""
 
 
 def compute(
@@ -33,7 +33,7 @@ def compute(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call a function that has handles among its arguments: torch's, or one of `operator`.
+    """Call a function of torch or of `operator` with arguments that include handles.
 
     Args:
         operations: The operations of one of the handles.
@@ -76,10 +76,10 @@ def _would_lose_graph(
         return False
     if any(tensor.requires_grad for tensor in tensors):
         raise DistributedValueError(
-            f"{getattr(function, '__name__', function)} got a tensor that the replicas compute gradients for, and one "
-            "that the notebook does, and no gradient crosses from one to the other. Write .detach() behind the one "
-            "that needs none (for values alone, compute under torch.no_grad()), or compute on the replicas: in a "
-            "%%distribute cell, or a function that strategy.run calls."
+            f"{getattr(function, '__name__', function)} got a tensor whose gradients the replicas compute and a tensor "
+            "whose gradients the notebook computes, but no gradient crosses between them. Call .detach() on the tensor "
+            "that needs no gradient (for values alone, compute under torch.no_grad()), or compute on the replicas: in "
+            "a %%distribute cell, or a function that strategy.run calls."
         )
     return True
 

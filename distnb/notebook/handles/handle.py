@@ -1,7 +1,7 @@
 """Handles: the notebook's references to objects that live on the engines.
 
-A handle shows what lives where, forwards attributes and calls, and fetches a value only on request. In a program to
-which it is passed, or that captures it, it represents each replica's own component.
+A handle shows the object's type and place, forwards attributes and calls, and fetches a value only on request. In a
+program that receives or captures it, it represents each replica's own component.
 """
 
 from __future__ import annotations
@@ -175,8 +175,9 @@ class _Handle(DistributedValues):
             items = state_of_handle(self).operations.run(self, "next")
         except StructureError:
             raise StructureError(
-                f"This {state_of_handle(self).type_name} has ended on some replicas and goes on on the others. Iterate "
-                "over it in a distributed cell, or in a function that strategy.run calls: each replica to its own end."
+                f"This {state_of_handle(self).type_name} has ended on some replicas but not on others. Iterate over it "
+                "in a distributed cell, or in a function that strategy.run calls, where each replica reaches its own "
+                "end."
             ) from None
         if not items:
             raise StopIteration
@@ -209,7 +210,7 @@ class RemoteMirrored(_Handle, Mirrored):
         """Fetch the array from the first replica."""
         return _as_array(self._read())
 
-    to_numpy = numpy  # Matplotlib and others call it, and would else iterate over thousands of handles
+    to_numpy = numpy  # for Matplotlib and others, which would otherwise iterate over thousands of handles
 
     def _read(self) -> Any:
         return state_of_handle(self).operations.read(self)
@@ -319,8 +320,8 @@ def _check_not_scalar(handle: DistributedValues, wish: str) -> None:
     """Raise if the object is a number: `torch.tensor([handle, …])` treats objects of unknown types as sequences."""
     if any(fact.summary is not None and fact.summary.shape == "()" for fact in state_of_handle(handle).facts.values()):
         raise DistributedValueError(
-            f"A 0-d tensor cannot be {wish}, and this is a handle of one. Its number is handle.item(), or "
-            "float(handle); torch.stack(handles) makes one tensor of several."
+            f"This is a handle of a 0-d tensor, which cannot be {wish}. Get its number with handle.item() or "
+            "float(handle), or stack several handles into one tensor with torch.stack(handles)."
         )
 
 
@@ -341,7 +342,7 @@ def make_handle(state: RemoteState, *, mirrored: bool, size: int) -> Distributed
 
 
 def change_kind(handle: DistributedValues, *, mirrored: bool) -> None:
-    """Change the kind of a handle in place, for all its holders."""
+    """Change the kind of a handle in place, for all references to it."""
     object.__setattr__(handle, "__class__", _kind_of(state_of_handle(handle), mirrored=mirrored))
 
 

@@ -1,4 +1,4 @@
-"""Clear errors where torch or Keras is given a handle, though it needs the object, which lives on the replicas."""
+"""Clear errors for handles that are passed to functions of torch and Keras that need the objects themselves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _guarded: set[str] = set()
 
 
 def install() -> None:
-    """Guard the libraries that are loaded, without loading any. Idempotent."""
+    """Guard the libraries that are loaded, without loading any. Further calls guard libraries loaded since."""
     for library in _GUARDED.keys() - _guarded:
         if library in sys.modules and all(map(_is_loaded, _GUARDED[library].values())):
             _guarded.add(library)
@@ -78,7 +78,7 @@ def _error(shown: str, handle: Any, frame: FrameType | None) -> ContextError:
         frame = frame.f_back
     what = f"`{name}`, which is a handle" if name is not None else "a handle"
     return ContextError(
-        f"{shown} was given {what}: the object itself lives on the replicas, and the notebook has nothing to build on. "
-        "Do this where the object is: in the body of `with strategy.scope():` or in a %%distribute cell. "
-        "strategy.local_results(handle)[0] is a copy of it for the notebook."
+        f"{shown} was given {what}: the object itself lives on the replicas, not in the notebook. Use the object "
+        "there: in the body of `with strategy.scope():` or in a %%distribute cell. strategy.local_results(handle)[0] "
+        "is a copy of it for the notebook."
     )

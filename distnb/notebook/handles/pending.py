@@ -14,7 +14,7 @@ from distnb.wire.messages import ObjectId
 
 __all__ = ["DeferredCall", "PendingCall", "PendingCalls", "itself", "resolve"]
 
-# More calls under way would only fill queues. A hundred at a time are awaited, so that the queues stay full meanwhile.
+# More calls under way would only fill queues. The oldest hundred are awaited at once, and the queues stay full.
 _MOST_PENDING, _FEW_PENDING = 1000, 900
 
 
@@ -24,7 +24,7 @@ class PendingCall:
     __slots__ = ("_error", "_finish", "_value")
 
     def __init__(self, finish: Callable[[Callable[[Any], None]], Any]) -> None:
-        """Create the pending result; `finish` waits for it, passes it to its argument to keep it, and returns it."""
+        """Create the pending result. `finish(keep)` waits for the result, calls `keep` with it, and returns it."""
         object.__setattr__(self, "_finish", finish)
         object.__setattr__(self, "_error", None)
 
@@ -49,7 +49,7 @@ class PendingCall:
 
 
 def itself(value: Any) -> Any:
-    """Return the value. Pickles use it to replace a representative by its object."""
+    """Return the value unchanged. A representative is pickled as a call of this function with its object."""
     return value
 
 
@@ -89,20 +89,20 @@ def resolve(value: Any) -> Any:
 
 
 def _is_reported(value: PendingCall) -> bool:
-    """Return whether a use of the result has raised the call's error already: once is enough."""
+    """Return whether a use of the result has raised the call's error already, so that it need not be raised again."""
     return object.__getattribute__(value, "_error") is not None
 
 
 class DeferredCall:
-    """A call that is sent after the next program, and runs behind it while the notebook handles that one's result.
+    """A call that is sent after the next program. It runs while the notebook handles the result of that program.
 
     Args:
         send: Sends the call.
-        changes: The ids of the engine objects that it changes.
+        changes: The ids of the engine objects that the call changes.
 
     Attributes:
-        urgent: Whether to send it after the next call. If not, it is sent only before a program that reads what it
-            changes.
+        urgent: Whether to send the call after the next call. If False, it is sent only before a program that reads the
+            objects that it changes.
     """
 
     def __init__(self, send: Callable[[], PendingCall], changes: set[ObjectId]) -> None:
@@ -118,7 +118,7 @@ class DeferredCall:
         return self._sent is not None or self._error is not None
 
     def send(self) -> None:
-        """Send the call, once. `result` raises an error that keeps it from being sent."""
+        """Send the call if it was not sent before. If an error prevents this, `result` raises the error."""
         if not self.is_sent:
             try:
                 self._sent = self._send()
@@ -129,7 +129,7 @@ class DeferredCall:
         """Wait for the result and return it.
 
         Raises:
-            BaseException: The error of the replicas, or the one that kept the call from being sent.
+            BaseException: The error of the replicas, or an error that prevented the call from being sent.
         """
         self.send()
         if self._error is not None:
@@ -151,7 +151,7 @@ class PendingCalls:
         self._calls[program] = call, users
 
     def discard(self, program: int) -> None:
-        """Remove a call that went well, whose result has come."""
+        """Remove a call that succeeded and whose result has arrived."""
         self._calls.pop(program, None)
 
     def keep_few(self) -> None:

@@ -25,16 +25,17 @@ class RemoteState:
 
     Attributes:
         identity: The object's id on every replica.
-        facts: The description by replica. A replica that never assigned the name has none.
+        facts: The object's description by replica. A replica that never assigned the name has none.
         local: The components that only the notebook holds, by replica: the name's value where it was not assigned.
         name: The name that a cell assigned; "" for results of calls.
         gone: The engines that held a component and have ended.
         apart: The components that only the notebook holds, by engine, of ended engines without a replacement.
-        as_of: The value of `operations.changes` when the summaries were made; -1 if they are out of date.
-        ancestors: The handles from which this one was obtained, nearest first. Values that are given to this one may be
-            held by them as well. Each has its own reference, since handles in between may be gone, as for `a` of
-            `a[0][1][2]`.
-        given: The number of values that the object has given to the notebook since its description, and may hold.
+        as_of: The value of `operations.changes` when the summaries were created; -1 if they are out of date.
+        ancestors: The handles from which this one was obtained, nearest first. Their objects may hold the values that
+            are passed to this one's object. Each has its own reference, since handles in between may be gone, as for
+            `a` of `a[0][1][2]`.
+        given: The number of values that the object has returned to the notebook since its latest description. The
+            object may still hold them.
     """
 
     tracked: TrackedObjects
@@ -56,17 +57,17 @@ class RemoteState:
         return f"`{name}`" if name else "this handle"
 
     @property
-    def dated(self) -> bool:
+    def outdated(self) -> bool:
         """True if the summaries may be out of date, and are fetched again before they are shown."""
         return self.as_of != self.operations.changes
 
-    def give(self, names: Iterable[str]) -> None:
-        """Note that the object may hold the notebook's objects of these names from now on."""
-        given = tuple(names)
+    def add_held(self, names: Iterable[str]) -> None:
+        """Record that the object may hold the notebook's objects of these names from now on."""
+        added = tuple(names)
         alive = [handle for each in self.ancestors if (handle := each()) is not None]
         for state in (self, *map(state_of_handle, alive)):
             for replica, fact in state.facts.items():
-                more = tuple(name for name in given if name not in fact.holds)
+                more = tuple(name for name in added if name not in fact.holds)
                 if more:
                     state.facts[replica] = fact._replace(holds=fact.holds + more)
 
@@ -74,10 +75,11 @@ class RemoteState:
         """Return a copy of a replica's component if the notebook knows it, else None.
 
         Args:
-            detached: Whether the copy of a tensor that autograd computed may be detached. If not, there is none.
+            detached: Whether to return a detached copy of a tensor that autograd computed. If False, return None for
+                such a tensor.
         """
         fact = self.facts.get(replica)
-        summary = None if fact is None or self.dated else fact.summary
+        summary = None if fact is None or self.outdated else fact.summary
         if summary is None or summary.number is None or (summary.graph and not detached):
             return None
         import torch
@@ -85,10 +87,10 @@ class RemoteState:
         return torch.tensor(summary.number, dtype=getattr(torch, summary.dtype), device="cpu")
 
     def all_known(self, engines: tuple[int, ...] | None = None) -> list[Any]:
-        """Return detached copies of all components in replica order, or nothing if one is unknown.
+        """Return detached copies of all components in replica order, or [] if one is unknown.
 
         Args:
-            engines: The engines on which the components have to live; None for any.
+            engines: The engines that must hold the components; None for any.
         """
         team = self.tracked.key[0]
         if self.tracked.ended or self.gone or self.local or (engines or team) != team:
@@ -103,7 +105,7 @@ class RemoteState:
 
     @property
     def why(self) -> str:
-        """The reason why the object stays although it is no device object; "" if there is none."""
+        """The reason why the object stays on the engines although it is not a device object; "" if there is none."""
         return next((fact.why for fact in self.facts.values() if fact.why), "")
 
     @property
@@ -124,23 +126,22 @@ class RemoteState:
         if not (self.tracked.ended or missing):
             return
         what = self.label
-        cure = "Run the cell that makes it again."
+        cure = "Rerun the cell that created it."
         if left and not self.tracked.ended:
             name = what.strip("`")
             each = f"{name if name.isidentifier() else 'value'}.component({left[0]})"
             raise StaleHandleError(
                 f"{what} ({self.type_name}) has lost its component of replica {', '.join(map(str, sorted(missing)))}: "
-                f"the engine that it lived on has ended. Replica {', '.join(map(str, left))} still has its own, which "
-                f"can be fetched: {each}. {cure}"
+                f"the engine with this component has ended. Replica {', '.join(map(str, left))} still has its own, "
+                f"which can be fetched: {each}. {cure}"
             )
         where = "the engines were" if self.tracked.ended else f"the engine of replica {min(lost)} was"
         raise StaleHandleError(
-            f"{what} ({self.type_name}) is gone: {where} restarted or stopped since it was made, and it lived there. "
-            f"{cure}"
+            f"{what} ({self.type_name}) is gone: {where} restarted or stopped after it was created. {cure}"
         )
 
     def move(self, before: Sequence[int], now: Sequence[int]) -> None:
-        """Renumber the components for other engines. Those of engines that have ended are lost."""
+        """Renumber the components for other engines. The components of engines that have ended are lost."""
         places = {old: now.index(engine) for old, engine in enumerate(before) if engine in now}
         self.gone.update(before[replica] for replica in self.facts if replica not in places)
         self.facts = {places[replica]: fact for replica, fact in self.facts.items() if replica in places}

@@ -57,7 +57,7 @@ def _cells(state: RemoteState, replica: int) -> tuple[str, str, str, str, str]:
 
 
 def as_model(handle: DistributedValues) -> ValueModel:
-    """Return the model of a handle's view, with the current components if the engines can be asked."""
+    """Return the model of a handle's view, with the current components if the engines can answer."""
     from distnb.runtime.inspection.inspecting import inspect
 
     state, size = state_of_handle(handle), handle.num_replicas
@@ -87,9 +87,9 @@ def as_model(handle: DistributedValues) -> ValueModel:
                 shape=shape,
                 dtype=each.dtype,
                 device=each.device,
-                note="not looked at",
+                note="not inspected",
             )
     notes = () if inspected is not None else (_EARLIER.strip(),)
     if state.together:
-        notes = (*notes, "Each replica holds a part; what it is as a whole, they read together.")
+        notes = (*notes, "Each replica holds a part. A read combines the parts into the whole value.")
     return ValueModel(kind=kind, size=size, components=components, absent=absent, notes=notes, together=state.together)

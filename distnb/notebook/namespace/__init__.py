@@ -1,1 +1,1 @@
-"""The notebook's side of the one namespace."""
+"""The notebook's side of the namespace that notebook and engines share."""

@@ -44,7 +44,7 @@ class BoundNames:
         self._there: set[str] = set()  # every name that is bound
 
     def clear(self) -> None:
-        """Forget everything, since an engine may have other values."""
+        """Forget all bindings, since an engine may have other values."""
         self.latest = None
         self._values.clear()
         self._sent.clear()
@@ -72,7 +72,7 @@ class BoundNames:
         self._there.update(names)
 
     def forget_sent_handles(self) -> None:
-        """Send handles again, since they represent other objects."""
+        """Forget which handles were sent, since handles now represent other objects."""
         self._sent = {name for name in self._sent if type(self._values[name]) is not weakref.ref}
 
     def is_sent(self, name: str, value: Any) -> bool:
@@ -80,14 +80,14 @@ class BoundNames:
         return name in self._sent and self._is_bound_to(name, value)
 
     def rebound(self, user_ns: Mapping[str, Any]) -> list[str]:
-        """Return the names that the notebook has rebound to a value that takes no time to send."""
+        """Return the names that the notebook has rebound to a value that is cheap to send."""
         return [
             name
             for name in self._there
             if name in user_ns and not self._is_bound_to(name, value := user_ns[name]) and _is_small(value)
         ]
 
-    def stay(self, user_ns: Mapping[str, Any], assigned: Collection[str]) -> tuple[str, ...]:
+    def keep(self, user_ns: Mapping[str, Any], assigned: Collection[str]) -> tuple[str, ...]:
         """Return the notebook's names that stay bound on the engines although a program does not read them.
 
         A name whose object was freed does not stay. A name that the program assigns stays only if it is bound to the

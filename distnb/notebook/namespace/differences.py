@@ -21,7 +21,7 @@ def differing(tracker: Tracker, packs: Mapping[int, Packed]) -> dict[int, dict[i
     An example: if the replicas append different numbers to `a` in `outer = [a]`, then `a` is found and `outer` is not.
 
     Returns:
-        The number that each replica has given an object, by the object's number here and by replica.
+        The number of each such object on each replica, by its number in the notebook and by replica.
     """
     found: dict[int, dict[int, int]] = {}
     digests: dict[int, set[bytes]] = {}

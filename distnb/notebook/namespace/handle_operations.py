@@ -25,11 +25,11 @@ __all__ = ["HandleOperations", "Perform"]
 Path = tuple[tuple[str, Any], ...]
 
 
-_LOOKING = ("summary", "read_summary", "inspect", "holdings", "nbytes", "get", "list", "read", "check")
+_READ_ONLY = ("summary", "read_summary", "inspect", "holdings", "nbytes", "get", "list", "read", "check")
+"""The operations that do not count as changes of the object."""
 
-
-_OF_THOSE_LEFT = ("summary", "inspect", "holdings", "nbytes")
-"""The operations that apply on the replicas that still have the object, although others have lost it."""
+_ON_SURVIVORS = ("summary", "inspect", "holdings", "nbytes")
+"""The operations that are applied on the remaining replicas if others have lost the object."""
 
 
 class Perform(Protocol):
@@ -71,10 +71,10 @@ class HandleOperations:
     ) -> Any:
         """Apply an operation on every replica that has the object.
 
-        Returns a plain value if it is the same on all of them, else a handle.
+        Return a plain value if all replicas return the same one, else a handle.
         """
         results = self._results(handle, operation, args, kwargs or {}, path)
-        found = self._given(handle, results)
+        found = self._apply(handle, results)
         return found if operation == "next" else found[0]
 
     def attribute(self, handle: DistributedValues, path: Path) -> Any:
@@ -87,15 +87,15 @@ class HandleOperations:
         if first.result[0].described.value == "method":
             self._namespace.apply_call(state.tracked, results, with_result=False)
             return RemoteMethod(handle, path)
-        return self._given(handle, results)[0]
+        return self._apply(handle, results)[0]
 
-    def _given(self, handle: DistributedValues, results: dict[int, Result]) -> Any:
+    def _apply(self, handle: DistributedValues, results: dict[int, Result]) -> Any:
         """Apply the effects of an operation, and return its results as a list. The object may hold returned data."""
         state = state_of_handle(handle)
         found = _derived(handle, self._namespace.apply_call(state.tracked, results))
         name = name_of_given(next(iter(results.values())).serial)
         if name in state.tracked.tracker:
-            state.give((name,))
+            state.add_held((name,))
             state.given += 1
         return found
 
@@ -126,7 +126,7 @@ class HandleOperations:
         self, handle: DistributedValues, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path
     ) -> dict[int, Result]:
         state = state_of_handle(handle)
-        if operation not in _OF_THOSE_LEFT:
+        if operation not in _ON_SURVIVORS:
             state.check()
         if not state.facts and state.local:
             raise DistributedValueError(_no_object(state))
@@ -135,8 +135,8 @@ class HandleOperations:
         self.before()
         snapshot = self._namespace.call_snapshot(tracked, (tuple(args), dict(kwargs)), touched=(handle,))
         answers = self._ask(tracked, operation, state.identity, Request(snapshot=snapshot, path=path, answers=asked))
-        state.give(name for name in snapshot.sections if name.startswith("@"))
-        self.changes += operation not in _LOOKING
+        state.add_held(name for name in snapshot.sections if name.startswith("@"))
+        self.changes += operation not in _READ_ONLY
         state.as_of = -1
         return answers
 
@@ -180,7 +180,7 @@ class HandleOperations:
             for fact in state.facts.values()
         )
         unseen = any(fact.summary is not None and fact.summary.text is None for fact in state.facts.values())
-        if not (state.dated or missing or unseen) or state.tracked.ended or not state.facts.keys() - state.lost:
+        if not (state.outdated or missing or unseen) or state.tracked.ended or not state.facts.keys() - state.lost:
             return True
         operation = "read_summary" if state.together and not state.lost else "summary"
         try:
@@ -228,7 +228,7 @@ class HandleOperations:
         return {replica: one.result for replica, one in results.items()}
 
     def read(self, handle: DistributedValues) -> Any:
-        """Return a copy of a mirrored object: replica 0's, or the value that all replicas combine."""
+        """Return a copy of a mirrored object: replica 0's, or the combination of all replicas' parts."""
         if not state_of_handle(handle).together:
             return self.fetch_components(handle, (0,))[0]
         whole = self.run(handle, "read")
@@ -251,7 +251,7 @@ class HandleOperations:
     def _fetch(
         self, tracked: TrackedObjects, operation: str, replicas: Sequence[int], targets: tuple[ObjectId, ...]
     ) -> dict[int, Packed]:
-        """Fetch packed copies of several objects, as some replicas hold them."""
+        """Fetch packed copies of several objects from some replicas."""
         if not replicas:
             return {}
         self.before()
@@ -286,7 +286,7 @@ class HandleOperations:
     ) -> set[ObjectId]:
         """Copy the notebook's objects and mirrored objects from a survivor to the replacements of lost engines.
 
-        Returns the ids of the objects that they now have.
+        Return the ids of the copied objects.
         """
         self.before()
         snapshot = self._namespace.call_snapshot(tracked, None)
@@ -301,8 +301,8 @@ class HandleOperations:
 def _no_object(state: RemoteState) -> str:
     kinds = ", ".join(sorted({type(value).__name__ for value in state.local.values()}))
     return (
-        f"This PerReplica holds one plain value ({kinds}) of each replica, in the notebook, and no object of the "
-        "engines that could be asked. strategy.local_results(value) gives the values one by one."
+        f"This PerReplica holds one plain value ({kinds}) per replica in the notebook, and no object on the engines "
+        "with attributes or methods. Get the values with strategy.local_results(value)."
     )
 
 

@@ -79,7 +79,7 @@ class LocalCopies:
     def bind(self, reads: Reads) -> tuple[str, ...]:
         """Put copies of replica 0's objects in the places of the mirrored handles that a cell may read.
 
-        Returns the names that hold copies.
+        Return the names that hold copies.
         """
         places = list(self._places(reads))
         labels: dict[int, tuple[Any, str]] = {}
@@ -112,7 +112,7 @@ class LocalCopies:
         return tuple(place.key for place in places if place.container is self._user_ns)
 
     def _whole(self, handle: Any, component: Any) -> Any:
-        """Return a copy, with its whole value, of a metric or a sync-on-read variable, which replicas hold in parts."""
+        """Return a copy, with the whole value, of a metric or sync-on-read variable of which replicas hold parts."""
         whole = self._operations.read(handle)
         if not hasattr(component, "assign"):
             return whole
@@ -133,8 +133,8 @@ class LocalCopies:
         ]
         if changed:
             self._announce(
-                f"distnb: the cell changed its copy of {', '.join(changed)}; the replicas' own is as it was. To keep "
-                "such a change, assign the object to a name of its own in the cell."
+                f"distnb: the cell changed its copy of {', '.join(changed)}, but not the original on the replicas. To "
+                "keep such a change, assign the object to a name of its own in the cell."
             )
 
     def _places(self, reads: Reads) -> Iterator[_HandlePlace]:

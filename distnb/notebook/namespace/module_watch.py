@@ -16,13 +16,13 @@ from distnb.wire.exchange import Reloads
 __all__ = ["ModuleWatch", "State", "reloaded", "state_of", "versions"]
 
 versions: list[Callable[[str], object]] = []
-"""Functions that return the version of its file that %autoreload has loaded into a module, by its name, or None."""
+"""Functions that return the version of a module's file that %autoreload has loaded, by the module's name, or None."""
 
 State = tuple[object, object]
 
 
 def state_of(module: types.ModuleType) -> State:
-    """Return the parts of a module that a reload changes: its spec, which is then a new one, and its file's version."""
+    """Return two facts about a module that tell reloads apart: its spec, which a reload replaces, and its version."""
     version = next((found for ask in versions if (found := ask(module.__name__)) is not None), None)
     return getattr(module, "__spec__", None), version
 
@@ -76,7 +76,7 @@ class ModuleWatch:
         self._local: dict[str, bool] = {}
         self._newest = 0, ""
         self._names: list[str] = []
-        # By package, and by the first part of their names within it, its loaded modules. Example: {"torch": {"nn":
+        # The loaded modules of each package, by the first part of their names within it. Example: {"torch": {"nn":
         # ["torch.nn", "torch.nn.functional"]}}.
         self._within: dict[str, dict[str, list[str]]] = {}
 
@@ -97,12 +97,12 @@ class ModuleWatch:
 
     def local(self) -> list[types.ModuleType]:
         """Return the local modules that are loaded."""
-        self._see_new()
+        self._update()
         found = [sys.modules.get(name) for name in self._names]
         return [each for each in found if isinstance(each, types.ModuleType)]
 
-    def _see_new(self) -> None:
-        """Search the loaded modules if there is a new one, which is then the last. There are thousands of modules."""
+    def _update(self) -> None:
+        """Find the local modules again if a module was loaded, which is then the last of thousands in `sys.modules`."""
         newest = len(sys.modules), next(reversed(sys.modules), "")
         if newest != self._newest:
             self._newest = newest
@@ -113,7 +113,7 @@ class ModuleWatch:
             ]
 
     def _submodules(self, name: str, attributes: Collection[str]) -> list[str]:
-        self._see_new()
+        self._update()
         prefix = name + "."
         if name not in self._within:
             within = self._within[name] = {}
@@ -131,12 +131,12 @@ class ModuleWatch:
         again = reloaded(before, now)
         if again is not None:
             known = self._reloads[name] = Reloads(known.times + 1, again.in_place)
-        # An unknown version (after a failed reload) is no change.
+        # An unknown version (after a failed reload) does not count as a change.
         self._states[name] = now[0], before[1] if now[1] is None else now[1]
         return known
 
     def _is_local(self, name: str, module: types.ModuleType) -> bool:
-        """Return whether a module is the user's. distnb's own may lie outside library folders, but never change."""
+        """Return whether a module is the user's. distnb's own may be outside library folders, but never change."""
         known = self._local.get(name)
         if known is None:
             file = getattr(module, "__file__", None) if getattr(module, "__spec__", None) is not None else None

@@ -40,12 +40,12 @@ class Needs:
         self.unseen: dict[str, Any] = {}
         self.own_source: tuple[str, str, str] | None = None
         self._done: set[str] = set()
-        self._behind: set[ObjectId] = set()
+        self._followed: set[ObjectId] = set()
         self.more: list[str] = []
         tracked.references.met.clear()
 
     def collect(self) -> None:
-        """Add everything that the added names and values refer to: functions read names, and so on."""
+        """Add everything that the added names and values refer to, such as the names that functions read."""
         references, user_ns = self._tracked.references, self._user_ns
         while self.more or self.unseen:
             more, self.more = self.more, []
@@ -54,7 +54,7 @@ class Needs:
                     self._done.add(name)
                     value = user_ns.get(name, MISSING)
                     if value is not MISSING:
-                        self._take(name, value)
+                        self._add(name, value)
             if not self.unseen:
                 continue
             unseen, self.unseen = self.unseen, {}
@@ -66,7 +66,7 @@ class Needs:
             for handle in list(references.met.values()):
                 self.follow_handle(handle)
 
-    def _take(self, name: str, value: Any) -> None:
+    def _add(self, name: str, value: Any) -> None:
         kind = type(value)
         if issubclass(kind, types.ModuleType):
             self.imports[name] = value.__name__
@@ -84,9 +84,9 @@ class Needs:
     def follow_handle(self, handle: Any) -> None:
         """Add the names that an engine object's code reads, and the notebook's objects and handles that it holds."""
         state = state_of_handle(handle)
-        if state.identity in self._behind:
+        if state.identity in self._followed:
             return
-        self._behind.add(state.identity)
+        self._followed.add(state.identity)
         for fact in state.facts.values():
             for name in (*fact.reads, *fact.holds):
                 if isinstance(name, tuple):

@@ -1,4 +1,4 @@
-"""The notebook's side of the one namespace, which packs snapshots and merges results."""
+"""The notebook's side of the shared namespace, which packs snapshots and merges results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MOST_GIVEN = 16  # the number of values that an object returns until it is aske
 
 
 class NotebookNamespace:
-    """The notebook's side of the namespace that notebook and engines share, as far as programs can see.
+    """The notebook's side of the namespace that notebook and engines share.
 
     Args:
         user_ns: The notebook's variables.
@@ -68,7 +68,7 @@ class NotebookNamespace:
     # -- cells ---------------------------------------------------------------------------------------------------------
 
     def outgoing(self, source: str, team: Team, filename: str = "", label: str = "") -> Snapshot:
-        """Return the snapshot of a cell. Call it right before the cell is sent, and send its result.
+        """Return the snapshot of a cell. Call this right before the cell is sent, and send each snapshot.
 
         Args:
             source: The program's text: the cell's, or a part of it that runs as a program of its own.
@@ -111,7 +111,7 @@ class NotebookNamespace:
             raise NamespaceError(
                 "The engines of this strategy were restarted or stopped while it was in use. Run the cell again."
             )
-        self._teams.leave_the_dead(tracked)
+        self._teams.drop_dead_engines(tracked)
         needs = self._needs(tracked)
         for handle in touched:
             needs.follow_handle(handle)
@@ -184,7 +184,7 @@ class NotebookNamespace:
     # -- lost and new engines ------------------------------------------------------------------------------------------
 
     def engine_died(self, engine: int) -> None:
-        """Note that an engine's process has ended, from any thread. Later programs use the objects of the others."""
+        """Note that an engine's process has ended, from any thread. Later programs use the other engines' objects."""
         self._teams.engine_died(engine)
 
     def engines_replaced(self, engines: Iterable[int], survivors: Iterable[int]) -> None:
@@ -192,7 +192,7 @@ class NotebookNamespace:
         self._teams.engines_replaced(engines, survivors)
 
     def close(self) -> None:
-        """Make every handle stale: the cluster is gone."""
+        """Make every handle stale when the cluster ends."""
         self._teams.close()
 
     # -- the default strategy ------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class NotebookNamespace:
         plain = {name: value for name, value in needs.plain.items() if not bound.is_sent(name, value)}
         # A cell always binds its names, since a thread of an earlier cell may have bound them to something else.
         bind = cell or bool(plain) or any(name in needs.names for name in lacking) or not self._are_bound(bound, names)
-        staying = bound.stay(self.user_ns, set(assigned).difference(names)) if bind else ()
+        staying = bound.keep(self.user_ns, set(assigned).difference(names)) if bind else ()
         if bind:
             bound.latest = names
         for name, value in {**plain, **{name: self.user_ns[name] for name in needs.imports}}.items():
@@ -313,7 +313,7 @@ class NotebookNamespace:
         return snapshot
 
     def _needs(self, tracked: TrackedObjects) -> Needs:
-        """Return an empty collection of a program's needs, after names that the notebook has rebound are released."""
+        """Release the names that the notebook has rebound, and return an empty collection of a program's needs."""
         tracker, user_ns = tracked.tracker, self.user_ns
         rebound = [
             name
@@ -346,12 +346,12 @@ class NotebookNamespace:
 
 
 class _Arguments:
-    """The arguments of a call in which names replace the values that are digested and sent one by one.
+    """The converter of a call's arguments, which replaces values that are digested and sent one by one by names.
 
     A function that the notebook has a name for is replaced by that name.
 
     Args:
-        asked: Whether they are the arguments of an operation on a handle, or else of a strategy's method.
+        asked: Whether the arguments are those of an operation on a handle. If False, a strategy's method has them.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ class Results:
             if all(name in results.deleted for results in every):
                 self._user_ns.pop(name, None)
         self._describe_handles()
-        self._take_environment(environment)
+        self._accept_environment(environment)
         if any(results.names or results.deleted for results in every):
             tracked.bound.latest = None  # the program bound names itself
 
@@ -156,7 +156,8 @@ class Results:
         Args:
             names: The names of the notebook's values that the program changed, and that are updated.
             alike: The names of the values that all replicas changed alike.
-            in_place: Whether memory is written to as it is read, since all values were changed alike.
+            in_place: Whether the notebook's memory is overwritten while the pack is read, which requires that all
+                values were changed alike.
         """
         tracker, sent = self._tracked.tracker, self._agreed_sent()
         agreed = [name for name in pack.names if name in sent or name in names]
@@ -174,7 +175,7 @@ class Results:
             if name in names and name in tracker:
                 self._announce(_cannot_be_opened(name.partition("#")[0], error))
                 self._handles_by_name((name,))
-        self._put_in_place({name: values[name] for name in agreed if name in names - failed.keys()})
+        self._rebind({name: values[name] for name in agreed if name in names - failed.keys()})
         tracker.accept({name: values[name] for name in common})
         self._forget_parts(common)
 
@@ -220,8 +221,8 @@ class Results:
             self._tracked.bound.assign(name, handle)
         what = f"`{names[0]}`" if names else f"A {type(old).__qualname__} in the notebook"
         self._announce(
-            f"distnb: {what} {what_happened}. It is now a PerReplica handle of what each of them has; "
-            "strategy.local_results gives the components."
+            f"distnb: {what} {what_happened}. It is now a PerReplica handle of the replicas' versions; "
+            "strategy.local_results returns them."
         )
         return handle
 
@@ -246,7 +247,7 @@ class Results:
                 agreed.add(name)
         return agreed
 
-    def _put_in_place(self, values: Mapping[str, Any]) -> None:
+    def _rebind(self, values: Mapping[str, Any]) -> None:
         """Bind names to new objects where the old ones could not be updated in place."""
         for name, value in values.items():
             if name in self._tracked.tracker:
@@ -269,7 +270,7 @@ class Results:
         nbytes = max(one.nbytes for one in described.values())
         if nbytes and name != "_":
             self._announce(
-                f"distnb: `{name}` ({human_bytes(nbytes)}) stays on the replicas, as all data larger than "
+                f"distnb: `{name}` ({human_bytes(nbytes)}) stays on the replicas, like all data larger than "
                 f"{human_bytes(self._most_nbytes)}, and is a handle here. Fetch it: strategy.local_results({name})[0]. "
                 "%distnb start --data-limit SIZE changes the limit."
             )
@@ -407,7 +408,7 @@ class Results:
         return self._handle(identity, facts, name=next(iter(names.values())))
 
     def release(self) -> None:
-        """Have the engines free the program's objects that have no handle here. Call it last."""
+        """Have the engines free the program's objects that have no handle here. Call this last."""
         made = {described.identity for described in self._returned}
         for one in self._results.values():
             made |= {described.identity for described in one.names.values()}
@@ -447,7 +448,7 @@ class Results:
         set_by.update(dict.fromkeys(modes, self._serial))
         return Environment(modes, environment.cell)
 
-    def _take_environment(self, environment: Environment | None) -> None:
+    def _accept_environment(self, environment: Environment | None) -> None:
         known = self._tracked.environment
         if environment is not None:
             apply_environment(environment)
@@ -462,7 +463,7 @@ class Results:
 def _cannot_be_opened(name: str, error: Exception) -> str:
     return (
         f"distnb: `{name}` could not be opened in the notebook ({type(error).__name__}: {error}). It is a handle of "
-        "what the replicas have."
+        "the replicas' object."
     )
 
 

@@ -1,4 +1,4 @@
-"""The notebook's knowledge of one group of engines: the objects that they have, and the handles of these."""
+"""The notebook's record of one group of engines: the objects that they have, and the handles of these objects."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class NotebookReferences:
             if handle.num_replicas != tracked.size:
                 text = (
                     f"A {kind.__name__} of {handle.num_replicas} replica(s) cannot be sent to a program that runs on "
-                    f"{tracked.size}. The cure: make it for as many replicas, or pass on strategy.local_results(value)."
+                    f"{tracked.size}. Create it for as many replicas, or pass strategy.local_results(value)."
                 )
                 return "refused", text, CannotTravelError.__name__
             return "components", kind.__name__, dict(zip(handle.replica_ids, handle.values, strict=True))
@@ -94,7 +94,7 @@ class TrackedObjects:
         ended: Whether the engines were restarted or stopped.
         sources: The hashes of the texts that the engines have, by file name.
         modules: The state of the notebook's modules that the engines know.
-        forget, adopt, renamed, released, unlike_parts: The news for the engines, sent with the next snapshot.
+        forget, adopt, renamed, released, unlike_parts: The changes that the next snapshot reports to the engines.
         fresh: Whether everything is sent again, because earlier snapshots may not have arrived.
     """
 
@@ -156,11 +156,11 @@ class TrackedObjects:
             raise CannotTravelError(
                 f"{state.label} ({state.type_name}) cannot be sent to this program: it belongs to a strategy of "
                 f"{state.tracked.size} replica(s) on engines {list(state.tracked.key[0])}, and the program runs on "
-                f"{list(self.key[0])}. The cure: fetch it with strategy.local_results(value), and pass on what you "
+                f"{list(self.key[0])}. Fetch it with strategy.local_results(value), and pass the components that you "
                 "need."
             )
 
-    # -- news for the engines ----------------------------------------------------------------------------------------
+    # -- changes for the engines -------------------------------------------------------------------------------------
 
     def held_names(self) -> set[str]:
         """Return the names of values that engine objects hold."""
@@ -251,5 +251,5 @@ class TrackedObjects:
         self.bound.forget_sent_handles()
 
     def end(self) -> None:
-        """Make every handle stale: the engines are gone."""
+        """Make every handle stale when the engines are gone."""
         self.ended = True

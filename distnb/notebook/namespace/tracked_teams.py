@@ -28,7 +28,7 @@ class TrackedTeams:
         return iter(list(self._teams.values()))
 
     def of(self, engines: tuple[int, ...]) -> TrackedObjects:
-        """Return the tracked objects of some engines: those of a team whose survivors they are, or new ones."""
+        """Return the tracked objects of some engines. A team of which they are the survivors continues with them."""
         tracked = self._teams.get(engines)
         if tracked is None:
             for other in self:
@@ -42,7 +42,7 @@ class TrackedTeams:
         """Note that an engine's process has ended, from any thread."""
         self._dead.add(engine)
 
-    def leave_the_dead(self, tracked: TrackedObjects) -> None:
+    def drop_dead_engines(self, tracked: TrackedObjects) -> None:
         """Continue a team with its living engines, if it has lost some and not all."""
         if self._lost_some(tracked):
             self._move(tracked, tuple(engine for engine in tracked.key[0] if engine not in self._dead))
@@ -91,7 +91,7 @@ class TrackedTeams:
                 state.gone.update(tracked.key[0][replica] for replica in lost if replica in state.facts)
 
     def close(self) -> None:
-        """End all teams: the cluster is gone."""
+        """End all teams when the cluster ends."""
         for tracked in self:
             tracked.end()
         self._teams.clear()

@@ -92,7 +92,7 @@ class DevicesModel:
     memories: tuple[MemoryPool, ...]
 
     @classmethod
-    def of_nobody(cls, devices: Iterable[str]) -> DevicesModel:
+    def without_engines(cls, devices: Iterable[str]) -> DevicesModel:
         """Return devices of this machine that no engine uses."""
         memory = psutil.virtual_memory()
         host = MemoryPool(name="this machine", used={}, free=int(memory.available), total=int(memory.total))
