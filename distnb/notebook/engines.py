@@ -131,7 +131,7 @@ class Engines:
             return any(engine in self._ended for engine in engines) or time.monotonic() > deadline
 
         hellos = self.supervisor.hellos
-        for engine in self.dispatch.meet([hellos[engine] for engine in engines], failed):
+        for engine in self.dispatch.await_connections([hellos[engine] for engine in engines], failed):
             what = self._ended.get(engine, f"did not respond for {_START_TIMEOUT_S:.0f} s")
             raise StartError(f"Engine {engine} {what} while it started.\n{self.cluster.log_tail(engine)}")
 

@@ -23,7 +23,7 @@ from distnb.notebook.handles.handle import state_of_handle
 from distnb.notebook.handles.pending import DeferredCall, PendingCall, PendingCalls
 from distnb.notebook.namespace.notebook_namespace import NotebookNamespace
 from distnb.notebook.output.profiles import write_profiles
-from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, unlike_steps, warn_of_drift
+from distnb.notebook.programs.failures import Failure, failing_engine, raise_failure, step_difference, warn_of_drift
 from distnb.notebook.programs.outcome import Outcome
 from distnb.notebook.reports import process_text, stacks_text
 from distnb.notebook.session_part import SessionPart
@@ -351,7 +351,7 @@ class Session:
         if not outcome.ok or outcome.interrupted:
             self.front.catch_up()
             if kept and not (outcome.stuck or outcome.died) and team.size > 1:
-                self._report_unlike_steps(team)
+                self._report_step_difference(team)
             callers_lines = self.front.callers_lines if called else None
             try:
                 raise_failure(outcome, team, callers_lines=callers_lines, opened=self.namespace.open_error)
@@ -366,7 +366,7 @@ class Session:
                     self.failure = Failure(error, team, engine)
                 raise
 
-    def _report_unlike_steps(self, team: Team) -> None:
+    def _report_step_difference(self, team: Team) -> None:
         """Print a notice if a program that ended early left the replicas' variables at different steps."""
         try:
             writes = self._ask(
@@ -375,7 +375,7 @@ class Session:
             )
         except NoClusterError:
             return  # %distnb stop in another place ended the program, and the engines
-        if text := unlike_steps({team.rank_of(engine): each for engine, each in writes.items()}):
+        if text := step_difference({team.rank_of(engine): each for engine, each in writes.items()}):
             print(text, file=sys.stderr)
 
     def call(

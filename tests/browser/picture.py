@@ -133,7 +133,7 @@ SCENES = {
     "running.gif": Scene([*_quickstart(), TRAINS], "", 900.0, seconds=7.0),
     "panel.png": Scene([*_quickstart(), TRAINS], r"epoch 4:", 560.0, panel=True),
     "servers.png": Scene([*_SERVERS, SERVERS], r"\d{3} done"),
-    "waits.png": Scene([*_TWO, WAITS], "is not there"),
+    "waits.png": Scene([*_TWO, WAITS], "has not arrived"),
     "debugger.png": Scene([*_TWO, FAILS, "%distnb debug"], "replica 1 .*>"),
     "values.png": Scene([*_FOUR, "distnb.visualize(sharded)\nmodel"], r"(?s)Shard\(0\).*DRIFT", opened="Conv2d"),
     "failure.png": Scene([*_TWO, FAILS], "too large"),

@@ -59,7 +59,7 @@ def test_the_debugger_opens_at_the_failed_line_with_its_variables(notebook: Note
     notebook.run("remainder = 5")  # an ordinary cell is not a program
     assert notebook.converse("%debug", "q")[1] == [ONE]
     works(notebook)
-    assert "the latest distributed cell or call went well" in notebook.try_run("%distnb debug").error_text
+    assert "the latest distributed cell or call succeeded" in notebook.try_run("%distnb debug").error_text
 
 
 def test_the_kept_frame_is_released_before_the_next_program(notebook: Notebook) -> None:

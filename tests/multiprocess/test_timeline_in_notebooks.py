@@ -84,14 +84,14 @@ def meet():
         time.sleep(0.5)
     distnb.get_replica_context().all_reduce("sum", torch.ones(2))
 strategy.run(meet)""")
-    shown = shown_when(notebook, message, "replica 1 waits in all_reduce")
+    shown = shown_when(notebook, message, "replica 1 has waited in all_reduce")
     held.unlink()
-    (line,) = [line for line in shown.splitlines() if line.startswith("replica 1 waits")]
+    (line,) = [line for line in shown.splitlines() if line.startswith("replica 1 has waited")]
     assert ", line 5; number " in line
-    assert "; replica 0 is not there: it is in cell " in line
-    assert ", line 4, in time.sleep, since " in line
+    assert "; replica 0 has not arrived: it has been in cell " in line
+    assert ", line 4, in time.sleep, for " in line
     ran = notebook.finish(message).check()
-    assert "waits in" not in ran.displays[-1]["text/plain"]
+    assert "waited in" not in ran.displays[-1]["text/plain"]
 
 
 def test_a_missing_batch_is_reported_while_the_cell_runs(notebook: Notebook, tmp_path: Path) -> None:
@@ -108,10 +108,11 @@ class Rows(torch.utils.data.Dataset):
 for batch in strategy.distribute_dataset(torch.utils.data.DataLoader(Rows(), batch_size=4)):
     losses = strategy.run(lambda rows: rows.sum(), args=(batch,))
     strategy.reduce("sum", losses, axis=None)""")
-    shown = shown_when(notebook, message, "replica 0 waits for its next batch")
-    shown = shown_when(notebook, message, "replica 1 waits in ") if "replica 1 waits in " not in shown else shown
+    shown = shown_when(notebook, message, "replica 0 has waited for its next batch")
+    if "replica 1 has waited in " not in shown:
+        shown = shown_when(notebook, message, "replica 1 has waited in ")
     held.unlink()
-    assert "; replica 0 is not there: it waits for its next batch (cell " in shown
+    assert "; replica 0 has not arrived: it has waited for its next batch (cell " in shown
     notebook.finish(message).check()
 
 

@@ -81,7 +81,7 @@ def test_the_closure_of_a_worker_is_described_in_words() -> None:
         LOST,
         WorkerStatus(worker=3, state="stuck"),
     )
-    words = ["idle", "train_step", "lost: was killed by SIGKILL", "stuck in one that was ended"]
+    words = ["idle", "train_step", "lost: was killed by SIGKILL", "stuck in a closure that was ended"]
     assert [runs_text(each) for each in workers] == words
 
 
@@ -153,7 +153,7 @@ def test_waits_name_workers_if_workers_have_one_replica(replicas: int, who: str)
         ),
         5.0,
     )
-    assert model.waits.lines(5.0) == [f"{who} waits for parameter server 0 since 4 s."]
+    assert model.waits.lines(5.0) == [f"{who} has waited for parameter server 0 for 4 s."]
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from distnb.errors import CollectiveError, EngineDied, RemoteError
-from distnb.notebook.programs.failures import raise_failure, unlike_steps
+from distnb.notebook.programs.failures import raise_failure, step_difference
 from distnb.notebook.programs.outcome import Outcome
 from distnb.topology import Device, Team
 from distnb.wire.messages import ErrorReport, Reply
@@ -108,10 +108,10 @@ def test_two_replicas_that_raise_different_errors_are_both_shown() -> None:
 
 
 def test_replicas_that_ended_at_different_steps_are_reported() -> None:
-    text = unlike_steps({0: {"Linear 1": 8, "Net 2": 4}, 1: {"Linear 1": 6, "Net 2": 4}})
+    text = step_difference({0: {"Linear 1": 8, "Net 2": 4}, 1: {"Linear 1": 6, "Net 2": 4}})
     assert "Linear 1 (8 on replica 0, 6 on replica 1)" in text
     assert "Net 2" not in text
-    assert not unlike_steps({0: {"Linear 1": 8}, 1: {"Linear 1": 8}})
+    assert not step_difference({0: {"Linear 1": 8}, 1: {"Linear 1": 8}})
 
 
 def test_a_replica_that_does_not_end_is_reported_with_the_cure() -> None:

@@ -22,7 +22,7 @@ State = tuple[object, object]
 
 
 def state_of(module: types.ModuleType) -> State:
-    """Return two facts about a module that tell reloads apart: its spec, which a reload replaces, and its version."""
+    """Return two facts about a module that a reload changes: its spec, which is replaced, and its file's version."""
     version = next((found for ask in versions if (found := ask(module.__name__)) is not None), None)
     return getattr(module, "__spec__", None), version
 

@@ -92,7 +92,7 @@ Instruction = WriteText | Show | Area | Clear
 
 
 def is_figure(data: Mapping[str, Any]) -> bool:
-    """Return whether a bundle is shown side by side with those of other replicas. Widgets are not: HTML holds none."""
+    """Return whether a bundle is shown side by side with other replicas'. Widgets are not: HTML cannot hold them."""
     return WIDGET_VIEW not in data and any(kind in data for kind in ("text/html", *_IMAGES, *_REPORTS))
 
 

@@ -66,7 +66,7 @@ class _Gate:
     """A token bucket that limits one replica's output to an amount that a notebook can show.
 
     An empty bucket stays shut until it is partly full again. Otherwise a flood would pass one line at a time, each with
-    a note about the omitted ones.
+    a note about omitted lines.
 
     Attributes:
         count: The number of omitted lines and displays since the last note about them.
@@ -126,7 +126,7 @@ class OutputMerger:
     # -- events in -------------------------------------------------------------------------------------------------
 
     def feed(self, event: Output | Display, now: float) -> None:
-        """Handle an event of a replica. Any steady clock will do, if `collect` has the same."""
+        """Handle an event of a replica. `now` is the time of a monotonic clock, the same as in `collect`."""
         if not 0 <= event.replica < self._total:
             return
         if isinstance(event, Display):
@@ -208,9 +208,9 @@ class OutputMerger:
         slots[name].dirty = True
 
     def _feed_part(self, replica: int, site: bytes, bundle: Bundle, now: float) -> None:
-        """Add a replica's part of a value to the parts that the others show at the same line for the same time.
+        """Add a replica's part of a value to the other replicas' parts of the same display.
 
-        A line in a loop shows a value again and again: the n-th part of each replica belongs to the n-th display.
+        A line in a loop shows a value repeatedly: the n-th part that each replica shows belongs to the n-th display.
         """
         count = self._counts[replica, site] = self._counts[replica, site] + 1
         if (site, count) not in self._parts:
@@ -238,8 +238,8 @@ class OutputMerger:
         """Return the instructions that are due now.
 
         Args:
-            final: Hold nothing back, because the cell ends.
-            held: Hold back lines that may still have equals. If False, release them, too.
+            final: Whether to hold nothing back, because the cell ends.
+            held: Whether to hold back lines of which other replicas may still write equal ones.
         """
         for key, screen in list(self._screens.items()):
             if screen.drawn and screen.open:
@@ -299,11 +299,14 @@ class OutputMerger:
         slot.shown, slot.changed = content, now
 
     def _clear(self, entry: _Entry, out: list[Instruction]) -> None:
-        """Clear the cell once every replica with output there has asked for it; before that, only its own displays."""
+        """Clear the cell if every replica with output in it has requested that.
+
+        Until then, remove only the displays of the replicas that have.
+        """
         whole = self._seen <= entry.replicas
         self._seen -= entry.replicas
         if whole:
-            # The instructions so far would be wiped at once.
+            # The output of the instructions so far would be erased at once.
             out[:] = [Clear(entry.key[1] == "wait")]
             self._area = ()
             self._slots.clear()

@@ -13,7 +13,7 @@ __all__ = ["profile_folder", "write_profiles"]
 
 
 def profile_folder(name: str) -> Path:
-    """Return the folder for profiles, made if it does not exist. Raises OptionError if that fails."""
+    """Return the folder for profiles, created if it does not exist. Raises OptionError if that fails."""
     folder = Path(name).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ class Weave(Generic[T]):
         self._queues[replica].append(WovenStep(key=key, content=content, since=now, replicas={replica}))
 
     def release(self, now: float, *, final: bool = False) -> list[WovenStep[T]]:
-        """Release and return the steps that are complete or overdue. The order depends on no replica's speed."""
+        """Release and return the steps that are complete or overdue. Their order does not depend on replicas' speed."""
         woven = self._woven()
         overdue = [place for place, step in enumerate(woven) if final or now - step.since >= self._hold]
         count = overdue[-1] + 1 if overdue else 0
@@ -63,7 +63,7 @@ class Weave(Generic[T]):
         return woven[:count]
 
     def _woven(self) -> list[WovenStep[T]]:
-        """Return all steps in an order that suits every replica: a step follows all that precede it on any replica."""
+        """Return all steps in an order in which each step follows all steps that precede it on any replica."""
         queues = {replica: deque(queue) for replica, queue in self._queues.items() if queue}
         left = {replica: Counter(step.key for step in queue) for replica, queue in queues.items()}
         holders = Counter(key for keys in left.values() for key in keys)  # how many replicas have each step left
@@ -73,14 +73,13 @@ class Weave(Generic[T]):
         woven = []
         while queues:
             here = (queue[0].key for queue in queues.values())
-            # If no step is next for all its holders, replicas took equal steps in different orders. Take any one then.
+            # If no step is next for all its holders, replicas took equal steps in different orders. Any step will do.
             key = next((key for key in here if len(heads[key]) == holders[key]), next(iter(queues.values()))[0].key)
-            who = heads.pop(key)
-            steps = [queues[replica].popleft() for replica in sorted(who)]
-            woven.append(
-                WovenStep(key=key, content=steps[0].content, since=min(step.since for step in steps), replicas=who)
-            )
-            for replica in who:
+            replicas = heads.pop(key)
+            steps = [queues[replica].popleft() for replica in sorted(replicas)]
+            since = min(step.since for step in steps)
+            woven.append(WovenStep(key=key, content=steps[0].content, since=since, replicas=replicas))
+            for replica in replicas:
                 left[replica][key] -= 1
                 holders[key] -= not left[replica][key]
                 if queues[replica]:

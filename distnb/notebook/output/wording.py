@@ -1,4 +1,4 @@
-"""The wording of sets, sizes, cells and tables for people."""
+"""The wording of sets, sizes, cells and tables for users."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mark(replicas: Iterable[int], who: str = "") -> str:
 
 
 def cell_name(filename: str, shell: InteractiveShell | None = None) -> str:
-    """Return a cell's name in tracebacks, such as "Cell In[3]", from its code's file name; "" if it is no cell."""
+    """Return a cell's name in tracebacks, such as "Cell In[3]", from its code's file name; "" for other files."""
     ipython = sys.modules.get("IPython")
     if shell is None and ipython is not None:
         shell = ipython.get_ipython()
@@ -96,7 +96,7 @@ def html_table(
 
 
 def short_number(value: float | None) -> str:
-    """Return a number in little room."""
+    """Return a number as a short text."""
     if value is None:
         return ""
     if value and math.isfinite(value) and abs(value) >= 100_000:

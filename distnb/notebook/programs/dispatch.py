@@ -51,7 +51,7 @@ class Dispatch:
         programs.watch(self.interrupts.fd)
         programs.watch(self.prompts.fd)
         self._dead: dict[int, str] = {}
-        self._greeted: dict[int, int] = {}  # by engine, the process that has sent its hello
+        self._connected: dict[int, int] = {}  # by engine, the process that has sent its hello
 
     def number(self) -> int:
         """Return the serial number of the next program."""
@@ -61,18 +61,18 @@ class Dispatch:
     def post(self, program: int, engines: tuple[int, ...], message: Any, *, quiet: bool = True) -> Outcome:
         """Send a program to its engines. `wait` waits for its end.
 
-        Call it within `interrupts`: if an interrupt stopped the sending half-way, the engines with the message would
+        Call this within `interrupts`: if an interrupt stopped the sending half-way, the engines with the message would
         wait for the others.
 
         Raises:
-            EngineDied, ReplicaStuck: An engine cannot run it. It was not sent to any engine.
+            EngineDied, ReplicaStuck: An engine cannot run the program, which was not sent to any engine.
         """
         self.require_ready(engines)
         if _logger.isEnabledFor(logging.DEBUG):
             _logger.debug("program %d, a %s, is sent to engines %s", program, type(message).__name__, engines)
         outcome = self._pending[program] = Outcome(program, engines, quiet=quiet)
         self._supervisor.program_began(program, engines)
-        self._lose()
+        self._handle_losses()
         for engine, status in outcome.died.items():  # the supervisor relies on this for engines that died earlier
             self._supervisor.failed(engine, program, status)
         if unreached := self._programs.send(engines, message):
@@ -96,7 +96,7 @@ class Dispatch:
     def wait(self, outcome: Outcome) -> None:
         """Wait for a program's end on each of its engines.
 
-        Call it within `interrupts`: an interrupt ends the program, and the outcome says so.
+        Call this within `interrupts`: an interrupt ends the program, and the outcome records that.
         """
         while True:
             if self.interrupts.take():
@@ -120,15 +120,13 @@ class Dispatch:
             self._supervisor.interrupt(outcome.program)
         return bool(pending)
 
-    def meet(self, hellos: Collection[Hello], failed: Callable[[], bool]) -> list[int]:
+    def await_connections(self, hellos: Collection[Hello], failed: Callable[[], bool]) -> list[int]:
         """Wait until engines that are connected for control are connected for programs too, or until `failed()`.
 
-        A program would not reach an engine without this connection.
-
-        Returns the engines that are not connected.
+        A program would not reach an engine without this connection. Return the engines that are not connected.
         """
         self._programs.meet(hellos)
-        while missing := [hello.engine for hello in hellos if self._greeted.get(hello.engine) != hello.pid]:
+        while missing := [hello.engine for hello in hellos if self._connected.get(hello.engine) != hello.pid]:
             if failed():
                 break
             self._read(_POLL_S)
@@ -136,7 +134,7 @@ class Dispatch:
 
     def engine_replaced(self, engine: int) -> None:
         """Note that a new process has replaced this engine's."""
-        self._lose()  # if no program waited for the old process, its end may not have been read yet
+        self._handle_losses()  # if no program waited for the old process, its end may not have been read yet
         self._dead.pop(engine, None)
 
     def close(self) -> None:
@@ -149,13 +147,13 @@ class Dispatch:
         for fd in (self._supervisor.lost_fd, self.interrupts.fd, self.prompts.fd):
             if fd in ready:
                 drain(fd)
-        self._lose()
+        self._handle_losses()
         for engine, message in self._programs.receive(ready):
-            self._take(engine, message)
+            self._handle(engine, message)
 
-    def _take(self, engine: int, message: Reply | Unreadable | Hello) -> None:
+    def _handle(self, engine: int, message: Reply | Unreadable | Hello) -> None:
         if isinstance(message, Hello):
-            self._greeted[engine] = message.pid
+            self._connected[engine] = message.pid
             return
         if isinstance(message, Unreadable):  # it replaces the reply to the oldest program that lacks the engine's reply
             outcome = oldest_awaiting(self._pending.values(), engine)
@@ -170,7 +168,7 @@ class Dispatch:
             if outcome.quiet and message.status == "ok":  # no event reports its end
                 self._supervisor.replied(engine, message.program)
 
-    def _lose(self) -> None:
+    def _handle_losses(self) -> None:
         for loss in self._supervisor.lost():
             if isinstance(loss, Died):
                 self._dead[loss.engine] = loss.exit_status
@@ -184,7 +182,7 @@ class Dispatch:
 
     def require_ready(self, engines: Collection[int]) -> None:
         """Raise if one of these engines has ended, or is still busy with a program that was ended."""
-        self._lose()
+        self._handle_losses()
         if not self._dead and not self._supervisor.stuck:
             return
         # On a loaded machine the report of an engine that was ordered to end a program may only be late.

@@ -16,7 +16,7 @@ from distnb.objects.placeholder import Placeholder
 from distnb.topology import Team
 from distnb.wire.messages import ErrorReport
 
-__all__ = ["Failure", "failing_engine", "raise_failure", "reported", "unlike_steps", "warn_of_drift"]
+__all__ = ["Failure", "failing_engine", "raise_failure", "reported", "step_difference", "warn_of_drift"]
 
 _DRIFTED_SHOWN = 4
 _BUSY = (
@@ -55,7 +55,7 @@ class Failure:
         if replica is not None:
             raise OptionError(f"There is no replica {replica} in the program that failed. {there}")
         raise OptionError(
-            "The process of the replica that failed has ended, with all that it held. Another one can be looked at: "
+            "The process of the replica that failed has ended, and its frames are lost. Debug another replica: "
             f"%distnb debug --replica N. {there}"
         )
 
@@ -126,7 +126,7 @@ def failing_engine(outcome: Outcome, team: Team) -> int | None:
 
 
 def _others(outcome: Outcome, team: Team, failed: int | None) -> str:
-    """Return in one line the states in which the other replicas ended."""
+    """Return the states in which the other replicas ended, in one line."""
     parts: dict[str, list[int]] = {}
     stuck = [engine for engine in outcome.engines if engine not in outcome.died and engine not in outcome.replies]
     cause = outcome.replies[failed].error if failed is not None else None
@@ -206,7 +206,7 @@ def reported(
         hint: A further note, shown in a notebook only.
         second: The lines of another error, shown below it.
     """
-    error, *notes = _revive(report, opened)
+    error, *notes = _rebuild(report, opened)
     title = f"{who} raised:"
     if isinstance(error, SystemExit):  # IPython shows only the traceback below it
         others = f"{within} ended by it" + (f"; {others}" if others else "")
@@ -227,7 +227,7 @@ def reported(
     return error
 
 
-def _revive(report: ErrorReport, opened: Callable[[Any], Any]) -> tuple[BaseException, str]:
+def _rebuild(report: ErrorReport, opened: Callable[[Any], Any]) -> tuple[BaseException, str]:
     """Return the exception itself and "", or a RemoteError in its place and the reason for that."""
     reason = ""
     if report.pickled is not None:
@@ -237,14 +237,14 @@ def _revive(report: ErrorReport, opened: Callable[[Any], Any]) -> tuple[BaseExce
                 error.refuse()
         except Exception as failed:  # noqa: BLE001  # unpickling runs code of the exception's class, which may raise anything
             # The replica could unpickle it, so the notebook lacks something that the replica has.
-            reason = f"It could not be made in the notebook, and is told here: {type(failed).__name__}: {failed}."
+            reason = f"The exception could not be opened in the notebook: {type(failed).__name__}: {failed}."
         else:
             if isinstance(error, BaseException):
                 return error, ""
     return RemoteError(f"{report.type_name}: {report.text}"), reason
 
 
-def unlike_steps(writes: Mapping[int, Mapping[str, int]]) -> str:
+def step_difference(writes: Mapping[int, Mapping[str, int]]) -> str:
     """Return a notice about replicas that a failed program left at different steps; "" if the numbers of writes agree.
 
     Args:
@@ -262,8 +262,8 @@ def unlike_steps(writes: Mapping[int, Mapping[str, int]]) -> str:
     more = f" and {len(unlike) - _DRIFTED_SHOWN} more" if len(unlike) > _DRIFTED_SHOWN else ""
     return (
         "distnb: the replicas ended at different steps, as the writes to their parameters show: "
-        f"{'; '.join(unlike[:_DRIFTED_SHOWN])}{more}. The next strategy.run or scope sets all replicas to what replica "
-        "0 holds."
+        f"{'; '.join(unlike[:_DRIFTED_SHOWN])}{more}. The next strategy.run or scope copies replica 0's values to "
+        "all replicas."
     )
 
 
@@ -282,7 +282,7 @@ def warn_of_drift(outcome: Outcome) -> None:
     more = f" and {len(unlike) - _DRIFTED_SHOWN} more" if len(unlike) > _DRIFTED_SHOWN else ""
     warnings.warn(
         f"Mirrored variables differ between replicas since this cell: {', '.join(unlike[:_DRIFTED_SHOWN])}{more}. "
-        "They were changed by hand, with values of each replica's own. Let an optimizer step them after "
+        "They were changed by hand, with different values on each replica. Let an optimizer step them after "
         "loss.backward(), or add up the gradients first: distnb.get_replica_context().all_reduce('sum', gradient). "
         "model.load_state_dict(strategy.broadcast(model.state_dict())) makes them equal again.",
         stacklevel=3,

@@ -10,7 +10,11 @@ from distnb.wire.messages import Reply
 
 __all__ = ["Outcome", "oldest_awaiting"]
 
-_GRAVITY = ("error", "interrupted", "aborted")  # an abort follows from another replica's error or the user's interrupt
+_PRECEDENCE = (
+    "error",
+    "interrupted",
+    "aborted",
+)  # an abort follows from another replica's error or the user's interrupt
 
 
 class Outcome:
@@ -23,8 +27,8 @@ class Outcome:
         replies: The replies by engine, in order of arrival.
         died: The exit status of each engine that died before it replied.
         stuck: The engines that did not follow the order to end. Their replies may still arrive.
-        quiet: Whether an engine that ends well reports that by its reply alone, without an event.
-        interrupted: Whether the user asked for the end.
+        quiet: Whether an engine that succeeds reports that by its reply alone, without an event.
+        interrupted: Whether the user ended the program.
     """
 
     def __init__(self, program: int, engines: tuple[int, ...], *, team: Team | None = None, quiet: bool = True) -> None:
@@ -50,7 +54,7 @@ class Outcome:
         """Stop waiting for an engine's reply.
 
         Args:
-            exit_status: The status with which it died; None if it did not follow the order to end.
+            exit_status: The engine's exit status if it died; None if it did not follow the order to end.
         """
         if exit_status is None:
             self.stuck.add(engine)
@@ -79,9 +83,9 @@ class Outcome:
         return self.ok and not (self.interrupted or self._given_up)
 
     def results(self, team: Team) -> dict[int, Any]:
-        """Return the results by replica, or nothing if a replica was ended before it had opened the snapshot.
+        """Return the results by replica, or {} if a replica was ended before it had opened the snapshot.
 
-        In that case everything is sent again.
+        In that case all values are sent again.
         """
         found = {team.rank_of(engine): reply.value for engine, reply in self.replies.items() if reply.value is not None}
         return found if len(found) == len(self.replies) else {}
@@ -94,7 +98,7 @@ class Outcome:
         first, *others = (self.replies[engine] for engine in self.engines)
         failed = [reply for reply in (first, *others) if reply.status != "ok"]
         if failed:
-            return min(failed, key=lambda reply: _GRAVITY.index(reply.status)), ()
+            return min(failed, key=lambda reply: _PRECEDENCE.index(reply.status)), ()
         return first, tuple(others)
 
 

@@ -18,11 +18,11 @@ __all__ = ["Prompts"]
 
 _ELSEWHERE = (
     "the notebook waits for this program in a thread that is not its main thread, and only the main one can ask the "
-    "user. Call it in a cell."
+    "user. Run the program in a cell."
 )
 _CANNOT = (
-    "the user cannot be asked here ({error}): nbconvert, nbclient, papermill and the like run a notebook without one. "
-    "Take the question out of the cell, or run it in JupyterLab, Notebook or IPython."
+    "the user cannot be asked here ({error}): nbconvert, nbclient, papermill and the like run notebooks without a "
+    "user. Take the question out of the cell, or run the cell in JupyterLab, Notebook or IPython."
 )
 
 
@@ -44,7 +44,7 @@ class Prompts:
         self._lock = threading.Lock()  # guards the following
         self._waiting: dict[int, InputRequest] = {}  # by engine, in order of arrival
         self._over: set[int] = set()  # programs that are being ended: their replicas' questions are not asked any more
-        self._there: set[int] = set()  # engines with a question or a debugger, until they continue
+        self._prompting: set[int] = set()  # engines with a question or a debugger, until they continue
         self._current: int | None = None  # the engine whose question was asked last
         supervisor.events.subscribe(self._handle)
 
@@ -53,8 +53,8 @@ class Prompts:
         if isinstance(event, InputRequest):
             with self._lock:
                 self._waiting[event.engine] = event
-                self._there.add(event.engine)
-                first = len(self._there) == 1
+                self._prompting.add(event.engine)
+                first = len(self._prompting) == 1
             if first:
                 self._supervisor.send_to_all(Prompting(True))
             os.eventfd_write(self.fd, 1)
@@ -64,8 +64,8 @@ class Prompts:
                     self._over = {event.program}
                 elif isinstance(event, Died):  # there is one program at a time
                     self._over = {asks.program for asks in self._waiting.values()}
-                last = self._there == {event.engine}
-                self._there.discard(event.engine)
+                last = self._prompting == {event.engine}
+                self._prompting.discard(event.engine)
                 asked = self._waiting.pop(event.engine, None) is not None and self._current == event.engine
             if last:
                 self._supervisor.send_to_all(Prompting(False))
@@ -76,14 +76,14 @@ class Prompts:
     def next(self) -> InputRequest | None:
         """Return the question to ask now, or None. There is none while a debugger executes the user's last command."""
         with self._lock:
-            if self._current is not None and self._current in self._there:
+            if self._current is not None and self._current in self._prompting:
                 asks = self._waiting.get(self._current)
             else:
                 asks = next(iter(self._waiting.values()), None)
             return None if asks is None or asks.program in self._over else asks
 
     def end(self, programs: Collection[int]) -> None:
-        """Note that the user has ended programs."""
+        """Stop asking the questions of programs that the user has ended."""
         with self._lock:
             self._over = set(programs)
 

@@ -1,7 +1,7 @@
-"""The decision when a distributed program must end: a state machine without IO.
+"""The state machine, without IO, that decides when a distributed program must end.
 
-One replica that fails ends the program on all. A replica that does not follow the order within a second is
-declared stuck, so that the prompt returns. It counts as busy until it reports.
+A replica that fails ends the program on all replicas. A replica that does not follow the order to end within a second
+is declared stuck, so that the prompt returns. It counts as busy until it reports.
 
 Example, of two engines that run program 7::
 
@@ -27,7 +27,7 @@ _PATIENCE_S = 1.0
 
 @dataclass(frozen=True)
 class EndProgram:
-    """Order an engine to end a program."""
+    """An order to an engine to end a program."""
 
     engine: int
     program: int
@@ -37,7 +37,7 @@ class EndProgram:
 
 @dataclass(frozen=True)
 class GiveUpOn:
-    """Wait no longer for an engine's reply to a program."""
+    """An order to stop waiting for an engine's reply to a program."""
 
     engine: int
     program: int
@@ -45,7 +45,7 @@ class GiveUpOn:
 
 Order = EndProgram | GiveUpOn
 
-_SHOWN = 8  # the story names so many programs, the oldest: hundreds are under way where calls are pipelined
+_SHOWN = 8  # the number of programs, the oldest, that the story names. Hundreds are under way if calls are pipelined.
 
 _State = tuple[dict[int, tuple[int, ...]], int, dict[int, int], tuple[int, ...]]
 
@@ -77,8 +77,8 @@ class Supervision(StateMachine):
         """Return the state in brief.
 
         Returns:
-            By program the engines that have not reported, of the oldest programs; the number of other programs; by
-            stuck engine its program; and the dead engines.
+            The engines that have not reported, by program, for the oldest programs; the number of other programs; the
+            program of each stuck engine; and the dead engines.
         """
         oldest = {number: (*program.waiting,) for number, program in islice(self._programs.items(), _SHOWN)}
         return oldest, len(self._programs) - len(oldest), self.stuck.copy(), (*self._dead,)
@@ -96,7 +96,7 @@ class Supervision(StateMachine):
         """Yield a sentence for each invariant that does not hold."""
         for number, program in self._programs.items():
             if not program.waiting:
-                yield f"program {number} is followed, and no engine runs it"
+                yield f"program {number} is followed, but no engine runs it"
             if unknown := program.waiting - program.engines:
                 yield f"program {number} waits for {sorted(unknown)}, to which it was not sent"
             if dead := program.waiting & self._dead - program.dead_before:

@@ -1,8 +1,8 @@
 """The supervisor thread of the notebook, which receives every engine's events and ends programs that must end.
 
-The thread runs whatever the main thread does. It waits neither for a user's code nor for a heartbeat: the replica that
-failed reports the failure (on the control channel), or the operating system's kernel does (by the pidfd of a process,
-which `cluster` watches).
+The thread runs independently of the main thread. It does not wait for the user's code or for a heartbeat. A failure is
+reported by the replica that failed (on the control channel), or by the operating system's kernel (by the pidfd of a
+process, which `cluster` watches).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Supervisor:
         self._state = Supervision()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when `lost()` has news
+        self.lost_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable when `lost()` has entries
         self._lost: queue.SimpleQueue[GiveUpOn | Died] = queue.SimpleQueue()
         self._hellos: dict[int, Hello] = {}
         self._given_up: dict[int, float] = {}
@@ -97,9 +97,9 @@ class Supervisor:
     # -- called from any thread ------------------------------------------------------------------------------------
 
     def lost(self) -> list[GiveUpOn | Died]:
-        """Return the replies that will not come, from engines that died or were given up on.
+        """Return the losses since the last call: engines that died, and programs on engines that were given up on.
 
-        Call it after `lost_fd` was drained, if that was readable.
+        If `lost_fd` is readable, drain it before this call.
         """
         found = []
         while not self._lost.empty():
@@ -123,12 +123,12 @@ class Supervisor:
 
     @property
     def hellos(self) -> dict[int, Hello]:
-        """The hello of each engine: the facts that it sent about itself when it came up."""
+        """The hello of each engine, which it sent with facts about itself when it connected."""
         with self._changed:
             return dict(self._hellos)
 
     def program_began(self, program: int, engines: Iterable[int]) -> None:
-        """Follow a program. Call it before the program is sent."""
+        """Follow a program. Call this before the program is sent."""
         with self._changed:
             self._state.began(program, engines, time.monotonic())
 
@@ -142,7 +142,7 @@ class Supervisor:
         self._do(lambda: self._advance(lambda now: self._state.ended(engine, program, False, summary, now)))
 
     def interrupt(self, program: int) -> None:
-        """End a program, as the user asks."""
+        """End a program at the user's request."""
         self._do(lambda: self._advance(lambda now: self._state.interrupted(program, now)))
 
     def reclaim(self, engine: int, program: int) -> None:
@@ -291,7 +291,7 @@ class Supervisor:
 
     def _handle_event(self, engine: int, event: Any) -> None:
         if isinstance(event, Hello):
-            _logger.info("engine %d said hello: process %d on %s", engine, event.pid, event.host)
+            _logger.info("engine %d has connected: process %d on %s", engine, event.pid, event.host)
             with self._changed:
                 self._hellos[engine] = event
                 self._state.joined(engine, time.monotonic())
@@ -304,11 +304,11 @@ class Supervisor:
 
     def _remove(self, death: Died) -> None:
         _logger.info("%s", death)
-        self._lose(death)
+        self._report_loss(death)
         self.events.publish(death)
         self._advance(lambda now: self._state.died(death.engine, now))
 
-    def _lose(self, loss: GiveUpOn | Died) -> None:
+    def _report_loss(self, loss: GiveUpOn | Died) -> None:
         if isinstance(loss, GiveUpOn):
             self._given_up[loss.engine] = time.monotonic()
         self._lost.put(loss)
@@ -325,7 +325,7 @@ class Supervisor:
                 _logger.info("ordered: %s", order)
             else:
                 _logger.warning("given up on: %s", order)
-                self._lose(order)
+                self._report_loss(order)
                 self.events.publish(order)
 
     def _send(self, engine: int, message: Any) -> None:

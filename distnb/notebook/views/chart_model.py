@@ -27,7 +27,7 @@ class Series(NamedTuple):
         label: The replicas or the run that the line shows: "[0-1]", "[3]", "mean of 16", or a run's name. It is "" with
             one replica and one run.
         color: The index of its colour in `COLORS`.
-        lines: The replicas' lines that it combines. Of several lines, the mean is drawn, in the band that they fill.
+        lines: The replicas' lines that it combines. Several lines are drawn as their mean, in the band that they fill.
         thick: True if it represents all replicas.
     """
 
@@ -81,7 +81,7 @@ def charts(model: LiveModel) -> list[Chart]:
 
 
 def series_of(name: str, runs: Sequence[Run], replicas: int = 0) -> list[Series]:
-    """Return the lines of a name: one for each run, or one for each replica of a single run (`replicas` or more)."""
+    """Return the lines of a name: one for each run, or, for a single run of at least `replicas` replicas, for each."""
     if len(runs) == 1:
         curve = runs[0].curves[name]
         return _of_replicas(curve, max(replicas, len(curve.lines)))

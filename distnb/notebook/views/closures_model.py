@@ -116,7 +116,7 @@ class ClosuresModel:
         return " · ".join(f"{counts[name]:,} {name}" for name in order if counts[name])
 
     def staleness_text(self) -> str:
-        """Return the number of updates that the latest steps had missed, in words; "" without any steps."""
+        """Return the number of updates that the latest steps had missed, in words; "" if there are no steps."""
         if not self.steps:
             return ""
         return f"staleness {self.status.mean_staleness:.1f} (max {self.status.max_staleness})"
@@ -127,7 +127,7 @@ def runs_text(worker: WorkerStatus) -> str:
     if worker.state == "lost":
         return f"lost: {worker.how}"
     if worker.state == "stuck":
-        return "stuck in one that was ended"
+        return "stuck in a closure that was ended"
     return worker.closure or "idle"
 
 
@@ -143,6 +143,6 @@ def server_texts(shards: Iterable[PlacedShard]) -> dict[int, str]:
 
 
 def largest(shards: Sequence[PlacedShard], most: int = _MOST_SHARDS) -> list[PlacedShard]:
-    """Return the largest shards, in the order in which they were made."""
+    """Return the largest shards, in the order of their creation."""
     chosen = sorted(range(len(shards)), key=lambda place: -shards[place].nbytes)[:most]
     return [shards[place] for place in sorted(chosen)]

@@ -1,4 +1,4 @@
-"""Curves as data: the replicas' values of one name, thinned for drawing and whole for the record, and their faults."""
+"""Curves as data: the replicas' values of one name, thinned for drawing, complete in the record, and their faults."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from distnb.notebook.output.wording import ranges, short_number
 __all__ = ["MOST_KEPT", "MOST_LINES", "MOST_POINTS", "Curve", "Line", "Point", "ValueHistory", "apart", "mean_points"]
 
 MOST_POINTS = 1_000
-"""The most points of a line. Beyond it, neighbours are joined, with their least and greatest value."""
+"""The maximum number of points of a line. Beyond it, neighbours are joined, with their least and greatest value."""
 
 MOST_KEPT = 100_000
-"""The most values in a line's record. Beyond it, the record keeps every second value, and so on."""
+"""The maximum number of values in a line's record. Beyond it, the record keeps every second value, and so on."""
 
 MOST_LINES = 8
-"""The most lines of replicas that a reader can distinguish. More are drawn as their mean, in the band they fill."""
+"""The maximum number of replicas' lines that a reader can distinguish. More are drawn as their mean, in a band."""
 
 Point = tuple[float, float, float, float]
 """A step, its value, and the least and greatest finite value of all steps that the point represents."""
@@ -36,7 +36,7 @@ _FAR = 4.0  # times the median distance
 
 
 class ValueHistory:
-    """The values of a line with their steps and times. Of very many, it keeps every second, every fourth, and so on.
+    """The values of a line with their steps and times. If there are very many, it keeps every second, or fewer.
 
     Attributes:
         stride: The record has the values whose index, from 0, is a multiple of this.
@@ -88,7 +88,7 @@ class Line:
         is_bad: True if the latest value is nan or infinite.
         bad: The first value of the latest run of nan or infinite values.
         bad_count: The number of nan and infinite values in all.
-        exploded: The first value that was a hundred times the peak of some time before, and that peak.
+        exploded: The first value above a hundred times the peak of some time before, and that peak.
     """
 
     def __init__(self, most: int = MOST_POINTS) -> None:
@@ -104,7 +104,7 @@ class Line:
         self.exploded: tuple[Extreme, float] | None = None
         self.is_bad = False
         # The greatest magnitude of all values, of those until the last shift, and of those until the shift before it.
-        # With a lag that grows with the line, steady growth is no explosion (see `_note`).
+        # Since the lag grows with the line, steady growth does not count as an explosion (see `_note`).
         self._peak = self._recent_peak = self._old_peak = 0.0
         self._next_shift = _LEAST_LAG  # the count of values at the next shift
 
@@ -165,7 +165,7 @@ def _joined(first: Point, second: Point) -> Point:
 
 
 def mean_points(lines: Mapping[int, Line]) -> list[Point]:
-    """Return many replicas' lines as one: at the first line's steps, the mean of all and their extremes.
+    """Combine many replicas' lines into one: at the first line's steps, the mean of all lines and their extremes.
 
     Each line contributes its latest point at or before the step.
     """
@@ -209,8 +209,8 @@ class Curve:
 
     Attributes:
         lines: The lines by replica.
-        differs: True once two replicas recorded different values in the same turn. Until then the values are taken for
-            reduced ones, and one thick line represents all replicas.
+        differs: True once two replicas recorded different values in the same turn. Until then the values are assumed to
+            be reduced, and one thick line represents all replicas.
     """
 
     name: str
@@ -243,7 +243,7 @@ class Curve:
         return {tuple(sorted(self.lines)): furthest}
 
     def extremes(self) -> tuple[Extreme | None, Extreme | None]:
-        """Return the least and the greatest finite value of all replicas. Of equal ones, the earliest counts."""
+        """Return the least and the greatest finite value of all replicas. Of equal values, the earliest counts."""
         least = [line.least for line in self.lines.values() if line.least is not None]
         greatest = [line.greatest for line in self.lines.values() if line.greatest is not None]
         return min(least, default=None), min(greatest, key=lambda each: (-each.value, each.step), default=None)
@@ -274,7 +274,7 @@ def _exploded_text(name: str, line: Line) -> str:
     assert line.exploded is not None
     there, before = line.exploded
     value, usual = short_number(there.value), short_number(before)
-    return f"{name} exploded: {value} at step {there.step:,.0f}, where it had been {usual} at most"
+    return f"{name} exploded: {value} at step {there.step:,.0f}, up from at most {usual}"
 
 
 def _whose(replicas: Sequence[int], all_of_them: Mapping[int, Line]) -> str:

@@ -35,12 +35,12 @@ class _Engine(Protocol):
 
 @dataclass(frozen=True)
 class MemoryPool:
-    """A memory; sizes in bytes.
+    """A memory with its users. Sizes are in bytes.
 
     Attributes:
         name: The name of the memory.
         used: The bytes of each known user, by name.
-        free, total: As the system reports them. Other programs use the rest.
+        free, total: The sizes that the system reports. Other programs use the rest.
     """
 
     name: str
@@ -110,11 +110,11 @@ class DevicesModel:
         """Return the devices of a cluster from its engines' reports.
 
         Args:
-            engines: All of them.
+            engines: The rows of all engines.
             memory: The reports of the engines that answered.
             held: The bytes of the notebook's variables, by name, for each engine that has some.
-            names: The name of each engine; None for those of `%distnb status`.
-            idle: Devices of this machine. Those that no engine uses get a row, too.
+            names: The name of each engine; None for the names in `%distnb status`.
+            idle: Devices of this machine, which have a row even if no engine uses them.
         """
         rows = list(engines)
         names = names or {row.engine: row.task or f"engine {row.engine}" for row in rows}
@@ -123,14 +123,14 @@ class DevicesModel:
         for row in rows:
             users.setdefault(row.device + (f" of {row.host}" if several else ""), []).append(row)
         devices = [
-            DeviceRow(device, tuple(_called(row, names) for row in on), _summed(on, held))
+            DeviceRow(device, tuple(_label(row, names) for row in on), _summed(on, held))
             for device, on in users.items()
         ]
         devices += [DeviceRow(device) for device in idle if device not in users]
         return cls(tuple(devices), (*_hosts(rows, memory, names), *_accelerators(users, memory, names)))
 
 
-def _called(row: _Engine, names: Mapping[int, str]) -> str:
+def _label(row: _Engine, names: Mapping[int, str]) -> str:
     name = names[row.engine]
     return name if row.state == "idle" else f"{name} ({row.state})"
 

@@ -17,9 +17,9 @@ __all__ = ["EventFiles"]
 
 
 class EventFiles:
-    """A writer of the runs that begin from now on, into `FOLDER/RUN/WHEN`.
+    """A writer of the runs that begin after its creation, into `FOLDER/RUN/WHEN`.
 
-    If replicas differ, each has a folder below that, such as `replica 1`.
+    If replicas differ, each has its own folder below that, such as `replica 1`.
 
     Args:
         folder: The folder to pass to `tensorboard --logdir`.
@@ -33,7 +33,7 @@ class EventFiles:
         self.folder = Path(folder).expanduser()
         self._since = time.time()
         self._writers: dict[Path, Any] = {}
-        self._written: dict[tuple[Path, str], int] = {}  # the number of values written of each line
+        self._written: dict[tuple[Path, str], int] = {}  # the number of values written, by line
 
     def write(self, runs: Iterable[Run]) -> None:
         """Write the new values."""

@@ -31,13 +31,14 @@ class FrontEnd:
     Attributes:
         live: Draws values of `distnb.live` in the notebook's process. None prints them in the terminal.
         follow: Called with a session that has started, or with None when the last one has ended.
-        session_for: Returns the session on which a strategy runs, started if there is none; None for the running one.
+        session_for: Returns the session on which a strategy runs, started if none runs; None for the running session.
         catch_up: Shows all output of the replicas before an error of theirs is raised, so that the error is below it.
         callers_lines: Returns the lines where the notebook's own code called the operation that failed.
-        ask: InputRequest the user for a line on the main thread. Raises EOFError at the end of the input.
-        watch: Shows a thing in the cell that uses it. Called with the thing, and a function that makes its `Watch`.
+        ask: Asks the user for a line on the main thread. Raises EOFError at the end of the input.
+        watch: Shows an object, such as a coordinator, in the cell that uses it. Called with the object, and a function
+            that creates its `Watch`.
         module_version: Returns the version of the file that a module was loaded from, if the front end reloads modules;
-            None if it knows of none.
+            None if the version is unknown.
         history: The runs that the front end drew.
     """
 

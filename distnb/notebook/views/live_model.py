@@ -19,7 +19,7 @@ from distnb.wire.messages import Died, InputFinished, InputRequest, Live, Progra
 __all__ = ["HERE", "MOST_POINTS", "Curve", "Line", "LiveCall", "LiveModel", "Point", "ReplicaRow", "State"]
 
 HERE = -1
-"""The number of the notebook where engines are identified by their numbers."""
+"""The number that represents the notebook's process among the numbers of engines and replicas."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class LiveModel:
         closures: The model of a coordinator, if the cell uses one. The replicas are then its workers.
         timeline: The model of how replicas spend their time.
         waits: The model of the operations that replicas wait in.
-        waited: Sentences on who waited for whom when a program ended with an error, an interrupt or a death.
+        waited: Sentences about the waits of replicas when a program ended with an error, an interrupt or a death.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LiveModel:
         self.runs: dict[str, Run] = {}
         self.history = history or History()
         self.epochs: dict[int, int] = {}
-        self._begun: dict[int, int] = {}  # the same, with the datasets' own numbers of their iterations
+        self._begun: dict[int, int] = {}  # like `epochs`, but with the numbers of the datasets' own iterations
         self.reading: step_count.Reading | None = None
         self.rows: dict[int, ReplicaRow] = {}
         self.closures: ClosuresModel | None = None
@@ -159,7 +159,7 @@ class LiveModel:
             row.measure(event, *before)
             self.timeline.feed(event, before[0])
             self.waits.feed(event, now)
-            if self.closures is None and event.replica == 0:  # workers read data of their own each
+            if self.closures is None and event.replica == 0:  # each worker reads its own data
                 self._read(event.epochs, before[0], event.reading and step_count.Reading._make(event.reading), now)
         elif isinstance(event, Status):
             self._status(event)
@@ -222,7 +222,7 @@ class LiveModel:
         self._latest_step[source] = max(step, self._latest_step[source])
         names = {name for values in components.values() for name in values}
         at = run.axes[source].put((max(step - run.base, 0), call), names)
-        # One replica's events may come long before those of the others with which its values are to be compared.
+        # One replica's events may arrive long before those of the replicas with which its values are compared.
         workers = 0 if self.closures is None else len(self.closures.status.workers)
         total = max(2, len(self.rows), workers)
         for replica, values in components.items():
@@ -260,7 +260,7 @@ class LiveModel:
     def _before(self, engine: int, steps: int, examples: int | None = None) -> tuple[int, int]:
         before = self._counted_before.get(engine, (0, 0))
         if steps < before[0] or (examples is not None and examples < before[1]):
-            # A new process has taken the engine's place, and counts from zero.
+            # A new process has replaced the engine's, and counts from zero.
             before = self._counted_before[engine] = (0, 0)
         return before
 
@@ -341,7 +341,7 @@ class LiveModel:
         return left * (now - then) / (batch - before), reading.epochs is not None
 
     def seconds(self, now: float) -> float:
-        """Return how long the cell has run."""
+        """Return the running time of the cell."""
         if self.began is None:
             return 0.0
         return (now if self.ended_at is None else self.ended_at) - self.began
@@ -370,7 +370,7 @@ class LiveModel:
 def _numbered(begun: Mapping[int, int]) -> tuple[dict[int, int], int]:
     """Assign numbers to the epochs of a cell.
 
-    A program may distribute a dataset again for each epoch. Then every iteration has number 0, and is counted here.
+    A program may distribute a dataset again for each epoch. Every iteration then has number 0, and is counted here.
     Example: {0: 0, 10: 0, 20: 1} gives {0: 0, 10: 1, 20: 2}.
 
     Args:

@@ -1,4 +1,4 @@
-"""The model of a placement's view: the parts of each tensor of a value, from the reports of those that hold them."""
+"""The model of a placement's view: the parts of each tensor of a value, from the reports of their holders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PlacedPart:
 
     @property
     def short(self) -> str:
-        """The holders in little room."""
+        """The holders as a short text."""
         return self.holder or ",".join(each.replace("-", "–") for each in ranges(self.replicas))
 
     @property
@@ -118,7 +118,7 @@ class PlacementModel:
         return cls(title, size, tensors, tuple(notes))
 
     def by_device(self) -> dict[str, int]:
-        """Return the bytes in each place."""
+        """Return the bytes of each replica and other holder, and of shared memory."""
         found: dict[str, int] = {}
         for part in itertools.chain.from_iterable(tensor.parts for tensor in self.tensors):
             if part.what.kind == "shared":
@@ -144,7 +144,7 @@ def _tensor(name: str, reports: list[tuple[int, Holding]], here: str) -> PlacedT
 def _part(group: list[tuple[int, Holding]], here: str) -> PlacedPart:
     devices = tuple(dict.fromkeys(each.device for _, each in group if each.device))
     holder = group[0][1].holder or here
-    if holder.startswith("replica "):  # one process reported for several
+    if holder.startswith("replica "):  # one process has reported for several replicas
         return PlacedPart(
             replicas=(int(holder.removeprefix("replica ")),), holder="", devices=devices, what=group[0][1]
         )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST_VALUES", "Drawn", "History", "Run"]
 
 MOST_VALUES = 2_000_000
-"""Runs are kept until they have more values than this together. Then the oldest are dropped."""
+"""The maximum number of values of all kept runs together. Beyond it, the oldest runs are dropped."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Run:
     axes: defaultdict[int, Axis] = field(default_factory=lambda: defaultdict(Axis))  # by replica, and HERE
 
     def curve(self, name: str) -> Curve:
-        """Return the curve of this name, made if it does not exist."""
+        """Return the curve of this name, created if it does not exist."""
         return self.curves.setdefault(name, Curve(name=name))
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The model of how replicas spend their time, what they wait in, and for whom. Events in, plain values out.
+"""The model of the replicas' time: their activities, their waits, and the straggler. Events in, plain values out.
 
 Replicas report events (`distnb.activity.Event`): programs, steps, collectives, waits for input and for servers. From
 these, the time of the latest steps is divided into pieces of one kind each (`KINDS`). Example with two replicas:
@@ -6,10 +6,10 @@ these, the time of the latest steps is divided into pieces of one kind each (`KI
     replica 0   |== compute ==|.. waiting ...|~ comm ~|== compute ==|
     replica 1   |========= compute ==========|~ comm ~|== compute ==|
                               |              |        |
-              0 comes to the collective   1 comes   it ends on both
+             0 arrives at a collective  1 arrives  it ends on both
 
-Replica 0 knows only that it was in the collective. The part until the last replica came is waiting; only the rest is
-communication. Replica 1 is the straggler if the others wait for it most of the time.
+Replica 0 reports only that it was in the collective. The part until the last replica arrived is waiting; only the rest
+is communication. Replica 1 is the straggler if the others wait for it most of the time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ KINDS: Final = ("compute", "communication", "waiting", "input", "idle")
 """The kinds of activity of a replica's main thread.
 
 "compute" is everything else: the program's own code, busy or asleep. "waiting" is the part of a collective until the
-last replica has come to it. "communication" is the rest of a collective, and exchanges with parameter servers. "idle"
-is the time between the notebook's programs.
+last replica has arrived. "communication" is the rest of a collective, and exchanges with parameter servers. "idle" is
+the time between the notebook's programs.
 """
 
 State = Literal["compute", "communication", "waiting", "input", "idle"]
@@ -45,7 +45,7 @@ _QUEUED = 0.1  # the least share of the time without a processor that is reporte
 
 
 class Piece(NamedTuple):
-    """A stretch of one replica's time, in seconds of the first replica's clock.
+    """An interval of one replica's time, in seconds of the first replica's clock.
 
     Attributes:
         what: The operation.
@@ -82,12 +82,13 @@ class Straggler:
 class Spent:
     """The breakdown of the time of the latest steps.
 
-    begin, end: The bounds of the time.
-    steps: The number of steps in it; 0 if none was counted.
-    seconds: The seconds by replica and by kind.
-    straggler: The replica that the others wait for, if there is one.
-    queued: The share of the time in which a replica was ready to run but had no processor, if that is known.
-    processors: The number of processors of the fullest machine, and the number of replicas that share them.
+    Attributes:
+        begin, end: The bounds of the time.
+        steps: The number of steps in it; 0 if none was counted.
+        seconds: The seconds by replica and by kind.
+        straggler: The replica that the others wait for, if there is one.
+        queued: The share of the time in which a replica was ready to run but had no processor, if that is known.
+        processors: The number of processors of the fullest machine, and the number of replicas that share them.
     """
 
     begin: float
@@ -132,7 +133,7 @@ class _Track:
             self.queued.append((self.now, sample.queued_s))
         serials = [event.serial for event in events if event.serial]
         if serials and (serials[0] > self.newest + 1 or serials[-1] < self.newest):
-            self.events.clear()  # after a gap, or if a new process has taken the engine's place
+            self.events.clear()  # after a gap, or if a new process has replaced the engine's
             self.newest = 0
         self.events.extend(event for event in events if event.serial > self.newest)
         self.newest = max(self.newest, *serials, 0)
@@ -166,7 +167,7 @@ class TimelineModel:
     def __init__(self) -> None:
         self._tracks: dict[int, _Track] = {}
         self._known: Spent | None = None
-        self._asked_at = 0.0  # the time of the samples when `known` last computed
+        self._computed_at = 0.0  # the time of the samples when `known` last computed
 
     def feed(self, sample: TelemetrySample, steps_before: int = 0) -> None:
         """Apply a sample of a replica, and ignore its first `steps_before` steps."""
@@ -179,10 +180,10 @@ class TimelineModel:
         """The replicas with events."""
         return sorted(self._tracks)
 
-    # -- what is derived ---------------------------------------------------------------------------------------------
+    # -- derived data ------------------------------------------------------------------------------------------------
 
     def spent(self, steps: int = _STEPS) -> Spent | None:
-        """Return how the time of the latest steps was spent, or None if too little is known."""
+        """Return the breakdown of the time of the latest steps, or None if too little is known."""
         latest = self._latest_steps(steps)
         if latest is None:
             return None
@@ -212,15 +213,15 @@ class TimelineModel:
         """Return the newest result of `spent` with at least `least` steps; None before the first.
 
         The newest samples may give fewer steps: if steps are short, a sample covers only a moment, and the samples of
-        two replicas may have none in common.
+        two replicas may have no step in common.
 
         Args:
             every_s: Return the last result if it was computed less than this before the latest sample.
         """
         latest = max((track.now for track in self._tracks.values()), default=0.0)
-        if self._known is not None and latest - self._asked_at < every_s:
+        if self._known is not None and latest - self._computed_at < every_s:
             return self._known
-        self._asked_at = latest
+        self._computed_at = latest
         spent = self.spent() if self._tracks else None
         if spent is not None and spent.steps >= least:
             self._known = spent
@@ -264,7 +265,7 @@ class TimelineModel:
         return found
 
     def _offset(self, replica: int) -> float:
-        """Return how far another machine's clock is ahead of the first replica's.
+        """Return the seconds by which a replica's clock is ahead of the first replica's; 0 on the same machine.
 
         Monotonic clocks of two machines have nothing in common. A collective in which all replicas wait, however, ends
         on all of them at once, apart from the transfer, so the median difference of these ends is the offset.
@@ -272,8 +273,8 @@ class TimelineModel:
         first, other = self._tracks[self._first], self._tracks[replica]
         if first.machine == other.machine:
             return 0.0
-        ends = {_name(event): event.end for event in first.events if _is_met(event)}
-        apart = [event.end - ends[_name(event)] for event in other.events if _is_met(event) and _name(event) in ends]
+        ends = {_name(event): event.end for event in first.events if _is_shared(event)}
+        apart = [event.end - ends[_name(event)] for event in other.events if _is_shared(event) and _name(event) in ends]
         return statistics.median(apart[-_MOST_OFFSETS:]) if apart else other.now - first.now
 
     def _latest_steps(self, steps: int) -> tuple[dict[int, list[Event]], float, float, int] | None:
@@ -314,17 +315,17 @@ def _name(event: Event) -> tuple[str, int]:
     return event.group, event.number
 
 
-def _is_met(event: Event) -> bool:
-    """Return whether it is a collective that a thread waited in and that other replicas have, too."""
+def _is_shared(event: Event) -> bool:
+    """Return whether an event is a collective in which a thread waited and which other replicas have, too."""
     return event.kind == "collective" and bool(event.group)
 
 
 def _arrivals(events: Mapping[int, list[Event]]) -> dict[tuple[str, int], dict[int, float]]:
-    """Return the time at which each replica came to each collective."""
+    """Return the time at which each replica arrived at each collective."""
     found: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     for replica, own in events.items():
         for event in own:
-            if _is_met(event):
+            if _is_shared(event):
                 found[_name(event)].setdefault(replica, event.at)
     return found
 
@@ -333,7 +334,7 @@ def _spans(events: list[Event], last: Mapping[tuple[str, int], float]) -> Iterat
     """Yield a replica's activities with their times, which may overlap.
 
     Args:
-        last: The time at which the last replica came to each collective.
+        last: The time at which the last replica arrived at each collective.
     """
     for event in events:
         if event.kind == "collective":
@@ -390,7 +391,7 @@ def _straggler(
     others = len(events) - 1
     for own in events.values():
         for event in own:
-            there = arrivals.get(_name(event), {}) if _is_met(event) and begin < event.end <= end else {}
+            there = arrivals.get(_name(event), {}) if _is_shared(event) and begin < event.end <= end else {}
             if len(there) > 1:
                 latest = max(there, key=lambda replica: there[replica])
                 held[latest] += max(0.0, min(there[latest], event.end) - event.begin) / others
@@ -425,7 +426,7 @@ _WORDS: Final = {
 
 
 def sentence(spent: Spent) -> str:
-    """Return the sentence that says how the time was spent, and which replica is the straggler."""
+    """Return the breakdown of the time and the straggler in words."""
     shares = sorted(((spent.share(kind), kind) for kind in KINDS), reverse=True)
     breakdown = ", ".join(f"{share:.0%} {_WORDS[kind]}" for share, kind in shares if share >= 0.005)
     what = "A step takes" if spent.steps else "Of the last"
@@ -448,7 +449,7 @@ def sentence(spent: Spent) -> str:
     if crowded:
         share = statistics.fmean(spent.queued[replica] for replica in crowded)
         processors, sharing = spent.processors
-        reason = "other threads or programs had them"
+        reason = "other threads or programs used the processors"
         if sharing > processors:
             reason = f"{sharing} replicas of a machine share {processors} processor{'s' if processors != 1 else ''}"
         parts.append(

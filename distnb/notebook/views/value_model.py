@@ -1,4 +1,4 @@
-"""The model of a distributed value's view: the replicas' reports of their components, with equal ones folded."""
+"""The model of a distributed value's view: the replicas' reports of their components, with equal components folded."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ValueModel:
         verb = "differs" if len(drifted) == 1 else "differ"
         return (
             f"DRIFT: {replicas_text(drifted)} {verb} from replica {first}, though mirrored values are kept equal. "
-            "%distnb check NAME says where, and strategy.broadcast(value) makes them equal."
+            "%distnb check NAME shows where, and strategy.broadcast(value) makes them equal."
         )
 
 

@@ -1,8 +1,8 @@
-"""The model of waits: sentences on who waits for whom, once replicas have waited for seconds. Samples in, lines out.
+"""The model of waits: sentences about replicas that have waited for seconds, and about the replicas that are missing.
 
-Example. Replicas 0 and 2 are in collective 17 of the group, replica 1 sleeps before it. After three seconds:
-"replicas 0, 2 wait in all_reduce (cell 3, line 4; number 17) since 3 s; replica 1 is not there: it is in cell 3, line
-2, in sleep, since 3 s."
+Samples go in, and lines come out. Example: replicas 0 and 2 are in collective 17 of the group, and replica 1 sleeps
+before it. After three seconds the line is "replicas 0, 2 have waited in all_reduce (cell 3, line 4; number 17) for 3 s;
+replica 1 has not arrived: it has been in cell 3, line 2, in sleep, for 3 s."
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class WaitsModel:
     def __init__(self, who: str = "replica") -> None:
         self.who = who
         self.asking: set[int] = set()
-        self._latest: dict[int, tuple[TelemetrySample, float]] = {}  # each replica's latest sample, and when it came
+        self._latest: dict[
+            int, tuple[TelemetrySample, float]
+        ] = {}  # each replica's latest sample, and the time of its arrival
         self._steady: dict[int, float] = {}  # the time since which a replica has been at its place
         # The time when a replica moved while others waited, and the lines until then.
         self._before: tuple[float, list[str]] = (0.0, [])
@@ -52,17 +54,17 @@ class WaitsModel:
             self.asking.discard(replica)
 
     def lines(self, now: float) -> list[str]:
-        """Return a sentence for each operation that replicas have waited in for long."""
+        """Return a sentence for each operation in which replicas have waited for seconds."""
         long: defaultdict[tuple[str, str, str, int], list[int]] = defaultdict(list)
         for replica in sorted(self._latest):
             wait = self._wait(replica)
-            # A call that ends well reports it by its reply alone. No further sample comes then, and no replica waits.
+            # A call that succeeds reports its end by its reply alone, and no further sample arrives.
             if wait is not None and self._is_fresh(replica, now) and self._seconds(replica, now) >= _PATIENCE_S:
                 long[wait.kind, wait.what, wait.where, wait.number].append(replica)
         return [self._line(replicas, now) for replicas in long.values()]
 
     def before_the_end(self, now: float) -> list[str]:
-        """Return the sentences from before the replicas that were ended left their places."""
+        """Return the latest sentences from before the order to end moved the replicas."""
         moved, lines = self._before
         return lines if lines and now - moved <= _LATELY_S else self.lines(now)
 
@@ -73,20 +75,20 @@ class WaitsModel:
         return now - self._latest[replica][1] <= _SILENT_S
 
     def _seconds(self, replica: int, now: float) -> float:
-        """Return how long a replica has been in its current wait."""
-        sample, came = self._latest[replica]
-        return (sample.waiting.seconds if sample.waiting is not None else 0.0) + now - came
+        """Return the seconds for which a replica has been in its current wait."""
+        sample, arrived = self._latest[replica]
+        return (sample.waiting.seconds if sample.waiting is not None else 0.0) + now - arrived
 
     def _line(self, replicas: list[int], now: float) -> str:
         sample = self._latest[replicas[0]][0]
         wait = sample.waiting
         assert wait is not None
         seconds = max(self._seconds(replica, now) for replica in replicas)
-        line = f"{self._name(replicas)} {_words(sample, wait, len(replicas))} since {seconds:.0f} s"
+        line = f"{self._name(replicas)} {_words(sample, wait, len(replicas))} for {seconds:.0f} s"
         if wait.kind in ("input", "servers"):
             return f"{line}."
         absent = [replica for replica in sorted(self._latest) if not self._is_there(replica, wait)]
-        others = [self._elsewhere(replica, now) for replica in absent] or ["all are there"]
+        others = [self._elsewhere(replica, now) for replica in absent] or ["all have arrived"]
         return "; ".join([line, *others]) + "."
 
     def _is_there(self, replica: int, wait: Waiting) -> bool:
@@ -95,20 +97,20 @@ class WaitsModel:
         return other is not None and other.group == wait.group and other.number >= wait.number
 
     def _elsewhere(self, replica: int, now: float) -> str:
-        sample, came = self._latest[replica]
-        name = f"{self._name([replica])} is not there"
+        sample, arrived = self._latest[replica]
+        name = f"{self._name([replica])} has not arrived"
         if replica in self.asking:
             return f"{name}: it asks you for a line" + (f", in {sample.where}" if sample.where else "")
         if not self._is_fresh(replica, now):
             seen = f"; it was last seen in {sample.where}" if sample.where else ""
-            return f"{name}, and has reported nothing for {now - came:.0f} s{seen}"
+            return f"{name}, and has reported nothing for {now - arrived:.0f} s{seen}"
         if sample.waiting is not None:
             seconds = self._seconds(replica, now)
-            return f"{name}: it {_words(sample, sample.waiting)} since {seconds:.0f} s"
+            return f"{name}: it {_words(sample, sample.waiting)} for {seconds:.0f} s"
         if not sample.where:
             return name
         call = f", in {sample.call}" if sample.call else ""
-        return f"{name}: it is in {sample.where}{call}, since {now - self._steady[replica]:.0f} s"
+        return f"{name}: it has been in {sample.where}{call}, for {now - self._steady[replica]:.0f} s"
 
     def _name(self, replicas: list[int]) -> str:
         return f"{self.who}{'s' if len(replicas) > 1 else ''} {', '.join(ranges(replicas))}"
@@ -120,17 +122,17 @@ def _place(sample: TelemetrySample) -> tuple[object, ...]:
 
 
 def _words(sample: TelemetrySample, wait: Waiting, count: int = 1) -> str:
-    """Return the wait of one or several replicas in words: "waits in all_reduce (cell 3, line 4; number 17)"."""
+    """Return the wait of one or several replicas in words: "has waited in all_reduce (cell 3, line 4; number 17)"."""
     facts = [cell_place(wait.where) or sample.where, f"number {wait.number}" if wait.number else ""]
     at = f" ({'; '.join(filter(None, facts))})" if any(facts) else ""
-    s = "s" if count == 1 else ""
+    has, its = ("has", "its") if count == 1 else ("have", "their")
     if wait.kind == "input":
-        return f"wait{s} for {'its' if s else 'their'} next batch{at}"
+        return f"{has} waited for {its} next batch{at}"
     if wait.kind == "servers":
-        return f"wait{s} for {wait.what}{at}"
+        return f"{has} waited for {wait.what}{at}"
     if wait.kind == "background":
-        return f"ha{'s' if s else 've'} {_short(wait.what)}{at} under way"
-    return f"wait{s} in {_short(wait.what)}{at}"
+        return f"{has} had {_short(wait.what)}{at} under way"
+    return f"{has} waited in {_short(wait.what)}{at}"
 
 
 def _short(operation: str) -> str:
