@@ -120,7 +120,7 @@ def callers_lines(shell: InteractiveShell, error: BaseException) -> list[str]:
 
 
 def users_part(traceback: TracebackType | None, own: tuple[str, ...] = (OWN,)) -> TracebackType | None:
-    """Return the traceback without distnb's frames, including those between the user and a function of theirs.
+    """Return the traceback without distnb's frames, also without those between two frames of the user's.
 
     Return the whole traceback if all frames, or none, are distnb's.
     """

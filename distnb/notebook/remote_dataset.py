@@ -90,7 +90,7 @@ class RemoteDataset:
 class RemoteIterator(BatchIterator):
     """An iteration over the engines' dataset.
 
-    It fetches a few batches ahead, with a deferred call that runs behind the program that uses the last fetched batch.
+    It fetches a few batches ahead, with a deferred call that runs after the program that uses the last fetched batch.
     With four batches per fetch the order is:
 
         batch 0, run(0), fetch 1 to 4, run(1), run(2), run(3), run(4), fetch 5 to 8, …

@@ -112,7 +112,7 @@ def choose_engines(spec: StrategySpec, alive: Mapping[int, Device]) -> list[int]
         if match is None:
             raise OptionError(
                 f"No engine of the cluster has {device}; its engines have {there}. "
-                "Name those, or start a cluster on other devices."
+                "Name some of these devices, or start a cluster on other devices."
             )
         del free[match]
         chosen.append(match)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["link", "require"]
 
 _NONE = (
-    "A ParameterServerStrategy needs a cluster with workers and parameter servers, and none is running. Start one with "
-    "%distnb start --workers 2 --ps 1, or distnb.start(workers=2, ps=1); or give a cluster_resolver."
+    "A ParameterServerStrategy needs a cluster with workers and parameter servers, but no cluster is running. Start "
+    "one with %distnb start --workers 2 --ps 1, or distnb.start(workers=2, ps=1); or give a cluster_resolver."
 )
 
 
@@ -69,7 +69,7 @@ def require(resolver: ClusterResolver | None = None) -> None:
     if named not in (None, there):
         raise OptionError(
             f"The cluster_resolver names {_list(named)}, but the running cluster has {_list(there)}. Leave the "
-            "resolver out to use the running cluster, or stop that first: distnb.stop()."
+            "resolver out to use the running cluster, or stop the running cluster first: distnb.stop()."
         )
 
 

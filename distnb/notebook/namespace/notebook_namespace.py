@@ -37,7 +37,7 @@ from distnb.wire.messages import ObjectId
 __all__ = ["NotebookNamespace"]
 
 _LARGE_NBYTES = 50 << 20
-_MOST_GIVEN = 16  # the number of values that an object returns until it is asked which of them it holds
+_MOST_GIVEN = 16  # the number of values that an object returns before it is described again
 
 
 class NotebookNamespace:
@@ -167,14 +167,14 @@ class NotebookNamespace:
             if snapshot is not None:
                 tracked.reject(snapshot)
             else:
-                tracked.doubt()
+                tracked.resend_all()
             raise
         finally:
             tracked.make_handle = None  # it refers to the results
         if snapshot is not None:
             tracked.outstanding.pop(snapshot.serial, None)
         if len(results) < tracked.size:
-            tracked.doubt()
+            tracked.resend_all()
         return result
 
     def open_error(self, pack: Packed) -> Any:
@@ -233,7 +233,7 @@ class NotebookNamespace:
         try:
             return self._make_snapshot(tracked, needs, arguments, cell=cell, assigned=assigned, described=described)
         except BaseException:  # the user's interrupt, or an error of the user's code in pickling
-            tracked.doubt()
+            tracked.resend_all()
             raise
 
     def _make_snapshot(
@@ -248,7 +248,7 @@ class NotebookNamespace:
     ) -> Snapshot:
         serial = next(self._serials)
         tracker = tracked.tracker
-        # In the order of opening: code comes first, since opening the others may need it.
+        # In the order of opening: code comes first, since opening the other values may need it.
         sections = dict(sorted(needs.sections.items(), key=lambda section: not is_code(section[1])))
         tracked.forget_arguments(frozenset(sections))
         tracked.bound.send_by_value(sections)

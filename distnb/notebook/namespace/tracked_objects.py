@@ -223,7 +223,7 @@ class TrackedObjects:
         del self.released[: len(found)]
         return found
 
-    def doubt(self) -> None:
+    def resend_all(self) -> None:
         """Send everything again with the next program, since an engine may have missed something."""
         self.tracker.clear()
         self.outstanding.clear()
@@ -239,7 +239,7 @@ class TrackedObjects:
         self.outstanding.pop(snapshot.serial, None)
         self.released.extend(snapshot.release)
         self.adopt.update(snapshot.adopt)
-        self.doubt()
+        self.resend_all()
 
     def move(self, key: TeamKey) -> None:
         """Continue with other engines: renumber the components, and drop those of engines that are gone."""

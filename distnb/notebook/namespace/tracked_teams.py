@@ -81,7 +81,7 @@ class TrackedTeams:
     def _restore(self, tracked: TrackedObjects, survivor: int, lost: Sequence[int]) -> None:
         handles = tracked.handles()
         mirrored = tuple(state_of_handle(handle).identity for handle in handles if isinstance(handle, Mirrored))
-        tracked.doubt()  # the new processes have nothing
+        tracked.resend_all()  # the new processes have nothing
         restored = self._operations.restore(tracked, survivor, lost, mirrored)
         for handle in handles:
             state = state_of_handle(handle)

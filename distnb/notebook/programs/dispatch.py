@@ -112,7 +112,7 @@ class Dispatch:
 
     def interrupt(self) -> bool:
         """End the programs that are under way, from any thread. Return False if there are none."""
-        # The latest first: an engine that has ended one program must not begin the next, which is about to end too.
+        # The latest first: an engine that has ended one program must not begin the next, which will also be ended.
         pending = [outcome for outcome in reversed(list(self._pending.values())) if not outcome.interrupted]
         self.prompts.end([outcome.program for outcome in pending])
         for outcome in pending:

@@ -36,7 +36,9 @@ _FAR = 4.0  # times the median distance
 
 
 class ValueHistory:
-    """The values of a line with their steps and times. If there are very many, it keeps every second, or fewer.
+    """The values of a line with their steps and times.
+
+    If there are too many, it keeps every second value, then every fourth, and so on.
 
     Attributes:
         stride: The record has the values whose index, from 0, is a multiple of this.

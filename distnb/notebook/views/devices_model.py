@@ -1,4 +1,4 @@
-"""The devices of a cluster: the engines that compute there, memory used and free, and the variables held."""
+"""The devices of a cluster: the engines that compute on them, used and free memory, and the variables they hold."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class DeviceRow:
     """A device.
 
     Attributes:
-        users: The engines that compute there.
-        holds: The bytes of the notebook's variables there, by name, summed over the engines.
+        users: The engines that compute on the device.
+        holds: The bytes of the notebook's variables on the device, by name, summed over the engines.
     """
 
     device: str

@@ -92,7 +92,7 @@ class WaitsModel:
         return "; ".join([line, *others]) + "."
 
     def _is_there(self, replica: int, wait: Waiting) -> bool:
-        """Return whether a replica is in the same collective, or has come to a later one of the group."""
+        """Return whether a replica is in the same collective, or in a later one of the same group."""
         other = self._wait(replica)
         return other is not None and other.group == wait.group and other.number >= wait.number
 
