@@ -1,8 +1,8 @@
 """TPU chips: their number on this machine, and the environment of their processes. `torch_tpu` determines both.
 
-Each process gets one chip. Its environment says which one, and how the chips are connected, so it must be determined
-once for all processes. `torch_tpu` does that in a short-lived process of its own: the calling process, a notebook or a
-launcher, must never hold a chip and need not load torch.
+Each process gets one chip. Its environment contains the number of the chip and the connections between the chips, so it
+must be determined once for all processes. `torch_tpu` does that in a separate, short-lived process, because the calling
+process (a notebook or a launcher) must never hold a chip and need not load torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distnb.topology import Device
 __all__ = ["check_named", "chip_environment", "chips", "launch_environment", "why_none"]
 
 _ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
-_ASK = """
+_QUERY = """
 import json, os, sys
 before = dict(os.environ)
 import torch, torch_tpu
@@ -37,39 +37,39 @@ _NEEDED = (
 
 
 def chips() -> int:
-    """Return the number of chips of this machine; 0 if there are none, or no torch_tpu."""
-    answer, why = _found()
+    """Return the number of chips of this machine; 0 without chips or without torch_tpu."""
+    answer, why = _query_all()
     return 0 if why else len(answer[_ADDRESSES].split(","))
 
 
 def why_none() -> str:
-    """Return why no TPU is available here, and a cure; "" if there is one.
+    """Return the reason why no TPU is available here, and a cure; "" if one is available.
 
-    The answer is cached for the life of the process: once engines hold the chips, a second answer would be wrong.
+    The result is cached for the lifetime of the process. A query while engines hold the chips would be wrong.
     """
-    return _found()[1]
+    return _query_all()[1]
 
 
 def launch_environment(devices: Sequence[Device]) -> dict[str, str]:
     """Return the variables that all processes on the TPU chips among `devices` share; {} if there are none."""
     count = sum(device.type == "tpu" for device in devices)
-    return _ask(count) if count else {}
+    return _query(count) if count else {}
 
 
 def chip_environment(device: Device, devices: Sequence[Device], launch: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the process on one of this machine's chips; {} if its device is not a chip.
 
-    `devices` are those of all processes, and `launch` is the result of `launch_environment` for them.
+    `devices` are the devices of all processes, and `launch` is the result of `launch_environment` for them.
     """
     if device.type != "tpu":
         return {}
     count = sum(device.type == "tpu" for device in devices)
-    place = {"RANK": str(device.index), "LOCAL_RANK": str(device.index), "GROUP_RANK": "0"}
-    return dict(launch) | place | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    ranks = {"RANK": str(device.index), "LOCAL_RANK": str(device.index), "GROUP_RANK": "0"}
+    return dict(launch) | ranks | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
 
 
 def check_named(devices: Sequence[Device]) -> None:
-    """Refuse chips that torch_tpu cannot assign: it numbers them itself, from 0, one per process."""
+    """Raise OptionError for chips that torch_tpu cannot assign. It numbers the chips from 0, one per process."""
     named = [device for device in devices if device.type == "tpu"]
     if named != [Device("tpu", index) for index in range(len(named))]:
         raise OptionError(
@@ -79,12 +79,12 @@ def check_named(devices: Sequence[Device]) -> None:
 
 
 @cache
-def _found() -> tuple[dict[str, str], str]:
-    """Return torch_tpu's answer for all chips, and the reason if there are none."""
+def _query_all() -> tuple[dict[str, str], str]:
+    """Return torch_tpu's variables for all chips, and the reason if no chip is available."""
     if importlib.util.find_spec("torch_tpu") is None:
         return {}, f"The package torch_tpu is not installed in this environment. {_NEEDED}"
     try:
-        answer = _ask(0)
+        answer = _query(0)
     except StartError as error:
         return {}, f"{error} {_NEEDED}"
     addresses = answer.get(_ADDRESSES, "")
@@ -96,9 +96,9 @@ def _found() -> tuple[dict[str, str], str]:
     return answer, ""
 
 
-def _ask(count: int) -> dict[str, str]:
-    """Have torch_tpu determine the environment of `count` processes; 0 means as many as there are chips."""
-    command = [sys.executable, "-P", "-c", _ASK, str(count)]
+def _query(count: int) -> dict[str, str]:
+    """Have torch_tpu determine the environment of `count` processes; 0 means one per chip."""
+    command = [sys.executable, "-P", "-c", _QUERY, str(count)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_TPU_")}
     try:
         asked = subprocess.run(

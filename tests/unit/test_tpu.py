@@ -22,15 +22,15 @@ CHIPS = [Device("tpu", index) for index in range(4)]
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    tpu_chips._found.cache_clear()
+    tpu_chips._query_all.cache_clear()
     yield
-    tpu_chips._found.cache_clear()
+    tpu_chips._query_all.cache_clear()
 
 
 @pytest.fixture
 def four_chips(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = ",".join(f"localhost:{port}" for port in range(4))
-    monkeypatch.setattr(tpu_chips, "_found", lambda: ({"TORCH_TPU_SLICEBUILDER_ADDRESSES": addresses}, ""))
+    monkeypatch.setattr(tpu_chips, "_query_all", lambda: ({"TORCH_TPU_SLICEBUILDER_ADDRESSES": addresses}, ""))
 
 
 def test_without_torch_tpu_the_error_names_the_package_and_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_torch_tpu_without_a_chip_is_quoted(monkeypatch: pytest.MonkeyPatch) -> 
         raise StartError("torch_tpu cannot use a TPU chip of this machine: ValueError: got none.")
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(tpu_chips, "_ask", ask)
+    monkeypatch.setattr(tpu_chips, "_query", ask)
     assert tpu_chips.chips() == 0
     with pytest.raises(StartError, match=r"ValueError: got none\. .*Cloud TPU VM"):
         distnb.TPUStrategy()
@@ -58,7 +58,7 @@ def test_torch_tpu_without_a_chip_is_quoted(monkeypatch: pytest.MonkeyPatch) -> 
 def test_chips_of_several_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(
-        tpu_chips, "_ask", lambda count: {"TORCH_TPU_SLICEBUILDER_ADDRESSES": "10.0.0.1:8070,10.0.0.2:8070"}
+        tpu_chips, "_query", lambda count: {"TORCH_TPU_SLICEBUILDER_ADDRESSES": "10.0.0.1:8070,10.0.0.2:8070"}
     )
     with pytest.raises(StartError, match="slice of several machines"):
         distnb.TPUStrategy()
