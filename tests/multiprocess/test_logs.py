@@ -45,7 +45,7 @@ def test_every_process_writes_a_file_that_only_the_user_can_read(notebook: Noteb
     assert {oct(path.stat().st_mode & 0o777) for path in folder.glob("distnb-*.log")} == {"0o600"}
     assert re.search(r"engine 1 \(cpu:\d\) is process \d+", _log(notebook, "notebook"))
     assert "generation 1 of (0, 1) is formed: gloo" in _log(notebook, "engine-1")
-    assert "heard +" in _log(notebook, "guardian")
+    assert "received +" in _log(notebook, "guardian")
 
 
 def test_the_logs_are_shown_in_the_order_of_time(notebook: Notebook) -> None:

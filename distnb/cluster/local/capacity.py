@@ -16,10 +16,10 @@ from distnb.errors import StartError
 __all__ = ["CAP_FILE", "CAP_VARIABLE", "Capacity", "available_nbytes", "check_capacity", "this_machine"]
 
 CAP_VARIABLE = "DISTNB_MAX_ENGINES"
-"""The environment variable with the most engines that a cluster may have on this machine."""
+"""The environment variable with the maximum number of engines of a cluster on this machine."""
 
 CAP_FILE = Path("/etc/distnb/max_engines")
-"""The administrator's file with such a limit. The smaller of the two applies."""
+"""The administrator's file with the same limit. If both are set, the smaller limit applies."""
 
 ENGINE_NBYTES = 250 * 2**20
 """The memory of an engine before a cell has run, without the part shared with other engines: 235 MiB were measured with
@@ -35,14 +35,14 @@ class Capacity:
 
     Attributes:
         memory_nbytes: The memory that is free or can be freed.
-        most_engines: The most engines that a cluster may have there; None without a limit.
-        said_by: The source of that limit: the name of the variable or file.
+        most_engines: The maximum number of engines of a cluster on the machine; None without a limit.
+        limit_source: The variable or file that contains the limit.
     """
 
     cores: int
     memory_nbytes: int
     most_engines: int | None = None
-    said_by: str = ""
+    limit_source: str = ""
 
 
 def this_machine() -> Capacity:
@@ -53,26 +53,26 @@ def this_machine() -> Capacity:
     with suppress(FileNotFoundError):
         written[str(CAP_FILE)] = CAP_FILE.read_text()
     caps = []
-    for said_by, text in written.items():
+    for limit_source, text in written.items():
         if not re.fullmatch(r"0*[1-9][0-9]*", text.strip()):
             raise StartError(
-                f"{said_by} limits the engines of a cluster on this machine, but {text.strip()[:80]!r} is not a valid "
-                "limit. Write a number, 1 or more, or remove it."
+                f"{limit_source} limits the engines of a cluster on this machine, but {text.strip()[:80]!r} is not a "
+                "valid limit. Write a number, 1 or more, or remove it."
             )
-        caps.append((int(text), said_by))
-    most, said_by = min(caps, default=(None, ""))
-    return Capacity(cores=cores(), memory_nbytes=available_nbytes(), most_engines=most, said_by=said_by)
+        caps.append((int(text), limit_source))
+    most, limit_source = min(caps, default=(None, ""))
+    return Capacity(cores=cores(), memory_nbytes=available_nbytes(), most_engines=most, limit_source=limit_source)
 
 
 def check_capacity(
     engines: int, capacity: Capacity, where: str = "this machine", *, oversubscribe: bool
 ) -> tuple[str, ...]:
-    """Return the notices on a cluster's size, or refuse a cluster that would overload a machine, with the figures.
+    """Return the notices about a cluster's size, or raise an error if the cluster would overload the machine.
 
     With `oversubscribe`, the user accepts an overload, but the administrator's limit still applies.
 
     Raises:
-        StartError: The cluster is too large.
+        StartError: The cluster is too large. The message contains the figures.
 
     Example:
         >>> check_capacity(4, Capacity(cores=2, memory_nbytes=2**32), oversubscribe=False)
@@ -81,8 +81,8 @@ def check_capacity(
     most, shared = capacity.most_engines, _count(capacity.cores, "core")
     if most is not None and engines > most:
         raise StartError(
-            f"{engines} engines were asked for, but {capacity.said_by} allows {most} on this machine. Start at most "
-            f"{most}, or ask its administrator."
+            f"{engines} engines were asked for, but {capacity.limit_source} allows {most} on this machine. Start at "
+            f"most {most}, or ask its administrator."
         )
     cure = "Start fewer; or, to overload this machine on purpose, give --oversubscribe or oversubscribe=True."
     if engines > max(_FEW, 2 * capacity.cores) and not oversubscribe:
@@ -109,16 +109,16 @@ def _mib(nbytes: int) -> str:
 
 
 def available_nbytes() -> int:
-    """Return the machine's available memory, or what the control groups of this process leave of it, if less.
+    """Return the machine's available memory, or the memory that this process's control groups may still use, if less.
 
-    A container or a service has such a group.
+    For example, a container or a system service runs in such a group.
     """
-    left = [int(psutil.virtual_memory().available)]
+    available = [int(psutil.virtual_memory().available)]
     with suppress(OSError):
         group = _CGROUPS / Path("/proc/self/cgroup").read_text().strip().rpartition("::/")[2]
         for folder in (group, *group.parents):
             with suppress(OSError, ValueError, KeyError):  # no limit, or not visible from here
                 most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                left.append(max(0, most - used + int(stat["inactive_file"])))
-    return min(left)
+                available.append(max(0, most - used + int(stat["inactive_file"])))
+    return min(available)

@@ -19,10 +19,10 @@ __all__ = ["main", "start_controller"]
 
 
 def start_controller(processes: Processes) -> None:
-    """Start the controller: one process, with its heart monitor, for all.
+    """Start ipyparallel's controller and its heart monitor in one process.
 
-    It listens on UNIX sockets in the run directory, so no other process can take one of its ports first. Only those who
-    can read its connection files, which contain the key (CURVE), can connect.
+    The controller listens on UNIX sockets in the run directory, so no other process can take one of its ports first. To
+    connect, a client needs the CURVE key from the controller's connection files, which only this user can read.
     """
     directory = processes.directory
     command = (
@@ -35,7 +35,7 @@ def start_controller(processes: Processes) -> None:
         "--usethreads",
         "--ping=1000",
         "--log-level=WARN",
-        "--IPController.auto_create=False",  # it must not create a directory that was removed
+        "--IPController.auto_create=False",  # it must not create the directory again after its removal
         "--IPController.enable_curve=True",
     )
     with open(directory / "log" / "controller.log", "ab") as log:
@@ -50,8 +50,8 @@ def start_controller(processes: Processes) -> None:
 
 
 def main(notebook_pid: int, arguments: list[str]) -> None:
-    """Run the controller with ipyparallel's own command line, until it is ended or the notebook is gone."""
-    os.umask(0o077)  # its connection files hold the key
+    """Run the controller with ipyparallel's own command line, until it is terminated or the notebook ends."""
+    os.umask(0o077)  # the connection files contain the key
     die_with(notebook_pid)
     open_log(Path(arguments[0].partition("=")[2]), "controller")
     # Only ipyparallel runs in this process. With another start method, Python 3.14 would start two more processes

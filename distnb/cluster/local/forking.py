@@ -1,8 +1,8 @@
 """The launcher of this machine's engines, which forks them from one process, the template (`distnb.engine.template`).
 
-Loading torch takes seconds and memory for each process. So one process loads it, and forks the engines, which share its
-memory. Then it ends. This process adopts orphans meanwhile, so that the engines become its children, and are watched
-and reaped like any other child:
+To load torch, each process needs seconds and memory. So only the template loads it. It forks the engines, which share
+its memory, and then ends. Meanwhile the notebook's process adopts orphans, so the engines become its children. It
+watches and reaps them like any other child:
 
     notebook ── starts ──▶ template ── forks ──▶ engine 0, engine 1     the template represents both engines
     notebook ◀── "0 4711", "1 4712" ── template                         each engine leads a group of its own
@@ -33,12 +33,15 @@ from distnb.topology import Device
 
 __all__ = ["ThisMachine"]
 
-_LEAVE_MS = 5000
+_TEMPLATE_END_MS = 5000
 _REPORT_NBYTES = 64
 
 
 class ThisMachine(Launcher):
-    """The launcher of engines next to the notebook, forked from one process. `devices` has one for each."""
+    """The launcher of engines on the notebook's machine, forked from one process.
+
+    `devices` contains the device of each engine.
+    """
 
     has_controller = True
     patience_s = 2.0
@@ -50,7 +53,7 @@ class ThisMachine(Launcher):
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
     ) -> None:
-        """Start the template. Until it has forked, it ends with the calling thread.
+        """Start the template. If the calling thread ends before the engines are forked, the template ends, too.
 
         Raises:
             StartError: The engines could not communicate with each other.
@@ -76,7 +79,7 @@ class ThisMachine(Launcher):
             for order in orders:
                 ended(order.engine, pid, words, expected)  # ignored for engines that have a process of their own
 
-        # Output from before the fork is in the log of the first engine.
+        # The template's output goes to the log of the first engine.
         with there, open(orders[0].log, "ab") as log:
             try:
                 template = processes.start(
@@ -98,7 +101,7 @@ class ThisMachine(Launcher):
         def adopt() -> None:
             try:
                 _adopt(here, template, len(orders), processes, launched, ended)
-            except BaseException:  # noqa: BLE001  # after any error the engines end with the template; the log says why
+            except BaseException:  # noqa: BLE001  # after any error the engines end with the template; the log has it
                 with open(orders[0].log, "a") as log:
                     print(f"The notebook could not take over its engines.\n{traceback.format_exc()}", file=log)
                 processes.signal([template], signal.SIGKILL)
@@ -109,7 +112,7 @@ class ThisMachine(Launcher):
 def _adopt(
     here: socket.socket, template: int, engines: int, processes: Processes, launched: Launched, ended: EngineEnded
 ) -> None:
-    """Adopt the engines once each reports that it leads a process group, and let them begin."""
+    """Adopt the engines when all of them have reported that they lead a process group, and let them begin."""
     with here, suppress(ConnectionResetError):  # if the template ended first
         pids: dict[int, int] = {}
         while len(pids) < engines:
@@ -118,20 +121,20 @@ def _adopt(
                 return  # the watcher handles the template's end
             engine, pid = map(int, report.split())
             pids[engine] = pid
-        with processes.changed:  # no end is reported, and no engine ended, in the meantime
-            if not processes.wants(template):
+        with processes.changed:  # while it is held, no end is reported, and no engine is ended
+            if not processes.should_run(template):
                 return  # the engines end with the template
             for engine, pid in pids.items():
                 with suppress(ProcessLookupError):  # the engine ended with the template
                     processes.adopt(pid, partial(ended, engine))
                     launched(engine, pid)
-            gone = select.poll()
+            template_end = select.poll()
             descriptor = end_descriptor(template)
-            gone.register(descriptor, select.POLLIN)
+            template_end.register(descriptor, select.POLLIN)
             with adopting_orphans():
                 with suppress(BrokenPipeError):
                     here.send(b"begin")
-                if not gone.poll(_LEAVE_MS):
+                if not template_end.poll(_TEMPLATE_END_MS):
                     os.kill(template, signal.SIGKILL)
-                    gone.poll()
+                    template_end.poll()
             os.close(descriptor)

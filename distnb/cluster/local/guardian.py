@@ -1,19 +1,19 @@
-"""`python guardian.py PID`: ends the processes of process PID after its end, and removes its directory.
+"""`python guardian.py PID`: the guardian, which ends process PID's children after its end and removes its directory.
 
-Its owner, PID, sends it lines on standard input: first the directory's path, then `+N` for each leader of a process
-group that is to end with the owner, and `-N` for one that has ended. For example:
+Its owner, process PID, sends it lines on standard input: first the directory's path, then `+N` for each leader of a
+process group that must end with the owner, and `-N` for a leader that has ended. For example:
 
     /run/user/1000/distnb-3f2a9c
     +4711                             an engine
     +4712
     -4711                             it has ended, and will be reaped
 
-Every engine watches the notebook, too, in a thread. But a thread starves while C code holds the interpreter lock, and
-this process never computes.
+Every engine watches the notebook, too, in a thread. But such a thread cannot run while C code holds the interpreter
+lock. The guardian never computes, so it can always react.
 
-After the owner was killed, only the guardian removes the directory, and no process creates it again. It is renamed
-first, so that a process that is about to write a file into it fails. This module imports only the standard library,
-because the process starts with each cluster, before all others.
+After the owner was killed, the guardian removes the directory, and no other process may create it again. The guardian
+renames it first, so that a process that is about to write a file into it fails. This module imports only the standard
+library, because the guardian starts with each cluster, before all other processes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _POLL_S = 0.05
 def end_descriptor(pid: int) -> int:
     """Open a descriptor that becomes readable when a process ends: its pidfd.
 
-    A pidfd refers to one process for good, while its number may be used again. Kernels before 5.3, some containers and
-    some builds of Python have no pidfds. There, a thread polls the process twenty times a second, and writes to the
-    descriptor, an eventfd, when it has ended.
+    A pidfd always refers to the same process, while another process may get the same pid later. Kernels before 5.3,
+    some containers and some builds of Python have no pidfds. There, the descriptor is an eventfd. A thread polls the
+    process twenty times a second, and writes to the eventfd when the process has ended.
 
     Raises:
         ProcessLookupError: There is no such process.
@@ -52,14 +52,14 @@ def end_descriptor(pid: int) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM, errno.EACCES):
             raise
-    begun = _begin_of(pid)
-    if begun is None:
+    started = _start_time(pid)
+    if started is None:
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
     descriptor = os.eventfd(0, os.EFD_CLOEXEC)
-    own = os.dup(descriptor)  # the caller may close its own, whose number another file may get
+    own = os.dup(descriptor)  # the caller may close `descriptor`, and another file may get its number
 
     def poll() -> None:
-        while _begin_of(pid) == begun:
+        while _start_time(pid) == started:
             time.sleep(_POLL_S)
         os.eventfd_write(own, 1)
         os.close(own)
@@ -68,8 +68,8 @@ def end_descriptor(pid: int) -> int:
     return descriptor
 
 
-def _begin_of(pid: int) -> bytes | None:
-    """Return the start time of a process, by which a later process of the same number differs; None after its end."""
+def _start_time(pid: int) -> bytes | None:
+    """Return the start time of a process, or None after its end. A later process of the same pid has another time."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, *fields = file.read().rpartition(b")")[2].split()
@@ -80,12 +80,12 @@ def _begin_of(pid: int) -> bytes | None:
 
 def remove_directory(directory: str) -> None:
     """Remove a directory into which other processes may still be writing."""
-    doomed = f"{directory}.removed"
+    renamed = f"{directory}.removed"
     with suppress(OSError):
-        os.rename(directory, doomed)
+        os.rename(directory, renamed)
     deadline = time.monotonic() + _REMOVING_S
-    while os.path.exists(doomed) and time.monotonic() < deadline:
-        shutil.rmtree(doomed, ignore_errors=True)  # repeated, for files created in the meantime
+    while os.path.exists(renamed) and time.monotonic() < deadline:
+        shutil.rmtree(renamed, ignore_errors=True)  # repeated, for files created in the meantime
 
 
 def main(owner: int) -> None:
@@ -112,13 +112,13 @@ def main(owner: int) -> None:
 
 
 class _Owned:
-    """The owner's directory and process groups, from the lines that it sends."""
+    """The owner's directory and process groups, as received from the owner."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._logs = os.environ.get("DISTNB_LOG", "").strip().lower() in ("debug", "info")
         self._directory = ""
-        self._leaders: dict[int, int] = {}  # by pid, the descriptor of its end, so no later process is mistaken for it
+        self._leaders: dict[int, int] = {}  # by pid, the `end_descriptor`, which never refers to a later process
 
     def receive(self) -> bool:
         """Read and apply the available lines. Return False if there are none."""
@@ -129,7 +129,7 @@ class _Owned:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if self._logs and self._directory:
-                self._log(f"heard {line.decode()}")
+                self._log(f"received {line.decode()}")
             if not self._directory:
                 self._directory = os.fsdecode(line)
             elif line.startswith(b"+"):

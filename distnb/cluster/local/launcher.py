@@ -16,7 +16,7 @@ Launched = Callable[[int, int], None]
 """A function called with (engine, pid) when an engine gets a process, and again when it gets another one."""
 
 EngineEnded = Callable[[int, int, str, bool], None]
-"""A function called with (engine, pid, how it ended, in words, whether we ended it) in the watcher's thread."""
+"""A function called with (engine, pid, status in words, whether the end was requested) in the watcher's thread."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class EngineOrder:
 
 
 class Launcher(ABC):
-    """A way to start engines. To the cluster, each is a process of this machine that leads a process group.
+    """A way to start engines. For the cluster, each engine is a process of this machine that leads a process group.
 
-    For an engine on another machine, this is the process of its transport, such as ssh.
+    For an engine on another machine, that process belongs to its transport, such as ssh.
 
     Attributes:
         has_controller: True if ipyparallel's controller can reach the engines.
@@ -51,10 +51,14 @@ class Launcher(ABC):
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
     ) -> None:
-        """Start engines from a thread that stays until they are ready. Raises OSError if that is impossible."""
+        """Start engines. The calling thread must not end before they are ready.
+
+        Raises:
+            OSError: A process cannot be started.
+        """
 
     def releasing(self, pids: Sequence[int]) -> Callable[[], None] | None:
-        """Return a function that asks engines to end, or None if a signal does."""
+        """Return a function that requests the end of engines, or None if a signal to their processes suffices."""
         return None
 
     def host(self, engine: int) -> str:

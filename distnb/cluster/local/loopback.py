@@ -1,4 +1,4 @@
-"""The loopback interface, by which the replicas of one machine communicate if they share neither memory nor GPUs."""
+"""The loopback interface, which the replicas of one machine use if they share neither memory nor GPUs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from distnb.errors import StartError
 
 __all__ = ["require_loopback"]
 
-_NOWHERE = 9  # a port to which nothing is sent
+_UNUSED_PORT = 9  # no packet is sent to it
 
 
 def require_loopback() -> None:
     """Raise StartError if this machine, or its network namespace, has no loopback interface that is up."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return  # another interface is used
+        return  # the replicas use another interface
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, _NOWHERE))
+            probe.connect((address, _UNUSED_PORT))
             return
     raise StartError(
         "The loopback interface, by which replicas communicate, is down. Bring it up: `ip link set lo up`. "

@@ -1,8 +1,8 @@
 """Functions that make processes end with the notebook that started them, however it ends.
 
-Each process that we start watches the notebook's pidfd. The kernel makes it readable at the moment the notebook ends,
-also by SIGKILL, without polling and without a signal that could be lost. Then the whole process group is killed: it
-includes DataLoader workers and the user's subprocesses.
+Each process that we start watches the notebook's pidfd. The kernel makes it readable as soon as the notebook ends, also
+by SIGKILL, without polling and without a signal that could be lost. Then the process kills its whole process group,
+which includes DataLoader workers and the user's subprocesses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["adopt_orphans", "adopting_orphans", "die_with", "end_group", "is_end
 
 
 def die_with(pid: int) -> None:
-    """End this process and its whole process group, which it leads, when another process ends. Return at once."""
+    """Start a thread that ends this process and the process group that it leads when another process ends."""
 
     def wait() -> None:
         with suppress(ProcessLookupError):
@@ -48,7 +48,7 @@ def request_signal_at_parent_end(number: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Adopt the descendants of this process whose parents end, from now on: they become its children."""
+    """Make the descendants of this process its children when their parents end, from now on."""
     _prctl(_SET_ADOPTS, ctypes.c_ulong(1))
 
 
@@ -71,7 +71,7 @@ _EXITING = 0x4  # the kernel's PF_EXITING among a process's flags
 def is_ending(pid: int) -> bool:
     """Return whether a process has ended, or is about to end.
 
-    Its pidfd becomes readable later: from a SIGKILL on, the kernel takes tens of milliseconds to free the memory of a
+    The pidfd becomes readable later: after a SIGKILL, the kernel takes tens of milliseconds to free the memory of a
     large process. For example, an engine that was killed a moment ago already has SIGKILL among its pending signals.
     """
     try:
@@ -84,7 +84,7 @@ def is_ending(pid: int) -> bool:
 
 
 def end_group(leader: int) -> None:
-    """Kill a process group that we own, and whose leader was seen alive or is not reaped yet.
+    """Kill one of our process groups, whose leader is running or not reaped yet.
 
     Until the leader is reaped, no other group can have its number.
     """

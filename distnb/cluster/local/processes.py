@@ -1,4 +1,4 @@
-"""Our child processes and their private directory: how each has ended, and how to end them."""
+"""The child processes of this process, and their private directory: how they are started, watched and ended."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ASK_S = 2.0  # the time to end by itself, and the time to end after SIGTERM
 _KILL_S = 5.0
 
 Ended = Callable[[int, str, bool], None]
-"""A function called with (pid, status in words, whether we ended it) in the watcher's thread."""
+"""A function called with (pid, status in words, whether the end was requested) in the watcher's thread."""
 
 
 def describe_status(status: int | None) -> str:
@@ -53,20 +53,20 @@ def _wait_for(pid: int, descriptor: int, options: int) -> os.waitid_result | Non
 
 
 class Processes:
-    """The leaders of process groups that this process has started, and their directory. Neither outlives it.
+    """The leaders of process groups that this process has started, and their directory. Neither outlives this process.
 
-    One thread, the watcher, waits for the ends of all of them, and alone reaps them. When a leader has ended, its group
-    is killed before the leader is reaped. Until then no other process can have its number, so the forked DataLoader
-    workers of a dead engine are killed, and never anything else.
+    One thread, the watcher, waits for the ends of all leaders, and no other code reaps them. When a leader has ended,
+    the watcher kills its group before it reaps the leader. Until then no other process can have the leader's number. So
+    the watcher kills only the group's remaining processes, such as the DataLoader workers that an engine forked.
     """
 
     def __init__(self) -> None:
         self._guarded = RunDirectory()
         self.directory = self._guarded.path
         self.changed = threading.Condition()
-        """Notified by the watcher's thread, which holds it, each time a process ends. Hold it for a consistent view."""
+        """The condition that the watcher's thread notifies each time a process ends. Hold it for a consistent view."""
         self._statuses: dict[int, int | None] = {}
-        self._living: set[int] = set()
+        self._running: set[int] = set()
         self._expected: set[int] = set()
         self._owner = os.getpid()
         self.loop = asyncio.SelectorEventLoop()
@@ -75,7 +75,7 @@ class Processes:
         self._watcher.start()
 
     def start(self, command: Sequence[str], ended: Ended, **settings: Any) -> subprocess.Popen[bytes]:
-        """Start a process as the leader of a group. `settings` are further arguments for `subprocess.Popen`."""
+        """Start a process as the leader of a new group. `settings` are further arguments for `subprocess.Popen`."""
         with self.changed:  # so that its end is not handled before the caller knows the pid
             process = subprocess.Popen(command, start_new_session=True, **settings)
             try:
@@ -98,19 +98,21 @@ class Processes:
         # An earlier process may have had the same number: machines with many processes use each again within hours.
         self._statuses.pop(pid, None)
         self._expected.discard(pid)
-        self._living.add(pid)
-        self.loop.call_soon_threadsafe(self.loop.add_reader, descriptor, self._end_of, descriptor, pid, ended, process)
+        self._running.add(pid)
+        self.loop.call_soon_threadsafe(
+            self.loop.add_reader, descriptor, self._handle_end, descriptor, pid, ended, process
+        )
 
     # -- in the watcher's thread -------------------------------------------------------------------------------------
 
-    def _end_of(self, descriptor: int, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None) -> None:
+    def _handle_end(self, descriptor: int, pid: int, ended: Ended, process: subprocess.Popen[bytes] | None) -> None:
         self.loop.remove_reader(descriptor)
         with self.changed:
             try:
                 result = _wait_for(pid, descriptor, os.WEXITED | os.WNOWAIT)
             except ChildProcessError:
                 result = None
-            status = None  # other code reaped it, so its number may be another's now
+            status = None  # other code reaped it, so another process may have its number now
             if result is not None:
                 end_group(pid)
                 status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
@@ -119,14 +121,14 @@ class Processes:
             self._statuses[pid] = status
             expected = pid in self._expected
         self._guarded.forget(pid)
-        _logger.info("process %d %s%s", pid, describe_status(status), "" if expected else ", unasked")
+        _logger.info("process %d %s%s", pid, describe_status(status), "" if expected else ", unexpectedly")
         try:
             ended(pid, describe_status(status), expected)
         finally:
             with self.changed:  # last, so that after a wait for an end, `ended` has run
-                self._living.discard(pid)
+                self._running.discard(pid)
                 self.changed.notify_all()
-            # Until now no other process could have the pid, so those that `ended` notified could still send signals.
+            # Until now no other process could have the pid, so code that `ended` notified could still send signals.
             with suppress(ChildProcessError):
                 _wait_for(pid, descriptor, os.WEXITED)
             os.close(descriptor)
@@ -134,31 +136,31 @@ class Processes:
     # -- in any thread -----------------------------------------------------------------------------------------------
 
     def expect(self, pids: Iterable[int]) -> None:
-        """Mark the ends of these processes, from now on, as our own doing."""
+        """Mark the ends of these processes, from now on, as requested."""
         with self.changed:
             self._expected.update(pids)
 
-    def wants(self, pid: int) -> bool:
-        """Return whether a process lives, and should go on living."""
-        return pid in self._living and pid not in self._statuses and pid not in self._expected
+    def should_run(self, pid: int) -> bool:
+        """Return whether a process is running, and its end was not requested."""
+        return pid in self._running and pid not in self._statuses and pid not in self._expected
 
     def has_ended(self, pid: int) -> bool:
-        """Return whether a process is gone, and its `ended` has been called."""
-        return pid not in self._living
+        """Return whether a process has ended, and its `ended` has been called."""
+        return pid not in self._running
 
     def notice(self, pids: Iterable[int]) -> None:
-        """Wait until the ends of processes that are gone or about to be, say after a SIGKILL, have been handled."""
+        """Wait until the watcher has handled those processes that have ended or are ending, say after a SIGKILL."""
         with self.changed:
-            self._wait([pid for pid in pids if pid in self._living and is_ending(pid)], _KILL_S)
+            self._wait([pid for pid in pids if pid in self._running and is_ending(pid)], _KILL_S)
 
     def status(self, pid: int) -> int | None:
         """Return the exit status of a process that has ended."""
         return self._statuses.get(pid)
 
     def end(self, pids: Sequence[int], ask: Callable[[], None] | None = None, patience_s: float = _ASK_S) -> None:
-        """End processes and their groups: by `ask`, then SIGTERM, then SIGKILL. An interrupt leads to SIGKILL at once.
+        """End processes and their groups: call `ask`, then send SIGTERM, then SIGKILL.
 
-        `patience_s` is the time to wait after each of the first two.
+        Wait for `patience_s` after `ask`, and after SIGTERM. After an interrupt, send SIGKILL at once.
         """
         self.expect(pids)
         try:
@@ -171,11 +173,15 @@ class Processes:
             self.kill(pids)
 
     def kill(self, pids: Sequence[int]) -> None:
-        """End processes and their groups by SIGKILL. Raises ClusterError if that does not end one."""
+        """End processes and their groups by SIGKILL.
+
+        Raises:
+            ClusterError: A process did not end.
+        """
         self.expect(pids)
         self.signal(pids, signal.SIGKILL)
         self._wait(pids, _KILL_S)
-        stuck = self._living.intersection(pids)
+        stuck = self._running.intersection(pids)
         if stuck:
             raise ClusterError(
                 f"Process {min(stuck)} did not end, not even by SIGKILL: it hangs in the operating system (a driver, a "
@@ -187,7 +193,7 @@ class Processes:
         if os.getpid() != self._owner or self.loop.is_closed():
             return
         try:
-            self.kill([*self._living])
+            self.kill([*self._running])
         finally:
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._watcher.join()
@@ -195,10 +201,10 @@ class Processes:
             self._guarded.remove()
 
     def signal(self, pids: Iterable[int], number: signal.Signals) -> None:
-        """Send a signal to the living processes among these. SIGKILL goes to their groups, too."""
-        # The watcher reaps a process only after it is no longer `_living`, so until then no other one has its pid.
+        """Send a signal to the running processes among these. SIGKILL is sent to their groups, too."""
+        # The watcher reaps a process only after it is no longer `_running`, so until then no other one has its pid.
         with self.changed:
-            for pid in self._living.intersection(pids):
+            for pid in self._running.intersection(pids):
                 _logger.debug("%s to process %d", number.name, pid)
                 if number == signal.SIGKILL:
                     end_group(pid)
@@ -208,4 +214,4 @@ class Processes:
 
     def _wait(self, pids: Iterable[int], timeout_s: float) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: self._living.isdisjoint(pids), timeout_s)
+            self.changed.wait_for(lambda: self._running.isdisjoint(pids), timeout_s)

@@ -15,14 +15,14 @@ from distnb.errors import StartError
 
 __all__ = ["RunDirectory"]
 
-_PARENT_NBYTES = 55  # of a socket's path, which has at most 107; multiprocessing needs 35 below the directory
+_PARENT_NBYTES = 55  # a socket's path has at most 107 bytes, of which multiprocessing needs 35 below the directory
 
 
 class RunDirectory:
-    """A new directory (mode 0700), and its guardian: a process that ends this process's children with this process.
+    """A new directory (mode 0700), and its guardian: a process that ends this process's children after this process.
 
     The directory is made in XDG_RUNTIME_DIR, which is in memory, if that exists; otherwise in the directory for
-    temporary files, or in /tmp if that path is too long for a UNIX socket's.
+    temporary files, or in /tmp if the path of a UNIX socket in that directory would be too long.
 
     Raises:
         StartError: The directory could not be made.
@@ -31,7 +31,7 @@ class RunDirectory:
     def __init__(self) -> None:
         self.path = Path(_parent(), f"distnb-{secrets.token_hex(6)}")
         self._owner = os.getpid()
-        # The guardian comes first: it removes the directory whenever the owner is killed from here on.
+        # The guardian is started first, so that it removes the directory whenever the owner is killed.
         self._guardian = subprocess.Popen(
             [sys.executable, "-I", "-S", guardian.__file__, str(self._owner)],
             stdin=subprocess.PIPE,
@@ -52,7 +52,7 @@ class RunDirectory:
             ) from error
 
     def end_with_owner(self, leader: int) -> None:
-        """Let a process group end with this process."""
+        """Make the guardian end a process group when this process ends."""
         self._notify(b"+%d\n" % leader)
 
     def forget(self, leader: int) -> None:
@@ -61,7 +61,7 @@ class RunDirectory:
 
     def _notify(self, line: bytes) -> None:
         assert self._guardian.stdin is not None
-        with suppress(OSError, ValueError):  # the guardian was killed, or is no longer needed
+        with suppress(OSError, ValueError):  # the guardian was killed, or its input is closed
             self._guardian.stdin.write(line)
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""A script on several replicas of this machine, as started by `distnb run`."""
+"""A script on several replicas of this machine, which `distnb run` starts."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ __all__ = ["run_script"]
 
 _logger = logging.getLogger("distnb.cluster.script")
 
-_LAST_WORDS_S = 3.0  # the time to end by itself after a replica reported an error
+_EXIT_S = 3.0  # the time in which a replica that has reported an error may exit by itself
 _REPLICA = (*PYTHON_MODULE, "distnb.cluster.local.script_replica")
 
 
 def run_script(command: Sequence[str], devices: Sequence[Device], placement: WorkerPlacement | None = None) -> int:
-    """Run a script once per device, as replicas of one another, and wait for the end of all.
+    """Run one replica of a script per device, and wait until all of them have ended.
 
-    If this machine is one worker of a cluster, its replicas are a part of the cluster's. The chief's launcher serves
-    the store on the chief's address.
+    If this machine is one worker of a cluster, its replicas belong to a larger group. Then the launcher on the chief's
+    machine serves the rendezvous store at the chief's address.
 
-    The replicas' lines are printed as they come, marked with the replica. When one fails, the others are ended, and its
-    traceback is shown last.
+    The replicas' lines are printed as they arrive, marked with the replica's number. When a replica fails, the others
+    are ended, and the traceback of the failed replica is printed last.
 
     Args:
         command: `SCRIPT ARGUMENT…` or `-m MODULE ARGUMENT…`.
@@ -88,9 +88,12 @@ def _store_and_seat(placement: WorkerPlacement | None, directory: Path) -> tuple
     host, port = split_address(placement.chief.address)
     served = RendezvousStore(port, address) if placement.index == 0 else None
     network = network_environment(interface)
-    where = address if served else host
     return served, Seat(
-        store_host=where, store_port=port, worker=placement.index, workers=len(placement.workers), network=network
+        store_host=address if served else host,
+        store_port=port,
+        worker=placement.index,
+        workers=len(placement.workers),
+        network=network,
     )
 
 
@@ -123,7 +126,7 @@ class _ScriptRun:
         except BaseException:
             self._processes.close()
             raise
-        self._reports, self._report_to = os.pipe()  # a pipe for the ranks that have failed
+        self._reports, self._report_to = os.pipe()  # a pipe by which failed replicas report their ranks
         loop = self._processes.loop
         loop.call_soon_threadsafe(loop.add_reader, self._reports, self._receive_reports)
 
@@ -154,9 +157,9 @@ class _ScriptRun:
                 with self._print_lock:
                     target.write(mark + line)
                     target.flush()
-        except BrokenPipeError:  # the reader of our output has gone
-            with self._print_lock, open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), target.fileno())  # for the rest that Python flushes at its end
+        except BrokenPipeError:  # the reader of our output has ended
+            with self._print_lock, open(os.devnull, "wb") as devnull:
+                os.dup2(devnull.fileno(), target.fileno())  # for the rest that Python flushes at exit
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGPIPE)
@@ -183,14 +186,14 @@ class _ScriptRun:
     # -- in the main thread -----------------------------------------------------------------------------------------
 
     def wait(self) -> int:
-        """Wait until all replicas have ended well, or one has failed. Return the exit code."""
+        """Wait until all replicas have succeeded, or one has failed. Return the exit code."""
         processes = self._processes
         with processes.changed:
             processes.changed.wait_for(lambda: self._failed or all(map(processes.has_ended, self._pids)))
             if not self._failed:
                 return 0
             reported = [self._pids[rank] for rank in self._failed]
-            processes.changed.wait_for(lambda: any(map(processes.has_ended, reported)), _LAST_WORDS_S)
+            processes.changed.wait_for(lambda: any(map(processes.has_ended, reported)), _EXIT_S)
         self.end_all()
         return self._explain(*self._first_failure())
 
@@ -221,7 +224,7 @@ class _ScriptRun:
         return code
 
     def end_all(self, *, interrupt: bool = False) -> None:
-        """End the living replicas; by an interrupt first, if the user interrupted the script."""
+        """End the running replicas. If the user interrupted the script, send them SIGINT first."""
         self._processes.end(self._pids, self._interrupt if interrupt else None)
         for printer in self._printers:
             printer.join(timeout=1.0)
@@ -241,7 +244,7 @@ class _ScriptRun:
 
 
 def _lines(pipe: IO[bytes]) -> Iterator[str]:
-    """Yield text lines of a pipe as they come. A carriage return ends a line, too, so that progress bars move."""
+    """Yield text lines of a pipe as they arrive. A carriage return ends a line, too, so that progress bars move."""
     rest = b""
     while data := os.read(pipe.fileno(), 65536):
         *lines, rest = re.split(rb"(?<=\n)|(?<=\r)(?!\n)", rest + data)

@@ -22,12 +22,12 @@ _OURS = (__file__, "<frozen runpy>", runpy.__file__)
 
 
 def error_path(directory: Path, rank: int) -> Path:
-    """Return the file in which a failed replica leaves its traceback, with the time, for the launcher."""
+    """Return the file to which a failed replica writes its traceback and the time of the failure."""
     return directory / f"error-{rank}.json"
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script as Python would, until it ends or the launcher is gone."""
+    """Run the script as Python would, until the script or the launcher ends."""
     launcher, directory, rank, reports, *command = arguments
     os.set_inheritable(int(reports), False)
     die_with(int(launcher))
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
         sys.stdout.flush()
         print(text, end="", file=sys.stderr, flush=True)
         os.write(int(reports), f"{rank}\n".encode())
-        sys.last_value = error  # as by the interpreter, so that exit handlers can see the failure
+        sys.last_value = error  # as the interpreter does, so that exit handlers can see the failure
         raise SystemExit(1) from None
 
 
@@ -64,7 +64,7 @@ def run(command: list[str]) -> None:
 
 
 def _from_script(frames: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the script's own first frame on, or all of it if the script never began."""
+    """Return the traceback from the script's first frame on, or the whole traceback if the script never began."""
     first = frames
     while first is not None and first.tb_frame.f_code.co_filename in _OURS:
         first = first.tb_next

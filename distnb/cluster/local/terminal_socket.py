@@ -1,7 +1,7 @@
-"""The socket for a second terminal: `distnb stacks` in a shell shows what replicas do, even while the notebook is busy.
+"""The socket for a second terminal. With it, `distnb stacks` shows the replicas' stacks while the notebook is busy.
 
-A cluster's private directory contains a UNIX socket, which a thread of the notebook's process serves. A question is one
-word, and its answer a text. Each end checks that the other belongs to the same user.
+A cluster's private directory contains a UNIX socket, which a thread of the notebook's process serves. A request is one
+word, and its answer is text. Each end checks that the other belongs to the same user.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _NAME: Final = "terminal.sock"
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _MOST_NBYTES: Final = 64
 _PATIENCE_S: Final = 5.0
-_PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
-_AGAIN_S: Final = 0.2
+_TRANSIENT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+_RETRY_S: Final = 0.2
 
 
 class TerminalSocket:
@@ -34,7 +34,7 @@ class TerminalSocket:
 
     Args:
         directory: The private directory of the cluster.
-        answers: The function that returns the answer, by question. It is called on the socket's own thread.
+        answers: The functions that return the answers, by request. They are called on the socket's thread.
     """
 
     def __init__(self, directory: Path, answers: Mapping[str, Callable[[], str]]) -> None:
@@ -51,9 +51,9 @@ class TerminalSocket:
             try:
                 connected, _ = self._listener.accept()
             except OSError as error:
-                if error.errno not in _PASSING:  # the listener was closed
+                if error.errno not in _TRANSIENT:  # the listener was closed
                     return
-                time.sleep(_AGAIN_S)
+                time.sleep(_RETRY_S)
                 continue
             with connected:
                 try:
@@ -79,7 +79,7 @@ class TerminalSocket:
 
 
 def places() -> list[str]:
-    """Return the directories in which clusters create private directories, for this process's environment."""
+    """Return the directories in which clusters with this process's environment create their private directories."""
     return list(dict.fromkeys(filter(None, [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"])))
 
 
@@ -99,7 +99,7 @@ def _is_private(directory: Path) -> bool:
 
 
 def ask(path: Path, word: str) -> str | None:
-    """Return the answer of the cluster with this socket, or None if it has ended.
+    """Send a request to the cluster with this socket. Return its answer, or None if the cluster has ended.
 
     Raises:
         TimeoutError: The process does not answer, because native code holds Python's interpreter lock.
