@@ -1,13 +1,14 @@
-"""Engines on other machines, over any `Transport`.
+"""The launcher of engines on other machines, over any `Transport`.
 
 ipyparallel starts an engine in the background of the other machine and polls whether it still runs. Here, a process of
-this machine, such as ssh, stays connected with the engine's node agent:
+this machine, such as ssh, stays connected to the engine's node agent:
 
     notebook ── stdin/stdout ──▶ ssh ── network ──▶ node agent ──▶ engine
                                  (here)             (there)
 
-To the cluster, that process is the engine. Writing to its standard input releases the engine, and its end is known at
-once. Secrets travel over it, too, and are never in an argument or a variable on any machine.
+For the cluster, that local process represents the engine. The launcher releases the engine by a line on the process's
+standard input, and detects the process's end at once. Secrets are also sent on standard input. They are never in an
+argument or a variable on any machine.
 """
 
 from __future__ import annotations
@@ -59,31 +60,32 @@ class Transport(ABC):
     def command(self, host: str, task: str) -> list[str]:
         """Return the command that runs a node agent on a machine.
 
-        The agent does a task ("serve" or "probe") with its standard input and output connected. No argument is secret.
+        The agent performs a task ("serve" or "probe"). Its standard input and output are those of the command. No
+        argument is secret.
         """
 
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
-        """Return the environment of the commands. `directory` is a place for their files."""
+        """Return the environment of the commands. `directory` is a directory for their files."""
         return os.environ
 
     patience_s = 90.0
-    """The time in which a machine must answer the first question."""
+    """The time within which a machine must answer a probe."""
 
     def machine(self, host: str) -> str:
-        """Return a name that is equal for all hosts that are one machine."""
+        """Return the name of a host's machine. Several hosts may be on the same machine."""
         return host
 
     @abstractmethod
     def network_name(self, host: str) -> str:
-        """Return the name or address by which the network knows a machine."""
+        """Return the name or address of a machine on the network."""
 
     def cause(self, output: str) -> str:
-        """Return why an engine ended, if the end of its command's output says so, or ""."""
+        """Return the cause of an engine's end from the last output of its command; "" if the output has none."""
         return ""
 
     @abstractmethod
     def unreached(self, host: str, status: int) -> str:
-        """Return the error for a machine where no node agent answered, by the command's exit status."""
+        """Return the error for a machine where no node agent answered. `status` is the command's exit status."""
 
 
 class Hosts(Launcher):
@@ -91,7 +93,7 @@ class Hosts(Launcher):
 
     Args:
         hosts: The machine of each engine, by the transport's names.
-        address: The address at which the notebook listens for them.
+        address: The address at which the notebook listens for the engines.
     """
 
     has_controller = False
@@ -99,11 +101,11 @@ class Hosts(Launcher):
 
     def __init__(self, hosts: Sequence[str], connection: Connection, address: str, transport: Transport) -> None:
         self._hosts = tuple(hosts)
-        # The notebook's pid is meaningless there, and ipyparallel's controller is reachable only on this machine.
+        # The notebook's pid is meaningless on other machines, and they cannot reach ipyparallel's controller.
         self._connection = dataclasses.replace(connection, notebook_pid=0, controller=False)
         self._address = address
         self._transport = transport
-        self._lines: dict[int, _Line] = {}  # by the pid of the local process that is connected with a node agent
+        self._links: dict[int, _AgentLink] = {}  # by the pid of the local process that is connected to a node agent
 
     def launch(
         self, orders: Sequence[EngineOrder], processes: Processes, launched: Launched, ended: EngineEnded
@@ -127,13 +129,13 @@ class Hosts(Launcher):
             variables=forwarded_environment(),
         )
 
-        def line_ended(pid: int, words: str, expected: bool) -> None:
-            words = self._lines.pop(pid).close(words)
+        def link_ended(pid: int, words: str, expected: bool) -> None:
+            words = self._links.pop(pid).close(words)
             try:
                 cause = self._transport.cause(order.log.read_text(errors="replace")[-_OUTPUT_CHARS:])
             except OSError:
                 cause = ""
-            # A cause that the transport knows (scancel, a time limit) explains a silence, so it takes precedence.
+            # If the transport reports a cause (scancel, a time limit), that explains the silence.
             how = f"(on {host}) {words or 'was ended'}"
             if not words and not cause:
                 how = f"was lost: its machine {host} cannot be reached"
@@ -143,24 +145,24 @@ class Hosts(Launcher):
         with processes.changed, open(order.log, "ab") as log:
             process = processes.start(
                 self._transport.command(host, "serve"),
-                line_ended,
+                link_ended,
                 env={**self._transport.environment(processes.directory), **import_environment()},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 bufsize=0,
             )
-            line = self._lines[process.pid] = _Line(process, processes.loop)
-        _logger.info("node agent of engine %d on %s is behind process %d", order.engine, host, process.pid)
-        line.send(assignment.encode())
+            link = self._links[process.pid] = _AgentLink(process, processes.loop)
+        _logger.info("node agent of engine %d on %s is connected to process %d", order.engine, host, process.pid)
+        link.send(assignment.encode())
         return process.pid
 
     def releasing(self, pids: Sequence[int]) -> Callable[[], None] | None:
         """Return a function that asks the node agents to end their engines."""
 
         def release() -> None:
-            for line in [self._lines[pid] for pid in pids if pid in self._lines]:
-                line.send(b"end\n")
+            for link in [self._links[pid] for pid in pids if pid in self._links]:
+                link.send(b"end\n")
 
         return release
 
@@ -169,11 +171,12 @@ class Hosts(Launcher):
         return self._hosts[engine]
 
 
-class _Line:
-    """The connection with a node agent, through a process of this machine such as ssh.
+class _AgentLink:
+    """The connection to a node agent, through a process of this machine such as ssh.
 
-    The node agent sends a heartbeat each second, and finally its exit status. The process alone would not do: srun and
-    mpiexec notice late, or never, that the other machine is gone, and each reports an exit status in its own way.
+    The node agent sends a heartbeat each second, and finally its exit status. The end of the local process would not
+    suffice: srun and mpiexec detect the loss of the other machine late or never, and each reports an exit status in its
+    own way.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
@@ -194,7 +197,7 @@ class _Line:
     # -- in the watcher's thread -------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        if not self._stdout.closed:  # it may have ended already
+        if not self._stdout.closed:  # the process may have ended already
             self._loop.add_reader(self._stdout, self._receive)
 
     def _receive(self) -> bool:
@@ -218,15 +221,15 @@ class _Line:
         return True
 
     def _give_up(self) -> None:
-        _logger.warning("process %d brought no beat for %g s", self._process.pid, LOST_AFTER_S)
+        _logger.warning("no heartbeat arrived through process %d for %g s", self._process.pid, LOST_AFTER_S)
         if self._status is None:
             self._status = LOST
-        _end_with_all_below(self._process)
+        _kill_tree(self._process)
 
     def close(self, words: str) -> str:
-        """Close the connection after its process has ended, and return how the node agent ended; "" if it was lost.
+        """Close the connection after its local process has ended. Return the node agent's status; "" if it was lost.
 
-        `words` say how the process of this machine ended.
+        Both `words`, the status of the local process, and the returned status are in words.
         """
         while self._receive():  # the last lines
             pass
@@ -239,7 +242,7 @@ class _Line:
         if status is None and self._process.returncode < 0:
             return words  # the local process was killed
         if status is None:
-            # A manager such as Slurm ends a node agent by a signal (scancel). Then the machine itself is still there.
+            # A manager such as Slurm ends a node agent by a signal (scancel). Then the machine is still reachable.
             status = self._process.returncode if has_beaten else LOST
             status = status if KILLED < status < KILLED + signal.NSIG else LOST
         if status == LOST:
@@ -247,12 +250,15 @@ class _Line:
         return describe_status(KILLED - status if KILLED < status < KILLED + signal.NSIG else status)
 
 
-def _end_with_all_below(process: subprocess.Popen[Any]) -> None:
-    """Kill a process that is not reaped yet, with its descendants in other groups: mpiexec puts its ssh in one."""
+def _kill_tree(process: subprocess.Popen[Any]) -> None:
+    """Kill a process that is not reaped yet, and all of its descendants.
+
+    Some descendants are in other process groups: mpiexec starts its ssh in a separate one.
+    """
     with suppress(psutil.Error):
-        for below in psutil.Process(process.pid).children(recursive=True):
+        for descendant in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.Error):
-                below.kill()
+                descendant.kill()
     end_group(process.pid)
 
 
@@ -262,10 +268,10 @@ def _end_with_all_below(process: subprocess.Popen[Any]) -> None:
 def probe(
     hosts: Sequence[str], transport: Transport, on_progress: Callable[[str], None] = lambda text: None
 ) -> dict[str, tuple[int, Capacity]]:
-    """Ask all machines at once for their numbers of GPUs and their capacities.
+    """Query the number of GPUs and the capacity of all machines at the same time.
 
     Raises:
-        StartError: Some machines did not answer; the text names each.
+        StartError: Some machines did not answer. The message names each of them.
     """
     asked: dict[str, subprocess.Popen[str]] = {}
     try:
@@ -281,7 +287,9 @@ def probe(
                     start_new_session=True,
                 )
             except OSError as error:
-                raise StartError(f"{transport.unreached(host, LOST)} It cannot be started: {error}.") from error
+                raise StartError(
+                    f"{transport.unreached(host, LOST)} The command cannot be started: {error}."
+                ) from error
         deadline = time.monotonic() + transport.patience_s
         found: dict[str, tuple[int, Capacity]] = {}
         failures: list[str] = []
@@ -302,7 +310,7 @@ def probe(
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=_ENDING_S)
                 continue
-            _end_with_all_below(process)
+            _kill_tree(process)
             process.communicate()
 
 
@@ -313,7 +321,7 @@ def _answer(host: str, process: subprocess.Popen[str], deadline: float, transpor
         raise StartError(
             f"{host} did not answer within {transport.patience_s:.0f} s. Is it up, and reachable from here?"
         ) from None
-    # The answer may be between lines that the shell there prints at its start.
+    # The answer may be between lines that the remote shell prints at its start.
     found = next((line for line in out.splitlines() if line.startswith("{")), None)
     if found is not None:
         return _checked(host, json.loads(found))

@@ -1,4 +1,4 @@
-"""The server of a worker machine, which runs node agents for notebooks that know its secret."""
+"""The server of a worker machine, which runs node agents for notebooks that have its secret."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ _CHUNK = 1 << 16
 class Server:
     """A task of a cluster that waits for its coordinator: a notebook that calls `distnb.start(cluster_resolver=…)`.
 
-    It listens only on the address that the cluster gives its task, and serves in a thread. The engines that the
-    coordinator requests are processes. So all servers of a cluster may be objects in the coordinator's own process. The
-    servers and their engines end with the process that made them.
+    A server listens only on its task's address in the cluster, and serves requests in a thread. Each engine that the
+    coordinator requests is a separate process. So one process, even the coordinator's own, can contain all servers of a
+    cluster. Servers and their engines end with the process that created the servers.
 
-    Clients prove that they know the secret file, and messages are encrypted. Any process that knows the secret can run
-    code as this user. If every address of the cluster is a loopback one, no file need be named: servers and coordinator
-    then share a file of the user's own, `~/.cache/distnb/loopback-secret`, which is created when it is first needed.
+    Clients authenticate with a secret file, and all messages are encrypted. Any process that has the secret can run
+    code as this user. If all addresses of the cluster are loopback addresses, you need not name a file: servers and
+    coordinator then share `~/.cache/distnb/loopback-secret`, which is created when it is first needed.
 
     Args:
         cluster_spec: The cluster, in any form that `ClusterSpec` accepts.
         job_name: The job of this task.
         task_index: The index of this task in the job.
-        protocol: "distnb", or None for the same: there is no other.
-        start: Listen and serve at once. If False, `start()` does so.
-        secret: The secret file (mode 0600). None for the one in DISTNB_SECRET_FILE, or for the user's own.
+        protocol: "distnb", the only protocol; None means the same.
+        start: Listen and serve at once. If False, call `start()` later.
+        secret: The secret file (mode 0600). None for the file in DISTNB_SECRET_FILE or, on loopback, the user's own.
 
     Raises:
         OptionError: The task does not exist or has no engine, or the protocol is unknown.
@@ -91,7 +91,8 @@ class Server:
         if PS in spec.jobs and job_name in ("chief", "evaluator"):
             raise OptionError(
                 f"{self._who} of a cluster with parameter servers has no engine, so it needs no server. Run its "
-                "program there: the chief's makes a ParameterServerStrategy, or calls distnb.start(cluster_resolver=…)."
+                "program there. The chief's program creates a ParameterServerStrategy, or calls "
+                "distnb.start(cluster_resolver=…)."
             )
         addresses = [spec.task_address(job, index) for job in spec.jobs for index in spec.task_indices(job)]
         keys = read_secret(secret_path(secret, addresses))
@@ -145,7 +146,7 @@ class Server:
 
     @property
     def target(self) -> str:
-        """The protocol and the address, as from a resolver's `master`."""
+        """The protocol and the address, in the form of a resolver's `master()`."""
         return f"{_PROTOCOL}://{self.address}"
 
     def join(self) -> None:
@@ -206,7 +207,7 @@ class Server:
                 self._send(client, STATUS, b"%d" % agent.returncode)
                 self._forget(client)
             elif not self._send(client, ALIVE):
-                _release(agent)  # the client is gone, so no process wants it any more
+                _release(agent)  # its client has ended
 
     def _handle(self, client: bytes, kind: bytes, *rest: bytes) -> None:
         agent = self._agents.get(client)
@@ -266,7 +267,7 @@ class Server:
             except subprocess.TimeoutExpired:
                 agent.kill()  # the agent's guardian ends the engine
                 agent.wait()
-            self._send(client, STATUS, b"%d" % LOST)  # the status that ssh would give
+            self._send(client, STATUS, b"%d" % LOST)  # the status that ssh would return
             self._forget(client)
         self._socket.close()
         self._authenticator.stop()
@@ -282,8 +283,8 @@ def _release(agent: subprocess.Popen[bytes]) -> None:
 
 def _own_url(address: str) -> str:
     """Return the numeric URL to listen on for an address of the cluster. For port 0, the system chooses one."""
-    anywhere = address.endswith(":0")
-    host, port = split_address(f"{address}1" if anywhere else address)
+    any_port = address.endswith(":0")
+    host, port = split_address(f"{address}1" if any_port else address)
     try:
         number = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -291,7 +292,7 @@ def _own_url(address: str) -> str:
             f"The address {address} is unknown on this machine: {error}. Correct it in the cluster, or in /etc/hosts."
         ) from error
     interface_of(number)
-    return f"tcp://{f'[{number}]' if ':' in number else number}:{'*' if anywhere else port}"
+    return f"tcp://{f'[{number}]' if ':' in number else number}:{'*' if any_port else port}"
 
 
 def serve_until_signal(server: Server) -> None:

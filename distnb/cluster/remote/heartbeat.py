@@ -1,8 +1,9 @@
-"""The connection by which a machine with engines notices the loss of the notebook's machine.
+"""The connection by which a machine with engines detects the loss of the notebook's machine.
 
-It belongs to a process that never computes. Its other end is the notebook's control channel, so it is authenticated and
-encrypted. No message is sent on it: the kernels' keep-alive probes find out when the other machine can no longer be
-reached. No program has to answer them, so neither a busy notebook nor a suspended one is mistaken for a lost one.
+The connection belongs to a process that never computes. Its other end is the notebook's control channel, so it is
+authenticated and encrypted. No messages are sent on it. The kernel's keep-alive probes detect that the other machine
+can no longer be reached. The other machine's kernel answers them, so a busy or suspended notebook is not mistaken for a
+lost one.
 """
 
 from __future__ import annotations

@@ -47,20 +47,20 @@ _SERVERS_DEVICE = Device("cpu")
 
 @dataclass(frozen=True)
 class HostOptions:
-    """The machines for engines, and how they are reached.
+    """The machines for engines, and the options for reaching them.
 
     Attributes:
         hosts: The machines, by the launcher's names, each once; for "server", their addresses.
         per_host: The number of engines on each machine. None for one per GPU, or two on the CPU.
-        interface: The interface or address of this machine at which it listens for engines. None for the one that leads
-            to them.
+        interface: The interface or address of this machine at which it listens for engines. None for the interface that
+            leads to the machines.
         arguments: Further arguments for the launcher's command.
         launcher: "ssh", "slurm", "mpi" or "server".
         secret: The secret file, if the machines run servers.
-        without_gpus: The number of engines on each machine without GPUs, in place of two.
-        tasks: The machine of each worker and server, in engine order, in a cluster with parameter servers. These tasks
-            have all of its engines.
-        replicas: The number of engines of each of these workers.
+        without_gpus: The number of engines on a machine without GPUs, by host; 2 for any other host.
+        tasks: In a cluster with parameter servers, the machine of each worker and server, in engine order. Every engine
+            belongs to one of these tasks.
+        replicas: The number of engines of each worker.
     """
 
     hosts: tuple[str, ...]
@@ -189,7 +189,7 @@ def _read_names(hosts: str | Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise OptionError("hosts is empty. Name at least one machine, or leave it out to start engines on this one.")
     for name in names:
-        # To ssh, a name that begins with a dash is an option. To srun and mpiexec, a comma separates two names.
+        # For ssh, a name that begins with a dash is an option. For srun and mpiexec, a comma separates two names.
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise OptionError(
                 f"{name!r} is not the name of a machine. Give one that the launcher accepts: 'gpu1', for ssh 'me@gpu1'."
@@ -228,14 +228,14 @@ def _with_tasks(machines: HostOptions, tasks: Sequence[Task]) -> HostOptions:
             f"{len(set(tasks))} workers and servers were asked for, but the cluster_resolver names them already: "
             f"{', '.join(map(str, machines.tasks))}. Leave out one of the two."
         )
-    dealt = {task: machines.hosts[task.index % len(machines.hosts)] for task in tasks}
-    return replace(machines, tasks=dealt, replicas=tasks.count(tasks[0]))
+    assigned = {task: machines.hosts[task.index % len(machines.hosts)] for task in tasks}
+    return replace(machines, tasks=assigned, replicas=tasks.count(tasks[0]))
 
 
 def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
     """Return the addresses of a cluster's workers and parameter servers.
 
-    Without parameter servers, return those of its chief and workers except for this process.
+    Without parameter servers, return the addresses of the chief and the workers, except for this process.
     """
     if tasks := server_cluster_tasks(resolver):
         if resolver.task_type in (WORKER, PS):
@@ -264,12 +264,13 @@ def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
 
 
 def _machines_of(resolver: ClusterResolver) -> HostOptions:
-    """Return the machines of a cluster's chief and workers, without ports; without GPUs, one engine for each task.
+    """Return the machines of a cluster's chief and workers, without ports.
 
-    With parameter servers, return the machines of its workers and servers.
+    A machine without GPUs gets one engine for each of its tasks. With parameter servers, return the machines of the
+    workers and servers.
     """
-    if tasks_there := server_cluster_tasks(resolver):
-        placed = {task: host_of(address) for task, address in tasks_there.items()}
+    if addresses := server_cluster_tasks(resolver):
+        placed = {task: host_of(address) for task, address in addresses.items()}
         machines = tuple(dict.fromkeys(placed.values()))
         return HostOptions(hosts=machines, tasks=placed, replicas=_replicas_per_worker(resolver, placed))
     by_host: dict[str, list[Worker]] = {}
@@ -280,7 +281,7 @@ def _machines_of(resolver: ClusterResolver) -> HostOptions:
 
 
 def are_workers(machines: Sequence[str], resolver: ClusterResolver) -> bool:
-    """Return whether machines, by a launcher's names, are those of a cluster's workers.
+    """Return whether machines, by a launcher's names, are the machines of a cluster's workers.
 
     The machine of this process may be missing.
     """
@@ -344,7 +345,7 @@ class HostPlan:
         hosts: The machine of each engine; empty for this machine.
         transport: The transport to these machines.
         notices: The notices for the user before the start.
-        tasks: The role of each engine; empty if all are alike.
+        tasks: The task of each engine; empty if all engines are alike.
     """
 
     devices: tuple[Device, ...]
@@ -364,9 +365,9 @@ class HostPlan:
 def make_plan(
     options: StartOptions, machines: HostOptions | None, on_progress: Callable[[str], None] = lambda text: None
 ) -> HostPlan:
-    """Return the plan of a cluster on this machine, or on other machines, which are asked for their devices.
+    """Return the plan of a cluster on this machine, or on other machines after querying their devices.
 
-    Workers get devices like engines without tasks; a server computes on the CPU.
+    Workers get devices like engines without tasks. A server computes on the CPU.
     """
     devices, oversubscribe, tasks = options.devices, options.oversubscribe, options.tasks
     if machines is None:
@@ -386,7 +387,7 @@ def make_plan(
     for host, (gpus, capacity) in found.items():
         count = machines.per_host
         if not isinstance(count, int):
-            # If devices are named, a resolver's number of GPUs does not count.
+            # If devices are named, a resolver's number of GPUs is ignored.
             known = (count or {}).get(host) or (None if gpus else machines.without_gpus.get(host))
             count = known if devices is None else None
         try:

@@ -1,8 +1,7 @@
 """The transport by mpiexec, of Open MPI, MPICH and related implementations.
 
-No MPI messages are involved. mpiexec knows how to reach other machines, also inside a cluster manager's allocation, and
-is used only for that. Each engine has its own mpiexec, which ends with it: a single mpiexec would end all engines with
-the first.
+distnb sends no MPI messages. It uses mpiexec only to reach other machines, also inside a cluster manager's allocation.
+Each engine has its own mpiexec, because a single one would end all engines as soon as the first engine ends.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class MPI(Transport):
         self._arguments = tuple(arguments)
 
     def command(self, host: str, task: str) -> list[str]:
-        """Return an mpiexec that stays connected, with options that all implementations understand."""
+        """Return the command of an mpiexec that stays connected, with options that all implementations accept."""
         # By default, Open MPI binds a single process to a single core.
         mpiexec = ["mpiexec", "-n", "1", "--bind-to", "none", *self._arguments, "--host", host]
         return [*mpiexec, *NODE_AGENT, task]
@@ -35,20 +34,20 @@ class MPI(Transport):
     def environment(self, directory: Path | None = None) -> Mapping[str, str]:
         """Return an environment with a directory for Open MPI's session files in the cluster's directory.
 
-        Open MPI leaves these files behind when it is killed; there, they are removed with the cluster. Each mpiexec has
-        a folder of its own: if two start at once in the same one, the second may fail to create it.
+        Open MPI leaves these files behind when it is killed. In the cluster's directory, they are removed with it. Each
+        mpiexec has its own folder: if two start in the same folder at once, the second may fail to create it.
         """
         if directory is None:
             return os.environ
         return {**os.environ, _SESSIONS: tempfile.mkdtemp(prefix="mpi", dir=directory)}
 
     def network_name(self, host: str) -> str:
-        """Return the same name: mpiexec resolves names like any program."""
+        """Return the same name, because mpiexec resolves names like any other program."""
         return host
 
     def unreached(self, host: str, status: int) -> str:
-        """Return the requirements of mpiexec, for the error."""
+        """Return the error, with the requirements of mpiexec."""
         return (
-            f"mpiexec cannot start a process on {host}. It needs a way there (ssh without a password, or an allocation "
-            f"that it knows), and the same Python environment at the same path ({sys.executable})."
+            f"mpiexec cannot start a process on {host}. It needs access to that machine (ssh without a password, or an "
+            f"allocation with it), and the same Python environment at the same path ({sys.executable})."
         )

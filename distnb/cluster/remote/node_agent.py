@@ -1,15 +1,15 @@
-"""`python -m distnb.cluster.remote.node_agent`: started on another machine, by ssh for example, for each engine there.
+"""`python -m distnb.cluster.remote.node_agent`: the node agent, started on another machine for each engine there.
 
 The node agent represents the notebook on its machine. It makes the run directory, writes the secret connection file,
 starts the engine, and ends it when the notebook releases it or can no longer be reached. It never computes, so an
-engine cannot keep it from noticing. Two connections tie it to the notebook: its standard input, which stays open while
-the notebook wants the engine, and a connection to the notebook's control channel, whose other end the kernel probes. A
-notebook that is merely suspended still confirms probes.
+engine cannot delay it. It has two connections to the notebook: its standard input, which stays open as long as the
+notebook needs the engine, and a connection to the notebook's control channel, which the kernel checks with keep-alive
+probes. For a suspended notebook, the notebook's kernel still answers the probes.
 
     probe   print, as a line of JSON, the version, GPUs and capacity of this machine
     serve   read an `Assignment` from standard input, run its engine, and end with the engine's exit status. With a
-            process id as second argument, end when that process ends, too. A server passes its own: processes that it
-            forked would keep the pipe open after its end.
+            process id as second argument, end when that process ends, too. A server passes its own process id, because
+            processes that it forked would keep the pipe open after its end.
 
 Standard output carries a heartbeat each second and finally the exit status:
 
@@ -77,13 +77,13 @@ _FAILED = 1
 
 @dataclass(frozen=True)
 class Assignment:
-    """The order that a node agent receives: which engine to run, and how.
+    """The engine that a node agent runs, and its settings.
 
     Attributes:
-        connection: The information by which the engine reaches the notebook. Its `notebook_pid` is meaningless there.
+        connection: The information that the engine needs to reach the notebook. Its `notebook_pid` is not valid here.
         notebook: The notebook's address.
-        device: The engine's device on that machine.
-        engines: The number of engines that share that machine.
+        device: The engine's device on the node agent's machine.
+        engines: The number of engines that share this machine.
         agent: The module whose `install` makes an engine of a process.
         hash_seed: The seed of string hashes, the same on every machine.
         variables: Environment variables of the notebook that the engine gets, too.
@@ -110,7 +110,7 @@ class Assignment:
 
 
 class _NodeAgent:
-    """The keeper of one engine."""
+    """The supervisor of one engine."""
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment = assignment
@@ -122,14 +122,14 @@ class _NodeAgent:
         Args:
             why: The reason to log, or "" for none.
             status: The node agent's exit status.
-            requested: True if the notebook requested it, so that the engine may first end by itself. Otherwise it is
-                killed, as it would be on the machine of a notebook that ended: if it ended by itself, its part of a
-                program would count as finished.
+            requested: True if the notebook requested the end, so that the engine may first end by itself. Otherwise the
+                engine is killed, like an engine on the notebook's own machine after the notebook's end. If it ended by
+                itself, its part of a program would count as finished.
         """
         self._reasons.put((why, status, requested))
 
-    def keep(self) -> int:
-        """Start the engine, wait for a reason to end, and clean up. Return the exit status."""
+    def run(self) -> int:
+        """Start the engine, wait for a reason to end it, and clean up. Return the exit status."""
         assignment = self._assignment
         interface = interface_of(address_towards(assignment.notebook))
         with heartbeat(assignment.connection, partial(self.release, status=_FAILED)):
@@ -137,7 +137,7 @@ class _NodeAgent:
             try:
                 open_log(processes.directory, f"node-agent-{assignment.engine}")
                 dataclasses.replace(assignment.connection, notebook_pid=os.getpid()).write(processes.directory)
-                # A pipe, not our own standard error: ssh would wait for every user process that inherited it.
+                # The output goes to a pipe: ssh would wait for each user process that inherited our standard error.
                 engine = processes.start(
                     [*PYTHON_MODULE, "distnb.engine"],
                     lambda pid, words, expected: self.release(status=_status_of(processes, pid)),
@@ -155,11 +155,9 @@ class _NodeAgent:
                 )
                 threading.Thread(target=_forward, args=(engine.stdout,), name="distnb-log", daemon=True).start()
                 why, status, requested = self._reasons.get()
-                _logger.info(
-                    "the engine is to end, status %d%s: %s", status, ", as requested" if requested else "", why
-                )
+                _logger.info("ending the engine, status %d%s: %s", status, ", as requested" if requested else "", why)
                 if why:
-                    with suppress(OSError):  # the reader may be gone
+                    with suppress(OSError):  # the reader may have ended
                         print(f"distnb: {why}", file=sys.stderr, flush=True)
                 if requested:
                     processes.end([engine.pid])
@@ -209,7 +207,7 @@ def _serve(server: int | None) -> int:
     agent = _NodeAgent(assignment)
 
     def end(number: int, frame: FrameType | None) -> None:
-        # The notebook uses standard input instead. A signal comes from the machine's manager, as by Slurm's scancel.
+        # The notebook uses standard input instead. The machine's manager sends signals, for example Slurm's scancel.
         agent.release(f"ended by {signal.Signals(number).name}; the engine here is ended.", KILLED + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -219,18 +217,18 @@ def _serve(server: int | None) -> int:
     if server is not None:
         threading.Thread(target=_await_end_of, args=(server, agent), name="distnb-server", daemon=True).start()
     os.environ.update(assignment.variables)
-    return agent.keep()
+    return agent.run()
 
 
 def _beat() -> None:
-    with suppress(OSError):  # no reader; the end of input will end the node agent
+    with suppress(OSError):  # the reader has ended; the end of input will end the node agent
         while True:
             os.write(1, BEAT + b"\n")
             time.sleep(_BEAT_S)
 
 
 def main(task: str, server: str = "") -> int:
-    """Do the task, and return the exit status."""
+    """Perform the task, and return the exit status."""
     status = _FAILED
     try:
         status = _probe() if task == "probe" else _serve(int(server) if server else None)

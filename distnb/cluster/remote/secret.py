@@ -30,20 +30,23 @@ _CURE = (
 
 
 def secret_path(given: str | os.PathLike[str] | None, addresses: Sequence[str] = ()) -> Path:
-    """Return the given secret file, or the one that the environment names.
+    """Return the path of the given secret file, or of the file that the environment names.
 
-    If neither exists and all addresses of the cluster are loopback ones, return the user's own file, which is created
-    if needed: any process that can read it belongs to the same user on this machine.
+    If neither is given and all addresses of the cluster are loopback addresses, return the user's own file, which is
+    created if needed. Only processes of the same user on this machine can read it.
+
+    Raises:
+        StartError: No file is named, or the user's own file cannot be created.
     """
     path = given if given is not None else os.environ.get(SECRET_VARIABLE)
     if path:
         return Path(path).expanduser()
     if addresses and all(is_loopback(host_of(address)) for address in addresses):
-        return _users_own()
+        return _own_file()
     raise StartError(f"A server and its notebook authenticate with a secret file, but none is named. {_CURE}")
 
 
-def _users_own() -> Path:
+def _own_file() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "distnb"
     path = folder / "loopback-secret"
     if path.exists():
@@ -65,7 +68,11 @@ def _users_own() -> Path:
 
 
 def read_secret(path: Path) -> Keys:
-    """Return the key pairs of servers and clients, derived from a secret. Raises StartError without one."""
+    """Return the key pairs of servers and clients, derived from a secret.
+
+    Raises:
+        StartError: The file cannot be read, is accessible to other users, or is too short.
+    """
     secret = read_private_file(path, f"secret file {path}", _CURE).strip()
     if len(secret) < _LEAST_NBYTES:
         raise StartError(
@@ -81,6 +88,6 @@ def read_secret(path: Path) -> Keys:
 
 
 def _private_key(secret: bytes, purpose: bytes) -> bytes:
-    """Return the private key of one side as Z85 text. Any 32 bytes are a valid one for CURVE."""
+    """Return the private key of one side as Z85 text. Any 32 bytes are a valid private key for CURVE."""
     key: bytes = z85.encode(hashlib.blake2b(secret, digest_size=32, person=b"distnb " + purpose).digest())
     return key

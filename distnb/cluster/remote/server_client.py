@@ -1,8 +1,8 @@
 """`python -m distnb.cluster.remote.server_client ADDRESS SECRET_FILE TASK`: asks a server to run a node agent.
 
-It takes the place of ssh, and the server that of sshd. Its standard input goes to the node agent, whose output comes
-back. The exit status is the node agent's, or 255 if the server cannot be reached or is lost. All messages are encrypted
-with keys that both ends derive from their secret.
+This program corresponds to ssh, and the server to sshd. It forwards its standard input to the node agent, and the node
+agent's output to its own. The exit status is the node agent's, or 255 if the server cannot be reached or is lost. All
+messages are encrypted with keys that both ends derive from their secret.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OUTPUT: Final = b"output"
 ERROR: Final = b"error"
 STATUS: Final = b"status"
 ALIVE: Final = b"alive"
-"""An empty message. If it cannot be sent, the server knows that its client is gone."""
+"""An empty message to the client. If the server cannot send it, the client has ended."""
 
 _VARIABLE = "DISTNB_START_TIMEOUT"
 """The environment variable with the seconds to wait for a server that does not listen yet."""
@@ -53,7 +53,7 @@ def connect_patience_s() -> float:
 
 
 def _connect(socket: zmq.Socket[bytes], address: str, keys: Keys) -> zmq.Socket[bytes]:
-    """Connect with a server. Return the monitor, which reports the connection's beginning and end."""
+    """Connect to a server. Return the monitor, which reports the beginning and the end of the connection."""
     socket.ipv6 = True
     socket.curve_serverkey = keys.server_public.encode()
     socket.curve_publickey = keys.client_public.encode()
@@ -66,7 +66,7 @@ def _connect(socket: zmq.Socket[bytes], address: str, keys: Keys) -> zmq.Socket[
     return monitor
 
 
-def _converse(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | str:
+def _forward(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | str:
     """Forward input and output. Return the node agent's exit status, or the reason why the server is lost."""
     poller = zmq.Poller()
     for source in (socket, 0, monitor):
@@ -81,7 +81,7 @@ def _converse(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | st
             socket.send_multipart([INPUT, data] if data else [END])
             if not data:
                 poller.unregister(0)
-        # The monitor comes before the last messages: a server that ends in order sends the node agent's status first.
+        # Read the monitor before the messages: a server that stops sends the node agent's status, then disconnects.
         if monitor in ready:
             event = recv_monitor_message(monitor)["event"]
             if event == zmq.EVENT_CONNECTED:
@@ -89,27 +89,27 @@ def _converse(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> int | st
                     patience_s, deadline = _HANDSHAKE_S, min(deadline, time.monotonic() + _HANDSHAKE_S)
             else:
                 begins = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                ended, connected = connected and not begins, connected or begins  # a failed attempt is repeated
+                ended, connected = connected and not begins, connected or begins  # ZeroMQ repeats a failed attempt
         while socket.poll(0):
             kind, *rest = socket.recv_multipart()
             if kind == STATUS:
                 return int(rest[0])
             if kind in (OUTPUT, ERROR):
-                left = memoryview(rest[0])
-                while left:
-                    left = left[os.write(1 if kind == OUTPUT else 2, left) :]
+                unwritten = memoryview(rest[0])
+                while unwritten:
+                    unwritten = unwritten[os.write(1 if kind == OUTPUT else 2, unwritten) :]
         if not connected and time.monotonic() > deadline:
             return f"did not answer within {patience_s:.0f} s. Does it run there, with the same secret?"
     return "ended the connection, or can no longer be reached"
 
 
 def main(address: str, secret: str, task: str) -> int:
-    """Do the task, and return the exit status."""
+    """Have the server run a node agent with a task, and return the node agent's exit status."""
     try:
         keys = read_secret(Path(secret))
         with zmq.Context() as context, context.socket(zmq.DEALER) as socket, _connect(socket, address, keys) as monitor:
             socket.send_multipart([START, task.encode()])
-            how = _converse(socket, monitor)
+            how = _forward(socket, monitor)
     except (StartError, zmq.ZMQError) as error:
         print(error, file=sys.stderr, flush=True)
         return LOST

@@ -17,9 +17,9 @@ _ANSWER_S = 30.0
 
 
 class ServerTransport(Transport):
-    """The machines whose servers share a secret file with this notebook. Hosts are their addresses, host:port.
+    """The machines whose servers share a secret file with this notebook. A host is a server's address, host:port.
 
-    `tasks` has the name of the task at each address.
+    `tasks` contains the name of each address's task.
     """
 
     def __init__(self, secret: Path, tasks: Mapping[str, str] | None = None) -> None:
@@ -37,10 +37,10 @@ class ServerTransport(Transport):
         return split_address(host)[0]
 
     def unreached(self, host: str, status: int) -> str:
-        """Return the address and task without a connection, for the error."""
+        """Return the error, with the address and the task."""
         task = f" of {self._tasks[host]}" if host in self._tasks else ""
         return f"There is no connection to the server{task} at {host}."
 
     def machine(self, host: str) -> str:
-        """Return the machine of an address: servers of one machine differ in their ports."""
+        """Return the address without its port, in which the servers of one machine differ."""
         return self.network_name(host)

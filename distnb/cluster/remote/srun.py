@@ -42,8 +42,8 @@ class Slurm(Transport):
         self._arguments = tuple(arguments)
 
     def command(self, host: str, task: str) -> list[str]:
-        """Return an srun that stays connected."""
-        # Of an option given twice, srun uses the last. So the user's options override the usual ones, not the needed.
+        """Return the command of an srun that stays connected."""
+        # If an option is given twice, srun uses the last value. So the user can override `_USUAL`, but not `_NEEDED`.
         srun = ["srun", *_USUAL, *self._arguments, *_NEEDED, f"--nodelist={host}"]
         return [*srun, *NODE_AGENT, task]
 
@@ -69,12 +69,12 @@ class Slurm(Transport):
         return found[1]
 
     def cause(self, output: str) -> str:
-        """Return Slurm's reason for cancelling a step: scancel, or the end of its time."""
+        """Return Slurm's reason for cancelling a step: scancel, or its time limit."""
         found = _CANCELLED.findall(output)
         return f"Slurm says: {found[-1]}" if found else ""
 
     def unreached(self, host: str, status: int) -> str:
-        """Return the requirements of srun, for the error."""
+        """Return the error, with the requirements of srun."""
         return (
             f"srun cannot start a process on {host}. The node must be up, and have the same Python environment at the "
             f"same path ({sys.executable}) as this machine."
@@ -94,13 +94,13 @@ def allotted_nodes() -> tuple[str, ...]:
 
 
 def tasks_of_nodes() -> dict[str, int]:
-    """Return the number of tasks per node that the allocation was requested with; empty if it was for nodes only."""
+    """Return the number of tasks on each node that were requested with the allocation; empty if only nodes were."""
     asked = any(os.environ.get(f"SLURM_{name}") for name in ("NTASKS_PER_NODE", "NTASKS", "NPROCS"))
     counts = os.environ.get("SLURM_TASKS_PER_NODE", "")
     if not asked or not counts:
         return {}
     nodes = allotted_nodes()
     numbers = expand_counts(counts)
-    if len(numbers) != len(nodes):  # the numbers are those of the notebook's own step
+    if len(numbers) != len(nodes):  # the numbers describe the notebook's own step
         return {}
     return dict(zip(nodes, numbers, strict=True))

@@ -15,8 +15,8 @@ from distnb.errors import StartError
 __all__ = ["SSH"]
 
 _OPTIONS = {
-    "BatchMode": "yes",  # no user is there to answer a question
-    # A connection shared with other sessions would end with theirs.
+    "BatchMode": "yes",  # no user can answer a question
+    # A connection that is shared with other ssh sessions would end with them.
     "ControlMaster": "no",
     "ControlPath": "none",
     "ClearAllForwardings": "yes",
@@ -33,8 +33,8 @@ class SSH(Transport):
         self._arguments = tuple(arguments)
 
     def command(self, host: str, task: str) -> list[str]:
-        """Return an ssh that stays connected. `exec` replaces the remote shell by the node agent."""
-        # Of several values, ssh uses the first. Ours come first, because the guarantees depend on them.
+        """Return the command of an ssh that stays connected. `exec` replaces the remote shell with the node agent."""
+        # If an option is given twice, ssh uses the first value. `_OPTIONS` come first, because distnb relies on them.
         ours = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
         ssh = ["ssh", *ours, *self._arguments, "-o", "ConnectTimeout=20"]
         return [*ssh, host, f"exec {shlex.join([*NODE_AGENT, task])}"]
@@ -52,7 +52,7 @@ class SSH(Transport):
         return found[0]
 
     def unreached(self, host: str, status: int) -> str:
-        """Return the requirements of ssh, for the error."""
+        """Return the error, with the requirements of ssh."""
         if status != LOST:
             return (
                 f"{host} has no distnb {__version__} at {sys.executable}. Engines need the same Python environment at "
