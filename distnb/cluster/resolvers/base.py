@@ -16,7 +16,7 @@ __all__ = ["ClusterResolver", "whole_number"]
 class ClusterResolver(ABC):
     """The cluster that this process belongs to. Implementations read their source again at each call.
 
-    `task_type` and `task_id` identify the task of this process. Assign them if a resolver cannot know them.
+    `task_type` and `task_id` identify the task of this process. Assign them if the resolver cannot determine them.
     """
 
     # Values that were assigned, or passed to the constructor. They take precedence over values from the source.
@@ -51,7 +51,7 @@ class ClusterResolver(ABC):
 
     @property
     def environment(self) -> str:
-        """The cluster manager's name for the place where this runs; "" if it gives none."""
+        """The cluster manager's name for the environment of this process; "" if it has none."""
         return self._environment if self._environment is not None else self._found("environment") or ""
 
     @property
@@ -67,11 +67,11 @@ class ClusterResolver(ABC):
         """Return the address of a task, with the protocol if there is one; "" if there is no cluster.
 
         Args:
-            task_type, task_id: The task; by default, that of this process.
-            rpc_layer: A protocol other than the resolver's.
+            task_type, task_id: The task; by default, the task of this process.
+            rpc_layer: The protocol, in place of the resolver's.
 
         Raises:
-            OptionError: The task does not exist, or none was named and that of this process is unknown.
+            OptionError: The task does not exist, or you named none and the task of this process is unknown.
         """
         spec = self.cluster_spec()
         kind = self.task_type if task_type is None else task_type
@@ -92,11 +92,11 @@ class ClusterResolver(ABC):
         """Return the number of accelerators that this process can use, by kind: `{"GPU": 2}`, or `{}` on the CPU.
 
         Args:
-            task_type, task_id: The task of this process, or nothing: other machines cannot be examined.
-            config_proto: Must be None, because there are no sessions to configure.
+            task_type, task_id: The task of this process, which is the default. Other machines cannot be examined.
+            config_proto: Must be None, because distnb has no sessions to configure.
 
         Raises:
-            OptionError: Another task was named.
+            OptionError: You named another task, or gave a `config_proto`.
         """
         if config_proto is not None:
             raise OptionError(f"config_proto={config_proto!r} is not supported: there are no sessions. Leave it out.")
@@ -112,7 +112,7 @@ class ClusterResolver(ABC):
 
     @property
     def knows_accelerators(self) -> bool:
-        """True if `num_accelerators` knows other tasks than this process's own."""
+        """True if `num_accelerators` works for all tasks, not only for the task of this process."""
         return type(self).num_accelerators is not ClusterResolver.num_accelerators
 
     def _task(self) -> tuple[str | None, int | None]:
@@ -132,7 +132,7 @@ class ClusterResolver(ABC):
 
 
 def whole_number(value: Any, what: str) -> int:
-    """Return a whole number, 0 or more, also from text. Raises an OptionError that begins with `what`."""
+    """Return a whole number, 0 or more, from a number or text. Raises an OptionError that begins with `what`."""
     if isinstance(value, str) and re.fullmatch(r"[0-9]+", value.strip()):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -26,9 +26,10 @@ _ANSWER_S = 30.0
 class KubernetesClusterResolver(ClusterResolver):
     """The cluster of the running pods, queried at each call. Needs `pip install 'distnb[kubernetes]'`.
 
-    In a pod, the resolver authenticates with the pod's service account, which must be allowed to list pods; elsewhere,
-    with the user's kubeconfig. Pods are numbered in the order of their names, `worker-2` before `worker-10`. A process
-    in a pod finds its own task by the pod's name (HOSTNAME); elsewhere assign `task_type` and `task_id`.
+    In a pod, the resolver authenticates with the pod's service account, which must be allowed to list pods. Elsewhere,
+    it uses the user's kubeconfig. Pods are numbered in the order of their names, `worker-2` before `worker-10`. In a
+    pod, the resolver finds the task of this process by the pod's name (HOSTNAME). Elsewhere, assign `task_type` and
+    `task_id`.
 
     Args:
         job_to_label_mapping: Label selectors of pods by job name; None for `{"worker": ["job-name=tensorflow"]}`.
@@ -40,7 +41,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     Raises:
         OptionError: An argument is malformed, or the client is not installed.
-        ClusterError: At access: the API server does not answer or refuses, or pods are missing or do not run.
+        ClusterError: At access: the API server does not answer or refuses, or pods are missing or not running.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class KubernetesClusterResolver(ClusterResolver):
         self._namespace = namespace
 
     def __getstate__(self) -> dict[str, Any]:
-        # A client holds connections and locks. In another process, such as an engine, a new one is made when needed.
+        # A client contains connections and locks. Another process, such as an engine, creates a new one when needed.
         return {**self.__dict__, "_client": None}
 
     def cluster_spec(self) -> ClusterSpec:
@@ -85,7 +86,7 @@ class KubernetesClusterResolver(ClusterResolver):
         return self._task_type, self._task_id
 
     def _pods(self) -> dict[str, list[tuple[str, str]]]:
-        """Return the pods of each job, in order: (name, address)."""
+        """Return the name and the address of each pod, by job, in the order of the names."""
         found: dict[str, list[tuple[str, str]]] = {}
         for job, selectors in self._selectors.items():
             pods: dict[str, str] = {}
@@ -170,7 +171,7 @@ def _address(pod: Any, job: str) -> str:
     if pod.status.phase != "Running" or not pod.status.pod_ip:
         raise ClusterError(
             f"The pod {pod.metadata.name} (job {job!r}) is {pod.status.phase or 'of unknown state'}, not Running, so "
-            "the cluster is incomplete. Try again when it runs."
+            "the cluster is incomplete. Try again when it is running."
         )
     return str(pod.status.pod_ip)
 

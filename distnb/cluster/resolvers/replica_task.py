@@ -1,4 +1,4 @@
-"""The resolver of a replica whose task no other resolver knows."""
+"""The resolver of a replica whose task no other resolver can determine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A resolver of a cluster that is given as arguments."""
+"""The resolver of a cluster that is given in arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SimpleClusterResolver"]
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """The cluster that it is given.
+    """The cluster in the arguments.
 
     Args:
         cluster_spec: The cluster.
@@ -57,7 +57,7 @@ class SimpleClusterResolver(ClusterResolver):
         return self._spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of the named task; without one, the given master, or the address of this process."""
+        """Return the address of the named task; without a task, the given master or the address of this process."""
         if self._master and task_type is None and task_id is None:
             return self._with_protocol(self._master, rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
@@ -65,7 +65,7 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """Return the given numbers for every task; without them, see `ClusterResolver.num_accelerators`."""
+        """Return the given numbers, for every task. Without them, see `ClusterResolver.num_accelerators`."""
         if self._accelerators is not None:
             return dict(self._accelerators)
         return super().num_accelerators(task_type, task_id, config_proto)

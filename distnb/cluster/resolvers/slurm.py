@@ -18,15 +18,16 @@ __all__ = ["SlurmClusterResolver"]
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """The cluster in the variables that `srun` sets in each task. Tasks are assigned to nodes in blocks, as by srun.
+    """The cluster in the variables that `srun` sets in each task. Like srun, the resolver assigns tasks in blocks.
 
     Args:
         jobs: The number of tasks by job name, in task order: `{"chief": 1, "worker": 3}`. None makes all tasks workers.
         port_base: The first port of a node. Its further tasks use the next ports.
         gpus_per_node: The number of GPUs of a node in this step; None to count this node's. With 0, tasks use the CPU.
-        gpus_per_task: The number of GPUs of each task; None to divide the node's.
-        tasks_per_node: The number of tasks on each node, or a dict from host name to number; None to ask Slurm.
-        auto_set_gpu: Let `cluster_spec` set CUDA_VISIBLE_DEVICES to this task's GPUs, if it sees more than those.
+        gpus_per_task: The number of GPUs of each task; None to divide the node's GPUs among its tasks.
+        tasks_per_node: The number of tasks on each node, or a dict from host name to number; None to use Slurm's
+            variable.
+        auto_set_gpu: Let `cluster_spec` set CUDA_VISIBLE_DEVICES to this task's GPUs, if more GPUs are visible.
         rpc_layer: See `ClusterResolver.rpc_layer`.
 
     Raises:
@@ -60,7 +61,7 @@ class SlurmClusterResolver(ClusterResolver):
         cluster: dict[str, list[str]] = {}
         for job, count in self._jobs_of(len(addresses)).items():
             cluster[job], addresses = addresses[:count], addresses[count:]
-        if self._auto_set_gpu and "SLURM_PROCID" in os.environ:  # otherwise this is not a task but, say, a notebook
+        if self._auto_set_gpu and "SLURM_PROCID" in os.environ:  # otherwise this process is not a task
             self._set_gpus()
         return ClusterSpec(cluster)
 
@@ -82,23 +83,23 @@ class SlurmClusterResolver(ClusterResolver):
         if given is None:
             counts = expand_counts(_variable("STEP_TASKS_PER_NODE", "TASKS_PER_NODE"))
         elif isinstance(given, Mapping):
-            lacking = [host for host in hosts if host not in given]
-            if lacking:
+            missing = [host for host in hosts if host not in given]
+            if missing:
                 raise OptionError(
-                    f"tasks_per_node has no number for {', '.join(lacking)}, which Slurm allotted. Add one for each."
+                    f"tasks_per_node has no number for {', '.join(missing)}, which Slurm allotted. Add one for each."
                 )
             counts = [whole_number(given[host], f"tasks_per_node[{host!r}]={given[host]!r}") for host in hosts]
         else:
             counts = [whole_number(given, f"tasks_per_node={given!r}")] * len(hosts)
         if len(counts) != len(hosts):
             raise OptionError(
-                f"Slurm lists {len(hosts)} nodes ({', '.join(hosts)}) but the tasks of {len(counts)} ({counts}). Give "
-                "tasks_per_node."
+                f"Slurm lists {len(hosts)} nodes ({', '.join(hosts)}), but numbers of tasks for {len(counts)} "
+                f"({counts}). Give tasks_per_node."
             )
-        twice = [host for host, times in Counter(hosts).items() if times > 1]
-        if twice:
+        duplicates = [host for host, times in Counter(hosts).items() if times > 1]
+        if duplicates:
             raise OptionError(
-                f"Slurm's host list names {', '.join(twice)} more than once: {', '.join(hosts)}. Name each once."
+                f"Slurm's host list names {', '.join(duplicates)} more than once: {', '.join(hosts)}. Name each once."
             )
         return dict(zip(hosts, counts, strict=True))
 
@@ -118,18 +119,19 @@ class SlurmClusterResolver(ClusterResolver):
             return self._task_type, self._task_id
         rank = whole_number(_variable("PROCID"), f"SLURM_PROCID={os.environ.get('SLURM_PROCID')!r}")
         nodes = self._nodes()
-        place = [node for node, count in enumerate(nodes.values()) for _ in range(count)]
-        if rank >= len(place):
+        node_of_task = [node for node, count in enumerate(nodes.values()) for _ in range(count)]
+        if rank >= len(node_of_task):
             raise OptionError(
-                f"SLURM_PROCID is {rank}, but the nodes {nodes} have only {len(place)} tasks. Check tasks_per_node."
+                f"SLURM_PROCID is {rank}, but the nodes {nodes} have only {len(node_of_task)} tasks. Check "
+                "tasks_per_node."
             )
         node = os.environ.get("SLURM_NODEID", "")
-        if node.isdigit() and int(node) != place[rank]:
+        if node.isdigit() and int(node) != node_of_task[rank]:
             raise OptionError(
-                f"Task {rank} runs on node {node}, but would be on node {place[rank]} of {list(nodes)} if tasks were "
-                "assigned in blocks. Start them with `srun --distribution=block`."
+                f"Task {rank} runs on node {node}, but would be on node {node_of_task[rank]} of {list(nodes)} if tasks "
+                "were assigned in blocks. Start them with `srun --distribution=block`."
             )
-        for job, count in self._jobs_of(len(place)).items():
+        for job, count in self._jobs_of(len(node_of_task)).items():
             if rank < count:
                 return self._task_type or job, rank if self._task_id is None else self._task_id
             rank -= count
@@ -156,9 +158,9 @@ class SlurmClusterResolver(ClusterResolver):
     def _gpus_of_the_node(self) -> int:
         if self._gpus_per_node is not None:
             return self._gpus_per_node
-        seen = _gpus_at_first()
+        visible = _gpus_at_first()
         allotted = os.environ.get("SLURM_GPUS_ON_NODE", "")
-        return int(allotted) if seen and allotted.isdigit() else seen
+        return int(allotted) if visible and allotted.isdigit() else visible
 
     def _set_gpus(self) -> None:
         visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
@@ -177,7 +179,7 @@ class SlurmClusterResolver(ClusterResolver):
 
 @cache
 def _gpus_at_first() -> int:
-    """Return the number of GPUs that this task saw before CUDA_VISIBLE_DEVICES was set here."""
+    """Return the number of GPUs that were visible to this task before `cluster_spec` set CUDA_VISIBLE_DEVICES."""
     return available_gpus()
 
 

@@ -40,10 +40,10 @@ class ClusterSpec:
 
     Args:
         cluster: The addresses by job name: a list, whose indices are the task indices, or a dict from task index to
-            address. Another ClusterSpec or a ClusterDef will do, too.
+            address. A ClusterSpec or a ClusterDef is accepted, too.
 
     Raises:
-        OptionError: `cluster` is malformed; the text shows the wrong part.
+        OptionError: `cluster` is malformed. The message shows the wrong part.
 
     Example:
         >>> spec = ClusterSpec({"worker": ["a:2222", "b:2222"], "ps": {1: "c:2222"}})
@@ -91,7 +91,7 @@ class ClusterSpec:
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Return the cluster as a dict: a list per job whose indices have no gap, otherwise {index: address}."""
+        """Return the cluster as a dict: for each job a list, or {index: address} if its indices have gaps."""
         return {
             job: list(tasks.values()) if list(tasks) == list(range(len(tasks))) else dict(tasks)
             for job, tasks in self._jobs.items()
@@ -103,8 +103,8 @@ class ClusterSpec:
 
     def _job(self, name: str) -> dict[int, str]:
         if name not in self._jobs:
-            there = f"the jobs are {', '.join(self._jobs)}" if self._jobs else "the cluster is empty"
-            raise OptionError(f"There is no job {name!r} in the cluster: {there}.")
+            jobs = f"the jobs are {', '.join(self._jobs)}" if self._jobs else "the cluster is empty"
+            raise OptionError(f"There is no job {name!r} in the cluster: {jobs}.")
         return self._jobs[name]
 
     def __bool__(self) -> bool:

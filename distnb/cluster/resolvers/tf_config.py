@@ -19,19 +19,19 @@ _EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """The cluster in TF_CONFIG, read at each access, so a program may set the variable after it made the resolver.
+    """The cluster in TF_CONFIG. It is read at each access, so you can set the variable after creating the resolver.
 
-    The variable holds JSON: `{"cluster": {"worker": ["host0:2222", …]}, "task": {"type": "worker", "index": 0}}`. If it
-    is unset or `{}`, there is no cluster. A warning names keys other than "cluster", "task", "environment" and
-    "rpc_layer", since distnb ignores them ("session_master", too: there are no sessions).
+    The variable contains JSON: `{"cluster": {"worker": ["host0:2222", …]}, "task": {"type": "worker", "index": 0}}`. If
+    it is unset or `{}`, there is no cluster. distnb ignores keys other than "cluster", "task", "environment" and
+    "rpc_layer", and a warning names them. ("session_master" is ignored, too, because distnb has no sessions.)
 
     Args:
         task_type, task_id: The task of this process, in place of TF_CONFIG's.
         rpc_layer, environment: The protocol and the environment, in place of TF_CONFIG's.
 
     Raises:
-        OptionError: At access, if TF_CONFIG is malformed, or this process's task is not in the cluster. The text shows
-            the wrong part.
+        OptionError: At access, if TF_CONFIG is malformed, or this process's task is not in the cluster. The message
+            shows the wrong part.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class TFConfigClusterResolver(ClusterResolver):
     def __repr__(self) -> str:
         names = ("task_type", "task_id", "rpc_layer", "environment")
         given = (self._task_type, self._task_id, self._rpc_layer, self._environment)
-        said = [f"{name}={value!r}" for name, value in zip(names, given, strict=True) if value is not None]
-        return f"TFConfigClusterResolver({', '.join(said)})"
+        arguments = [f"{name}={value!r}" for name, value in zip(names, given, strict=True) if value is not None]
+        return f"TFConfigClusterResolver({', '.join(arguments)})"
 
 
 def _read() -> dict[str, Any]:
@@ -130,8 +130,8 @@ def _check_member(spec: ClusterSpec, kind: str, index: int) -> None:
             f"TF_CONFIG says that this is {kind} {index}, but the cluster's jobs are {', '.join(spec.jobs)}."
         )
     if index not in spec.task_indices(kind):
-        there = ", ".join(map(str, spec.task_indices(kind))) or "none"
-        raise OptionError(f"TF_CONFIG says that this is {kind} {index}, but the cluster's {kind} tasks are {there}.")
+        indices = ", ".join(map(str, spec.task_indices(kind))) or "none"
+        raise OptionError(f"TF_CONFIG says that this is {kind} {index}, but the cluster's {kind} tasks are {indices}.")
 
 
 def _short(text: str) -> str:

@@ -14,9 +14,9 @@ __all__ = ["UnionResolver"]
 class UnionResolver(ClusterResolver):
     """The combined cluster of several resolvers.
 
-    Jobs of the same name are merged. If every resolver numbers the tasks of a job from 0, they are renumbered one after
-    another; otherwise their indices are kept. Some things have only one value: the task of this process, the protocol,
-    the environment and the accelerators. The first resolver's value is used for those.
+    Jobs of the same name are merged. If every resolver numbers the tasks of a job from 0, the tasks are renumbered
+    consecutively; otherwise they keep their indices. The task of this process, the protocol, the environment and the
+    accelerators are the first resolver's.
 
     Args:
         *resolvers: One or more resolvers.
@@ -54,7 +54,7 @@ class UnionResolver(ClusterResolver):
         """Return all jobs of all resolvers."""
         specs = [each.cluster_spec() for each in self._resolvers]
         jobs = dict.fromkeys(job for spec in specs for job in spec.jobs)
-        return ClusterSpec({job: _together(job, [spec for spec in specs if job in spec.jobs]) for job in jobs})
+        return ClusterSpec({job: _merge(job, [spec for spec in specs if job in spec.jobs]) for job in jobs})
 
     def _found(self, name: str) -> str | None:
         found: str | None = getattr(self._resolvers[0], name)
@@ -80,8 +80,8 @@ class UnionResolver(ClusterResolver):
         return f"UnionResolver({', '.join(map(repr, self._resolvers))})"
 
 
-def _together(job: str, specs: list[ClusterSpec]) -> dict[int, str]:
-    """Return the tasks of one job, by index."""
+def _merge(job: str, specs: list[ClusterSpec]) -> dict[int, str]:
+    """Return the addresses of one job's tasks, by index."""
     parts = [{index: spec.task_address(job, index) for index in spec.task_indices(job)} for spec in specs]
     if all(list(part) == list(range(len(part))) for part in parts):
         addresses = dict.fromkeys(address for part in parts for address in part.values())
