@@ -24,7 +24,7 @@ def addresses_by_interface() -> dict[str, list[str]]:
 
 
 def address_towards(host: str) -> str:
-    """Return the numeric address of this machine that is the source address of packets to a host."""
+    """Return the numeric source address of this machine's packets to a host."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(host, _UNUSED_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

@@ -43,7 +43,7 @@ TeamKey = tuple[tuple[int, ...], int]
 
 
 def former(name: str, serial: int) -> str:
-    """Return the new name of a value whose name was reassigned, and which engine objects may still hold."""
+    """Return the new name of a value whose old name was reassigned. Engine objects may still hold the value."""
     return f"{name}#{serial}"
 
 

@@ -1,8 +1,8 @@
 """The launcher of this machine's engines, which forks them from one process, the template (`distnb.engine.template`).
 
-To load torch, each process needs seconds and memory. So only the template loads it. It forks the engines, which share
-its memory, and then ends. Meanwhile the notebook's process adopts orphans, so the engines become its children. It
-watches and reaps them like any other child:
+Loading torch costs each process seconds and memory, so only the template loads it. The template forks the engines,
+which share its memory, and then ends. Meanwhile the notebook's process adopts orphans, so the engines become its
+children. It watches and reaps them like any other child:
 
     notebook ── starts ──▶ template ── forks ──▶ engine 0, engine 1     the template represents both engines
     notebook ◀── "0 4711", "1 4712" ── template                         each engine leads a group of its own

@@ -1,4 +1,4 @@
-"""The child processes of this process, and their private directory: how they are started, watched and ended."""
+"""The supervision of this process's children: their start, their end, and their private directory."""
 
 from __future__ import annotations
 

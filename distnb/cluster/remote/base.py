@@ -229,7 +229,7 @@ class _AgentLink:
     def close(self, words: str) -> str:
         """Close the connection after its local process has ended. Return the node agent's status; "" if it was lost.
 
-        Both `words`, the status of the local process, and the returned status are in words.
+        `words` is the status of the local process. The returned status is in words, too.
         """
         while self._receive():  # the last lines
             pass

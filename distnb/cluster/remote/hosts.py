@@ -241,7 +241,7 @@ def _machines_with_servers(resolver: ClusterResolver) -> HostOptions:
         if resolver.task_type in (WORKER, PS):
             raise OptionError(
                 f"This process is {resolver.task_type} {resolver.task_id} of its cluster, but only the coordinator "
-                "starts it: the chief, or a process that is no task. On workers and servers run `distnb worker`."
+                "starts it: the chief, or a process that is not a task. On workers and servers run `distnb worker`."
             )
         addresses = tuple(tasks.values())
         for task, address in tasks.items():
