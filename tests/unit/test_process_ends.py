@@ -89,7 +89,7 @@ def test_a_process_with_the_number_of_an_earlier_one_is_not_taken_for_it() -> No
         assert ends.get(timeout=_WITHIN_S) == (earlier, "was killed by SIGKILL", True)
         wait_until(lambda: not Path(f"/proc/{earlier}").exists(), _WITHIN_S, "it is not reaped")
         later = _start_as(earlier, lambda: processes.start(["sleep", "600"], lambda *end: ends.put(end)).pid)
-        assert processes.wants(later)
+        assert processes.should_run(later)
         assert processes.status(later) is None
         os.kill(later, signal.SIGKILL)
         assert ends.get(timeout=_WITHIN_S) == (later, "was killed by SIGKILL", False)
